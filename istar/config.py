@@ -1,0 +1,407 @@
+"""The typed schema behind conf/: a misspelt key or a wrong type is refused at compose time.
+
+Each group has a dataclass. `register` gives Hydra a node of typed, closed values made from it, which the group's YAML
+files start from; `load` turns the composed config into the dataclasses, whose `__post_init__` holds the rules that no
+type can say. Defaults stand here and nowhere else; the YAML files hold what differs from them.
+"""
+
+import difflib
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import MISSING as NO_DEFAULT
+from dataclasses import Field, dataclass, field, fields, is_dataclass
+from typing import Any, TypeVar, get_args
+
+from hydra.core.config_store import ConfigStore
+from hydra.errors import MissingConfigException
+from omegaconf import MISSING, AnyNode, BooleanNode, DictConfig, FloatNode, IntegerNode, OmegaConf, StringNode
+
+from istar.errors import UserError
+from istar.regularizers.points import NAMED_LAYERS
+
+T = TypeVar("T")
+
+
+@dataclass
+class TaskConfig:
+    """What is learned, and from which data."""
+
+    name: str = MISSING
+    """A name in `istar.tasks.specs.TASKS`."""
+    data_dir: str | None = None
+    """Folder with the task's files; None loads from the hub (or generates, for the demo tasks)."""
+    limit_train: int | None = None
+    """Use the first so many training examples."""
+    limit_validation: int | None = None
+    """Use the first so many examples of each validation set."""
+    max_length: int | None = None
+    """Tokens per sequence; None takes the task's own default."""
+    submission: bool = False
+    """Also predict the test set and write the GLUE submission file."""
+    doc_stride: int = 128
+    """Spans: tokens that two neighbouring windows of a long context share."""
+    n_best: int = 20
+    """Spans: how many start and end positions are paired."""
+    max_answer_length: int = 30
+    """Spans: longest answer, in tokens."""
+
+    def __post_init__(self) -> None:
+        for name in ("limit_train", "limit_validation", "max_length", "doc_stride", "n_best", "max_answer_length"):
+            _at_least(1, f"task.{name}", getattr(self, name))
+
+
+@dataclass
+class ModelConfig:
+    """The encoder."""
+
+    name: str = MISSING
+    """Hub id, or a folder that `save_pretrained` wrote."""
+    pretrained: bool = True
+    """False: the project's own tiny BERT with random weights."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub."""
+
+
+@dataclass
+class NoRegConfig:
+    """The task loss alone."""
+
+    name: str = "none"
+
+
+@dataclass
+class CosRegConfig:
+    """CosReg, equation (1)."""
+
+    name: str = "cosreg"
+    weight: float = field(default=1.0, metadata={"key": "lambda"})
+    """lambda: any finite number; 0 skips the penalty."""
+    layers: Any = "last"
+    """all, last, with_embeddings, or a list of layer numbers (0: embeddings)."""
+    include_padding: bool = False
+    sync: bool = True
+    """One penalty for the points of all processes together."""
+
+    def __post_init__(self) -> None:
+        _finite("reg.lambda", self.weight)
+        _check_layers(self.layers)
+
+
+@dataclass
+class IStarConfig(CosRegConfig):
+    """I-STAR, equation (2)."""
+
+    name: str = "istar"
+    weight: float = field(default=-1.0, metadata={"key": "lambda"})
+    """lambda: any finite number; negative lowers isotropy, 0 skips the penalty."""
+    layers: Any = "all"
+    zeta: float = 0.4
+    """Weight of the shrinkage covariance, 0 to 1."""
+    num_points: int = 250_000
+    """Points behind the shrinkage covariance, counted over the union of the layers."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.zeta <= 1:
+            raise UserError(
+                f"reg.zeta={self.zeta:g} is outside [0, 1]; 0 means no shrinkage, 1 only the shrinkage covariance, "
+                "the paper uses 0.2 to 0.8"
+            )
+        _at_least(2, "reg.num_points", self.num_points)
+
+
+@dataclass
+class DataConfig:
+    """Batches and caches."""
+
+    batch_size: int = 32
+    """Examples per process and micro-batch."""
+    eval_batch_size: int = 64
+    group_by_length: bool = True
+    """Fill batches with examples of similar length (still shuffled, seeded)."""
+    num_workers: int = 0
+    """Processes that collate batches; 0 collates in the training process."""
+    cache_dir: str | None = None
+    """Where tokenized data is kept and shared by runs; None is $ISTAR_CACHE or ~/.cache/istar."""
+
+    def __post_init__(self) -> None:
+        _at_least(1, "data.batch_size", self.batch_size)
+        _at_least(1, "data.eval_batch_size", self.eval_batch_size)
+        _at_least(0, "data.num_workers", self.num_workers)
+
+
+@dataclass
+class OptimConfig:
+    """AdamW and its schedule."""
+
+    lr: float = 3e-5
+    """Peak learning rate."""
+    weight_decay: float = 0.01
+    """On all weights but biases and LayerNorm's."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    eps: float = 1e-8
+    schedule: str = "constant"
+    """constant, linear (decay to 0) or cosine (decay to 0)."""
+    warmup: float = 0.0
+    """Share of the optimizer steps over which the learning rate rises from 0."""
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0 or not math.isfinite(self.lr):
+            raise UserError(f"optim.lr={self.lr:g} is not a positive number; the paper uses 1e-5, 3e-5 and 5e-5")
+        _one_of("optim.schedule", self.schedule, ("constant", "linear", "cosine"))
+        if not 0 <= self.warmup <= 1:
+            raise UserError(f"optim.warmup={self.warmup:g} is outside [0, 1]; it is a share of the optimizer steps")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise UserError(f"optim.betas={self.betas} is not a pair of numbers in [0, 1), e.g. [0.9,0.999]")
+        if self.weight_decay < 0 or self.eps <= 0:
+            raise UserError(
+                f"optim.weight_decay={self.weight_decay:g} must be 0 or more and optim.eps={self.eps:g} above 0"
+            )
+
+
+@dataclass
+class TrainerConfig:
+    """Length and hardware of the training; the names are Lightning's."""
+
+    max_epochs: int = 3
+    accumulate_grad_batches: int = 2
+    """Micro-batches per optimizer step."""
+    gradient_clip_val: float | None = 1.0
+    """Largest norm of the gradient; null switches clipping off."""
+    precision: str = "32-true"
+    """32-true, bf16-mixed, or 16-mixed (CUDA only)."""
+    accelerator: str = "auto"
+    devices: Any = 1
+    num_nodes: int = 1
+    strategy: str = "auto"
+    early_stopping: int | None = None
+    """Stop after so many epochs without a better headline metric; null never stops early."""
+    checkpoints: bool = True
+    """Keep the best and the last state; without them the last weights are the result."""
+    deterministic: bool = False
+    fast_dev_run: bool = False
+    """One batch of everything, no checkpoints: does it run at all?"""
+    log_every_n_steps: int = 10
+    progress_bar: bool = True
+
+    def __post_init__(self) -> None:
+        _at_least(1, "trainer.max_epochs", self.max_epochs)
+        _at_least(1, "trainer.accumulate_grad_batches", self.accumulate_grad_batches)
+        _at_least(1, "trainer.early_stopping", self.early_stopping)
+        _at_least(1, "trainer.log_every_n_steps", self.log_every_n_steps)
+        if self.gradient_clip_val is not None and not self.gradient_clip_val > 0:
+            raise UserError(f"trainer.gradient_clip_val={self.gradient_clip_val:g} must be above 0, or null for none")
+        _one_of("trainer.precision", self.precision, ("32-true", "bf16-mixed", "16-mixed"))
+
+
+@dataclass
+class LoggerConfig:
+    """Where metrics go beside `metrics.csv`, which is always written."""
+
+    name: str = "csv"
+
+
+@dataclass
+class WandbConfig(LoggerConfig):
+    """Weights & Biases."""
+
+    name: str = "wandb"
+    project: str = "istar"
+    entity: str | None = None
+    group: str | None = None
+    tags: list[str] = field(default_factory=list)
+    mode: str = "auto"
+    """online, offline, disabled; auto is offline where there is no API key or WANDB_MODE says so."""
+
+    def __post_init__(self) -> None:
+        _one_of("logger.mode", self.mode, ("auto", "online", "offline", "disabled"))
+
+
+@dataclass
+class RunConfig:
+    """Where results go."""
+
+    root: str = "runs"
+    """Folder that holds the run folders."""
+    overwrite: bool = False
+    """Run again although a finished result is there; the old folder is kept aside."""
+    save_model: bool = True
+    """Write `model/`, a `save_pretrained` folder with the tokenizer."""
+
+
+@dataclass
+class Config:
+    """One run."""
+
+    task: TaskConfig
+    model: ModelConfig
+    reg: Any
+    data: DataConfig
+    optim: OptimConfig
+    trainer: TrainerConfig
+    logger: Any
+    run: RunConfig
+    seed: int = 42
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**32:
+            raise UserError(f"seed={self.seed} is outside [0, 2^32)")
+
+
+_REGS = {"none": NoRegConfig, "cosreg": CosRegConfig, "istar": IStarConfig}
+_LOGGERS = {"csv": LoggerConfig, "wandb": WandbConfig}
+
+
+def register() -> None:
+    """Give Hydra the schema of every group: `task/schema`, `reg/istar_schema` and so on."""
+    store = ConfigStore.instance()
+    single = {
+        "task": TaskConfig,
+        "model": ModelConfig,
+        "data": DataConfig,
+        "optim": OptimConfig,
+        "trainer": TrainerConfig,
+        "run": RunConfig,
+    }
+    for group, kind in single.items():
+        store.store(group=group, name="schema", node=_schema(kind))
+    for group, kinds in (("reg", _REGS), ("logger", _LOGGERS)):
+        for name, kind in kinds.items():
+            store.store(group=group, name=f"{name}_schema", node=_schema(kind))
+
+
+def load(config: DictConfig) -> Config:
+    """The composed config as dataclasses, every rule checked.
+
+    Raises:
+        UserError: naming the key, the value and what was expected.
+    """
+    values = _resolved(config)
+    groups: dict[str, Any] = {
+        "task": TaskConfig,
+        "model": ModelConfig,
+        "reg": _REGS[values["reg"]["name"]],
+        "data": DataConfig,
+        "optim": OptimConfig,
+        "trainer": TrainerConfig,
+        "logger": _LOGGERS[values["logger"]["name"]],
+        "run": RunConfig,
+    }
+    built = {name: _build(kind, values[name]) for name, kind in groups.items()}
+    return Config(seed=values["seed"], **built)
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """A config as plain data under the keys that the command line uses (`lambda`, not `weight`)."""
+    return {
+        _key(f): to_dict(value) if is_dataclass(value := getattr(config, f.name)) else value for f in fields(config)
+    }
+
+
+def explain(error: Exception) -> str:
+    """What Hydra and OmegaConf say over several lines and causes, as one line with the nearest right name."""
+    if isinstance(error, MissingConfigException) and error.options:
+        return _explain_option(str(error.missing_cfg_file), error.options)
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    text = str(cause)
+    key = re.search(r"full_key: (\S+)", text)
+    headline = " ".join(text.split("\n    full_key")[0].split())
+    if key is None:
+        return " ".join(str(error).split())
+    if "not in" in headline:
+        return f"{key[1]}: there is no such key{_hint(key[1], _known_keys())}; `python train.py --cfg job` lists all"
+    return f"{key[1]}: {headline}"
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`; did you mean X?` for the nearest known name, or nothing."""
+    return _hint(word, known)
+
+
+def _explain_option(wanted: str, options: Iterable[str]) -> str:
+    group, _, name = wanted.rpartition("/")
+    shown = sorted(option for option in options if not option.endswith("schema"))
+    return f"{group}={name}: there is no such option{_hint(name, shown)}; {group} is one of {', '.join(shown)}"
+
+
+def _hint(word: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _known_keys() -> list[str]:
+    groups = [
+        ("task", TaskConfig),
+        ("model", ModelConfig),
+        *(("reg", kind) for kind in _REGS.values()),
+        ("data", DataConfig),
+        ("optim", OptimConfig),
+        ("trainer", TrainerConfig),
+        *(("logger", kind) for kind in _LOGGERS.values()),
+        ("run", RunConfig),
+    ]
+    return ["seed", *(f"{group}.{_key(f)}" for group, kind in groups for f in fields(kind))]
+
+
+def _key(of: "Field[Any]") -> str:
+    """The key on the command line; lambda is a Python keyword, so no field can bear that name."""
+    return str(of.metadata.get("key", of.name))
+
+
+_NODES: dict[Any, type] = {str: StringNode, int: IntegerNode, float: FloatNode, bool: BooleanNode}
+
+
+def _schema(kind: Any) -> DictConfig:
+    """A closed OmegaConf node with a typed value for each field of a dataclass."""
+    node = OmegaConf.create({_key(f): _value_node(f) for f in fields(kind)})
+    OmegaConf.set_struct(node, True)
+    return node
+
+
+def _value_node(of: "Field[Any]") -> Any:
+    default = of.default if of.default is not NO_DEFAULT else of.default_factory()  # type: ignore[misc]
+    given = get_args(of.type)
+    optional = type(None) in given
+    base = next((kind for kind in given if kind is not type(None)), of.type) if optional else of.type
+    if base in _NODES:
+        return _NODES[base](value=default, is_optional=optional)
+    return AnyNode(default) if base is Any else OmegaConf.create(default)
+
+
+def _resolved(config: DictConfig) -> dict[str, Any]:
+    missing = sorted(OmegaConf.missing_keys(config))
+    if missing:
+        raise UserError(f"{missing[0]} is not set; give it on the command line: {missing[0]}=<value>")
+    values = OmegaConf.to_container(config, resolve=True)
+    return values  # type: ignore[return-value]
+
+
+def _build(kind: type[T], values: dict[str, Any]) -> T:
+    return kind(**{f.name: values[_key(f)] for f in fields(kind)})  # type: ignore[arg-type]
+
+
+def _at_least(least: int, key: str, value: int | None) -> None:
+    if value is not None and value < least:
+        raise UserError(f"{key}={value} is too small; expected {least} or more")
+
+
+def _finite(key: str, value: float) -> None:
+    if not math.isfinite(value):
+        raise UserError(f"{key}={value} is not a finite number; the paper uses -5 to 5")
+
+
+def _one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise UserError(f"{key}={value} is not known{_hint(value, allowed)}; expected one of {', '.join(allowed)}")
+
+
+def _check_layers(layers: Any) -> None:
+    if isinstance(layers, str):
+        _one_of("reg.layers", layers, NAMED_LAYERS)
+    elif not (isinstance(layers, list) and layers and all(type(number) is int for number in layers)):
+        raise UserError(
+            f"reg.layers={layers} is neither one of {', '.join(NAMED_LAYERS)} nor a list of layer numbers like [1,2,12]"
+        )

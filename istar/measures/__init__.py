@@ -1,0 +1,9 @@
+"""Measures of the geometry of point clouds: pure functions, and accumulators that stream and merge.
+
+Needs torch alone: no Lightning, no transformers, no Hydra.
+"""
+
+from istar.measures.isoscore import isoscore, isoscore_from_covariance, isoscore_star, shrink
+from istar.measures.moments import Moments
+
+__all__ = ["Moments", "isoscore", "isoscore_from_covariance", "isoscore_star", "shrink"]

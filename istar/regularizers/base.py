@@ -1,0 +1,80 @@
+"""What every penalty on hidden states has in common."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from istar.errors import UserError
+from istar.regularizers.points import Layers
+
+
+class Penalty(NamedTuple):
+    """A penalty before its weight, and the measure behind it (detached) for the log; both 0-d."""
+
+    value: Tensor
+    measure: Tensor
+
+
+class Regularizer(ABC):
+    """A penalty on hidden states: `loss = task_loss + weight * penalty`.
+
+    Args:
+        weight: lambda, any finite number.
+        layers: see `istar.regularizers.points.select_layers`.
+        include_padding: count padding as points.
+        sync: one penalty for the union of all processes' points rather than one per process.
+
+    Raises:
+        UserError: for a weight that is not finite.
+    """
+
+    measure: str
+
+    def __init__(self, weight: float, layers: Layers, include_padding: bool = False, sync: bool = True) -> None:
+        if not math.isfinite(weight):
+            raise UserError(f"lambda is {weight}; expected a finite number")
+        self.weight = weight
+        self.layers = layers
+        self.include_padding = include_padding
+        self.sync = sync
+
+    @abstractmethod
+    def penalty(self, hidden_states: Sequence[Tensor], attention_mask: Tensor | None) -> Penalty:
+        """The penalty of a batch.
+
+        Args:
+            hidden_states: embedding output and the output of every layer, `(batch, tokens, d)` each.
+            attention_mask: `(batch, tokens)`, 1 for tokens and 0 for padding.
+        """
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+class SumOverProcesses(torch.autograd.Function):
+    """Sum of a tensor over all processes; backward sums the processes' gradients likewise.
+
+    So the gradient on each process is that of the sum of all processes' losses, and averaging gradients over
+    processes, as DDP does, gives the gradient of the one global loss.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return _all_reduced(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return _all_reduced(grad)
+
+
+def _all_reduced(tensor: Tensor) -> Tensor:
+    total = tensor.detach().clone()
+    if world_size() > 1:
+        dist.all_reduce(total)
+    return total

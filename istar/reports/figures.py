@@ -1,0 +1,64 @@
+"""Figures of several runs."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot as plt  # noqa: E402
+
+from istar.reports.tables import method  # noqa: E402
+from istar.results import RunRecord  # noqa: E402
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+"""Okabe and Ito's, told apart by colour-blind readers."""
+
+
+def comparison(records: Sequence[RunRecord], path: Path) -> None:
+    r"""Two panels, a colour per run: the headline metric, and IsoScore\* layer by layer. Writes PNG or SVG by suffix."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained", width_ratios=(2, 3))
+    for number, record in enumerate(records):
+        colour = COLOURS[number % len(COLOURS)]
+        _headline_bar(left, number, record, colour)
+        _layer_line(right, record, colour)
+    _finish_headlines(left, records)
+    _finish_layers(right, records)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _headline_bar(axes: plt.Axes, number: int, record: RunRecord, colour: str) -> None:
+    value = 100 * record.headline["value"]
+    axes.barh(number, value, color=colour, height=0.6)
+    axes.annotate(f"{value:.1f}", (value, number), xytext=(-4, 0), textcoords="offset points", ha="right", va="center", color="white")
+
+
+def _layer_line(axes: plt.Axes, record: RunRecord, colour: str) -> None:
+    scores = {int(layer): score for layer, score in record.isotropy["after"].items() if layer != "union"}
+    axes.plot(list(scores), list(scores.values()), marker="o", color=colour, label=method(record))
+
+
+def _finish_headlines(axes: plt.Axes, records: Sequence[RunRecord]) -> None:
+    axes.set_yticks(range(len(records)), [method(record) for record in records])
+    axes.invert_yaxis()
+    metrics = sorted({record.headline["metric"] for record in records})
+    axes.set_xlabel(f"{' / '.join(metrics)} on the validation set, percent")
+    axes.spines[["top", "right"]].set_visible(False)
+    baselines = {record.baseline.get(record.headline["metric"]) for record in records}
+    if len(baselines) == 1 and None not in baselines:
+        axes.axvline(100 * baselines.pop(), color="black", linestyle="--", linewidth=1)  # type: ignore[operator]
+        axes.set_title("dashed: majority class", fontsize="medium", loc="left")
+
+
+def _finish_layers(axes: plt.Axes, records: Sequence[RunRecord]) -> None:
+    before = {int(layer): score for layer, score in records[0].isotropy["before"].items() if layer != "union"}
+    axes.plot(list(before), list(before.values()), color="black", linestyle=":", label="before training")
+    axes.set_xticks(list(before))
+    axes.set_xlabel("layer (0: embeddings)")
+    axes.set_ylabel("IsoScore*")
+    axes.set_ylim(bottom=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize="small")

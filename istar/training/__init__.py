@@ -1,0 +1,17 @@
+"""Training with Lightning: the step, the batches, the callbacks."""
+
+from istar.training.data import FineTuningData, LengthGroupedSampler
+from istar.training.history import History
+from istar.training.isotropy import LayerIsotropy
+from istar.training.module import FineTuner, merge_outputs
+from istar.training.shrinkage import ShrinkageCovariance
+
+__all__ = [
+    "FineTuner",
+    "FineTuningData",
+    "History",
+    "LayerIsotropy",
+    "LengthGroupedSampler",
+    "ShrinkageCovariance",
+    "merge_outputs",
+]

@@ -1,0 +1,62 @@
+"""The callback that measures the isotropy of every layer on the validation data."""
+
+from typing import Any
+
+import lightning as L
+
+from istar.measures import Moments, isoscore
+
+
+class LayerIsotropy(L.Callback):
+    r"""IsoScore\* of each layer, and of the union of all layers, over the tokens of the first validation set.
+
+    The set is used whole, so no shrinkage is needed (zeta = 0), and the figures compare across methods: a model trained
+    without a penalty has no shrinkage covariance. Padding is left out.
+
+    Logged as `isotropy/layer_<l>/isoscore_star` (0 is the embedding output) and `isotropy/isoscore_star` (the union of
+    layers 1 to L).
+
+    Attributes:
+        scores: the latest figures, by layer number as a string, and `union`.
+        points: tokens behind each layer's figure.
+    """
+
+    def __init__(self) -> None:
+        self.scores: dict[str, float] = {}
+        self.points = 0
+        self._moments: list[Moments] = []
+
+    def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._moments = []
+
+    def on_validation_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if dataloader_idx > 0:
+            return
+        states = outputs["hidden_states"]
+        if not self._moments:
+            self._moments = [Moments(state.shape[-1], state.device) for state in states]
+        for moments, state in zip(self._moments, states, strict=True):
+            moments.update(state, outputs["attention_mask"])
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        layers = [moments.all_reduce() for moments in self._moments]
+        union = Moments(layers[0].dim, layers[0].scatter.device)
+        for moments in layers[1:]:
+            union.merge(moments)
+        self.points = int(layers[0].count)
+        self.scores = {str(number): isoscore(moments).item() for number, moments in enumerate(layers)}
+        pl_module.log_dict(
+            {f"isotropy/layer_{number}/isoscore_star": score for number, score in self.scores.items()},
+            sync_dist=True,
+        )
+        self.scores["union"] = isoscore(union).item()
+        pl_module.log("isotropy/isoscore_star", self.scores["union"], sync_dist=True)
+        self._moments = []

@@ -1,0 +1,156 @@
+"""The LightningModule: what a step computes, and the metrics from all predictions at once."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import AdamW
+from transformers import PreTrainedModel, get_scheduler
+
+from istar.config import OptimConfig
+from istar.regularizers import Regularizer
+from istar.tasks.evaluation import Evaluation, Evaluator
+
+Batch = dict[str, Tensor]
+Outputs = dict[int, np.ndarray]
+
+
+class FineTuner(L.LightningModule):
+    """An encoder with a head, trained on `task_loss + weight * penalty`.
+
+    Args:
+        model: sequence classification or question answering model.
+        regularizer: penalty on hidden states; None trains on the task loss alone.
+        optim: AdamW and its schedule.
+        evaluators: scorer of each validation set, by the suffix of its metrics (`""` for the first).
+
+    Attributes:
+        evaluations: metrics and predictions of the latest validation, by the same suffix.
+        metrics: all metrics of the latest validation, e.g. `accuracy` and `accuracy_mismatched`.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        regularizer: Regularizer | None,
+        optim: OptimConfig,
+        evaluators: Mapping[str, Evaluator],
+    ) -> None:
+        super().__init__()
+        self.model = model
+        # With weight 0 the penalty is skipped rather than multiplied: 0 x NaN is NaN.
+        self.regularizer = regularizer if regularizer is not None and regularizer.weight != 0 else None
+        self.optim = optim
+        self.evaluators = dict(evaluators)
+        self.evaluations: dict[str, Evaluation] = {}
+        self.metrics: dict[str, float] = {}
+        self._outputs: list[Outputs] = []
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        outputs = self.model(**_model_inputs(batch), output_hidden_states=self.regularizer is not None)
+        loss = outputs.loss
+        logged = {"train/task_loss": outputs.loss.detach()}
+        if self.regularizer is not None:
+            penalty = self.regularizer.penalty(outputs.hidden_states, batch["attention_mask"])
+            weighted = self.regularizer.weight * penalty.value
+            loss = loss + weighted.to(loss.dtype)
+            logged |= {"train/penalty": weighted.detach(), f"train/{self.regularizer.measure}": penalty.measure}
+        logged |= {"train/loss": loss.detach(), "train/lr": self.optimizers().param_groups[0]["lr"]}  # type: ignore[union-attr]
+        self.log_dict(logged, batch_size=len(batch["feature_id"]))
+        self.log("loss", loss.detach(), prog_bar=True, logger=False)
+        return loss  # type: ignore[no-any-return]
+
+    def on_validation_epoch_start(self) -> None:
+        self._outputs = [{} for _ in self.evaluators]
+
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
+        outputs = self.model(**_model_inputs(batch), output_hidden_states=True)
+        self._outputs[dataloader_idx] |= _logits_by_feature(batch, outputs)
+        if outputs.loss is not None and dataloader_idx == 0:
+            size = len(batch["feature_id"])
+            self.log("val/loss", outputs.loss, batch_size=size, add_dataloader_idx=False, sync_dist=True)
+        return {"hidden_states": outputs.hidden_states, "attention_mask": batch["attention_mask"]}
+
+    def on_validation_epoch_end(self) -> None:
+        for (suffix, evaluator), outputs in zip(self.evaluators.items(), self._outputs, strict=True):
+            evaluation = evaluator(from_all_processes(outputs))
+            self.evaluations[suffix] = evaluation
+            for name, value in evaluation.metrics.items():
+                self.metrics[f"{name}_{suffix}" if suffix else name] = value
+        # Every process has scored all predictions: averaging equal values only keeps Lightning from warning.
+        headline = self.evaluators[""].spec.headline
+        for name, value in self.metrics.items():
+            self.log(f"val/{name}", value, prog_bar=name == headline, sync_dist=True)
+        self._outputs = []
+
+    def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Outputs:
+        return _logits_by_feature(batch, self.model(**_model_inputs(batch)))
+
+    def hidden_states(self, batch: Batch) -> tuple[Tensor, ...]:
+        """Embedding output and the output of every layer, `(batch, tokens, d)` each."""
+        inputs = {key: value for key, value in _model_inputs(batch).items() if key not in _TARGETS}
+        states: tuple[Tensor, ...] = self.model.base_model(**inputs, output_hidden_states=True).hidden_states
+        return states
+
+    def configure_optimizers(self) -> Any:
+        optimizer = AdamW(
+            parameter_groups(self.model, self.optim.weight_decay),
+            lr=self.optim.lr,
+            betas=(self.optim.betas[0], self.optim.betas[1]),
+            eps=self.optim.eps,
+        )
+        steps = int(self.trainer.estimated_stepping_batches)
+        warmup = round(self.optim.warmup * steps)
+        name = "constant_with_warmup" if self.optim.schedule == "constant" else self.optim.schedule
+        schedule = get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+_TARGETS = ("labels", "start_positions", "end_positions")
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Trainable parameters with weight decay, and those without: biases and normalization layers' weights."""
+    norms = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, nn.LayerNorm)
+        for parameter in module.parameters(recurse=False)
+    }
+    decayed: list[nn.Parameter] = []
+    kept: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            (kept if id(parameter) in norms or name.endswith("bias") else decayed).append(parameter)
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
+
+
+def merge_outputs(batches: Sequence[Outputs]) -> Outputs:
+    """Logits by feature id, from any number of batches."""
+    return {feature: logits for batch in batches for feature, logits in batch.items()}
+
+
+def _model_inputs(batch: Batch) -> Batch:
+    return {key: value for key, value in batch.items() if key != "feature_id"}
+
+
+def _logits_by_feature(batch: Batch, outputs: Any) -> Outputs:
+    if "logits" in outputs:
+        logits = outputs.logits
+    else:
+        logits = torch.stack([outputs.start_logits, outputs.end_logits], dim=1)
+    arrays = logits.detach().float().cpu().numpy()
+    return dict(zip(batch["feature_id"].tolist(), arrays, strict=True))
+
+
+def from_all_processes(outputs: Outputs) -> Outputs:
+    """Logits by feature id, gathered from all processes on each of them."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return outputs
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, outputs)
+    return merge_outputs(gathered)

@@ -1,0 +1,122 @@
+"""The callback that computes the shrinkage covariance before training and at the start of every epoch."""
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import lightning as L
+import torch
+from datasets import Dataset
+from rich.progress import track
+from torch import Tensor
+
+from istar.measures import Moments
+from istar.regularizers import IStar, select_layers
+from istar.regularizers.points import layer_numbers
+from istar.training.data import Collate, evaluation_loader
+from istar.training.module import FineTuner
+
+log = logging.getLogger(__name__)
+
+
+class ShrinkageCovariance(L.Callback):
+    """Sigma_S: the covariance of the hidden states of a random sample of the training data.
+
+    *Stable Anisotropic Regularization*, Section 3: from a forward pass over part of the training data before training
+    starts, and anew at every epoch. Here the model is in eval mode, without gradients, in the trainer's precision; the
+    points are streamed through `Moments`, and all processes compute together one matrix that is equal on all of them
+    (or, with `regularizer.sync` off, each one its own).
+
+    Args:
+        regularizer: the penalty that uses it; its layers and padding rule say which points count.
+        features: tokenized training data.
+        collate: rows to a padded batch.
+        num_points: points wanted, counted over the union of the layers; all there are if the data has fewer.
+        batch_size: examples per forward pass.
+        seed: of the sample, with the epoch.
+        progress_bar: show progress.
+
+    Attributes:
+        seconds: duration of each refresh.
+    """
+
+    def __init__(
+        self,
+        regularizer: IStar,
+        features: Dataset,
+        collate: Collate,
+        num_points: int,
+        batch_size: int,
+        seed: int,
+        progress_bar: bool = True,
+    ) -> None:
+        self.regularizer = regularizer
+        self.features = features
+        self.collate = collate
+        self.num_points = num_points
+        self.batch_size = batch_size
+        self.seed = seed
+        self.progress_bar = progress_bar
+        self.seconds: list[float] = []
+        self._said_fewer = False
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        assert isinstance(pl_module, FineTuner)
+        start = time.perf_counter()
+        num_layers = len(layer_numbers(pl_module.model.config.num_hidden_layers, self.regularizer.layers))
+        sample = self.sample(num_layers, trainer.current_epoch)
+        moments = self.compute(trainer, pl_module, sample)
+        self.regularizer.shrinkage_covariance = moments.covariance().float()
+        self.seconds.append(time.perf_counter() - start)
+        pl_module.log("shrinkage/seconds", self.seconds[-1], sync_dist=True)
+        pl_module.log("shrinkage/points", float(moments.count), sync_dist=True)
+
+    def sample(self, num_layers: int, epoch: int) -> list[int]:
+        """Example numbers, drawn by the seed and the epoch, that hold `num_points / num_layers` tokens or just more.
+
+        Sorted by length, so that the batches hold little padding.
+        """
+        lengths = torch.as_tensor(self.features["length"][:])
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        order = torch.randperm(len(lengths), generator=generator)
+        tokens = lengths[order].cumsum(0)
+        wanted = -(-self.num_points // num_layers)
+        if tokens[-1] < wanted and not self._said_fewer:
+            self._said_fewer = True
+            log.warning(
+                "the training data has %d points in %d layers, fewer than reg.num_points=%d: the shrinkage covariance "
+                "uses all of them",
+                int(tokens[-1]) * num_layers,
+                num_layers,
+                self.num_points,
+            )
+        chosen = order[: int((tokens < wanted).sum()) + 1]
+        return chosen[lengths[chosen].argsort(descending=True, stable=True)].tolist()  # type: ignore[no-any-return]
+
+    def compute(self, trainer: L.Trainer, module: FineTuner, examples: Sequence[int]) -> Moments:
+        """The moments of the hidden states of the examples, over all processes."""
+        regularizer = self.regularizer
+        loader = evaluation_loader(
+            self.features, self.collate, self.batch_size, examples, trainer.global_rank, trainer.world_size
+        )
+        hidden = module.model.config.hidden_size
+        moments = Moments(hidden, module.device)
+        shown = self.progress_bar and trainer.is_global_zero
+        training = module.training
+        module.eval()
+        with torch.no_grad(), trainer.precision_plugin.val_step_context():
+            for batch in track(loader, "Shrinkage covariance", disable=not shown, transient=True):
+                batch = module.transfer_batch_to_device(batch, module.device, 0)
+                mask = None if regularizer.include_padding else batch["attention_mask"]
+                for state in select_layers(module.hidden_states(batch), regularizer.layers):
+                    moments.update(state, mask)
+        module.train(training)
+        return moments.all_reduce() if regularizer.sync else moments
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"covariance": self.regularizer.shrinkage_covariance}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        covariance: Tensor | None = state_dict["covariance"]
+        self.regularizer.shrinkage_covariance = covariance

@@ -1,0 +1,261 @@
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from istar.errors import UserError
+from istar.measures import Moments, isoscore
+from istar.measures.moments import full_precision
+from tests.oracles import algorithm_1, steps_6_to_9, streamed_about_the_origin
+
+CLOSE = {"rtol": 1e-12, "atol": 1e-12}
+HALVES = [torch.float16, torch.bfloat16]
+
+
+def cloud(n=60, d=5, seed=0, dtype=torch.float64):
+    """Correlated, off the origin, dimensions of unlike variance."""
+    generator = torch.Generator().manual_seed(seed)
+    mixing = torch.randn(d, d, generator=generator, dtype=torch.float64)
+    points = torch.randn(n, d, generator=generator, dtype=torch.float64) @ mixing
+    return (points * torch.logspace(0, 1, d) + torch.linspace(-3, 9, d)).to(dtype)
+
+
+def assert_same(actual, expected, **tolerance):
+    for name in ("count", "mean", "scatter"):
+        assert_close(getattr(actual, name), getattr(expected, name), **(tolerance or CLOSE))
+
+
+@pytest.mark.parametrize("correction", [0, 1])
+@pytest.mark.parametrize("shape", [(60, 5), (3, 20, 5), (2, 3, 10, 5)])
+def test_a_batch_gives_its_sample_mean_and_covariance(shape, correction):
+    points = cloud()
+    moments = Moments.of(points.reshape(shape))
+    assert moments.count == 60
+    assert_close(moments.mean.numpy(), points.numpy().mean(0), **CLOSE)
+    expected = np.cov(points.numpy(), rowvar=False, ddof=correction)
+    assert_close(moments.covariance(correction).numpy(), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_batches_of_any_size_in_any_order_give_the_moments_of_the_whole(seed):
+    points = cloud()
+    generator = torch.Generator().manual_seed(seed)
+    cuts = sorted(torch.randint(0, 61, (5,), generator=generator).tolist())
+    streamed = Moments(5)
+    for start, stop in itertools.pairwise([0, *cuts, 60]):
+        streamed.update(points[torch.randperm(60, generator=torch.Generator().manual_seed(seed))[start:stop]])
+    assert_same(streamed, Moments.of(points))
+
+
+def test_merge_is_commutative_and_associative():
+    def moments(i):
+        return Moments.of(cloud(n=10 + 7 * i, seed=i) * 10**i)
+
+    whole = Moments(5)
+    for i in range(3):
+        whole.update(cloud(n=10 + 7 * i, seed=i) * 10**i)
+    relative = {"rtol": 1e-12, "atol": 1e-8}  # the scatter is of the order of 1e7
+    assert_same(moments(0).merge(moments(1)).merge(moments(2)), whole, **relative)
+    assert_same(moments(0).merge(moments(1).merge(moments(2))), whole, **relative)
+    assert_same(moments(2).merge(moments(1)).merge(moments(0)), whole, **relative)
+
+
+def test_empty_accumulators_and_batches_change_nothing_bit_for_bit():
+    moments = Moments.of(cloud())
+    for same in (
+        Moments.of(cloud()).merge(Moments(5)),
+        Moments(5).merge(Moments.of(cloud())),
+        Moments.of(cloud()).update(cloud()[:0]),
+        Moments.of(cloud()).update(cloud(), mask=torch.zeros(60)),
+    ):
+        assert_same(same, moments, rtol=0, atol=0)
+    assert_same(Moments(5).merge(Moments(5)), Moments(5), rtol=0, atol=0)
+
+
+def test_merge_leaves_the_other_accumulator_as_it_was():
+    other = Moments.of(cloud(seed=1))
+    Moments.of(cloud()).merge(other)
+    assert_same(other, Moments.of(cloud(seed=1)), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
+@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 1e300])
+def test_masked_points_change_nothing_bit_for_bit(garbage, dtype):
+    points = cloud().reshape(6, 10, 5)
+    mask = torch.rand(6, 10, generator=torch.Generator().manual_seed(3)) < 0.6
+    expected = Moments.of(points[mask])
+    points[~mask] = garbage
+    assert_same(Moments.of(points, mask.to(dtype)), expected, rtol=0, atol=0)
+
+
+def test_integer_weights_count_points_as_often():
+    weights = torch.arange(60) % 4
+    repeated = cloud().repeat_interleave(weights, dim=0)
+    assert_same(Moments.of(cloud(), weights=weights), Moments.of(repeated))
+    assert_same(Moments.of(cloud(), weights=weights.double()), Moments.of(repeated))
+
+
+def test_fractional_weights_are_those_of_numpy_and_scale_with_nothing():
+    weights = torch.rand(60, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    expected = np.cov(cloud().numpy(), rowvar=False, aweights=weights.numpy(), ddof=0)
+    for scale in (1.0, 1e-3, 1e6):
+        moments = Moments.of(cloud()[:20], weights=scale * weights[:20])
+        moments.update(cloud()[20:], weights=scale * weights[20:])
+        assert_close(moments.covariance(0).numpy(), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_points_of_weight_zero_are_out_whatever_they_hold():
+    points, weights = cloud(), torch.arange(60).double() % 3
+    expected = Moments.of(points[weights > 0], weights=weights[weights > 0])
+    points[weights == 0] = torch.nan
+    assert_same(Moments.of(points, weights=weights), expected, rtol=0, atol=0)
+    assert Moments.of(points, weights=torch.zeros(60)).count == 0
+
+
+def test_mask_and_weights_combine():
+    mask, weights = torch.arange(60) % 2 == 0, torch.arange(60).double() % 3
+    assert_same(Moments.of(cloud(), mask, weights), Moments.of(cloud(), weights=weights * mask), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32, torch.float64])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_sums_are_float32_or_better_whatever_the_inputs_and_autocast(dtype, autocast):
+    points = cloud(n=500, d=16, dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        moments = Moments(16).update(points[:123]).update(points[123:]).merge(Moments.of(points[:50]))
+    exact = points.double()
+    exact = torch.cov(torch.cat([exact, exact[:50]]).T)
+    precision = 1e-13 if dtype == torch.float64 else 1e-6
+    assert moments.scatter.dtype == torch.float64
+    assert (moments.covariance() - exact).norm() < precision * exact.norm()
+
+
+@pytest.mark.parametrize("ratio", [30, 300])
+def test_a_mean_many_times_the_deviation_costs_no_precision_in_float32(ratio):
+    """BERT has such dimensions. Sums about the origin in float32 are seen to fail where these do not."""
+    points = torch.randn(20_000, 32, generator=torch.Generator().manual_seed(0))
+    points[:, 0] = 4 * (points[:, 0] + ratio)
+    exact = algorithm_1(points.double())
+    streamed = Moments(32)
+    for batch in points.split(64):
+        streamed.update(batch)
+    assert abs(isoscore(points) - exact) < 1e-6
+    assert abs(isoscore(streamed) - exact) < 1e-6
+    assert abs(isoscore(Moments.of(points[1:]).update(points[:1])) - exact) < 1e-6
+    naive = steps_6_to_9(torch.linalg.eigvalsh(streamed_about_the_origin(points.split(64)).double()))
+    assert abs(naive - exact) > {30: 2e-5, 300: 1e-3}[ratio]
+
+
+def test_an_outlier_of_weight_zero_costs_no_precision_in_float32():
+    points = cloud(n=500, dtype=torch.float32)
+    exact = np.cov(points[1:].double().numpy(), rowvar=False)
+    points[0] = 1e7
+    weights = torch.ones(500)
+    weights[0] = 0
+    assert_close(Moments.of(points, weights=weights).covariance().numpy(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_flow_through_update_merge_mask_and_weights():
+    mask, weights = torch.arange(8) % 3 > 0, torch.linspace(0.5, 2, 8, dtype=torch.float64)
+
+    def statistics(points):
+        moments = Moments(3).update(points[:5]).merge(Moments.of(points[5:]))
+        moments.update(points.square(), mask, weights)
+        return moments.mean, moments.covariance()
+
+    assert torch.autograd.gradcheck(statistics, cloud(8, 3).requires_grad_())
+    assert torch.autograd.gradgradcheck(statistics, cloud(8, 3).requires_grad_())
+
+
+class Products(TorchDispatchMode):
+    """The precision settings in force at each matrix product."""
+
+    def __init__(self):
+        super().__init__()
+        self.settings = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.mm.default:
+            self.settings.append((settings(), args[0].dtype))
+        return func(*args, **(kwargs or {}))
+
+
+def settings():
+    return torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
+
+
+def use_legacy(precision):
+    torch.set_float32_matmul_precision(precision)
+
+
+def use_cuda(precision):
+    torch.backends.cuda.matmul.fp32_precision = precision
+
+
+def use_cpu(precision):
+    torch.backends.mkldnn.matmul.fp32_precision = precision
+
+
+@pytest.fixture
+def restored_precision():
+    """Legacy and current settings of a fresh process, which torch does not let one mix."""
+    yield
+    use_cuda("none")
+    use_cpu("none")
+    torch.set_float32_matmul_precision("highest")
+    use_cuda("none")
+    use_cpu("none")
+
+
+@pytest.mark.usefixtures("restored_precision")
+@pytest.mark.parametrize(
+    ("use", "precision"), [(use_legacy, "high"), (use_legacy, "medium"), (use_cuda, "tf32"), (use_cpu, "bf16")]
+)
+def test_global_matmul_precision_is_neither_used_nor_changed(use, precision):
+    use(precision)
+    before = settings()
+    assert before != ("none", "none")
+    points = cloud(dtype=torch.float32)
+    with Products() as products, torch.autocast("cpu", torch.bfloat16):
+        Moments.of(points)
+    assert products.settings == [(("ieee", "ieee"), torch.float32)]
+    assert settings() == before
+    if use is use_legacy:
+        assert torch.get_float32_matmul_precision() == precision
+
+
+@pytest.mark.usefixtures("restored_precision")
+def test_global_matmul_precision_is_put_back_after_an_error():
+    use_legacy("medium")
+    with pytest.raises(ZeroDivisionError), full_precision(torch.device("cpu")):
+        raise ZeroDivisionError
+    assert torch.get_float32_matmul_precision() == "medium"
+    assert settings() == ("tf32", "bf16")
+
+
+WRONG = [
+    (lambda: Moments(0), "0 dimensions; expected at least 1"),
+    (lambda: Moments(5).update(cloud(d=4)), r"shape \(60, 4\); expected \(\.\.\., 5\)"),
+    (lambda: Moments(5).update(torch.tensor(1.0)), r"shape \(\)"),
+    (lambda: Moments.of(torch.ones(5)), r"shape \(5,\); expected \(n, d\)"),
+    (lambda: Moments.of(cloud().long()), "int64; expected a floating dtype"),
+    (lambda: Moments.of(cloud(), mask=torch.ones(59)), r"mask has shape \(59,\); expected \(60,\)"),
+    (lambda: Moments.of(cloud(), mask=torch.ones(60, 5)), r"mask has shape \(60, 5\)"),
+    (lambda: Moments.of(cloud(), weights=torch.ones(1)), r"weights has shape \(1,\)"),
+    (lambda: Moments.of(cloud(), weights=-torch.ones(60)), "weights are negative"),
+    (lambda: Moments.of(cloud(), weights=torch.full((60,), torch.nan)), "weights are negative or NaN"),
+    (lambda: Moments(5).merge(Moments(4)), "merge moments of 4 dimensions into moments of 5"),
+    (lambda: Moments(5).covariance(), "0 points have no covariance; expected at least 2"),
+    (lambda: Moments.of(cloud(1)).covariance(), "1 points have no covariance; expected at least 2"),
+    (lambda: Moments(5).covariance(0), "expected at least 1"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_what_has_no_moments_is_refused_in_one_line(call, message):
+    with pytest.raises(UserError, match=message) as error:
+        call()
+    assert "\n" not in str(error.value)

@@ -1,0 +1,72 @@
+"""The papers' formulas, written step by step and slowly: what the product is compared with.
+
+Nothing here uses the product or its formulas. Everything computes in the dtype of its input.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from sklearn.decomposition import PCA
+from torch import Tensor
+
+
+def algorithm_1(
+    points: Tensor,
+    shrinkage_covariance: Tensor | None = None,
+    zeta: float = 0.0,
+    spectrum: Callable[[Tensor], Tensor] = torch.linalg.svdvals,
+) -> Tensor:
+    """IsoScore* of points `(n, d)`, steps 3 to 9; differentiable where the cloud is not exactly isotropic."""
+    covariance = torch.cov(points.T)
+    if shrinkage_covariance is not None:
+        covariance = (1 - zeta) * covariance + zeta * shrinkage_covariance
+    return steps_6_to_9(spectrum(covariance))
+
+
+def steps_6_to_9(eigenvalues: Tensor) -> Tensor:
+    d = eigenvalues.shape[0]
+    normalized = math.sqrt(d) * eigenvalues / torch.linalg.vector_norm(eigenvalues)
+    defect = torch.linalg.vector_norm(normalized - 1) / math.sqrt(2 * (d - math.sqrt(d)))
+    phi = (d - defect**2 * (d - math.sqrt(d))) ** 2 / d**2
+    return (d * phi - 1) / (d - 1)
+
+
+def algorithm_2(points: np.ndarray) -> float:
+    """IsoScore of points `(n, d)`, n > d: reorient by PCA, take the diagonal of the covariance, measure the defect."""
+    reoriented = PCA(svd_solver="full").fit_transform(points)
+    diagonal = np.diag(np.cov(reoriented, rowvar=False))
+    d = diagonal.size
+    normalized = np.sqrt(d) * diagonal / np.linalg.norm(diagonal)
+    defect = np.linalg.norm(normalized - np.ones(d)) / np.sqrt(2 * (d - np.sqrt(d)))
+    phi = (d - defect**2 * (d - np.sqrt(d))) ** 2 / d**2
+    return float((d * phi - 1) / (d - 1))
+
+
+def cosreg(points: Tensor) -> Tensor:
+    """Equation (1) for points `(M, d)`: the mean over M^2 pairs of the cosines of all i != j; 0 with a zero vector."""
+    total = points.new_zeros(())
+    for i in range(len(points)):
+        for j in range(len(points)):
+            if i != j and points[i].any() and points[j].any():
+                total = total + points[i] @ points[j] / (points[i].norm() * points[j].norm())
+    return total / len(points) ** 2
+
+
+def stack(hidden_states: Sequence[Tensor], attention_mask: Tensor | None = None) -> Tensor:
+    """All real tokens of all layers, `(n, d)`, as the paper's union of X_l."""
+    dim = hidden_states[0].shape[-1]
+    if attention_mask is None:
+        return torch.cat([hidden_state.reshape(-1, dim) for hidden_state in hidden_states])
+    return torch.cat([hidden_state[attention_mask.bool()] for hidden_state in hidden_states])
+
+
+def streamed_about_the_origin(batches: Sequence[Tensor]) -> Tensor:
+    """Covariance as E[x x^T] - E[x] E[x]^T, summed in the points' dtype: loses what the mean outweighs."""
+    n = sum(len(batch) for batch in batches)
+    mean, second = batches[0].new_zeros(()), batches[0].new_zeros(())
+    for batch in batches:
+        mean = mean + batch.sum(0) / n
+        second = second + batch.T @ batch / n
+    return (second - torch.outer(mean, mean)) * (n / (n - 1))

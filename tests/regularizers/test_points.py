@@ -1,0 +1,48 @@
+import pytest
+import torch
+
+from istar.errors import UserError
+from istar.regularizers import layer_numbers, select_layers
+
+STATES = tuple(torch.full((2, 3, 4), float(i)) for i in range(4))  # embeddings and three layers
+
+
+@pytest.mark.parametrize(
+    ("layers", "numbers"),
+    [
+        ("all", [1, 2, 3]),
+        ("last", [3]),
+        ("with_embeddings", [0, 1, 2, 3]),
+        ([2], [2]),
+        ([3, 1], [1, 3]),
+        ((0, 3), [0, 3]),
+        ([-1], [3]),
+        ([-4, -1], [0, 3]),
+        ([1, 1, -3, 2], [1, 2]),
+    ],
+)
+def test_layers_are_those_named_once_each_in_order_and_not_copied(layers, numbers):
+    assert layer_numbers(3, layers) == numbers
+    chosen = select_layers(STATES, layers)
+    assert [state.data_ptr() for state in chosen] == [STATES[number].data_ptr() for number in numbers]
+
+
+def test_all_layers_is_the_default():
+    assert [state[0, 0, 0].item() for state in select_layers(STATES)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("states", "layers", "message"),
+    [
+        (STATES, "first", "layers='first'; expected one of all, last, with_embeddings or a list"),
+        (STATES, [4], "layer 4 does not exist; expected 0 .* to 3"),
+        (STATES, [1, -5], "layer -5 does not exist"),
+        (STATES, [], "empty list"),
+        (STATES[:1], "all", "1 hidden states were given; expected the embedding output and one per layer"),
+        ((), "last", "0 hidden states were given"),
+    ],
+)
+def test_layers_that_the_model_does_not_have_are_refused_in_one_line(states, layers, message):
+    with pytest.raises(UserError, match=message) as error:
+        select_layers(states, layers)
+    assert "\n" not in str(error.value)

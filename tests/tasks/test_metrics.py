@@ -1,0 +1,166 @@
+import socket
+
+import evaluate
+import numpy as np
+import pytest
+import scipy.stats
+import sklearn.metrics
+import torch
+import torchmetrics.functional as oracle
+import torchmetrics.functional.text as text_oracle
+
+from istar.tasks.metrics import METRICS, compute, exact_match, normalize_answer, token_f1
+from istar.tasks.specs import TASKS
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_class_metrics_agree_with_torchmetrics(seed):
+    random = np.random.default_rng(seed)
+    predictions, references = random.integers(0, 2, (2, 50))
+    found = compute(["accuracy", "f1", "matthews_correlation"], predictions.tolist(), references.tolist())
+    pair = torch.from_numpy(predictions), torch.from_numpy(references)
+    assert found["accuracy"] == pytest.approx(float(oracle.accuracy(*pair, task="binary")), abs=1e-6)
+    assert found["f1"] == pytest.approx(float(oracle.f1_score(*pair, task="binary")), abs=1e-6)
+    matthews = float(oracle.matthews_corrcoef(*pair, task="binary"))
+    assert found["matthews_correlation"] == pytest.approx(matthews, abs=1e-6)
+
+
+def test_matthews_of_three_classes():
+    predictions, references = np.random.default_rng(0).integers(0, 3, (2, 80))
+    expected = sklearn.metrics.matthews_corrcoef(references, predictions)
+    assert compute(["matthews_correlation"], predictions, references)["matthews_correlation"] == expected
+
+
+@pytest.mark.parametrize("shift", [0.0, 1e5])
+def test_correlations_agree_with_their_formulas(shift):
+    random = np.random.default_rng(1)
+    references = random.normal(size=200)
+    predictions = references + random.normal(size=200) + shift
+    predictions[:50] = predictions[50:100]  # ties
+    found = compute(["pearson", "spearman"], predictions.tolist(), references.tolist())
+    assert found["pearson"] == pytest.approx(np.corrcoef(predictions, references)[0, 1], rel=1e-9)
+    ranks = [scipy.stats.rankdata(values) for values in (predictions, references)]
+    assert found["spearman"] == pytest.approx(np.corrcoef(*ranks)[0, 1], rel=1e-9)
+    tensors = torch.tensor(predictions), torch.tensor(references)
+    assert found["spearman"] == pytest.approx(float(oracle.spearman_corrcoef(*tensors)), abs=1e-6)
+
+
+@pytest.mark.parametrize("constant", [0.0, 2.7, 1e6])
+@pytest.mark.parametrize("swap", [False, True])
+def test_a_constant_side_correlates_with_nothing(constant, swap):
+    sides = [[constant, constant * (1 + 1e-15), constant], [1.0, 2.0, 4.0]]
+    predictions, references = reversed(sides) if swap else sides
+    assert compute(["pearson", "spearman"], predictions, references) == {"pearson": 0.0, "spearman": 0.0}
+
+
+@pytest.mark.parametrize("predictions", [[0, 0, 0], [1, 1, 1], [0, 1, 0]])
+@pytest.mark.parametrize("references", [[0, 0, 0], [1, 1, 1]])
+def test_single_classes_give_numbers_and_no_warnings(predictions, references):
+    found = compute(["accuracy", "f1", "matthews_correlation"], predictions, references)
+    assert found["accuracy"] == np.mean(np.equal(predictions, references))
+    assert found["matthews_correlation"] == 0.0
+    assert 0 <= found["f1"] <= 1
+
+
+def test_one_example_is_enough():
+    assert compute(["pearson", "spearman"], [1.0], [2.0]) == {"pearson": 0.0, "spearman": 0.0}
+    assert compute(["accuracy"], [1], [1]) == {"accuracy": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("text", "normal"),
+    [
+        ("The Beatles", "beatles"),
+        ("an  apple\ta\nday", "apple day"),
+        ("Theatre and another", "theatre and another"),
+        ("U.S.A.", "usa"),
+        ("a-the", "athe"),  # punctuation goes before articles do
+        ("«Ünïcode», ½ … ok!", "«ünïcode» ½ … ok"),  # punctuation is ASCII's only
+        ("the.", ""),
+        (" no\u00a0break ", "no break"),
+    ],
+)
+def test_normal_form(text, normal):
+    assert normalize_answer(text) == normal
+
+
+@pytest.mark.parametrize(
+    ("prediction", "gold", "exact", "f1"),
+    [
+        ("the cat", "A cat!", 1, 1),
+        ("black cat", "the cat", 0, 2 / 3),
+        ("cat cat", "cat", 0, 2 / 3),
+        ("", "cat", 0, 0),
+        ("", "the", 1, 0),  # as the official v1.1 script: equal, but without a shared token
+        ("", "", 1, 0),
+        ("São Paulo", "são paulo", 1, 1),
+    ],
+)
+def test_answer_scores(prediction, gold, exact, f1):
+    assert exact_match(prediction, gold) == exact
+    assert token_f1(prediction, gold) == pytest.approx(f1)
+
+
+def test_squad_takes_the_best_gold_and_agrees_with_torchmetrics():
+    random = np.random.default_rng(2)
+    words = ["the", "cat", "Cat,", "sat", "a", "on", "mat."]
+
+    def phrase():
+        # A phrase of articles alone has F1 0 in v1.1's script, but 1 in v2.0's, which torchmetrics follows.
+        return " ".join([*random.choice(words, random.integers(0, 5)), random.choice(words[1:4])])
+
+    predictions = ["the cat sat", *(phrase() for _ in range(60))]
+    golds = [["dog", "cat sat", "a mat"], *([phrase() for _ in range(3)] for _ in range(60))]
+    found = compute(["squad"], predictions, golds)
+    expected = text_oracle.squad(
+        [{"prediction_text": text, "id": str(row)} for row, text in enumerate(predictions)],
+        [
+            {"answers": {"text": own, "answer_start": [0] * len(own)}, "id": str(row)}
+            for row, own in enumerate(golds)
+        ],
+    )
+    assert found == pytest.approx({name: float(value) / 100 for name, value in expected.items()}, abs=1e-6)
+    assert compute(["squad"], predictions[:1], golds[:1]) == {"exact_match": 1.0, "f1": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("names", "predictions", "references"),
+    [
+        (["accuracy"], [], []),
+        (["accuracy"], [1, 0], [1]),
+        (["bleu"], [1], [1]),
+        (["pearson"], [1.0, float("nan")], [1.0, 2.0]),
+        (["squad"], ["x"], [[]]),
+    ],
+)
+def test_nonsense_is_refused(names, predictions, references):
+    with pytest.raises(ValueError):
+        compute(names, predictions, references)
+
+
+def test_neither_network_nor_cache(monkeypatch, tmp_path):
+    def refuse(*_):
+        raise AssertionError("a metric went to the network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    home = tmp_path / "no" / "such"
+    monkeypatch.setattr(evaluate.config, "HF_METRICS_CACHE", str(home))
+    assert compute(["accuracy"], [1, 0], [1, 1]) == {"accuracy": 0.5}
+    assert not home.exists()
+
+
+def test_metrics_are_evaluate_s_and_can_gather_over_files(tmp_path):
+    for name, metric in METRICS.items():
+        assert issubclass(metric, evaluate.Metric)
+        assert metric().name == name
+    metric = METRICS["accuracy"](keep_in_memory=False, cache_dir=str(tmp_path))
+    for predictions in ([1, 0], [1, 1]):
+        metric.add_batch(predictions=predictions, references=[1, 1])
+    assert metric.compute() == {"accuracy": 0.75}
+
+
+def test_every_task_s_metrics_exist_and_hold_its_headline():
+    for spec in TASKS.values():
+        sample = {"classification": [1, 0], "regression": [1.0, 2.0], "span": ["a b", "c"]}[spec.kind]
+        golds = [[text] for text in sample] if spec.kind == "span" else sample
+        assert compute(spec.metrics, sample, golds)[spec.headline] == pytest.approx(1.0)
