@@ -9,7 +9,6 @@ import difflib
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar, get_args
 
@@ -249,22 +248,22 @@ class Config:
             raise UserError(f"seed={self.seed} is outside [0, 2^32)")
 
 
-_REGS = {"none": NoRegConfig, "cosreg": CosRegConfig, "istar": IStarConfig}
-_LOGGERS = {"csv": LoggerConfig, "wandb": WandbConfig}
+_GROUPS: dict[str, Any] = {
+    "task": TaskConfig,
+    "model": ModelConfig,
+    "data": DataConfig,
+    "optim": OptimConfig,
+    "trainer": TrainerConfig,
+    "run": RunConfig,
+}
+_REGS: dict[str, Any] = {"none": NoRegConfig, "cosreg": CosRegConfig, "istar": IStarConfig}
+_LOGGERS: dict[str, Any] = {"csv": LoggerConfig, "wandb": WandbConfig}
 
 
 def register() -> None:
     """Give Hydra the schema of every group: `task/schema`, `reg/istar_schema` and so on."""
     store = ConfigStore.instance()
-    single = {
-        "task": TaskConfig,
-        "model": ModelConfig,
-        "data": DataConfig,
-        "optim": OptimConfig,
-        "trainer": TrainerConfig,
-        "run": RunConfig,
-    }
-    for group, kind in single.items():
+    for group, kind in _GROUPS.items():
         store.store(group=group, name="schema", node=_schema(kind))
     for group, kinds in (("reg", _REGS), ("logger", _LOGGERS)):
         for name, kind in kinds.items():
@@ -278,17 +277,9 @@ def load(config: DictConfig) -> Config:
         UserError: naming the key, the value and what was expected.
     """
     values = _resolved(config)
-    groups: dict[str, Any] = {
-        "task": TaskConfig,
-        "model": ModelConfig,
-        "reg": _REGS[values["reg"]["name"]],
-        "data": DataConfig,
-        "optim": OptimConfig,
-        "trainer": TrainerConfig,
-        "logger": _LOGGERS[values["logger"]["name"]],
-        "run": RunConfig,
-    }
-    built = {name: _build(kind, values[name]) for name, kind in groups.items()}
+    groups = {**_GROUPS, "reg": _REGS[values["reg"]["name"]], "logger": _LOGGERS[values["logger"]["name"]]}
+    _refuse_unknown("", values, ["seed", *groups])
+    built = {name: _build(name, kind, values[name]) for name, kind in groups.items()}
     return Config(seed=values["seed"], **built)
 
 
@@ -312,13 +303,21 @@ def explain(error: Exception) -> str:
     if key is None:
         return " ".join(str(error).split())
     if "not in" in headline:
-        return f"{key[1]}: there is no such key{_hint(key[1], _known_keys())}; `python train.py --cfg job` lists all"
+        return _explain_key(key[1])
     return f"{key[1]}: {headline}"
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """`; did you mean X?` for the nearest known name, or nothing."""
     return _hint(word, known)
+
+
+def _explain_key(key: str) -> str:
+    group = key.partition(".")[0]
+    owners = [name for name, kind in {**_REGS, **_LOGGERS}.items() if key in _keys(group, kind)]
+    if owners:
+        return f"{key} belongs to {group}={' or '.join(owners)}, which is not the one chosen"
+    return f"{key}: there is no such key{_hint(key, _known_keys())}; `python train.py --cfg job` lists all"
 
 
 def _explain_option(wanted: str, options: Iterable[str]) -> str:
@@ -333,17 +332,16 @@ def _hint(word: str, known: Iterable[str]) -> str:
 
 
 def _known_keys() -> list[str]:
-    groups = [
-        ("task", TaskConfig),
-        ("model", ModelConfig),
+    kinds = [
+        *_GROUPS.items(),
         *(("reg", kind) for kind in _REGS.values()),
-        ("data", DataConfig),
-        ("optim", OptimConfig),
-        ("trainer", TrainerConfig),
         *(("logger", kind) for kind in _LOGGERS.values()),
-        ("run", RunConfig),
     ]
-    return ["seed", *(f"{group}.{_key(f)}" for group, kind in groups for f in fields(kind))]
+    return ["seed", *(key for group, kind in kinds for key in _keys(group, kind))]
+
+
+def _keys(group: str, kind: Any) -> list[str]:
+    return [f"{group}.{_key(f)}" for f in fields(kind)]
 
 
 def _key(of: "Field[Any]") -> str:
@@ -362,7 +360,7 @@ def _schema(kind: Any) -> DictConfig:
 
 
 def _value_node(of: "Field[Any]") -> Any:
-    default = of.default if of.default is not NO_DEFAULT else of.default_factory()  # type: ignore[misc]
+    default: Any = of.default_factory() if callable(of.default_factory) else of.default
     given = get_args(of.type)
     optional = type(None) in given
     base = next((kind for kind in given if kind is not type(None)), of.type) if optional else of.type
@@ -379,7 +377,14 @@ def _resolved(config: DictConfig) -> dict[str, Any]:
     return values  # type: ignore[return-value]
 
 
-def _build(kind: type[T], values: dict[str, Any]) -> T:
+def _refuse_unknown(prefix: str, values: Iterable[str], known: Iterable[str]) -> None:
+    unknown = sorted(set(values) - set(known))
+    if unknown:
+        raise UserError(_explain_key(prefix + unknown[0]))
+
+
+def _build(group: str, kind: type[T], values: dict[str, Any]) -> T:
+    _refuse_unknown(f"{group}.", values, [_key(f) for f in fields(kind)])  # type: ignore[arg-type]
     return kind(**{f.name: values[_key(f)] for f in fields(kind)})  # type: ignore[arg-type]
 
 

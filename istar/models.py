@@ -13,14 +13,14 @@ from transformers import (
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    PreTrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerFast,
+    PreTrainedTokenizerBase,
 )
 
 from istar import tiny
 from istar.config import ModelConfig
-from istar.errors import UserError
+from istar.errors import UserError, shorten
+from istar.hub import hub_obstacle
 from istar.tasks import demo
 from istar.tasks.specs import Kind, TaskSpec
 
@@ -31,7 +31,7 @@ _HEADS: dict[Kind, Any] = {
 }
 
 
-def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerFast:
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """The model's tokenizer; the tiny model's knows the demo grammar's words and spells all others.
 
     Raises:
@@ -40,13 +40,13 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerFast:
     if not config.pretrained:
         return tiny.tokenizer(demo.vocabulary())
     with _clear_errors(config):
-        tokenizer = AutoTokenizer.from_pretrained(config.name, revision=config.revision or "main")
+        tokenizer = AutoTokenizer.from_pretrained(config.name, **_source(config))
     if not tokenizer.is_fast:
         raise UserError(f"model.name={config.name} has no fast tokenizer; choose a model with a tokenizer.json")
-    return tokenizer  # type: ignore[no-any-return]
+    return tokenizer
 
 
-def load_config(config: ModelConfig, spec: TaskSpec, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
+def load_config(config: ModelConfig, spec: TaskSpec, tokenizer: PreTrainedTokenizerBase) -> Any:
     """The model's config with the task's labels in it.
 
     Raises:
@@ -54,7 +54,7 @@ def load_config(config: ModelConfig, spec: TaskSpec, tokenizer: PreTrainedTokeni
     """
     if config.pretrained:
         with _clear_errors(config):
-            model_config = AutoConfig.from_pretrained(config.name, revision=config.revision or "main")
+            model_config = AutoConfig.from_pretrained(config.name, **_source(config))
     else:
         model_config = tiny.config(len(tokenizer))
     for name, value in _label_settings(spec).items():
@@ -63,7 +63,7 @@ def load_config(config: ModelConfig, spec: TaskSpec, tokenizer: PreTrainedTokeni
 
 
 def load_model(
-    config: ModelConfig, spec: TaskSpec, model_config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast
+    config: ModelConfig, spec: TaskSpec, model_config: Any, tokenizer: PreTrainedTokenizerBase
 ) -> PreTrainedModel:
     """The encoder with a new head for the task, in float32 and training mode.
 
@@ -76,10 +76,10 @@ def load_model(
         with _clear_errors(config), _quiet():
             model, info = head.from_pretrained(
                 config.name,
-                revision=config.revision or "main",
                 config=model_config,
                 dtype=torch.float32,
                 output_loading_info=True,
+                **_source(config),
             )
         _check_complete(config.name, model, info["missing_keys"])
     else:
@@ -91,14 +91,20 @@ def load_model(
             "they are not of one model"
         )
     # from_pretrained leaves the model in eval mode and Lightning keeps modes as they are: dropout would be off.
-    return model.train()  # type: ignore[no-any-return]
+    return model.train()
 
 
-def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write a folder that `from_pretrained` of the task's Auto class and AutoTokenizer load."""
     with _quiet():
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+
+
+def _source(config: ModelConfig) -> dict[str, Any]:
+    """Which revision, and whether the hub may be asked: an unreachable one would be asked for a minute."""
+    local = Path(config.name).is_dir() or bool(hub_obstacle())
+    return {"revision": config.revision or "main", "local_files_only": local}
 
 
 def _label_settings(spec: TaskSpec) -> dict[str, Any]:
@@ -129,13 +135,17 @@ def _clear_errors(config: ModelConfig) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, KeyError) as error:
-        reason = " ".join(str(error).split())[:300]
-        if Path(config.name).is_dir():
-            raise UserError(f"model.name={config.name} is not a model folder that can be loaded: {reason}") from error
-        raise UserError(
-            f"model.name={config.name} is neither a folder nor a model that the hub gives: {reason} "
-            "Offline, give a folder from save_pretrained: model=auto model.name=<folder>"
-        ) from error
+        raise UserError(_what_failed(config.name, error)) from error
+
+
+def _what_failed(name: str, error: Exception) -> str:
+    if Path(name).is_dir():
+        return f"model.name={name} is not a model folder that can be loaded: {shorten(error)}"
+    if name.startswith(("/", ".", "~")) or name.count("/") > 1:
+        return f"model.name={name}: there is no such folder; expected one that save_pretrained wrote, or a hub id"
+    obstacle = hub_obstacle()
+    reason = f"not in the local cache, and {obstacle}" if obstacle else shorten(error)
+    return f"model {name}: {reason}; name a local copy with model=auto model.name=<folder from save_pretrained>"
 
 
 @contextmanager

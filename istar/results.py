@@ -8,7 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from istar.errors import UserError
+from istar.errors import UserError, shorten
 from istar.files import write_text
 
 RESULT = "result.json"
@@ -103,7 +103,7 @@ def read(folder: Path) -> RunRecord:
     except FileNotFoundError as error:
         raise UserError(f"{folder} holds no {RESULT}: the run is not finished, or this is no run folder") from error
     except (ValueError, TypeError) as error:
-        raise UserError(f"{path} is not a result that istar wrote: {' '.join(str(error).split())}") from error
+        raise UserError(f"{path} is not a result that istar wrote: {shorten(error)}") from error
     if record.format != FORMAT:
         raise UserError(f"{path} has format {record.format}; this version reads {FORMAT}")
     return record

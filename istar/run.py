@@ -19,13 +19,13 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, RichProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger
 from rich.console import Console
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
 from istar import models, results
 from istar.config import Config, CosRegConfig, IStarConfig, ModelConfig, TaskConfig, WandbConfig, nearest, to_dict
-from istar.errors import UserError
+from istar.errors import UserError, shorten
 from istar.files import write_text
-from istar.regularizers import CosReg, IStar, Regularizer
+from istar.regularizers import CosReg, IStar, Regularizer, layer_numbers
 from istar.reports.tables import summary
 from istar.results import RunRecord
 from istar.tasks.evaluation import Evaluator, constant_baseline, write_submission
@@ -81,6 +81,8 @@ def run(config: Config, console: Console | None = None) -> RunRecord:
         return finished
 
     model_config = models.load_config(config.model, spec, tokenizer)
+    if config.reg.name != "none":
+        layer_numbers(model_config.num_hidden_layers, config.reg.layers)
     features = _featurize(spec, config, examples, tokenizer, model_config)
     L.seed_everything(config.seed, workers=True, verbose=False)
     model = models.load_model(config.model, spec, model_config, tokenizer)
@@ -108,7 +110,7 @@ def run(config: Config, console: Console | None = None) -> RunRecord:
             _submit(trainer, module, data, spec, examples, features, folder)
     except Exception as error:
         if trainer.is_global_zero:
-            results.write(replace(record, error=" ".join(str(error).split())[:500]), folder)
+            results.write(replace(record, error=shorten(error, 500)), folder)
         raise
     finally:
         for logger in trainer.loggers:
@@ -214,7 +216,7 @@ def _finished(folder: Path) -> RunRecord | None:
 
 
 def _featurize(
-    spec: TaskSpec, config: Config, examples: Examples, tokenizer: PreTrainedTokenizerFast, model_config: Any
+    spec: TaskSpec, config: Config, examples: Examples, tokenizer: PreTrainedTokenizerBase, model_config: Any
 ) -> Examples:
     length = max_length_for(tokenizer, model_config, config.task.max_length or spec.max_length)
     cache = Path(config.data.cache_dir or os.environ.get("ISTAR_CACHE", "~/.cache/istar")).expanduser()
@@ -298,7 +300,7 @@ def _trainer(
             default_root_dir=folder,
         )
     except (MisconfigurationException, ValueError) as error:
-        raise UserError(f"the trainer refuses its settings: {' '.join(str(error).split())}") from error
+        raise UserError(f"the trainer refuses its settings: {shorten(error)}") from error
 
 
 def _loggers(config: Config, folder: Path, name: str) -> list[Logger]:
@@ -388,7 +390,7 @@ def _quiet_lightning() -> Iterator[None]:
 def _save(
     folder: Path,
     module: FineTuner,
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: PreTrainedTokenizerBase,
     history: History,
     evaluators: dict[str, Evaluator],
     config: Config,

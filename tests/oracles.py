@@ -34,7 +34,7 @@ def steps_6_to_9(eigenvalues: Tensor) -> Tensor:
 
 
 def algorithm_2(points: np.ndarray) -> float:
-    """IsoScore of points `(n, d)`, n > d: reorient by PCA, take the diagonal of the covariance, measure the defect."""
+    """IsoScore of points `(n, d)`, n > d: reorient by PCA, then the defect of the variances."""
     reoriented = PCA(svd_solver="full").fit_transform(points)
     diagonal = np.diag(np.cov(reoriented, rowvar=False))
     d = diagonal.size
@@ -45,7 +45,7 @@ def algorithm_2(points: np.ndarray) -> float:
 
 
 def cosreg(points: Tensor) -> Tensor:
-    """Equation (1) for points `(M, d)`: the mean over M^2 pairs of the cosines of all i != j; 0 with a zero vector."""
+    """Equation (1) for points `(M, d)`: cosines of all pairs i != j over M^2; 0 with a zero vector."""
     total = points.new_zeros(())
     for i in range(len(points)):
         for j in range(len(points)):

@@ -54,6 +54,7 @@ class Regularizer(ABC):
 
 
 def world_size() -> int:
+    """Number of processes; 1 without a process group."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 

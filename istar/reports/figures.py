@@ -7,17 +7,18 @@ import matplotlib
 
 matplotlib.use("Agg")
 
-from matplotlib import pyplot as plt  # noqa: E402
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
 
-from istar.reports.tables import method  # noqa: E402
-from istar.results import RunRecord  # noqa: E402
+from istar.reports.tables import method
+from istar.results import RunRecord
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 """Okabe and Ito's, told apart by colour-blind readers."""
 
 
 def comparison(records: Sequence[RunRecord], path: Path) -> None:
-    r"""Two panels, a colour per run: the headline metric, and IsoScore\* layer by layer. Writes PNG or SVG by suffix."""
+    r"""Two panels, a colour per run: the headline metric, and IsoScore\* layer by layer; PNG or SVG by the suffix."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained", width_ratios=(2, 3))
     for number, record in enumerate(records):
         colour = COLOURS[number % len(COLOURS)]
@@ -30,18 +31,19 @@ def comparison(records: Sequence[RunRecord], path: Path) -> None:
     plt.close(figure)
 
 
-def _headline_bar(axes: plt.Axes, number: int, record: RunRecord, colour: str) -> None:
+def _headline_bar(axes: Axes, number: int, record: RunRecord, colour: str) -> None:
     value = 100 * record.headline["value"]
     axes.barh(number, value, color=colour, height=0.6)
-    axes.annotate(f"{value:.1f}", (value, number), xytext=(-4, 0), textcoords="offset points", ha="right", va="center", color="white")
+    place = {"xytext": (-4, 0), "textcoords": "offset points", "ha": "right", "va": "center"}
+    axes.annotate(f"{value:.1f}", (value, number), color="white", **place)
 
 
-def _layer_line(axes: plt.Axes, record: RunRecord, colour: str) -> None:
+def _layer_line(axes: Axes, record: RunRecord, colour: str) -> None:
     scores = {int(layer): score for layer, score in record.isotropy["after"].items() if layer != "union"}
     axes.plot(list(scores), list(scores.values()), marker="o", color=colour, label=method(record))
 
 
-def _finish_headlines(axes: plt.Axes, records: Sequence[RunRecord]) -> None:
+def _finish_headlines(axes: Axes, records: Sequence[RunRecord]) -> None:
     axes.set_yticks(range(len(records)), [method(record) for record in records])
     axes.invert_yaxis()
     metrics = sorted({record.headline["metric"] for record in records})
@@ -53,7 +55,7 @@ def _finish_headlines(axes: plt.Axes, records: Sequence[RunRecord]) -> None:
         axes.set_title("dashed: majority class", fontsize="medium", loc="left")
 
 
-def _finish_layers(axes: plt.Axes, records: Sequence[RunRecord]) -> None:
+def _finish_layers(axes: Axes, records: Sequence[RunRecord]) -> None:
     before = {int(layer): score for layer, score in records[0].isotropy["before"].items() if layer != "union"}
     axes.plot(list(before), list(before.values()), color="black", linestyle=":", label="before training")
     axes.set_xticks(list(before))

@@ -38,7 +38,18 @@ def comparison(records: Sequence[RunRecord]) -> Table:
     return table
 
 
-COLUMNS = ("task", "model", "method", "metric", "value", "majority", "epoch", "IsoScore* before", "IsoScore* after", "seconds")
+COLUMNS = (
+    "task",
+    "model",
+    "method",
+    "metric",
+    "value",
+    "majority",
+    "epoch",
+    "IsoScore* before",
+    "IsoScore* after",
+    "seconds",
+)
 
 
 def comparison_row(record: RunRecord) -> list[str]:
@@ -87,7 +98,8 @@ def _caption(record: RunRecord) -> str:
     lines = []
     if metric in record.baseline:
         lines.append(f"A constant prediction has {metric} {100 * record.baseline[metric]:.2f}.")
-    lines += [f"Collapsed on {name}: all predictions are the same." for name, is_so in record.collapsed.items() if is_so]
+    collapsed = [name for name, is_so in record.collapsed.items() if is_so]
+    lines += [f"Collapsed on {name}: all predictions are the same." for name in collapsed]
     lines.append(f"IsoScore* of {record.isotropy['points']} validation tokens; metrics in percent.")
     return "\n".join(lines)
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from istar.errors import UserError
-from istar.tasks.readers import Rows, numbered_lines, parse_json, shorten, whole_text
+from istar.errors import UserError, shorten
+from istar.tasks.readers import Rows, numbered_lines, parse_json, whole_text
 from istar.tasks.specs import TaskSpec
 
 _TREE_TOKEN = re.compile(r"\(\d+(?= )|[()]|[^ ()]+")

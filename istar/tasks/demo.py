@@ -20,6 +20,8 @@ Row = dict[str, Any]
 
 SIZES = {"train": 3000, "validation": 400, "test": 200}
 
+LIKES_FIRST = 0.62
+
 # Symbol -> its expansions; an expansion listed twice is drawn twice as often.
 GRAMMAR: dict[str, tuple[str, ...]] = {
     # Judgements: `demo` and `demo_sentence`. The two polarities mirror each other, so that neither the negation
@@ -150,7 +152,7 @@ def _say(rng: random.Random, template: str, **given: str) -> str:
 
 def _draw_pair(rng: random.Random, turn: int) -> Row:
     """Two people judge one thing; they agree if both like it or both do not."""
-    agree, first = turn % 2, rng.randrange(2)
+    agree, first = turn % 2, rng.random() < LIKES_FIRST
     work = rng.choice(GRAMMAR["work"])
     sentences = [
         _say(rng, "{judgement}", who=who, work=work, verdict="{positive}" if likes else "{negative}")

@@ -26,9 +26,9 @@ from typing import Any
 
 from datasets import Dataset, Features, List, Value
 
-from istar.errors import UserError
+from istar.errors import UserError, shorten
 from istar.tasks import sources
-from istar.tasks.readers import Rows, is_test, shorten
+from istar.tasks.readers import Rows, is_test
 from istar.tasks.specs import Kind, TaskSpec
 
 _HASHED_ROWS = 10_000

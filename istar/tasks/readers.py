@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets import ClassLabel, Dataset, load_from_disk
 
-from istar.errors import UserError
+from istar.errors import UserError, shorten
 from istar.tasks.specs import TaskSpec
 
 _log = logging.getLogger(__name__)
@@ -43,12 +43,6 @@ class Rows:
     def place(self, row: int) -> str:
         """Where a row stands, counted from 1, for a message."""
         return f"{self.source}, line {self.lines[row]}" if self.lines else f"{self.source}, row {row + 1}"
-
-
-def shorten(text: str) -> str:
-    """Fit for a message: one line, not too long."""
-    line = " ".join(text.split())
-    return line if len(line) <= 200 else f"{line[:200]}..."
 
 
 def is_test(spec: TaskSpec, split: str) -> bool:

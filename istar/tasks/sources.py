@@ -2,21 +2,18 @@
 
 import contextlib
 import itertools
-import queue
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
 import datasets
-from huggingface_hub import get_session
 
-from istar.errors import UserError
+from istar.errors import UserError, shorten
+from istar.hub import hub_obstacle
 from istar.tasks import corpora, readers
-from istar.tasks.readers import Rows, shorten
+from istar.tasks.readers import Rows
 from istar.tasks.specs import TaskSpec
 
-PROBE_SECONDS = 5.0
 """How long the hub may take to answer at all; the retries of `datasets` would take about 23 s."""
 
 Reader = Callable[[Path, TaskSpec, str], Rows]
@@ -95,7 +92,7 @@ def hub(spec: TaskSpec) -> Callable[[str], Rows]:
     """Load from the Hugging Face hub; where it cannot be reached, from the cache of earlier loads."""
     assert spec.hub is not None, spec.name
     source, local = " ".join(filter(None, spec.hub)), "name a local copy with task.data_dir=<folder>"
-    obstacle = _hub_obstacle()
+    obstacle = hub_obstacle()
     try:
         with _offline() if obstacle else contextlib.nullcontext():
             found = datasets.load_dataset(*spec.hub)
@@ -110,32 +107,6 @@ def hub(spec: TaskSpec) -> Callable[[str], Rows]:
         return readers.from_dataset(found[split], spec, split, f"{source}, split {split}")
 
     return read
-
-
-def _hub_obstacle(seconds: float = PROBE_SECONDS) -> str:
-    """Why the hub cannot be used; empty if it answers.
-
-    The probe uses the hub library's own session, so that proxies, certificates and HF_ENDPOINT count. It has
-    its own thread because the timeout covers neither name resolution nor the tries of several addresses.
-    """
-    if datasets.config.HF_HUB_OFFLINE:
-        return "HF_HUB_OFFLINE or HF_DATASETS_OFFLINE forbids asking the hub"
-    endpoint = datasets.config.HF_ENDPOINT
-    outcome: queue.SimpleQueue[str] = queue.SimpleQueue()
-
-    def probe() -> None:
-        try:
-            status = get_session().head(endpoint, timeout=seconds).status_code
-            outcome.put(f"HTTP status {status}" if status >= 500 else "")
-        except Exception as error:  # another class for each version of the hub library
-            outcome.put(shorten(f"{type(error).__name__}: {error}"))
-
-    threading.Thread(target=probe, daemon=True).start()
-    try:
-        reason = outcome.get(timeout=seconds + 1)
-    except queue.Empty:
-        reason = f"no answer within {seconds:g} s"
-    return f"the hub {endpoint} cannot be reached ({reason})" if reason else ""
 
 
 @contextlib.contextmanager

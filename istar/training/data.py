@@ -91,7 +91,7 @@ class ShardSampler(Sampler[int]):
 
 def longest_first(features: Dataset) -> list[int]:
     """Example numbers by falling length: little padding, and the largest batch shows at once whether it fits."""
-    return torch.as_tensor(features["length"][:]).argsort(descending=True, stable=True).tolist()  # type: ignore[no-any-return]
+    return torch.as_tensor(features["length"][:]).argsort(descending=True, stable=True).tolist()
 
 
 def evaluation_loader(
@@ -105,7 +105,7 @@ def evaluation_loader(
 ) -> DataLoader[Any]:
     """Batches of the examples given, in their order, without touching the global random numbers."""
     return DataLoader(
-        features,  # type: ignore[arg-type]
+        features,
         batch_size=batch_size,
         sampler=ShardSampler(examples, rank, world_size),
         collate_fn=collate,
@@ -155,7 +155,7 @@ class FineTuningData(L.LightningDataModule):
             *self._process(),
         )
         return DataLoader(
-            self.train,  # type: ignore[arg-type]
+            self.train,
             batch_size=self.config.batch_size,
             sampler=sampler,
             collate_fn=self.collate,

@@ -59,7 +59,7 @@ class FineTuner(L.LightningModule):
             weighted = self.regularizer.weight * penalty.value
             loss = loss + weighted.to(loss.dtype)
             logged |= {"train/penalty": weighted.detach(), f"train/{self.regularizer.measure}": penalty.measure}
-        logged |= {"train/loss": loss.detach(), "train/lr": self.optimizers().param_groups[0]["lr"]}  # type: ignore[union-attr]
+        logged |= {"train/loss": loss.detach(), "train/lr": self.trainer.optimizers[0].param_groups[0]["lr"]}
         self.log_dict(logged, batch_size=len(batch["feature_id"]))
         self.log("loss", loss.detach(), prog_bar=True, logger=False)
         return loss  # type: ignore[no-any-return]

@@ -92,7 +92,7 @@ class ShrinkageCovariance(L.Callback):
                 self.num_points,
             )
         chosen = order[: int((tokens < wanted).sum()) + 1]
-        return chosen[lengths[chosen].argsort(descending=True, stable=True)].tolist()  # type: ignore[no-any-return]
+        return chosen[lengths[chosen].argsort(descending=True, stable=True)].tolist()
 
     def compute(self, trainer: L.Trainer, module: FineTuner, examples: Sequence[int]) -> Moments:
         """The moments of the hidden states of the examples, over all processes."""

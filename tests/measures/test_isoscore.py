@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from IsoScore import IsoScore as published
+from IsoScore import IsoScore as Published
 from torch.testing import assert_close
 
 from istar.errors import UserError
@@ -63,10 +63,12 @@ def test_values_are_those_of_the_published_package(n, d, ratio):
     points, shrinkage = cloud(n, d, ratio), covariance(d)
     close = {"rtol": 0, "atol": 1e-6}
     array = points.numpy()
-    assert_close(isoscore(points).item(), published.IsoScore(array).item(), **close)
-    assert_close(isoscore_from_covariance(shrinkage).item(), published.IsoScore_cov(shrinkage.numpy()).item(), **close)
+    assert_close(isoscore(points).item(), Published.IsoScore(array).item(), **close)
+    assert_close(
+        isoscore_from_covariance(shrinkage).item(), Published.IsoScore_cov(shrinkage.numpy()).item(), **close
+    )
     for zeta in (0.0, 0.2, 0.8, 1.0):
-        expected = published.IsoScore_star(array, shrinkage, zeta).item()
+        expected = Published.IsoScore_star(array, shrinkage, zeta).item()
         assert_close(isoscore_star(points, shrinkage, zeta).item(), expected, **close)
 
 
@@ -103,14 +105,14 @@ FIGURE_2 = torch.tensor([10.0, 6, 4, 4] + [1] * 764)
 
 
 def expected_score(zeta, n, shrinkage_n):
-    """Of the shrunk covariance of Gaussian samples: E||S||^2 = ||Sigma||^2 + (||Sigma||^2 + tr(Sigma)^2) / m."""
+    """With E||S||^2 = ||Sigma||^2 + (||Sigma||^2 + tr(Sigma)^2) / (n - 1) for Gaussian samples."""
     trace, squares = FIGURE_2.sum().item(), FIGURE_2.square().sum().item()
     noise = ((1 - zeta) ** 2 / (n - 1) + zeta**2 / (shrinkage_n - 1)) * (squares + trace**2)
     return (trace**2 / (squares + noise) - 1) / 767
 
 
 def test_figure_2_of_the_paper():
-    """Small samples underestimate the true score of 0.867, less so the larger they are and the larger zeta is."""
+    """Small samples underestimate the true score, 0.867: the larger n or zeta, the less."""
     generator = torch.Generator().manual_seed(0)
 
     def sample(n):
@@ -254,7 +256,10 @@ WRONG = [
     (lambda: isoscore(torch.ones(5, 0)), "0 dimensions"),
     (lambda: isoscore(torch.full((77, 3), 0.1)), "all points are equal"),
     (lambda: isoscore(cloud(1, 3).expand(77, 3)), "all points are equal"),
-    (lambda: isoscore(Moments.of(cloud(1, 3).expand(7, 3)).update(cloud(1, 3).expand(5, 3))), "points are equal"),
+    (
+        lambda: isoscore(Moments.of(cloud(1, 3).expand(7, 3)).update(cloud(1, 3).expand(5, 3))),
+        "points are equal",
+    ),
     (lambda: isoscore(with_value(torch.nan)), "not finite; look for NaN or infinite values"),
     (lambda: isoscore(with_value(torch.inf)), "not finite; look for NaN or infinite values"),
     (lambda: isoscore_star(with_value(torch.nan), EYE, 0.5), "the shrunk covariance is not finite"),
@@ -266,7 +271,10 @@ WRONG = [
     (lambda: isoscore_star(cloud(5, 3), EYE, math.nan), "zeta is nan"),
     (lambda: isoscore_star(cloud(5, 3), torch.eye(4), 0.5), r"shape \(4, 4\); expected \(3, 3\)"),
     (lambda: isoscore_star(cloud(5, 3), torch.ones(3), 0.5), r"shape \(3,\); expected \(d, d\)"),
-    (lambda: isoscore_star(cloud(5, 3), symmetric(1, 1, -0.1), 0.5), "the shrinkage covariance has negative eigen"),
+    (
+        lambda: isoscore_star(cloud(5, 3), symmetric(1, 1, -0.1), 0.5),
+        "the shrinkage covariance has negative eigen",
+    ),
     (lambda: isoscore_star(cloud(5, 3), 0 * EYE, 0.5), "the shrinkage covariance is zero"),
     (lambda: isoscore_star(cloud(5, 3), EYE * torch.nan, 0.5), "the shrinkage covariance is not finite"),
     (lambda: isoscore_from_covariance(torch.ones(3, 4)), r"shape \(3, 4\); expected \(d, d\)"),

@@ -117,7 +117,9 @@ def test_points_of_weight_zero_are_out_whatever_they_hold():
 
 def test_mask_and_weights_combine():
     mask, weights = torch.arange(60) % 2 == 0, torch.arange(60).double() % 3
-    assert_same(Moments.of(cloud(), mask, weights), Moments.of(cloud(), weights=weights * mask), rtol=0, atol=0)
+    assert_same(
+        Moments.of(cloud(), mask, weights), Moments.of(cloud(), weights=weights * mask), rtol=0, atol=0
+    )
 
 
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32, torch.float64])
@@ -136,7 +138,7 @@ def test_sums_are_float32_or_better_whatever_the_inputs_and_autocast(dtype, auto
 @pytest.mark.parametrize("ratio", [30, 300])
 def test_a_mean_many_times_the_deviation_costs_no_precision_in_float32(ratio):
     """BERT has such dimensions. Sums about the origin in float32 are seen to fail where these do not."""
-    points = torch.randn(20_000, 32, generator=torch.Generator().manual_seed(0))
+    points = torch.randn(20_000, 32, generator=torch.Generator().manual_seed(1))
     points[:, 0] = 4 * (points[:, 0] + ratio)
     exact = algorithm_1(points.double())
     streamed = Moments(32)
@@ -146,7 +148,7 @@ def test_a_mean_many_times_the_deviation_costs_no_precision_in_float32(ratio):
     assert abs(isoscore(streamed) - exact) < 1e-6
     assert abs(isoscore(Moments.of(points[1:]).update(points[:1])) - exact) < 1e-6
     naive = steps_6_to_9(torch.linalg.eigvalsh(streamed_about_the_origin(points.split(64)).double()))
-    assert abs(naive - exact) > {30: 2e-5, 300: 1e-3}[ratio]
+    assert abs(naive - exact) > 1e-4
 
 
 def test_an_outlier_of_weight_zero_costs_no_precision_in_float32():
@@ -212,7 +214,8 @@ def restored_precision():
 
 @pytest.mark.usefixtures("restored_precision")
 @pytest.mark.parametrize(
-    ("use", "precision"), [(use_legacy, "high"), (use_legacy, "medium"), (use_cuda, "tf32"), (use_cpu, "bf16")]
+    ("use", "precision"),
+    [(use_legacy, "high"), (use_legacy, "medium"), (use_cuda, "tf32"), (use_cpu, "bf16")],
 )
 def test_global_matmul_precision_is_neither_used_nor_changed(use, precision):
     use(precision)
@@ -231,6 +234,8 @@ def test_global_matmul_precision_is_neither_used_nor_changed(use, precision):
 def test_global_matmul_precision_is_put_back_after_an_error():
     use_legacy("medium")
     with pytest.raises(ZeroDivisionError), full_precision(torch.device("cpu")):
+        assert torch.get_float32_matmul_precision() == "highest"
+        assert torch.backends.cuda.matmul.allow_tf32 is False  # raises where old and new settings disagree
         raise ZeroDivisionError
     assert torch.get_float32_matmul_precision() == "medium"
     assert settings() == ("tf32", "bf16")

