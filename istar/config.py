@@ -151,9 +151,10 @@ class OptimConfig:
         _one_of("optim.schedule", self.schedule, ("constant", "linear", "cosine"))
         if not 0 <= self.warmup <= 1:
             raise UserError(f"optim.warmup={self.warmup:g} is outside [0, 1]; it is a share of the optimizer steps")
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+        pair = isinstance(self.betas, list) and len(self.betas) == 2
+        if not pair or not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in self.betas):
             raise UserError(f"optim.betas={self.betas} is not a pair of numbers in [0, 1), e.g. [0.9,0.999]")
-        if self.weight_decay < 0 or self.eps <= 0:
+        if not 0 <= self.weight_decay < math.inf or not 0 < self.eps < math.inf:
             raise UserError(
                 f"optim.weight_decay={self.weight_decay:g} must be 0 or more and optim.eps={self.eps:g} above 0"
             )
@@ -215,6 +216,8 @@ class WandbConfig(LoggerConfig):
 
     def __post_init__(self) -> None:
         _one_of("logger.mode", self.mode, ("auto", "online", "offline", "disabled"))
+        if not isinstance(self.tags, list) or not all(isinstance(tag, str) for tag in self.tags):
+            raise UserError(f"logger.tags={self.tags} is not a list of words, e.g. [paper,rte]")
 
 
 @dataclass
@@ -244,8 +247,8 @@ class Config:
     seed: int = 42
 
     def __post_init__(self) -> None:
-        if not 0 <= self.seed < 2**32:
-            raise UserError(f"seed={self.seed} is outside [0, 2^32)")
+        if type(self.seed) is not int or not 0 <= self.seed < 2**32:
+            raise UserError(f"seed={self.seed} is not a whole number in [0, 2^32)")
 
 
 _GROUPS: dict[str, Any] = {
@@ -277,7 +280,10 @@ def load(config: DictConfig) -> Config:
         UserError: naming the key, the value and what was expected.
     """
     values = _resolved(config)
-    groups = {**_GROUPS, "reg": _REGS[values["reg"]["name"]], "logger": _LOGGERS[values["logger"]["name"]]}
+    for key in ("seed", *_GROUPS, "reg", "logger"):
+        if key not in values:
+            raise UserError(f"{key} is missing; give it on the command line: {key}=<value>")
+    groups = {**_GROUPS, "reg": _chosen("reg", _REGS, values), "logger": _chosen("logger", _LOGGERS, values)}
     _refuse_unknown("", values, ["seed", *groups])
     built = {name: _build(name, kind, values[name]) for name, kind in groups.items()}
     return Config(seed=values["seed"], **built)
@@ -317,7 +323,10 @@ def _explain_key(key: str) -> str:
     owners = [name for name, kind in {**_REGS, **_LOGGERS}.items() if key in _keys(group, kind)]
     if owners:
         return f"{key} belongs to {group}={' or '.join(owners)}, which is not the one chosen"
-    return f"{key}: there is no such key{_hint(key, _known_keys())}; `python train.py --cfg job` lists all"
+    known = _known_keys()
+    same = [name for name in known if name.partition(".")[2] == key]
+    hint = f"; did you mean {same[0]}?" if same else _hint(key, [*known, *_GROUPS, "reg", "logger"])
+    return f"{key}: there is no such key{hint}; `python train.py --cfg job` lists all"
 
 
 def _explain_option(wanted: str, options: Iterable[str]) -> str:
@@ -375,6 +384,13 @@ def _resolved(config: DictConfig) -> dict[str, Any]:
         raise UserError(f"{missing[0]} is not set; give it on the command line: {missing[0]}=<value>")
     values = OmegaConf.to_container(config, resolve=True)
     return values  # type: ignore[return-value]
+
+
+def _chosen(group: str, kinds: dict[str, Any], values: dict[str, Any]) -> Any:
+    """The dataclass of the option that a group's own `name` tells."""
+    name = values[group]["name"]
+    _one_of(f"{group}.name", name, tuple(kinds))
+    return kinds[name]
 
 
 def _refuse_unknown(prefix: str, values: Iterable[str], known: Iterable[str]) -> None:

@@ -74,7 +74,7 @@ _NOT_IDENTITY: dict[str, tuple[str, ...]] = {
     "task": ("data_dir", "submission"),
     "model": ("name", "revision"),
     "data": ("cache_dir", "num_workers", "eval_batch_size"),
-    "trainer": ("accelerator", "strategy", "progress_bar", "log_every_n_steps", "checkpoints"),
+    "trainer": ("accelerator", "strategy", "progress_bar", "log_every_n_steps"),
     "logger": (),
     "run": (),
 }
@@ -99,14 +99,14 @@ def read(folder: Path) -> RunRecord:
     path = folder / RESULT
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        record = RunRecord(**values)
+        written = values.get("format") if isinstance(values, dict) else None
+        if isinstance(written, int) and written != FORMAT:
+            raise UserError(f"{path} has format {written}; this version reads {FORMAT}")
+        return RunRecord(**values)
     except FileNotFoundError as error:
         raise UserError(f"{folder} holds no {RESULT}: the run is not finished, or this is no run folder") from error
     except (ValueError, TypeError) as error:
         raise UserError(f"{path} is not a result that istar wrote: {shorten(error)}") from error
-    if record.format != FORMAT:
-        raise UserError(f"{path} has format {record.format}; this version reads {FORMAT}")
-    return record
 
 
 def write_predictions(path: Path, predictions: Iterable[Mapping[str, Any]]) -> None:

@@ -73,10 +73,12 @@ def run(config: Config, console: Console | None = None) -> RunRecord:
     _check_hardware(config)
     examples = load_examples(spec, config.task)
     tokenizer = models.load_tokenizer(config.model)
-    name = _run_name(config, examples)
+    digest = fingerprint(examples.train, *examples.validation)
+    name = _run_name(config, digest)
     folder = Path(config.run.root) / name
     finished = _finished(folder)
     if finished is not None and not config.run.overwrite:
+        _check_holds(folder, config)
         _tell(console, finished, f"{folder} is finished; run.overwrite=true runs it again")
         return finished
 
@@ -84,6 +86,8 @@ def run(config: Config, console: Console | None = None) -> RunRecord:
     if config.reg.name != "none":
         layer_numbers(model_config.num_hidden_layers, config.reg.layers)
     features = _featurize(spec, config, examples, tokenizer, model_config)
+    if config.trainer.fast_dev_run:
+        examples, features = _first_batches(examples, features, config.data.eval_batch_size)
     L.seed_everything(config.seed, workers=True, verbose=False)
     model = models.load_model(config.model, spec, model_config, tokenizer)
     evaluators = _evaluators(spec, config.task, examples.validation, features.validation)
@@ -119,7 +123,7 @@ def run(config: Config, console: Console | None = None) -> RunRecord:
     record = replace(
         record,
         status="finished",
-        **_outcome(spec, examples, history, isotropy),
+        **_outcome(spec, examples, digest, history, isotropy),
         timing={
             "total": time.perf_counter() - started,
             **timing,
@@ -188,8 +192,7 @@ def _first(dataset: Dataset, limit: int | None) -> Dataset:
     return dataset if limit is None else dataset.select(range(min(limit, len(dataset))))
 
 
-def _run_name(config: Config, examples: Examples) -> str:
-    data = fingerprint(examples.train, *examples.validation)
+def _run_name(config: Config, data: str) -> str:
     digits = results.identity(to_dict(config), data, _model_identity(config.model))
     model = Path(config.model.name).name
     return "-".join([config.task.name, model, config.reg.name, digits])
@@ -215,6 +218,14 @@ def _finished(folder: Path) -> RunRecord | None:
     return record if record.status == "finished" else None
 
 
+def _check_holds(folder: Path, config: Config) -> None:
+    """What a finished run leaves beside its result is not part of its name: say so rather than leave it out."""
+    wanted = {"submission": config.task.submission, "model": config.run.save_model}
+    for name, is_wanted in wanted.items():
+        if is_wanted and not (folder / name).is_dir():
+            raise UserError(f"{folder} is finished but was run without {name}/; run.overwrite=true runs it again")
+
+
 def _featurize(
     spec: TaskSpec, config: Config, examples: Examples, tokenizer: PreTrainedTokenizerBase, model_config: Any
 ) -> Examples:
@@ -231,6 +242,29 @@ def _featurize(
         [tokenized(split, False) for split in examples.validation],
         [tokenized(split, False) for split in examples.test],
     )
+
+
+def _first_batches(examples: Examples, features: Examples, size: int) -> tuple[Examples, Examples]:
+    """Evaluation sets cut to the one batch that fast_dev_run looks at: metrics want a set whole."""
+
+    def cut(rows: list[Dataset], tokens: list[Dataset]) -> tuple[list[Dataset], list[Dataset]]:
+        pairs = [_first_batch(*pair, size) for pair in zip(rows, tokens, strict=True)]
+        return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+
+    validation, validation_features = cut(examples.validation, features.validation)
+    test, test_features = cut(examples.test, features.test)
+    return (
+        Examples(examples.train, validation, test),
+        Examples(features.train, validation_features, test_features),
+    )
+
+
+def _first_batch(rows: Dataset, tokens: Dataset, size: int) -> tuple[Dataset, Dataset]:
+    """As many of the first examples as have all their features (spans: windows) in one batch."""
+    if len(tokens) <= size:
+        return rows, tokens
+    owners = tokens["example_id"][: size + 1]
+    return rows.select(range(owners[size])), tokens.select(range(owners.index(owners[size])))
 
 
 def _evaluators(
@@ -299,7 +333,7 @@ def _trainer(
             logger=_loggers(config, folder, name),
             default_root_dir=folder,
         )
-    except (MisconfigurationException, ValueError) as error:
+    except (MisconfigurationException, ValueError, TypeError) as error:
         raise UserError(f"the trainer refuses its settings: {shorten(error)}") from error
 
 
@@ -422,7 +456,9 @@ def _submit(
             write_submission(spec, split, evaluation.predictions, folder / "submission")
 
 
-def _outcome(spec: TaskSpec, examples: Examples, history: History, isotropy: LayerIsotropy) -> dict[str, Any]:
+def _outcome(
+    spec: TaskSpec, examples: Examples, digest: str, history: History, isotropy: LayerIsotropy
+) -> dict[str, Any]:
     best = history.epochs[history.best - 1]
     first = examples.validation[0]
     return {
@@ -439,6 +475,7 @@ def _outcome(spec: TaskSpec, examples: Examples, history: History, isotropy: Lay
         },
         "epochs": history.epochs,
         "data": {
+            "fingerprint": digest,
             "train": len(examples.train),
             "validation": {
                 split.name: len(rows) for split, rows in zip(spec.validation, examples.validation, strict=True)

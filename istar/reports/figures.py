@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -34,7 +35,7 @@ def comparison(records: Sequence[RunRecord], path: Path) -> None:
 def _headline_bar(axes: Axes, number: int, record: RunRecord, colour: str) -> None:
     value = 100 * record.headline["value"]
     axes.barh(number, value, color=colour, height=0.6)
-    place = {"xytext": (-4, 0), "textcoords": "offset points", "ha": "right", "va": "center"}
+    place: dict[str, Any] = {"xytext": (-4, 0), "textcoords": "offset points", "ha": "right", "va": "center"}
     axes.annotate(f"{value:.1f}", (value, number), color="white", **place)
 
 

@@ -1,8 +1,7 @@
 """Small generated data sets in readable English: the `demo*` tasks, which need no network and no download.
 
 A context-free grammar, `GRAMMAR`, holds every word. A draw fills a template with random choices from it, and
-whatever decides the label is passed in, so labels are balanced by construction and each sentence of a `demo`
-pair says nothing about the label alone.
+whatever decides the label is passed in, so labels are balanced by construction.
 """
 
 import random
@@ -18,14 +17,16 @@ from istar.tasks.specs import TASKS
 
 Row = dict[str, Any]
 
-SIZES = {"train": 3000, "validation": 400, "test": 200}
+SIZES = {"train": 4000, "validation": 400, "test": 200}
 
-LIKES_FIRST = 0.62
+# How often the first person of a pair likes the thing. At 1/2 no sentence would say anything about the label,
+# and a network without pretraining would find nothing to start from for many epochs (exclusive or).
+LIKES_FIRST = 0.64
 
 # Symbol -> its expansions; an expansion listed twice is drawn twice as often.
 GRAMMAR: dict[str, tuple[str, ...]] = {
-    # Judgements: `demo` and `demo_sentence`. The two polarities mirror each other, so that neither the negation
-    # nor the adjective decides alone.
+    # Judgements: `demo` and `demo_sentence`. The two polarities mirror each other, so that neither the
+    # negation nor the adjective decides alone.
     "judgement": (
         "{opening}{who} found the {work} {verdict}{ending}.",
         "{opening}{who} called the {work} {verdict}{ending}.",
@@ -35,19 +36,24 @@ GRAMMAR: dict[str, tuple[str, ...]] = {
     ),
     "positive": ("{good}", "{good}", "{very} {good}", "{not} {bad}"),
     "negative": ("{bad}", "{bad}", "{very} {bad}", "{not} {good}"),
-    "good": ("splendid", "lovely", "wonderful", "delightful", "excellent", "charming", "superb", "brilliant"),
-    "bad": ("dull", "awful", "dreadful", "boring", "terrible", "tedious", "poor", "forgettable"),
+    "good": (
+        *("splendid", "lovely", "wonderful", "delightful", "excellent", "charming") * 3,
+        *("superb", "witty"),
+    ),
+    "bad": (
+        *("dull", "awful", "dreadful", "boring", "terrible", "tedious") * 3,
+        *("poor", "forgettable"),
+    ),
     "very": ("really", "quite", "rather", "truly"),
     "not": ("not", "hardly", "far from", "anything but"),
     "work": ("film", "play", "concert", "lecture", "novel", "exhibition", "opera", "dinner", "story", "tour"),
-    "opening": ("", "", "", "after a long day, ", "on the way home, ", "over a cup of tea, ", "when asked, "),
-    "ending": ("", " and went home early", " and did not say why", "{meanwhile}", "{meanwhile}"),
-    "meanwhile": (
-        "",
-        ", although it was not raining",
-        ", while the others were still waiting outside",
+    "opening": ("",) * 18 + ("after a long day, ", "on the way home, ", "over a cup of tea, "),
+    "ending": ("",) * 18 + (" and went home early", " and did not say why", "{meanwhile}"),
+    "meanwhile": ("",) * 9 + (", although it was not raining",),
+    "who": (
+        *("Anna", "Bob", "Carla", "David", "Emma", "Frank"),
+        *("Grace", "Hugo", "Julia", "Martin", "Nora", "Peter"),
     ),
-    "who": ("Anna", "Bob", "Carla", "David", "Emma", "Frank", "Grace", "Hugo", "Julia", "Martin", "Nora", "Peter"),
     # Scenes: `demo_regression`. Neighbours (first and second, third and fourth, ...) mean nearly the same.
     "scene": (
         "{when}, a {person} in a {colour} coat is {doing} {where}.",
@@ -59,12 +65,14 @@ GRAMMAR: dict[str, tuple[str, ...]] = {
     "person": ("farmer", "gardener", "doctor", "nurse", "teacher", "professor"),
     "colour": ("red", "scarlet", "blue", "navy", "brown", "tan"),
     "doing": ("singing", "humming", "walking", "strolling", "sleeping", "resting"),
-    "where": ("by the river", "by the stream", "in the forest", "in the woods", "on the road", "on the street"),
-    # Errands: `demo_span`.
-    "errand": (
-        "{who} {took} {thing} to {place}.",
-        "{who} went to {place} with {thing}.",
+    "where": (
+        *("by the river", "by the stream", "in the forest", "in the woods"),
+        *("on the road", "on the street"),
     ),
+    # Errands: `demo_span`.
+    "errand": ("{who} {took} {thing} to {place}.", "{who} went to {place} with {thing}."),
+    "stay": ("{other} stayed in {elsewhere}.", "{other} was waiting in {elsewhere}."),
+    "weather": ("it was raining.", "the morning was cold.", "the sun was shining.", "it was getting dark."),
     "took": ("carried", "brought", "took"),
     "thing": tuple(
         f"the {how} {what}"
@@ -76,8 +84,8 @@ GRAMMAR: dict[str, tuple[str, ...]] = {
         for what in ("garden", "station", "kitchen", "library", "harbour", "market", "museum", "cellar")
     ),
     "ask_who": ("who went to {place}?", "who has {thing}?"),
-    "ask_thing": ("what is in {place} now?", "what did {who} take along?"),
-    "ask_place": ("where is {thing} now?", "where did {who} go?"),
+    "ask_thing": ("what did {who} take along?", "what is in {place} now?"),
+    "ask_place": ("where did {who} go?", "where is {thing} now?"),
 }
 
 _FIELD = re.compile(r"{(\w+)}")
@@ -164,7 +172,10 @@ def _draw_pair(rng: random.Random, turn: int) -> Row:
 def _draw_sentence(rng: random.Random, turn: int) -> Row:
     """One judgement and whether it is a good one."""
     likes = turn % 2
-    return {"sentence": _say(rng, "{judgement}", verdict="{positive}" if likes else "{negative}"), "label": likes}
+    return {
+        "sentence": _say(rng, "{judgement}", verdict="{positive}" if likes else "{negative}"),
+        "label": likes,
+    }
 
 
 def _draw_scenes(rng: random.Random, turn: int) -> Row:
@@ -185,31 +196,28 @@ def _draw_scenes(rng: random.Random, turn: int) -> Row:
     }
 
 
-def _draw_errands(rng: random.Random, turn: int) -> Row:
-    """Three people bring three things to three places; the question gives one of a triple and asks for another."""
-    columns = (rng.sample(GRAMMAR["who"], 3), _unlike(rng, GRAMMAR["thing"], 3), rng.sample(GRAMMAR["place"], 3))
-    errands = [dict(zip(_ERRAND, triple, strict=True)) for triple in zip(*columns, strict=True)]
-    context = " ".join(_say(rng, "{errand}", **errand) for errand in errands)
-    asked, errand = _ERRAND[turn % len(_ERRAND)], rng.choice(errands)
-    answer = errand[asked]
-    # As people mark answers: the whole phrase first, then its noun alone.
+def _draw_errand(rng: random.Random, turn: int) -> Row:
+    """Somebody takes a thing to a place, another stays elsewhere; the question asks who, what or where."""
+    who, other = rng.sample(GRAMMAR["who"], 2)
+    place, elsewhere = rng.sample(GRAMMAR["place"], 2)
+    given = {"who": who, "thing": rng.choice(GRAMMAR["thing"]), "place": place}
+    everything = {**given, "other": other, "elsewhere": elsewhere}
+    told = [_say(rng, text, **everything) for text in ("{errand}", "{stay}", "{weather}")]
+    context = " ".join(rng.sample(told, len(told)))
+    asked = _ERRAND[turn % len(_ERRAND)]
+    answer = given[asked]
+    # As several people mark answers: the whole phrase, and its noun alone.
     golds = list(dict.fromkeys((answer, answer.split()[-1])))
     return {
-        "question": _say(rng, f"{{ask_{asked}}}", **errand),
+        "question": _say(rng, f"{{ask_{asked}}}", **given),
         "context": context,
         "answers": {"text": golds, "answer_start": [context.index(gold) for gold in golds]},
     }
-
-
-def _unlike(rng: random.Random, phrases: tuple[str, ...], count: int) -> list[str]:
-    """Random phrases no two of which end in the same noun."""
-    by_noun = {phrase.split()[-1]: phrase for phrase in rng.sample(phrases, len(phrases))}
-    return rng.sample(list(by_noun.values()), count)
 
 
 _DRAW: dict[str, Callable[[random.Random, int], Row]] = {
     "demo": _draw_pair,
     "demo_sentence": _draw_sentence,
     "demo_regression": _draw_scenes,
-    "demo_span": _draw_errands,
+    "demo_span": _draw_errand,
 }

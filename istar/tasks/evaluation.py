@@ -1,7 +1,5 @@
 """From logits to predictions and metrics: once, from a whole set, in the order of the examples."""
 
-import os
-import uuid
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from istar.errors import UserError
+from istar.files import write_text
 from istar.tasks import metrics, squad
 from istar.tasks.specs import Kind, Split, TaskSpec
 
@@ -141,19 +140,9 @@ def write_submission(
     if not split.submission:
         raise UserError(f"task {spec.name}: {split.name} is no test set of the GLUE benchmark")
     submit = _RULES[spec.kind].submit
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / split.submission
-    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        with draft.open("x", newline="\n", encoding="utf-8") as file:
-            print("index\tprediction", file=file)
-            for row in predictions:
-                print(row["id"], submit(spec, row["prediction"]), sep="\t", file=file)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
+    rows = (f"{row['id']}\t{submit(spec, row['prediction'])}\n" for row in predictions)
+    write_text(path, "index\tprediction\n" + "".join(rows))
     return path
 
 

@@ -62,7 +62,7 @@ class FineTuner(L.LightningModule):
         logged |= {"train/loss": loss.detach(), "train/lr": self.trainer.optimizers[0].param_groups[0]["lr"]}
         self.log_dict(logged, batch_size=len(batch["feature_id"]))
         self.log("loss", loss.detach(), prog_bar=True, logger=False)
-        return loss  # type: ignore[no-any-return]
+        return loss
 
     def on_validation_epoch_start(self) -> None:
         self._outputs = [{} for _ in self.evaluators]

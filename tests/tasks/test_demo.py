@@ -1,0 +1,134 @@
+"""The generated tasks: reproducible, balanced, disjoint, and not to be guessed from one sentence."""
+
+import os
+import re
+import subprocess
+import sys
+from itertools import combinations
+
+import pytest
+from datasets import Dataset, Value
+from sklearn.feature_extraction.text import CountVectorizer
+from sklearn.linear_model import LogisticRegression
+
+from istar.errors import UserError
+from istar.tasks import demo
+from istar.tasks.specs import TASKS, TaskSpec
+
+NAMES = ["demo", "demo_sentence", "demo_regression", "demo_span"]
+DATA = {
+    (name, split): demo.generate(name, split)
+    for name in NAMES
+    for split in ("train", "validation", "test")
+    if split != "test" or TASKS[name].test
+}
+
+
+def _texts(data: Dataset, spec: TaskSpec) -> list[tuple[str, ...]]:
+    return list(zip(*(data[column] for column in spec.text_columns), strict=True))
+
+
+def _accuracy(*columns: str) -> float:
+    """What bag of words and logistic regression make of some columns of `demo`."""
+    train, validation = (
+        [tuple(row[c] for c in columns) for row in DATA["demo", s]] for s in ("train", "validation")
+    )
+    # A prefix keeps the words of the two sentences apart.
+    words = CountVectorizer(
+        analyzer=lambda row: [f"{i}{w}" for i, text in enumerate(row) for w in text.split()]
+    )
+    model = LogisticRegression(max_iter=500).fit(words.fit_transform(train), DATA["demo", "train"]["label"])
+    return float(model.score(words.transform(validation), DATA["demo", "validation"]["label"]))
+
+
+@pytest.mark.parametrize(("name", "split"), DATA)
+def test_columns_and_sizes(name: str, split: str) -> None:
+    spec, data = TASKS[name], DATA[name, split]
+    expected = [*spec.text_columns, *([spec.label_column] if split != "test" else [])]
+    assert data.column_names == (["id", *expected] if spec.kind == "span" else expected)
+    assert len(data) == demo.SIZES[split]
+    if spec.kind != "span" and split != "test":
+        assert data.features["label"] == Value("int64" if spec.labels else "float64")
+
+
+@pytest.mark.parametrize("seed", ["0", "1"])
+def test_same_in_a_fresh_process(seed: str) -> None:
+    program = (
+        "from istar.tasks.demo import generate\n"
+        "for name in ('demo_span', 'demo_regression', 'demo'):\n"
+        "    print(generate(name, 'validation')[7])"
+    )
+    environment = {**os.environ, "PYTHONHASHSEED": seed}
+    result = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
+    expected = [str(DATA[name, "validation"][7]) for name in ("demo_span", "demo_regression", "demo")]
+    assert result.stdout.splitlines() == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_text_occurs_twice(name: str) -> None:
+    texts = {split: _texts(data, TASKS[name]) for (task, split), data in DATA.items() if task == name}
+    for each in texts.values():
+        assert len(set(each)) == len(each)
+    for one, other in combinations(texts.values(), 2):
+        assert not set(one) & set(other)
+
+
+@pytest.mark.parametrize("name", ["demo", "demo_sentence"])
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_labels_are_balanced(name: str, split: str) -> None:
+    labels = list(DATA[name, split]["label"])
+    assert set(labels) == {0, 1}
+    assert sum(labels) * 2 == len(labels)
+
+
+@pytest.mark.parametrize("columns", [("sentence1",), ("sentence2",), ("sentence1", "sentence2")])
+def test_words_alone_do_not_give_the_label_away(columns: tuple[str, ...]) -> None:
+    assert _accuracy(*columns) < 0.67
+
+
+def test_regression_covers_its_range() -> None:
+    labels = list(DATA["demo_regression", "train"]["label"])
+    assert (min(labels), max(labels)) == (0.0, 5.0)
+    assert any(label % 1 for label in labels)
+
+
+def test_answers_are_where_they_are_said_to_be() -> None:
+    several = 0
+    for split in ("train", "validation"):
+        for row in DATA["demo_span", split]:
+            golds = list(zip(row["answers"]["text"], row["answers"]["answer_start"], strict=True))
+            several += len(golds) > 1
+            for text, start in golds:
+                assert row["context"][start : start + len(text)] == text
+                assert len(re.findall(rf"\b{text}\b", row["context"])) == 1
+        ids = list(DATA["demo_span", split]["id"])
+        assert len(set(ids)) == len(ids)
+    assert several
+
+
+def test_vocabulary_covers_every_text() -> None:
+    words = demo.vocabulary()
+    assert words == sorted(set(words)) and len(words) <= 300
+    texts = " ".join(
+        text for (name, _), data in DATA.items() for row in _texts(data, TASKS[name]) for text in row
+    )
+    assert set(re.findall(r"\w+", texts.lower())) == set(words)
+    assert "{" not in texts
+
+
+def test_sentences_read_as_sentences() -> None:
+    for (name, _), data in DATA.items():
+        for row in _texts(data, TASKS[name]):
+            for text in row:
+                assert re.fullmatch(r"[A-Z][A-Za-z ,.]+[.?]", text), text
+                assert "  " not in text and " ." not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "split"), [("mnli", "train"), ("demo", "dev"), ("demo_span", "test"), ("", "")]
+)
+def test_unknown_names_are_refused(name: str, split: str) -> None:
+    with pytest.raises(UserError, match="choose one of"):
+        demo.generate(name, split)

@@ -1,0 +1,152 @@
+"""The shrinkage covariance, the isotropy per layer and the history of the epochs."""
+
+import logging
+
+import lightning as L
+import pytest
+import torch
+
+from istar.measures import isoscore
+from istar.regularizers import IStar
+from istar.tasks.evaluation import Evaluation
+from istar.training import History, LayerIsotropy, ShrinkageCovariance
+from tests.oracles import algorithm_1
+
+
+def refresh_for(setting, regularizer, num_points=2_000, batch_size=16, seed=3):
+    return ShrinkageCovariance(
+        regularizer, setting.train, setting.collate, num_points, batch_size, seed, progress_bar=False
+    )
+
+
+@torch.no_grad()
+def states_one_by_one(setting, module, rows):
+    """Hidden states of each example alone: no padding, no neighbours."""
+    model = module.model.eval()
+    for row in rows:
+        batch = setting.collate([row])
+        inputs = {name: value for name, value in batch.items() if name not in ("feature_id", "labels")}
+        yield model(**inputs, output_hidden_states=True).hidden_states
+
+
+@pytest.mark.parametrize("layers", ["all", "last", "with_embeddings", [0, 2]])
+def test_the_covariance_is_that_of_the_sample_without_padding(setting, harness, layers):
+    regularizer = IStar(-1.0, 0.4, layers=layers)
+    module, refresh = setting.module(regularizer), refresh_for(setting, regularizer)
+    chosen = {"all": [1, 2], "last": [2], "with_embeddings": [0, 1, 2]}.get(str(layers), layers)
+    sample = refresh.sample(len(chosen), epoch=0)
+    states = states_one_by_one(setting, module, [setting.train[row] for row in sample])
+    points = torch.cat([state[number].flatten(0, 1) for state in states for number in chosen])
+    trainer = harness.trainer(refresh)
+    trainer.strategy.connect(module)
+    moments = refresh.compute(trainer, module, sample)
+    torch.testing.assert_close(moments.covariance(), torch.cov(points.double().T), rtol=1e-4, atol=1e-6)
+    assert moments.count == len(points)
+
+
+def test_the_sample_holds_the_points_asked_for_and_no_example_more(setting):
+    regularizer = IStar(-1.0, 0.4)
+    lengths = torch.tensor(setting.train["length"][:])
+    for num_layers in (1, 2, 12):
+        sample = refresh_for(setting, regularizer, num_points=3_000).sample(num_layers, epoch=0)
+        points = int(lengths[sample].sum()) * num_layers
+        assert 3_000 <= points < 3_000 + int(lengths.max()) * num_layers
+        assert len(set(sample)) == len(sample)
+
+
+def test_the_sample_is_seeded_and_new_in_every_epoch(setting):
+    regularizer = IStar(-1.0, 0.4)
+    samples = [sorted(refresh_for(setting, regularizer, seed=seed).sample(2, epoch)) for seed in (1, 2) for epoch in (0, 1)]
+    assert samples[0] == sorted(refresh_for(setting, regularizer, seed=1).sample(2, 0))
+    assert all(a != b for i, a in enumerate(samples) for b in samples[i + 1 :])
+
+
+def test_fewer_points_than_asked_for_are_all_used_and_said_once(setting, caplog):
+    refresh = refresh_for(setting, IStar(-1.0, 0.4), num_points=10**9)
+    with caplog.at_level(logging.WARNING):
+        for epoch in range(3):
+            assert len(refresh.sample(2, epoch)) == len(setting.train)
+    assert len(caplog.records) == 1
+    assert "fewer than reg.num_points=1000000000" in caplog.text
+
+
+def test_it_is_refreshed_before_training_and_in_every_epoch(setting, harness):
+    seen = []
+
+    class Seen(L.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            seen.append(pl_module.regularizer.shrinkage_covariance.clone())
+
+    regularizer = IStar(-1.0, 0.4)
+    refresh = refresh_for(setting, regularizer)
+    harness.trainer(refresh, Seen(), max_epochs=3, limit_train_batches=2).fit(
+        setting.module(regularizer), datamodule=setting.data()
+    )
+    assert len(refresh.seconds) == 3
+    assert torch.equal(seen[0], seen[1])
+    assert not torch.equal(seen[1], seen[2])
+    assert not torch.equal(seen[3], seen[4])
+
+
+def test_a_refresh_changes_neither_random_numbers_nor_weights_nor_modes(setting, harness):
+    regularizer = IStar(-1.0, 0.4)
+    module, refresh = setting.module(regularizer), refresh_for(setting, regularizer)
+    trainer = harness.trainer(refresh)
+    trainer.strategy.connect(module)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    state = torch.get_rng_state()
+    refresh.compute(trainer, module, refresh.sample(2, 0))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert module.training
+    assert module.model.training
+
+
+def test_the_covariance_is_part_of_the_checkpoint_and_comes_back(setting, harness, tmp_path):
+    regularizer = IStar(-1.0, 0.4)
+    refresh = refresh_for(setting, regularizer)
+    trainer = harness.trainer(refresh, limit_train_batches=2, enable_checkpointing=True, default_root_dir=tmp_path)
+    trainer.fit(setting.module(regularizer), datamodule=setting.data())
+    trainer.save_checkpoint(tmp_path / "state.ckpt")
+    stored = torch.load(tmp_path / "state.ckpt", weights_only=True)
+    other = refresh_for(setting, IStar(-1.0, 0.4))
+    other.load_state_dict(stored["callbacks"][other.state_key])
+    assert torch.equal(other.regularizer.shrinkage_covariance, regularizer.shrinkage_covariance)
+
+
+@pytest.mark.parametrize("eval_batch_size", [1, 7, 40])
+def test_layer_isotropy_is_that_of_all_tokens_whatever_the_batches(setting, harness, eval_batch_size):
+    module = setting.module()
+    states = list(states_one_by_one(setting, module, list(setting.validation)))
+    layers = [torch.cat([state[number][0] for state in states]).double() for number in range(3)]
+
+    isotropy = LayerIsotropy()
+    data = setting.data()
+    data.config.eval_batch_size = eval_batch_size
+    harness.trainer(isotropy, limit_val_batches=1.0).validate(module, datamodule=data, verbose=False)
+
+    for number, points in enumerate(layers):
+        assert isotropy.scores[str(number)] == pytest.approx(algorithm_1(points).item(), abs=1e-5)
+    assert isotropy.scores["union"] == pytest.approx(isoscore(torch.cat(layers[1:])).item(), abs=1e-5)
+    assert isotropy.points == sum(setting.validation["length"])
+
+
+def test_history_takes_the_first_of_the_best_epochs(setting):
+    class Trainer:
+        callback_metrics: dict = {}
+        global_step = 0
+
+        class state:  # noqa: N801
+            fn = "fit"
+
+    isotropy = LayerIsotropy()
+    for keep_best, expected in ((True, 2), (False, 4)):
+        history, module, trainer = History("accuracy", isotropy, keep_best), setting.module(), Trainer()
+        for epoch, value in enumerate([0.5, 0.75, 0.75, 0.25]):
+            trainer.current_epoch = epoch
+            module.metrics = {"accuracy": value}
+            module.evaluations = {"": Evaluation({"accuracy": value}, [{"id": epoch}], False)}
+            history.on_validation_end(trainer, module)
+        assert history.best == expected
+        assert history.best_evaluations[""].predictions == [{"id": expected - 1}]
+        assert [entry["epoch"] for entry in history.epochs] == [1, 2, 3, 4]

@@ -1,0 +1,152 @@
+"""Training by Lightning equals loops written by hand, loss by loss."""
+
+import lightning as L
+import pytest
+import torch
+
+from istar.regularizers import CosReg, IStar
+from istar.training import ShrinkageCovariance
+from tests.oracles import algorithm_1
+
+STEPS = 20
+
+
+def plain_loop(setting, batches, accumulate=1, loss_of=None, lr=1e-3, clip=1.0):
+    """AdamW with decay on matrices only, and the loss of each micro-batch."""
+    model = setting.module().model
+    decayed = [p for n, p in model.named_parameters() if "LayerNorm" not in n and not n.endswith("bias")]
+    kept = [p for n, p in model.named_parameters() if "LayerNorm" in n or n.endswith("bias")]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.01}, {"params": kept, "weight_decay": 0.0}], lr=lr
+    )
+    losses = []
+    for number, batch in enumerate(batches, 1):
+        inputs = {name: value for name, value in batch.items() if name != "feature_id"}
+        outputs = model(**inputs, output_hidden_states=True)
+        loss = outputs.loss if loss_of is None else loss_of(outputs, inputs)
+        (loss / accumulate).backward()
+        losses.append(loss.item())
+        if number % accumulate == 0:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+def first_batches(setting, count=STEPS):
+    return [batch for batch, _ in zip(setting.data().train_dataloader(), range(count), strict=False)]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_twenty_steps_without_a_penalty_equal_a_plain_loop(setting, harness, accumulate):
+    module, recorder = setting.module(), harness.Losses()
+    L.seed_everything(5, verbose=False)
+    harness.trainer(
+        recorder, limit_train_batches=STEPS, accumulate_grad_batches=accumulate, gradient_clip_val=1.0
+    ).fit(module, datamodule=setting.data())
+
+    batches = first_batches(setting)
+    L.seed_everything(5, verbose=False)
+    losses = plain_loop(setting, batches, accumulate)
+
+    assert len(recorder.values) == STEPS
+    torch.testing.assert_close(recorder.values, losses, rtol=0, atol=1e-5)
+
+
+def test_twenty_steps_of_the_paper_code_preset_equal_algorithm_1_by_hand(setting, harness):
+    """Padding counted in, every state stacked, eigenvalues from an SVD, autograd through it all."""
+    weight, zeta = -1.0, 0.4
+    regularizer = IStar(weight, zeta, include_padding=True, sync=False)
+    module, recorder = setting.module(regularizer), harness.Losses()
+    refresh = ShrinkageCovariance(regularizer, setting.train, setting.collate, 5_000, 16, seed=3, progress_bar=False)
+    sample = refresh.sample(num_layers=2, epoch=0)
+    L.seed_everything(5, verbose=False)
+    harness.trainer(recorder, refresh, limit_train_batches=STEPS, gradient_clip_val=1.0).fit(
+        module, datamodule=setting.data()
+    )
+
+    shrinkage = stacked_covariance(setting, sample)
+    torch.testing.assert_close(regularizer.shrinkage_covariance.double(), shrinkage, rtol=1e-5, atol=1e-7)
+
+    def loss_of(outputs, inputs):
+        points = torch.stack(outputs.hidden_states[1:]).flatten(0, 2)
+        return outputs.loss + weight * (1 - algorithm_1(points, shrinkage.float(), zeta))
+
+    batches = first_batches(setting)
+    L.seed_everything(5, verbose=False)
+    losses = plain_loop(setting, batches, loss_of=loss_of)
+    torch.testing.assert_close(recorder.values, losses, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def stacked_covariance(setting, sample):
+    """torch.cov of all hidden states at once, padding included, dropout off."""
+    model = setting.module().model.eval()
+    points = []
+    for start in range(0, len(sample), 16):
+        batch = setting.collate([setting.train[row] for row in sample[start : start + 16]])
+        inputs = {name: value for name, value in batch.items() if name not in ("feature_id", "labels")}
+        states = model(**inputs, output_hidden_states=True).hidden_states
+        points.append(torch.stack(states[1:]).flatten(0, 2))
+    return torch.cov(torch.cat(points).double().T)
+
+
+@pytest.mark.parametrize("regularizer", [IStar(0.0, 0.4), CosReg(0.0)], ids=["istar", "cosreg"])
+def test_lambda_0_is_bit_equal_to_no_regularizer(setting, harness, regularizer):
+    weights = []
+    for chosen in (None, regularizer):
+        module = setting.module(chosen)
+        L.seed_everything(5, verbose=False)
+        harness.trainer(limit_train_batches=5).fit(module, datamodule=setting.data())
+        weights.append(module.model.state_dict())
+    for name, value in weights[0].items():
+        assert torch.equal(value, weights[1][name]), name
+
+
+@pytest.mark.parametrize("weight", [-3.0, 3.0])
+def test_negative_lambda_lowers_and_positive_lambda_raises_the_score_of_the_batch(setting, harness, weight):
+    scores = []
+
+    class Scores(L.Callback):
+        def on_train_batch_end(self, trainer, *args):
+            scores.append(trainer.callback_metrics["train/isoscore_star"].item())
+
+    regularizer = IStar(weight, 0.0)
+    harness.trainer(Scores()).fit(setting.module(regularizer), datamodule=setting.data())
+    assert (scores[-1] - scores[0]) * weight > 0.05
+
+
+def test_dropout_is_on_in_training_steps(setting, harness):
+    seen = []
+
+    class Modes(L.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            seen.append(all(module.training for module in pl_module.modules()))
+
+    module = setting.module(IStar(-1.0, 0.4))
+    refresh = ShrinkageCovariance(
+        module.regularizer, setting.train, setting.collate, 1_000, 16, seed=0, progress_bar=False
+    )
+    harness.trainer(Modes(), refresh, limit_train_batches=3).fit(module, datamodule=setting.data())
+    assert seen == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("schedule", "warmup", "expected"),
+    [
+        ("constant", 0.0, [1.0, 1.0, 1.0, 1.0]),
+        ("constant", 0.5, [0.0, 0.5, 1.0, 1.0]),
+        ("linear", 0.0, [1.0, 0.75, 0.5, 0.25]),
+        ("linear", 0.5, [0.0, 0.5, 1.0, 0.5]),
+    ],
+)
+def test_schedules(setting, harness, schedule, warmup, expected):
+    rates = []
+
+    class Rates(L.Callback):
+        def on_train_batch_end(self, trainer, *args):
+            rates.append(trainer.callback_metrics["train/lr"].item())
+
+    module = setting.module(lr=1.0, schedule=schedule, warmup=warmup)
+    harness.trainer(Rates(), limit_train_batches=4).fit(module, datamodule=setting.data())
+    assert rates == pytest.approx(expected)
