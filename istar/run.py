@@ -351,7 +351,6 @@ def _wandb_logger(settings: WandbConfig, config: Config, folder: Path, name: str
     mode = settings.mode
     if mode == "auto":
         mode = os.environ.get("WANDB_MODE") or ("online" if wandb.api.api_key else "offline")
-    folder.mkdir(parents=True, exist_ok=True)
     return WandbLogger(
         name=name,
         project=settings.project,

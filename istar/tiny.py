@@ -10,9 +10,10 @@ SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
 def tokenizer(words: Iterable[str] = ()) -> BertTokenizer:
-    """A lower-casing WordPiece tokenizer that knows `words` and spells every other word character by character.
+    """A lower-casing WordPiece tokenizer that knows `words` and spells every other word out.
 
-    All printable ASCII has its pieces, so English text never becomes `[UNK]`.
+    All printable ASCII has its pieces, so English text never becomes `[UNK]`
+    (but for words of more than 100 characters, as in BERT).
     """
     characters = sorted(set(string.printable.lower()) - set(string.whitespace))
     continuations = [f"##{character}" for character in characters if character.isalnum()]

@@ -37,9 +37,7 @@ class CosReg(Regularizer):
         return Penalty(value, value.detach())
 
 
-def cosine_penalty(
-    hidden_states: Sequence[Tensor], attention_mask: Tensor | None = None, sync: bool = False
-) -> Tensor:
+def cosine_penalty(hidden_states: Sequence[Tensor], attention_mask: Tensor | None = None, sync: bool = False) -> Tensor:
     r""":math:`(\lVert \sum_i \hat x_i \rVert^2 - M) / M^2` over the points of all layers given.
 
     Args:

@@ -64,9 +64,7 @@ def test_values_are_those_of_the_published_package(n, d, ratio):
     close = {"rtol": 0, "atol": 1e-6}
     array = points.numpy()
     assert_close(isoscore(points).item(), Published.IsoScore(array).item(), **close)
-    assert_close(
-        isoscore_from_covariance(shrinkage).item(), Published.IsoScore_cov(shrinkage.numpy()).item(), **close
-    )
+    assert_close(isoscore_from_covariance(shrinkage).item(), Published.IsoScore_cov(shrinkage.numpy()).item(), **close)
     for zeta in (0.0, 0.2, 0.8, 1.0):
         expected = Published.IsoScore_star(array, shrinkage, zeta).item()
         assert_close(isoscore_star(points, shrinkage, zeta).item(), expected, **close)

@@ -117,9 +117,7 @@ def test_points_of_weight_zero_are_out_whatever_they_hold():
 
 def test_mask_and_weights_combine():
     mask, weights = torch.arange(60) % 2 == 0, torch.arange(60).double() % 3
-    assert_same(
-        Moments.of(cloud(), mask, weights), Moments.of(cloud(), weights=weights * mask), rtol=0, atol=0
-    )
+    assert_same(Moments.of(cloud(), mask, weights), Moments.of(cloud(), weights=weights * mask), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32, torch.float64])

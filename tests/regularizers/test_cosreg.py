@@ -14,10 +14,7 @@ MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 0, 0]])
 
 def states(layers=3, shape=(3, 4, 5), dtype=torch.float64):
     generator = torch.Generator().manual_seed(0)
-    return [
-        (torch.randn(shape, generator=generator, dtype=torch.float64) + 0.3 * i).to(dtype)
-        for i in range(layers)
-    ]
+    return [(torch.randn(shape, generator=generator, dtype=torch.float64) + 0.3 * i).to(dtype) for i in range(layers)]
 
 
 def value_and_gradients(function, hidden_states):
@@ -60,9 +57,7 @@ def test_the_last_layer_is_the_default_and_padding_counts_only_when_asked_to():
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, 1e300, 0.0])
 def test_padding_changes_nothing_bit_for_bit_and_gets_no_gradient(garbage):
     kept = MASK.bool()
-    expected, expected_gradients = value_and_gradients(
-        cosine_penalty, [state[kept][None] for state in states()]
-    )
+    expected, expected_gradients = value_and_gradients(cosine_penalty, [state[kept][None] for state in states()])
     padded = [state.masked_fill(~kept[..., None], garbage) for state in states()]
     value, gradients = value_and_gradients(lambda s: cosine_penalty(s, MASK), padded)
     assert torch.equal(value, expected)

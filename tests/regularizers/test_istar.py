@@ -252,9 +252,7 @@ def test_no_scale_of_float32_states_overflows(scale):
     def score(factor):
         return lambda layers: union_isoscore_star(layers, mask(), factor**2 * sigma(), 0.2)
 
-    value, gradients = value_and_gradients(
-        score(scale), [scale * state for state in states(dtype=torch.float32)]
-    )
+    value, gradients = value_and_gradients(score(scale), [scale * state for state in states(dtype=torch.float32)])
     expected, expected_gradients = value_and_gradients(score(1), states(dtype=torch.float32))
     assert_close(value, expected, rtol=1e-5, atol=0)
     assert_close([scale * gradient for gradient in gradients], expected_gradients, rtol=1e-3, atol=1e-6)

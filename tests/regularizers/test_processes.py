@@ -56,9 +56,7 @@ def regularizer(name, sync):
     return istar
 
 
-CASES = [
-    (name, sync, empty) for name in ("istar", "cosreg") for sync, empty in ((True, 0), (False, 0), (True, 1))
-]
+CASES = [(name, sync, empty) for name in ("istar", "cosreg") for sync, empty in ((True, 0), (False, 0), (True, 1))]
 
 
 def train(model, penalize, points, mask):
@@ -77,9 +75,7 @@ def train(model, penalize, points, mask):
 
 def moments_of(rank):
     points, mask = shard(rank)
-    return Moments.of(
-        100 + points, mask, weights=mask / 40
-    )  # the weights of both processes add up to 21 / 40
+    return Moments.of(100 + points, mask, weights=mask / 40)  # the weights of both processes add up to 21 / 40
 
 
 def work(rank, folder):
@@ -95,9 +91,7 @@ def work(rank, folder):
 
     moments = moments_of(rank).all_reduce()
     results["moments"] = torch.cat([moments.count[None], moments.mean, moments.scatter.flatten()])
-    results["reduced has a gradient"] = (
-        Moments.of(shard(rank)[0].requires_grad_()).all_reduce().mean.requires_grad
-    )
+    results["reduced has a gradient"] = Moments.of(shard(rank)[0].requires_grad_()).all_reduce().mean.requires_grad
 
     for name in ("istar", "cosreg"):
         points, mask = shard(rank)

@@ -1,0 +1,70 @@
+"""What tests of several parts need: the real config, composed and made small, and a cache of their own."""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+# Before the libraries are imported, which read it once: no test may wait for a network.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("WANDB_MODE", "offline")
+os.environ.setdefault("WANDB_SILENT", "true")
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+
+from istar import config as schema
+from istar.config import Config
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+SMALL = (
+    "task.limit_train=32",
+    "task.limit_validation=16",
+    "data.batch_size=8",
+    "trainer.max_epochs=1",
+    "trainer.accumulate_grad_batches=1",
+    "trainer.log_every_n_steps=1",
+    "trainer.progress_bar=false",
+    "trainer.accelerator=cpu",
+)
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    return REPOSITORY
+
+
+@pytest.fixture(scope="session", autouse=True)
+def registered() -> None:
+    schema.register()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Tokenized data of the tests, apart from the user's."""
+    folder = tmp_path_factory.mktemp("istar_cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ISTAR_CACHE", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="session")
+def composed() -> Callable[..., Config]:
+    """`composed("task=rte", ...)`: what the command line would make of these overrides."""
+
+    def build(*overrides: str, folder: Path = REPOSITORY / "conf") -> Config:
+        GlobalHydra.instance().clear()
+        with initialize_config_dir(str(folder), version_base="1.3", job_name="test"):
+            return schema.load(compose("config", overrides=list(overrides)))
+
+    return build
+
+
+@pytest.fixture
+def small(composed: Callable[..., Config], tmp_path: Path) -> Callable[..., Config]:
+    """A config that trains within a second; results go below the test's own folder."""
+
+    def build(*overrides: str) -> Config:
+        return composed(*SMALL, f"run.root={tmp_path / 'runs'}", *overrides)
+
+    return build
