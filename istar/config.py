@@ -264,13 +264,10 @@ _LOGGERS: dict[str, Any] = {"csv": LoggerConfig, "wandb": WandbConfig}
 
 
 def register() -> None:
-    """Give Hydra the schema of every group: `task/schema`, `reg/istar_schema` and so on."""
+    """Give Hydra the schemas as a group of its own, `schema/task`, `schema/istar` and so on."""
     store = ConfigStore.instance()
-    for group, kind in _GROUPS.items():
-        store.store(group=group, name="schema", node=_schema(kind))
-    for group, kinds in (("reg", _REGS), ("logger", _LOGGERS)):
-        for name, kind in kinds.items():
-            store.store(group=group, name=f"{name}_schema", node=_schema(kind))
+    for name, kind in {**_GROUPS, **_REGS, **_LOGGERS}.items():
+        store.store(group="schema", name=name, node=_schema(kind))
 
 
 def load(config: DictConfig) -> Config:
@@ -331,7 +328,7 @@ def _explain_key(key: str) -> str:
 
 def _explain_option(wanted: str, options: Iterable[str]) -> str:
     group, _, name = wanted.rpartition("/")
-    shown = sorted(option for option in options if not option.endswith("schema"))
+    shown = sorted(options)
     return f"{group}={name}: there is no such option{_hint(name, shown)}; {group} is one of {', '.join(shown)}"
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForQuestionAnswering,
@@ -79,9 +80,11 @@ def load_model(
                 config=model_config,
                 dtype=torch.float32,
                 output_loading_info=True,
+                # Another task's head may have other labels; `_check_complete` refuses what else does not fit.
+                ignore_mismatched_sizes=True,
                 **_source(config),
             )
-        _check_complete(config.name, model, info["missing_keys"])
+        _check_complete(config.name, model, info)
     else:
         model = head.from_config(model_config)
     rows = model.get_input_embeddings().num_embeddings
@@ -120,9 +123,16 @@ def _label_settings(spec: TaskSpec) -> dict[str, Any]:
     return {}
 
 
-def _check_complete(name: str, model: PreTrainedModel, missing: Any) -> None:
-    """The head is new by design, and so is a pooler that pretraining had no use for; the rest must be there."""
-    encoder = [key for key in missing if key.startswith(f"{model.base_model_prefix}.") and "pooler" not in key]
+def _check_complete(name: str, model: PreTrainedModel, info: dict[str, Any]) -> None:
+    """The head is new by design, and so is a pooler that pretraining had no use for; the rest must be there and fit."""
+    prefix = f"{model.base_model_prefix}."
+    for key, stored, wanted in sorted(info["mismatched_keys"]):
+        if key.startswith(prefix):
+            raise UserError(
+                f"model.name={name}: {key} has the shape {tuple(stored)} in the weights and {tuple(wanted)} by "
+                "config.json; they are not of one model"
+            )
+    encoder = [key for key in info["missing_keys"] if key.startswith(prefix) and "pooler" not in key]
     if encoder:
         raise UserError(
             f"model.name={name} lacks {len(encoder)} of the encoder's weights, {sorted(encoder)[0]} for one; "
@@ -134,7 +144,7 @@ def _check_complete(name: str, model: PreTrainedModel, missing: Any) -> None:
 def _clear_errors(config: ModelConfig) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise UserError(_what_failed(config.name, error)) from error
 
 

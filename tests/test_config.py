@@ -65,13 +65,24 @@ def test_every_task_has_a_config_and_every_config_a_task(composed: Callable[...,
     assert {composed(f"task={name}").task.name for name in options("task")} == set(TASKS)
 
 
+def check_choice(composed: Callable[..., Config], task: str, reg: str, model: str) -> None:
+    config = composed(f"task={task}", f"reg={reg}", f"model={model}", "model.name=m")
+    assert (config.task.name, config.model.name) == (task, "m")
+    assert config.reg.name == reg.partition("_")[0]
+
+
+@pytest.mark.parametrize("reg", options("reg"))
+def test_every_pair_of_task_and_reg_and_of_reg_and_model(composed: Callable[..., Config], reg: str) -> None:
+    for number, task in enumerate(options("task")):
+        check_choice(composed, task, reg, options("model")[number % len(options("model"))])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("task", options("task"))
 def test_task_by_reg_by_model(composed: Callable[..., Config], task: str) -> None:
     for reg in options("reg"):
         for model in options("model"):
-            config = composed(f"task={task}", f"reg={reg}", f"model={model}", "model.name=m")
-            assert (config.task.name, config.model.name) == (task, "m")
-            assert config.reg.name == reg.removesuffix("_paper_code")
+            check_choice(composed, task, reg, model)
 
 
 def test_paper_defaults(composed: Callable[..., Config]) -> None:
@@ -123,20 +134,29 @@ def test_the_command_line_wins_in_any_order(composed: Callable[..., Config], ord
     assert composed("task=demo", "model=bert").optim.lr == 3e-5
 
 
-def test_demo_experiment(composed: Callable[..., Config]) -> None:
-    variants = options("experiment/demo")
-    sweep = OmegaConf.load(CONF / "experiment" / "demo.yaml").hydra.sweeper.params["+experiment/demo"]
+@pytest.mark.parametrize(("experiment", "group"), [("methods", "method"), ("demo", "demo_method")])
+def test_experiments_of_four_methods(composed: Callable[..., Config], experiment: str, group: str) -> None:
+    variants = options(f"experiment/{group}")
+    sweep = OmegaConf.load(CONF / "experiment" / f"{experiment}.yaml").hydra.sweeper.params[f"+experiment/{group}"]
     assert sorted(sweep.split(",")) == sorted(variants)
     methods = {}
     for name in variants:
-        config = composed("experiment=demo", f"+experiment/demo={name}")
+        config = composed(f"experiment={experiment}", "task=demo", f"+experiment/{group}={name}")
         assert (config.task.name, config.model.name) == ("demo", "tiny")
         methods[name] = (config.reg.name, getattr(config.reg, "weight", None))
     assert methods["base"] == ("none", None)
     assert methods["istar_negative"][0] == methods["istar_positive"][0] == "istar"
     assert methods["istar_negative"][1] < 0 < methods["istar_positive"][1]
     assert methods["cosreg"] == ("cosreg", 1)
-    changed = composed("experiment=demo", "+experiment/demo=istar_negative", "reg.lambda=-3", "task=demo_span")
+    elsewhere = composed(f"experiment={experiment}", f"+experiment/{group}=cosreg", "task=rte")
+    assert (elsewhere.task.name, elsewhere.model.name, elsewhere.reg.name) == (
+        "rte",
+        "google-bert/bert-base-cased",
+        "cosreg",
+    )
+    changed = composed(
+        f"experiment={experiment}", f"+experiment/{group}=istar_negative", "reg.lambda=-3", "task=demo_span"
+    )
     assert (changed.reg.weight, changed.task.name) == (-3, "demo_span")
 
 
@@ -316,9 +336,7 @@ def test_mistakes_in_an_experiment_file(
         ("reg/istar.yaml", ["reg.lrr"]),
     ],
 )
-def test_mistakes_in_a_group_file(
-    composed: Callable[..., Config], tmp_path: Path, file: str, told: list[str]
-) -> None:
+def test_mistakes_in_a_group_file(composed: Callable[..., Config], tmp_path: Path, file: str, told: list[str]) -> None:
     conf = tmp_path / "conf"
     shutil.copytree(CONF, conf)
     with (conf / file).open("a") as handle:
@@ -392,9 +410,7 @@ def test_every_field_is_typed(composed: Callable[..., Config]) -> None:
             continue
         for key, value in to_dict(part).items():
             if isinstance(value, bool | int | float) and key != "devices":
-                message = refusal(
-                    composed, "task=rte", "reg=istar", "logger=wandb", f"{group.name}.{key}=nonsense"
-                )
+                message = refusal(composed, "task=rte", "reg=istar", "logger=wandb", f"{group.name}.{key}=nonsense")
                 assert message.startswith(f"{group.name}.{key}")
                 assert "nonsense" in message
 

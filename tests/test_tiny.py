@@ -68,10 +68,10 @@ def test_tokenizer_survives_saving(tokenizer: BertTokenizer, tmp_path: Path) -> 
 
 def test_model_survives_saving(tokenizer: BertTokenizer, tmp_path: Path) -> None:
     config = tiny.config(len(tokenizer))
-    model = BertModel(config).eval()
+    model = BertModel(config).train(False)
     model.save_pretrained(tmp_path)
     assert AutoConfig.from_pretrained(tmp_path).vocab_size == len(tokenizer)
-    loaded = AutoModel.from_pretrained(tmp_path).eval()
+    loaded = AutoModel.from_pretrained(tmp_path)
     inputs = tokenizer("Anna", "the garden", return_tensors="pt")
     with torch.no_grad():
         assert torch.equal(loaded(**inputs).last_hidden_state, model(**inputs).last_hidden_state)

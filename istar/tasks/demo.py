@@ -19,10 +19,13 @@ Row = dict[str, Any]
 
 SIZES = {"train": 4000, "validation": 400, "test": 200}
 
-# How often the first person of a pair likes the thing. At 1/2 the label would be an exclusive or that no single
-# sentence says anything about, and a network without pretraining would find nothing to start from for epochs.
+# How often the first person of a pair likes the thing. At 1/2 the label would be an exclusive or, of which no
+# single sentence tells anything, and a fresh network would find nothing to begin with for many epochs.
 # Now the second sentence alone allows this accuracy at best, the first alone 1/2.
-LIKES_FIRST = 0.66
+LIKES_FIRST = 0.65
+
+# How often each of a scene's six values comes, for the same reason: common values are shared more often.
+COMMON = (16, 1, 4, 1, 1, 1)
 
 # Symbol -> its expansions; an expansion listed twice is drawn twice as often.
 GRAMMAR: dict[str, tuple[str, ...]] = {
@@ -35,8 +38,8 @@ GRAMMAR: dict[str, tuple[str, ...]] = {
         "to {who} the {work} seemed {verdict}{meanwhile}.",
         "the {work} was {verdict}, if we may believe {who}{meanwhile}.",
     ),
-    "positive": ("{good}", "{good}", "{very} {good}", "{not} {bad}"),
-    "negative": ("{bad}", "{bad}", "{very} {bad}", "{not} {good}"),
+    "positive": ("{good}",) * 4 + ("{very} {good}",) * 2 + ("{not} {bad}",),
+    "negative": ("{bad}",) * 4 + ("{very} {bad}",) * 2 + ("{not} {good}",),
     "good": (
         *("splendid", "lovely", "wonderful", "delightful", "excellent", "charming") * 3,
         *("superb", "witty"),
@@ -57,12 +60,9 @@ GRAMMAR: dict[str, tuple[str, ...]] = {
     ),
     # Scenes: `demo_regression`. Neighbours (first and second, third and fourth, ...) mean nearly the same.
     "scene": (
-        "{when}, a {person} in a {colour} coat is {doing} {where}.",
-        "a {person} in a {colour} coat is {doing} {where} {when}.",
-        "{where}, a {person} in a {colour} coat is {doing} {when}.",
-        "{when}, a {person} is {doing} {where} in a {colour} coat.",
+        "a {person} in a {colour} coat is {doing} {where}.",
+        "{where}, a {person} in {colour} is {doing}.",
     ),
-    "when": ("at dawn", "at sunrise", "at dusk", "at sunset", "at night", "at midnight"),
     "person": ("farmer", "gardener", "doctor", "nurse", "teacher", "professor"),
     "colour": ("red", "scarlet", "blue", "navy", "brown", "tan"),
     "doing": ("singing", "humming", "walking", "strolling", "sleeping", "resting"),
@@ -90,7 +90,7 @@ GRAMMAR: dict[str, tuple[str, ...]] = {
 }
 
 _FIELD = re.compile(r"{(\w+)}")
-_SCENE = ("when", "person", "colour", "doing", "where")
+_SCENE = ("person", "colour", "doing", "where")
 _ERRAND = ("who", "thing", "place")
 
 
@@ -180,20 +180,20 @@ def _draw_sentence(rng: random.Random, turn: int) -> Row:
 
 
 def _draw_scenes(rng: random.Random, turn: int) -> Row:
-    """Two scenes of five attributes; a shared attribute counts 1, two that mean nearly the same count 1/2."""
-    shared = set(rng.sample(_SCENE, turn % (len(_SCENE) + 1)))
-    first, second, score = {}, {}, 0.0
+    """Two scenes of four attributes: 5 if all are shared, 0 if none; those that mean nearly the same count half."""
+    alike = turn % 6 / 5
+    first, second, shared = {}, {}, 0.0
     for attribute in _SCENE:
         values = GRAMMAR[attribute]
-        one = rng.randrange(len(values))
-        other = one if attribute in shared else rng.choice([i for i in range(len(values)) if i != one])
-        score += 1.0 if one == other else 0.5 if one // 2 == other // 2 else 0.0
+        one, other = rng.choices(range(len(values)), COMMON, k=2)
+        if rng.random() < alike:
+            other = one
+        shared += 1.0 if one == other else 0.5 if one // 2 == other // 2 else 0.0
         first[attribute], second[attribute] = values[one], values[other]
-    templates = rng.sample(GRAMMAR["scene"], 2)
     return {
-        "sentence1": _say(rng, templates[0], **first),
-        "sentence2": _say(rng, templates[1], **second),
-        "label": score,
+        "sentence1": _say(rng, "{scene}", **first),
+        "sentence2": _say(rng, "{scene}", **second),
+        "label": 5 * shared / len(_SCENE),
     }
 
 

@@ -231,10 +231,15 @@ def test_global_matmul_precision_is_neither_used_nor_changed(use, precision):
 @pytest.mark.usefixtures("restored_precision")
 def test_global_matmul_precision_is_put_back_after_an_error():
     use_legacy("medium")
-    with pytest.raises(ZeroDivisionError), full_precision(torch.device("cpu")):
-        assert torch.get_float32_matmul_precision() == "highest"
-        assert torch.backends.cuda.matmul.allow_tf32 is False  # raises where old and new settings disagree
-        raise ZeroDivisionError
+
+    def fail():
+        with full_precision(torch.device("cpu")):
+            assert torch.get_float32_matmul_precision() == "highest"
+            assert torch.backends.cuda.matmul.allow_tf32 is False  # raises where old and new settings disagree
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
     assert torch.get_float32_matmul_precision() == "medium"
     assert settings() == ("tf32", "bf16")
 

@@ -1,0 +1,140 @@
+import io
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from istar.reports.tables import COLUMNS, comparison, comparison_row, markdown, method, summary, write_markdown
+from istar.results import RunRecord
+
+
+def make(reg: dict[str, Any] | None = None, **changes: Any) -> RunRecord:
+    record = RunRecord(
+        name="rte-bert-istar-0123456789ab",
+        status="finished",
+        config={
+            "task": {"name": "rte"},
+            "model": {"name": "google-bert/bert-base-cased"},
+            "reg": reg or {"name": "istar", "lambda": -1.0, "zeta": 0.4, "include_padding": False},
+        },
+        headline={"metric": "accuracy", "value": 0.70758, "epoch": 3},
+        metrics={"accuracy": 0.70758, "f1": 0.6543, "loss": 0.61234},
+        baseline={"accuracy": 0.5271, "f1": 0.0},
+        collapsed={"validation": False},
+        isotropy={
+            "before": {"0": 0.11111, "1": 0.22222, "2": 0.33333, "union": 0.04444},
+            "after": {"0": 0.15555, "1": 0.26666, "2": 0.07777, "union": 0.08888},
+            "points": 4321,
+        },
+        timing={"total": 61.7},
+    )
+    return replace(record, **changes)
+
+
+def text(table: Any) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    console.print(table)
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in re.split("[│┃|]", line)[1:-1]]
+
+
+def line_of(shown: str, start: str) -> list[str]:
+    return next(cells(line) for line in shown.splitlines() if len(cells(line)) and cells(line)[0].startswith(start))
+
+
+def test_row() -> None:
+    assert dict(zip(COLUMNS, comparison_row(make()), strict=True)) == {
+        "task": "rte",
+        "model": "bert-base-cased",
+        "method": "I-STAR lambda=-1 zeta=0.4",
+        "metric": "accuracy",
+        "value": "70.76",
+        "majority": "52.71",
+        "epoch": "3",
+        "IsoScore* before": "0.0444",
+        "IsoScore* after": "0.0889",
+        "seconds": "62",
+    }
+
+
+def test_collapse_is_shown() -> None:
+    collapsed = make(collapsed={"validation_matched": False, "validation_mismatched": True})
+    assert comparison_row(collapsed)[COLUMNS.index("value")] == "70.76 (collapsed)"
+    shown = " ".join(text(summary(collapsed)).split())
+    assert "Collapsed on validation_mismatched: all predictions are the same." in shown
+    assert "validation_matched" not in shown
+    assert "ollapsed" not in text(summary(make()))
+    assert "(collapsed)" in markdown([make(), collapsed]).splitlines()[3]
+
+
+def test_no_baseline() -> None:
+    assert comparison_row(make(baseline={}))[COLUMNS.index("majority")] == "-"
+    assert "constant prediction" not in text(summary(make(baseline={})))
+
+
+def test_negative_metrics() -> None:
+    record = make(headline={"metric": "matthews_correlation", "value": -0.05, "epoch": 1})
+    assert comparison_row(record)[COLUMNS.index("value")] == "-5.00"
+
+
+@pytest.mark.parametrize(
+    ("reg", "name"),
+    [
+        ({"name": "none"}, "Base"),
+        ({"name": "cosreg", "lambda": 1.0, "include_padding": False}, "CosReg lambda=1"),
+        ({"name": "istar", "lambda": -0.5, "zeta": 0.2, "include_padding": False}, "I-STAR lambda=-0.5 zeta=0.2"),
+        (
+            {"name": "istar", "lambda": 5, "zeta": 1, "include_padding": True},
+            "I-STAR lambda=5 zeta=1 padding counted",
+        ),
+    ],
+)
+def test_method(reg: dict[str, Any], name: str) -> None:
+    assert method(make(reg)) == name
+
+
+def test_summary() -> None:
+    shown = text(summary(make()))
+    assert "rte · I-STAR lambda=-1 zeta=0.4 · bert-base-cased" in shown
+    assert line_of(shown, "accuracy (epoch 3)")[2] == "70.76"
+    assert line_of(shown, "f1")[2] == "65.43"
+    assert "loss" not in shown
+    assert line_of(shown, "IsoScore* embeddings")[1:] == ["0.1111", "0.1555", "+0.0444"] or line_of(
+        shown, "IsoScore* embeddings"
+    )[1:] == ["0.1111", "0.1556", "+0.0444"]
+    assert line_of(shown, "IsoScore* layer 2")[1:] == ["0.3333", "0.0778", "-0.2556"]
+    assert line_of(shown, "IsoScore* layers 1 to L")[1:] == ["0.0444", "0.0889", "+0.0444"]
+    assert "A constant prediction has accuracy 52.71." in shown
+    assert "4321 validation tokens" in shown
+
+
+def test_comparison() -> None:
+    records = [make(), make({"name": "none"}), make({"name": "cosreg", "lambda": 1.0, "include_padding": False})]
+    table = comparison(records)
+    assert [column.header for column in table.columns] == list(COLUMNS)
+    assert table.row_count == 3
+    lines = [cells(line) for line in text(table).splitlines() if len(cells(line)) == len(COLUMNS)]
+    assert lines[-3:] == [comparison_row(record) for record in records]
+
+
+def test_markdown(tmp_path: Path) -> None:
+    records = [make(), make({"name": "none"})]
+    write_markdown(records, tmp_path / "deep" / "comparison.md")
+    lines = (tmp_path / "deep" / "comparison.md").read_text(encoding="utf-8").splitlines()
+    assert cells(lines[0]) == list(COLUMNS)
+    assert set(cells(lines[1])) == {"---"}
+    assert [cells(line) for line in lines[2:]] == [comparison_row(record) for record in records]
+    assert len({line.count("|") for line in lines}) == 1
+
+
+def test_records_are_left_alone() -> None:
+    record, twin = make(), make()
+    text(summary(record))
+    text(comparison([record]))
+    assert record == twin
