@@ -2,6 +2,7 @@
 
 import os
 import sys
+from typing import NoReturn
 
 import hydra
 from hydra.errors import HydraException
@@ -14,6 +15,12 @@ from istar.errors import UserError
 SHOW_TRACE = os.environ.get("HYDRA_FULL_ERROR") == "1"
 
 schema.register()
+
+
+def refuse(message: str) -> NoReturn:
+    """Say what is wrong in one line and leave."""
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
@@ -31,7 +38,7 @@ def main(config: DictConfig) -> object:
         if SHOW_TRACE:
             raise
         # Not an exception that Hydra would catch and comment on.
-        sys.exit(f"error: {error}")
+        refuse(str(error))
 
 
 if __name__ == "__main__":
@@ -42,4 +49,4 @@ if __name__ == "__main__":
     except (HydraException, OmegaConfBaseException) as error:
         if SHOW_TRACE:
             raise
-        sys.exit(f"error: {schema.explain(error)}")
+        refuse(schema.explain(error))

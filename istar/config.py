@@ -61,6 +61,10 @@ class ModelConfig:
     revision: str | None = None
     """Branch, tag or commit on the hub."""
 
+    def __post_init__(self) -> None:
+        if not self.name.strip():
+            raise UserError("model.name is empty; expected a hub id or a folder that save_pretrained wrote")
+
 
 @dataclass
 class NoRegConfig:

@@ -66,7 +66,9 @@ def load_config(config: ModelConfig, spec: TaskSpec, tokenizer: PreTrainedTokeni
 def load_model(
     config: ModelConfig, spec: TaskSpec, model_config: Any, tokenizer: PreTrainedTokenizerBase
 ) -> PreTrainedModel:
-    """The encoder with a new head for the task, in float32 and training mode.
+    """The encoder with a head for the task, in float32 and training mode.
+
+    The head is new, unless the checkpoint holds one of the same kind and number of labels.
 
     Raises:
         UserError: if it cannot be found, lacks encoder weights, has no head of the kind, or does not fit its

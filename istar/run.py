@@ -4,9 +4,6 @@ import hashlib
 import logging
 import os
 import time
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,14 +12,12 @@ import lightning as L
 import torch
 import yaml
 from datasets import Dataset
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, RichProgressBar
-from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.callbacks import ModelCheckpoint
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from istar import models, results
-from istar.config import Config, CosRegConfig, IStarConfig, ModelConfig, TaskConfig, WandbConfig, nearest, to_dict
+from istar.config import Config, CosRegConfig, IStarConfig, ModelConfig, TaskConfig, nearest, to_dict
 from istar.errors import UserError, shorten
 from istar.files import write_text
 from istar.regularizers import CosReg, IStar, Regularizer, layer_numbers
@@ -32,26 +27,38 @@ from istar.tasks.evaluation import Evaluator, constant_baseline, write_submissio
 from istar.tasks.features import Collator, featurize, max_length_for
 from istar.tasks.loading import fingerprint, load_splits, overlap
 from istar.tasks.specs import TASKS, TaskSpec
-from istar.training import (
-    FineTuner,
-    FineTuningData,
-    History,
-    LayerIsotropy,
-    ShrinkageCovariance,
-    merge_outputs,
-)
+from istar.training import FineTuner, FineTuningData, History, LayerIsotropy, ShrinkageCovariance, merge_outputs
 from istar.training.module import from_all_processes
+from istar.training.trainer import build_trainer, check_hardware, closing_loggers, keeps_checkpoints, quiet_lightning
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Examples:
-    """The splits of a task, before tokenization."""
+    """The splits of a task: texts and labels, or features."""
 
     train: Dataset
     validation: list[Dataset]
     test: list[Dataset]
+
+
+@dataclass(frozen=True)
+class Job:
+    """All the parts of a run, put together and ready to train."""
+
+    config: Config
+    spec: TaskSpec
+    folder: Path
+    examples: Examples
+    features: Examples
+    tokenizer: PreTrainedTokenizerBase
+    module: FineTuner
+    data: FineTuningData
+    trainer: L.Trainer
+    isotropy: LayerIsotropy
+    history: History
+    refresh: ShrinkageCovariance | None
 
 
 def run(config: Config, console: Console | None = None) -> RunRecord:
@@ -70,67 +77,30 @@ def run(config: Config, console: Console | None = None) -> RunRecord:
     """
     started = time.perf_counter()
     spec = _task_spec(config.task)
-    _check_hardware(config)
+    check_hardware(config.trainer)
     examples = load_examples(spec, config.task)
-    tokenizer = models.load_tokenizer(config.model)
     digest = fingerprint(examples.train, *examples.validation)
-    name = _run_name(config, digest)
-    folder = Path(config.run.root) / name
-    finished = _finished(folder)
-    if finished is not None and not config.run.overwrite:
-        _check_holds(folder, config)
+    tokenizer = models.load_tokenizer(config.model)
+    folder = Path(config.run.root) / _run_name(config, digest)
+    if not config.run.overwrite and (finished := _finished(folder, config)) is not None:
         _tell(console, finished, f"{folder} is finished; run.overwrite=true runs it again")
         return finished
 
-    model_config = models.load_config(config.model, spec, tokenizer)
-    if config.reg.name != "none":
-        layer_numbers(model_config.num_hidden_layers, config.reg.layers)
-    features = _featurize(spec, config, examples, tokenizer, model_config)
-    if config.trainer.fast_dev_run:
-        examples, features = _first_batches(examples, features, config.data.eval_batch_size)
-    L.seed_everything(config.seed, workers=True, verbose=False)
-    model = models.load_model(config.model, spec, model_config, tokenizer)
-    evaluators = _evaluators(spec, config.task, examples.validation, features.validation)
-    module = FineTuner(model, build_regularizer(config.reg), config.optim, evaluators)
-    collate = Collator(tokenizer)
-    data = FineTuningData(features.train, features.validation, features.test, collate, config.data, config.seed)
-
-    isotropy = LayerIsotropy()
-    history = History(spec.headline, isotropy, keep_best=_keeps_checkpoints(config))
-    callbacks: list[L.Callback] = [isotropy, history]
-    refresh = _refresh(config, module, data)
-    callbacks += [refresh] if refresh is not None else []
-    with _quiet_lightning():
-        trainer = _trainer(config, spec, folder, name, callbacks)
-    if trainer.is_global_zero:
+    job = _assemble(config, spec, folder, examples, tokenizer)
+    record = RunRecord(folder.name, "failed", to_dict(config), versions=results.versions())
+    if job.trainer.is_global_zero:
         _prepare(folder, config)
-    record = RunRecord(name, "failed", to_dict(config), versions=results.versions())
     try:
-        with _quiet_lightning():
-            timing = _fit(trainer, module, data)
-        if trainer.is_global_zero:
-            _save(folder, module, tokenizer, history, evaluators, config)
-        if config.task.submission:
-            _submit(trainer, module, data, spec, examples, features, folder)
+        with closing_loggers(job.trainer), quiet_lightning():
+            timing = _fit(job)
+            _save(job)
     except Exception as error:
-        if trainer.is_global_zero:
+        if job.trainer.is_global_zero:
             results.write(replace(record, error=shorten(error, 500)), folder)
         raise
-    finally:
-        for logger in trainer.loggers:
-            logger.finalize("success")
-        _finish_wandb(config)
-    record = replace(
-        record,
-        status="finished",
-        **_outcome(spec, examples, digest, history, isotropy),
-        timing={
-            "total": time.perf_counter() - started,
-            **timing,
-            "shrinkage": refresh.seconds if refresh is not None else [],
-        },
-    )
-    if trainer.is_global_zero:
+    timing = {"total": time.perf_counter() - started, **timing}
+    record = replace(record, status="finished", timing=timing, **_outcome(job, digest))
+    if job.trainer.is_global_zero:
         results.write(record, folder)
         _tell(console, record, f"{folder}{os.sep}")
     return record
@@ -181,13 +151,6 @@ def _task_spec(config: TaskConfig) -> TaskSpec:
     return spec
 
 
-def _check_hardware(config: Config) -> None:
-    """Lightning would change 16-mixed to bf16-mixed on a CPU with no more than a warning."""
-    on_cuda = torch.cuda.is_available() and config.trainer.accelerator in ("auto", "gpu", "cuda")
-    if config.trainer.precision == "16-mixed" and not on_cuda:
-        raise UserError("trainer.precision=16-mixed needs a CUDA device; use bf16-mixed or 32-true on this machine")
-
-
 def _first(dataset: Dataset, limit: int | None) -> Dataset:
     return dataset if limit is None else dataset.select(range(min(limit, len(dataset))))
 
@@ -211,19 +174,22 @@ def _model_identity(config: ModelConfig) -> str:
     return digest.hexdigest()
 
 
-def _finished(folder: Path) -> RunRecord | None:
+def _finished(folder: Path, config: Config) -> RunRecord | None:
+    """The finished run of this config, if there is one.
+
+    Raises:
+        UserError: if it lacks what the config asks for beside the result, which is not part of its name.
+    """
     if not (folder / results.RESULT).exists():
         return None
     record = results.read(folder)
-    return record if record.status == "finished" else None
-
-
-def _check_holds(folder: Path, config: Config) -> None:
-    """What a finished run leaves beside its result is not part of its name: say so rather than leave it out."""
+    if record.status != "finished":
+        return None
     wanted = {"submission": config.task.submission, "model": config.run.save_model}
     for name, is_wanted in wanted.items():
         if is_wanted and not (folder / name).is_dir():
             raise UserError(f"{folder} is finished but was run without {name}/; run.overwrite=true runs it again")
+    return record
 
 
 def _featurize(
@@ -276,6 +242,30 @@ def _evaluators(
     }
 
 
+def _assemble(
+    config: Config, spec: TaskSpec, folder: Path, examples: Examples, tokenizer: PreTrainedTokenizerBase
+) -> Job:
+    model_config = models.load_config(config.model, spec, tokenizer)
+    if config.reg.name != "none":
+        layer_numbers(model_config.num_hidden_layers, config.reg.layers)
+    features = _featurize(spec, config, examples, tokenizer, model_config)
+    if config.trainer.fast_dev_run:
+        examples, features = _first_batches(examples, features, config.data.eval_batch_size)
+    # The head's weights and dropout are the global generator's only users from here on.
+    L.seed_everything(config.seed, workers=True, verbose=False)
+    model = models.load_model(config.model, spec, model_config, tokenizer)
+    evaluators = _evaluators(spec, config.task, examples.validation, features.validation)
+    module = FineTuner(model, build_regularizer(config.reg), config.optim, evaluators)
+    collate = Collator(tokenizer)
+    data = FineTuningData(features.train, features.validation, features.test, collate, config.data, config.seed)
+    isotropy = LayerIsotropy()
+    history = History(spec.headline, isotropy, keep_best=keeps_checkpoints(config.trainer))
+    refresh = _refresh(config, module, data)
+    callbacks = [isotropy, history, *([refresh] if refresh is not None else [])]
+    trainer = build_trainer(config, spec.headline, folder, callbacks)
+    return Job(config, spec, folder, examples, features, tokenizer, module, data, trainer, isotropy, history, refresh)
+
+
 def _refresh(config: Config, module: FineTuner, data: FineTuningData) -> ShrinkageCovariance | None:
     regularizer = module.regularizer
     if not isinstance(regularizer, IStar) or not regularizer.needs_shrinkage_covariance:
@@ -291,86 +281,6 @@ def _refresh(config: Config, module: FineTuner, data: FineTuningData) -> Shrinka
     )
 
 
-def _keeps_checkpoints(config: Config) -> bool:
-    return config.trainer.checkpoints and not config.trainer.fast_dev_run
-
-
-def _trainer(
-    config: Config, spec: TaskSpec, folder: Path, name: str, callbacks: list[L.Callback]
-) -> L.Trainer:
-    settings = config.trainer
-    monitored: dict[str, Any] = {"monitor": f"val/{spec.headline}", "mode": "max"}
-    files: dict[str, Any] = {"dirpath": folder / "checkpoints", "enable_version_counter": False}
-    if settings.checkpoints:
-        callbacks = [
-            *callbacks,
-            ModelCheckpoint(filename="best", save_weights_only=True, **monitored, **files),
-            ModelCheckpoint(filename="last", **files),
-        ]
-    if settings.early_stopping is not None:
-        callbacks = [*callbacks, EarlyStopping(patience=settings.early_stopping, **monitored)]
-    if settings.progress_bar:
-        callbacks = [*callbacks, RichProgressBar(leave=True)]
-    try:
-        return L.Trainer(
-            max_epochs=settings.max_epochs,
-            accumulate_grad_batches=settings.accumulate_grad_batches,
-            gradient_clip_val=settings.gradient_clip_val,
-            precision=settings.precision,  # type: ignore[arg-type]
-            accelerator=settings.accelerator,
-            devices=settings.devices,
-            num_nodes=settings.num_nodes,
-            strategy=settings.strategy,
-            deterministic=settings.deterministic,
-            fast_dev_run=settings.fast_dev_run,
-            log_every_n_steps=settings.log_every_n_steps,
-            enable_progress_bar=settings.progress_bar,
-            enable_checkpointing=settings.checkpoints,
-            enable_model_summary=False,
-            num_sanity_val_steps=0,
-            use_distributed_sampler=False,
-            callbacks=callbacks,
-            logger=_loggers(config, folder, name),
-            default_root_dir=folder,
-        )
-    except (MisconfigurationException, ValueError, TypeError) as error:
-        raise UserError(f"the trainer refuses its settings: {shorten(error)}") from error
-
-
-def _loggers(config: Config, folder: Path, name: str) -> list[Logger]:
-    loggers: list[Logger] = [CSVLogger(folder.parent, name=name, version="")]
-    if isinstance(config.logger, WandbConfig):
-        loggers.append(_wandb_logger(config.logger, config, folder, name))
-    return loggers
-
-
-def _wandb_logger(settings: WandbConfig, config: Config, folder: Path, name: str) -> Logger:
-    import wandb
-    from lightning.pytorch.loggers import WandbLogger
-
-    mode = settings.mode
-    if mode == "auto":
-        mode = os.environ.get("WANDB_MODE") or ("online" if wandb.api.api_key else "offline")
-    return WandbLogger(
-        name=name,
-        project=settings.project,
-        entity=settings.entity,
-        group=settings.group,
-        tags=settings.tags,
-        save_dir=folder,
-        mode=mode,
-        config=to_dict(config),
-    )
-
-
-def _finish_wandb(config: Config) -> None:
-    """Without it the next run of the same process would write into this one."""
-    if isinstance(config.logger, WandbConfig):
-        import wandb
-
-        wandb.finish()
-
-
 def _prepare(folder: Path, config: Config) -> None:
     """An empty run folder; an unfinished or overwritten one is kept beside it."""
     if folder.exists() and any(folder.iterdir()):
@@ -382,104 +292,65 @@ def _prepare(folder: Path, config: Config) -> None:
     write_text(folder / "config.yaml", yaml.safe_dump(to_dict(config), sort_keys=False))
 
 
-def _fit(trainer: L.Trainer, module: FineTuner, data: FineTuningData) -> dict[str, float]:
+def _fit(job: Job) -> dict[str, Any]:
+    """Train, and bring the best epoch's weights back; returns seconds."""
     start = time.perf_counter()
-    trainer.validate(module, datamodule=data, verbose=False)
+    job.trainer.validate(job.module, datamodule=job.data, verbose=False)
     validated = time.perf_counter()
-    trainer.fit(module, datamodule=data)
+    job.trainer.fit(job.module, datamodule=job.data)
     fitted = time.perf_counter()
-    checkpoint = trainer.checkpoint_callback
+    checkpoint = job.trainer.checkpoint_callback
     best = checkpoint.best_model_path if isinstance(checkpoint, ModelCheckpoint) else ""
     if best:
-        module.load_state_dict(torch.load(best, map_location="cpu", weights_only=True)["state_dict"])
-    return {"first_validation": validated - start, "fit": fitted - validated}
+        job.module.load_state_dict(torch.load(best, map_location="cpu", weights_only=True)["state_dict"])
+    shrinkage = job.refresh.seconds if job.refresh is not None else []
+    return {"first_validation": validated - start, "fit": fitted - validated, "shrinkage": shrinkage}
 
 
-_ADVICE = (
-    "does not have many workers",
-    "is smaller than the logging interval",
-    "exists and is not empty. Previous log files",
-    "is deprecated, use `isinstance.treespec",
-)
+def _save(job: Job) -> None:
+    if job.config.task.submission:
+        _submit(job)
+    if not job.trainer.is_global_zero:
+        return
+    for suffix, evaluation in job.history.best_evaluations.items():
+        path = job.folder / (f"predictions_{suffix}.jsonl" if suffix else "predictions.jsonl")
+        results.write_predictions(path, evaluation.predictions)
+    if job.config.run.save_model:
+        unfinished = job.folder / ".model"
+        models.save(job.module.model, job.tokenizer, unfinished)
+        unfinished.rename(job.folder / "model")
 
 
-@contextmanager
-def _quiet_lightning() -> Iterator[None]:
-    """Advice on workers and banners about devices say nothing about the run."""
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
-    levels = [logger.level for logger in loggers]
-    with warnings.catch_warnings():
-        for advice in _ADVICE:
-            warnings.filterwarnings("ignore", message=f".*{advice}")
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        try:
-            yield
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
+def _submit(job: Job) -> None:
+    batches: Any = job.trainer.predict(job.module, datamodule=job.data)
+    by_set = batches if len(job.spec.test) > 1 else [batches]
+    sets = zip(job.spec.test, job.examples.test, job.features.test, by_set, strict=True)
+    for split, rows, tokens, outputs in sets:
+        evaluation = Evaluator(job.spec, rows, tokens)(from_all_processes(merge_outputs(outputs)))
+        if job.trainer.is_global_zero:
+            write_submission(job.spec, split, evaluation.predictions, job.folder / "submission")
 
 
-def _save(
-    folder: Path,
-    module: FineTuner,
-    tokenizer: PreTrainedTokenizerBase,
-    history: History,
-    evaluators: dict[str, Evaluator],
-    config: Config,
-) -> None:
-    for suffix in evaluators:
-        path = folder / (f"predictions_{suffix}.jsonl" if suffix else "predictions.jsonl")
-        results.write_predictions(path, history.best_evaluations[suffix].predictions)
-    if config.run.save_model:
-        unfinished = folder / ".model"
-        models.save(module.model, tokenizer, unfinished)
-        unfinished.rename(folder / "model")
-
-
-def _submit(
-    trainer: L.Trainer,
-    module: FineTuner,
-    data: FineTuningData,
-    spec: TaskSpec,
-    examples: Examples,
-    features: Examples,
-    folder: Path,
-) -> None:
-    with _quiet_lightning():
-        batches: Any = trainer.predict(module, datamodule=data)
-    by_set = batches if len(spec.test) > 1 else [batches]
-    for split, rows, tokens, outputs in zip(spec.test, examples.test, features.test, by_set, strict=True):
-        evaluation = Evaluator(spec, rows, tokens)(from_all_processes(merge_outputs(outputs)))
-        if trainer.is_global_zero:
-            write_submission(spec, split, evaluation.predictions, folder / "submission")
-
-
-def _outcome(
-    spec: TaskSpec, examples: Examples, digest: str, history: History, isotropy: LayerIsotropy
-) -> dict[str, Any]:
+def _outcome(job: Job, digest: str) -> dict[str, Any]:
+    spec, history, train = job.spec, job.history, job.examples.train
     best = history.epochs[history.best - 1]
-    first = examples.validation[0]
+    validation = {split.name: rows for split, rows in zip(spec.validation, job.examples.validation, strict=True)}
     return {
         "headline": {"metric": spec.headline, "value": best["metrics"][spec.headline], "epoch": best["epoch"]},
         "metrics": best["metrics"],
-        "baseline": constant_baseline(spec, examples.train, first),
-        "collapsed": {
-            split.name: history.best_evaluations[split.suffix].collapsed for split in spec.validation
-        },
+        "baseline": constant_baseline(spec, train, job.examples.validation[0]),
+        "collapsed": {split.name: history.best_evaluations[split.suffix].collapsed for split in spec.validation},
         "isotropy": {
             "before": history.before["isotropy"],
             "after": best["isotropy"],
-            "points": isotropy.points,
+            "points": job.isotropy.points,
         },
         "epochs": history.epochs,
         "data": {
             "fingerprint": digest,
-            "train": len(examples.train),
-            "validation": {
-                split.name: len(rows) for split, rows in zip(spec.validation, examples.validation, strict=True)
-            },
-            "overlap": overlap(spec, examples.train, first),
+            "train": len(train),
+            "validation": {name: len(rows) for name, rows in validation.items()},
+            "overlap": {name: overlap(spec, train, rows) for name, rows in validation.items()},
         },
     }
 

@@ -35,8 +35,8 @@ def comparison(records: Sequence[RunRecord], path: Path) -> None:
 def _headline_bar(axes: Axes, number: int, record: RunRecord, colour: str) -> None:
     value = 100 * record.headline["value"]
     axes.barh(number, value, color=colour, height=0.6)
-    place: dict[str, Any] = {"xytext": (-4, 0), "textcoords": "offset points", "ha": "right", "va": "center"}
-    axes.annotate(f"{value:.1f}", (value, number), color="white", **place)
+    place: dict[str, Any] = {"xytext": (4, 0), "textcoords": "offset points", "ha": "left", "va": "center"}
+    axes.annotate(f"{value:.1f}", (max(value, 0), number), **place)
 
 
 def _layer_line(axes: Axes, record: RunRecord, colour: str) -> None:

@@ -67,14 +67,10 @@ def read_squad(path: Path, spec: TaskSpec, split: str) -> Rows:
         rows = list(_questions(document))
     except (KeyError, TypeError) as error:
         what = f"key {error} is missing" if isinstance(error, KeyError) else f"unexpected structure: {error}"
-        raise UserError(
-            f"{path}: not SQuAD v1.1: {what}; data > paragraphs > context, qas was expected"
-        ) from error
+        raise UserError(f"{path}: not SQuAD v1.1: {what}; data > paragraphs > context, qas was expected") from error
     for row in rows:
         if row.pop("is_impossible"):
-            raise UserError(
-                f"{path}, question {row['id']!r}: has 'is_impossible', so this is SQuAD v2; v1.1 is needed"
-            )
+            raise UserError(f"{path}, question {row['id']!r}: has 'is_impossible', so this is SQuAD v2; v1.1 is needed")
     columns = ("id", *spec.text_columns, spec.label_column)
     return Rows(str(path), {column: [row[column] for row in rows] for column in columns})
 

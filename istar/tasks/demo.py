@@ -81,8 +81,7 @@ GRAMMAR: dict[str, tuple[str, ...]] = {
         for what in ("lamp", "clock", "basket", "mirror", "kettle", "violin", "ladder", "suitcase")
     ),
     "place": tuple(
-        f"the {what}"
-        for what in ("garden", "station", "kitchen", "library", "harbour", "market", "museum", "cellar")
+        f"the {what}" for what in ("garden", "station", "kitchen", "library", "harbour", "market", "museum", "cellar")
     ),
     "ask_who": ("who went to {place}?", "who has {thing}?"),
     "ask_thing": ("what did {who} take along?", "what is in {place} now?"),
@@ -180,7 +179,7 @@ def _draw_sentence(rng: random.Random, turn: int) -> Row:
 
 
 def _draw_scenes(rng: random.Random, turn: int) -> Row:
-    """Two scenes of four attributes: 5 if all are shared, 0 if none; those that mean nearly the same count half."""
+    """Two scenes of four attributes: 5 if all are shared, 0 if none; nearly the same counts half."""
     alike = turn % 6 / 5
     first, second, shared = {}, {}, 0.0
     for attribute in _SCENE:

@@ -105,9 +105,7 @@ class Evaluator:
         return rows
 
 
-def constant_baseline(
-    spec: TaskSpec, train_examples: datasets.Dataset, examples: datasets.Dataset
-) -> dict[str, float]:
+def constant_baseline(spec: TaskSpec, train_examples: datasets.Dataset, examples: datasets.Dataset) -> dict[str, float]:
     """What one fixed prediction earns: the training labels' majority (of equals the lowest id), or mean.
 
     Returns:
@@ -120,9 +118,7 @@ def constant_baseline(
     return metrics.compute(spec.metrics, [constant(seen)] * len(golds), golds)
 
 
-def write_submission(
-    spec: TaskSpec, split: Split, predictions: Sequence[Mapping[str, Any]], folder: Path
-) -> Path:
+def write_submission(spec: TaskSpec, split: Split, predictions: Sequence[Mapping[str, Any]], folder: Path) -> Path:
     """Write a test set's predictions under the name and in the format that the GLUE benchmark wants.
 
     Args:
@@ -194,8 +190,7 @@ def _decode_spans(evaluator: Evaluator, logits: _Logits) -> _Decoded:
     offsets = _offsets(evaluator.features)
     left_padded = evaluator.features["left_padded"][:]
     cut = [
-        _unpadded(values, len(tokens), left)
-        for values, tokens, left in zip(logits, offsets, left_padded, strict=True)
+        _unpadded(values, len(tokens), left) for values, tokens, left in zip(logits, offsets, left_padded, strict=True)
     ]
     _refuse_non_finite(cut)
     contexts = evaluator.examples[evaluator.spec.text_columns[1]]
@@ -224,9 +219,7 @@ def _offsets(features: datasets.Dataset) -> list[NDArray[np.int32]]:
 
 def _unpadded(values: NDArray[np.float64], tokens: int, left: bool) -> NDArray[np.float64]:
     if values.ndim != 2 or len(values) != 2 or values.shape[1] < tokens:
-        raise ValueError(
-            f"a feature of {tokens} tokens wants logits of shape (2, {tokens}), not {values.shape}"
-        )
+        raise ValueError(f"a feature of {tokens} tokens wants logits of shape (2, {tokens}), not {values.shape}")
     return values[:, values.shape[1] - tokens :] if left else values[:, :tokens]
 
 

@@ -194,9 +194,7 @@ def _used_columns(spec: TaskSpec, dataset: datasets.Dataset, training: bool) -> 
         wanted.append(spec.label_column)
     missing = [name for name in wanted if name not in dataset.column_names]
     if missing:
-        raise UserError(
-            f"task {spec.name}: the data lack the columns {missing}; they have {dataset.column_names}"
-        )
+        raise UserError(f"task {spec.name}: the data lack the columns {missing}; they have {dataset.column_names}")
     return wanted
 
 
@@ -355,9 +353,7 @@ def _checksums(folder: Path) -> dict[str, str]:
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
     # An environment variable has priority over the calls below, which then do nothing but warn.
-    changeable = (
-        datasets.config.HF_DATASETS_DISABLE_PROGRESS_BARS is None and datasets.is_progress_bar_enabled()
-    )
+    changeable = datasets.config.HF_DATASETS_DISABLE_PROGRESS_BARS is None and datasets.is_progress_bar_enabled()
     if not changeable:
         yield
         return

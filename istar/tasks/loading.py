@@ -112,17 +112,13 @@ def _short(value: Any) -> str:
 
 def _class_ids(rows: Rows, spec: TaskSpec) -> list[int]:
     """Class names or ids (also as text, also as the float that pandas makes of them) -> ids."""
-    ids = {
-        key: number for number, name in enumerate(spec.labels) for key in (name, str(number), f"{number}.0")
-    }
+    ids = {key: number for number, name in enumerate(spec.labels) for key in (name, str(number), f"{number}.0")}
     values = rows.columns[spec.label_column]
     known = [ids.get(str(value)) for value in values]
     if None in known:
         row = known.index(None)
         allowed = ", ".join(f"{name} ({number})" for number, name in enumerate(spec.labels))
-        raise UserError(
-            f"{rows.place(row)}: label {_short(values[row])} is none of task {spec.name}'s: {allowed}"
-        )
+        raise UserError(f"{rows.place(row)}: label {_short(values[row])} is none of task {spec.name}'s: {allowed}")
     return [number for number in known if number is not None]
 
 
@@ -145,9 +141,7 @@ def _answers(rows: Rows, spec: TaskSpec) -> list[dict[str, list[Any]]]:
     """Answers as they are, once they and the ids are known to be sound."""
     id_, count = Counter(rows.columns["id"]).most_common(1)[0]
     if count > 1:
-        raise UserError(
-            f"{rows.source}: id {_short(id_)} stands {count} times; predictions are gathered by id"
-        )
+        raise UserError(f"{rows.source}: id {_short(id_)} stands {count} times; predictions are gathered by id")
     answers = rows.columns[spec.label_column]
     for row, answer in enumerate(answers):
         if not _is_answer(answer):

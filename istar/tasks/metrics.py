@@ -54,9 +54,7 @@ def _is_constant(values: NDArray[np.float64]) -> bool:
     return bool(np.ptp(values) <= _CONSTANT * np.abs(values).max())
 
 
-def _correlation(
-    function: Callable[..., Any], predictions: Sequence[float], references: Sequence[float]
-) -> float:
+def _correlation(function: Callable[..., Any], predictions: Sequence[float], references: Sequence[float]) -> float:
     pair = np.asarray([predictions, references], dtype=np.float64)
     if not np.isfinite(pair).all():
         raise ValueError("a correlation needs finite predictions and references")
@@ -99,9 +97,7 @@ class F1(_Metric):
     """Binary F1 of class 1, in [0, 1]; 0 where class 1 neither occurs nor is predicted."""
 
     def _compute(self, predictions: Sequence[int], references: Sequence[int]) -> dict[str, float]:
-        return {
-            "f1": float(sklearn.metrics.f1_score(references, predictions, pos_label=1, zero_division=0.0))
-        }
+        return {"f1": float(sklearn.metrics.f1_score(references, predictions, pos_label=1, zero_division=0.0))}
 
 
 class MatthewsCorrelation(_Metric):
@@ -152,9 +148,7 @@ class Squad(_Metric):
 def _mean_of_best(
     score: Callable[[str, str], float], predictions: Sequence[str], references: Sequence[Sequence[str]]
 ) -> float:
-    best = [
-        max(score(text, gold) for gold in golds) for text, golds in zip(predictions, references, strict=True)
-    ]
+    best = [max(score(text, gold) for gold in golds) for text, golds in zip(predictions, references, strict=True)]
     return float(np.mean(best))
 
 

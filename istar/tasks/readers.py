@@ -65,9 +65,7 @@ def wanted_columns(
     for name in wanted.values():
         if name not in found:
             listed = ", ".join(map(repr, found)) or "none"
-            raise UserError(
-                f"{source}: column {name!r}, which task {spec.name} needs, is missing; found: {listed}"
-            )
+            raise UserError(f"{source}: column {name!r}, which task {spec.name} needs, is missing; found: {listed}")
     return wanted
 
 
@@ -121,9 +119,7 @@ def _rectangle(
         for column, position in zip(columns, positions, strict=True):
             column.append(fields[position])
     if malformed:
-        _complain(
-            path, malformed, len(lines), len(header), tolerated=0 if is_test(spec, split) else TOLERATED
-        )
+        _complain(path, malformed, len(lines), len(header), tolerated=0 if is_test(spec, split) else TOLERATED)
     return Rows(str(path), dict(zip(wanted, columns, strict=True)), lines)
 
 

@@ -79,9 +79,7 @@ def folder(spec: TaskSpec, data_dir: Path, splits: Sequence[str]) -> Callable[[s
         found = _find(place, layout, split)
         if found is None:
             names = " or ".join(name for pattern in layout for name in _names(pattern, split))
-            raise UserError(
-                f"{option}: split {split!r} of task {spec.name} is missing: no {names} in {place}"
-            )
+            raise UserError(f"{option}: split {split!r} of task {spec.name} is missing: no {names} in {place}")
         path, reader = found
         return reader(path, spec, split)
 

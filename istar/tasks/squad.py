@@ -100,8 +100,7 @@ def windows(
     )
     features: dict[str, list[Any]] = {name: encoded[name] for name in INPUTS if name in encoded}
     features["offset_mapping"] = [
-        _context_offsets(offsets, encoded.sequence_ids(row))
-        for row, offsets in enumerate(encoded["offset_mapping"])
+        _context_offsets(offsets, encoded.sequence_ids(row)) for row, offsets in enumerate(encoded["offset_mapping"])
     ]
     features["example_id"] = encoded["overflow_to_sample_mapping"]
     return features
@@ -199,9 +198,7 @@ def _answer_range(context: str, answer: Mapping[str, Sequence[Any]], name: str) 
     return start, start + len(text.strip())
 
 
-def _context_offsets(
-    offsets: Sequence[tuple[int, int]], sequences: Sequence[int | None]
-) -> NDArray[np.int32]:
+def _context_offsets(offsets: Sequence[tuple[int, int]], sequences: Sequence[int | None]) -> NDArray[np.int32]:
     in_context = np.array([sequence == 1 for sequence in sequences])
     return np.where(in_context[:, None], np.asarray(offsets, dtype=np.int32), np.int32(-1))
 
@@ -216,9 +213,7 @@ def _fitting(questions: Sequence[str], tokenizer: PreTrainedTokenizerBase, limit
     ]
 
 
-def _cut(
-    question: str, offsets: Sequence[tuple[int, int]], tokenizer: PreTrainedTokenizerBase, limit: int
-) -> str:
+def _cut(question: str, offsets: Sequence[tuple[int, int]], tokenizer: PreTrainedTokenizerBase, limit: int) -> str:
     # A word cut in its middle may fall into more tokens than it had there, so look before settling.
     for kept in range(limit, 0, -1):
         text = question[: offsets[kept - 1][1]]

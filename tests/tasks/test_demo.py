@@ -33,9 +33,7 @@ def _accuracy(*columns: str) -> float:
     splits = DATA["demo", "train"], DATA["demo", "validation"]
     train, validation = ([tuple(row[c] for c in columns) for row in data] for data in splits)
     # A number before each word keeps the two sentences apart.
-    words = CountVectorizer(
-        analyzer=lambda row: [f"{i}{word}" for i, t in enumerate(row) for word in t.split()]
-    )
+    words = CountVectorizer(analyzer=lambda row: [f"{i}{word}" for i, t in enumerate(row) for word in t.split()])
     model = LogisticRegression(max_iter=500).fit(words.fit_transform(train), DATA["demo", "train"]["label"])
     return float(model.score(words.transform(validation), DATA["demo", "validation"]["label"]))
 
@@ -123,9 +121,7 @@ def test_sentences_read_as_sentences() -> None:
                 assert "  " not in text and " ." not in text
 
 
-@pytest.mark.parametrize(
-    ("name", "split"), [("mnli", "train"), ("demo", "dev"), ("demo_span", "test"), ("", "")]
-)
+@pytest.mark.parametrize(("name", "split"), [("mnli", "train"), ("demo", "dev"), ("demo_span", "test"), ("", "")])
 def test_unknown_names_are_refused(name: str, split: str) -> None:
     with pytest.raises(UserError, match="choose one of"):
         demo.generate(name, split)

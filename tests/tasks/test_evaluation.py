@@ -22,9 +22,7 @@ def letters(padding_side: str = "right") -> PreTrainedTokenizerFast:
     """A WordPiece tokenizer in BERT's way whose tokens are single characters."""
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
     signs = string.ascii_lowercase + string.digits + string.punctuation
-    vocabulary = {
-        token: row for row, token in enumerate([*special, *signs, *(f"##{sign}" for sign in signs)])
-    }
+    vocabulary = {token: row for row, token in enumerate([*special, *signs, *(f"##{sign}" for sign in signs)])}
     backend = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
     backend.normalizer = normalizers.BertNormalizer(lowercase=True)
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -57,9 +55,7 @@ def questions() -> Dataset:
 
 
 def evaluator(spec, examples, side="right", max_length=48) -> Evaluator:
-    features = featurize(
-        spec, examples, letters(side), max_length, training=False, doc_stride=8, cache_dir=None
-    )
+    features = featurize(spec, examples, letters(side), max_length, training=False, doc_stride=8, cache_dir=None)
     return Evaluator(spec, examples, features)
 
 
@@ -126,8 +122,7 @@ def test_neither_the_order_of_outputs_nor_that_of_features_matters():
 
     evaluate = evaluator(SQUAD, questions())
     outputs = {
-        row["feature_id"]: random.normal(size=(2, row["length"] + int(random.integers(4))))
-        for row in evaluate.features
+        row["feature_id"]: random.normal(size=(2, row["length"] + int(random.integers(4)))) for row in evaluate.features
     }
     expected = evaluate(outputs)
     assert evaluate(dict(reversed(outputs.items()))) == expected
@@ -150,9 +145,7 @@ def test_limits_on_answers_reach_the_decoding():
     assert {row["prediction"] for row in none(perfect_spans(evaluate)).predictions} <= {"", "x", "b"}
 
 
-@pytest.mark.parametrize(
-    ("drop", "add", "message"), [([0, 3], [], "2 missing, 0 unknown"), ([], [9], "0 mis.* 1 unk")]
-)
+@pytest.mark.parametrize(("drop", "add", "message"), [([0, 3], [], "2 missing, 0 unknown"), ([], [9], "0 mis.* 1 unk")])
 def test_exactly_the_features_are_wanted(drop, add, message):
     outputs = {row: np.zeros(2) for row in [*range(6), *add] if row not in drop}
     with pytest.raises(ValueError, match=message):

@@ -27,9 +27,7 @@ def letters(**settings) -> PreTrainedTokenizerFast:
     """A WordPiece tokenizer in BERT's way whose tokens are single characters."""
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
     signs = string.ascii_lowercase + string.digits + string.punctuation
-    vocabulary = {
-        token: row for row, token in enumerate([*special, *signs, *(f"##{sign}" for sign in signs)])
-    }
+    vocabulary = {token: row for row, token in enumerate([*special, *signs, *(f"##{sign}" for sign in signs)])}
     backend = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
     backend.normalizer = normalizers.BertNormalizer(lowercase=True)
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -102,9 +100,7 @@ def test_labels_are_numbers_or_absent():
     scores = featurize(STSB, pairs(label=[0.5] * 7), tokenizer, 24, training=True, cache_dir=None)
     assert scores.features["labels"].dtype == "float32"
     assert "token_type_ids" not in scores.column_names
-    unlabelled = featurize(
-        RTE, pairs().remove_columns("label"), tokenizer, 24, training=False, cache_dir=None
-    )
+    unlabelled = featurize(RTE, pairs().remove_columns("label"), tokenizer, 24, training=False, cache_dir=None)
     assert "labels" not in unlabelled.column_names
 
 
@@ -125,9 +121,7 @@ def test_features_of_spans():
             assert mask == 1
             assert (start, end) == (-1, -1) or (kind == 1 and context[start:end].strip())
     unlabelled = data.remove_columns("answers")
-    assert same(
-        evaluation, featurize(SQUAD, unlabelled, letters(), 48, training=False, doc_stride=8, cache_dir=None)
-    )
+    assert same(evaluation, featurize(SQUAD, unlabelled, letters(), 48, training=False, doc_stride=8, cache_dir=None))
 
 
 def test_rows_are_numbered_over_batches(monkeypatch):

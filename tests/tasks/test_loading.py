@@ -169,9 +169,7 @@ def qqp_rows(good: int, *bad: str) -> list[str]:
     return ["id|qid1|qid2|question1|question2|is_duplicate", *rows[:50], *bad, *rows[50:]]
 
 
-def test_few_malformed_rows_are_left_out_with_one_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_few_malformed_rows_are_left_out_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = put(tmp_path / "train.tsv", *qqp_rows(300, "7|1|2|too few", "8|1|2|one|too|many|0", "9"))
     (train,) = load("qqp", tmp_path, "train")
     assert len(train["label"]) == 300
@@ -572,9 +570,7 @@ def test_offline_by_environment(empty_cache: Path, monkeypatch: pytest.MonkeyPat
     assert "not in the local cache, and HF_HUB_OFFLINE or HF_DATASETS_OFFLINE forbids" in message
 
 
-def test_prepared_cache_is_used_when_the_hub_is_away(
-    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prepared_cache_is_used_when_the_hub_is_away(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "hub_obstacle", lambda: "the hub cannot be reached")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     folder = empty_cache / "nyu-mll___glue" / "rte" / "0.0.0" / "0123456789abcdef"
@@ -589,9 +585,7 @@ def test_prepared_cache_is_used_when_the_hub_is_away(
             writer.write({"sentence1": "a", "sentence2": "b", "label": value, "idx": 0})
             writer.finalize()
         splits[split] = {"name": split, "num_examples": 1, "dataset_name": "glue"}
-    info = DatasetInfo(
-        features=features, splits=splits, builder_name="parquet", dataset_name="glue", config_name="rte"
-    )
+    info = DatasetInfo(features=features, splits=splits, builder_name="parquet", dataset_name="glue", config_name="rte")
     info.write_to_directory(str(folder))
     train, test = load("rte", None, "train", "test")
     assert train == {"sentence1": ["a"], "sentence2": ["b"], "label": [1]}
@@ -639,9 +633,7 @@ def test_generated_tasks(task: str) -> None:
 
 
 def test_overlap_counts_validation_examples_with_all_texts_known() -> None:
-    train = Dataset.from_dict(
-        {"sentence1": ["a", "b", "a"], "sentence2": ["x", "y", "x"], "label": [0, 1, 1]}
-    )
+    train = Dataset.from_dict({"sentence1": ["a", "b", "a"], "sentence2": ["x", "y", "x"], "label": [0, 1, 1]})
     validation = Dataset.from_dict(
         {"sentence1": ["a", "a", "b", "a"], "sentence2": ["x", "y", "y ", "x"], "label": [1, 1, 1, 0]}
     )

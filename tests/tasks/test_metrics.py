@@ -114,10 +114,7 @@ def test_squad_takes_the_best_gold_and_agrees_with_torchmetrics():
     found = compute(["squad"], predictions, golds)
     expected = text_oracle.squad(
         [{"prediction_text": text, "id": str(row)} for row, text in enumerate(predictions)],
-        [
-            {"answers": {"text": own, "answer_start": [0] * len(own)}, "id": str(row)}
-            for row, own in enumerate(golds)
-        ],
+        [{"answers": {"text": own, "answer_start": [0] * len(own)}, "id": str(row)} for row, own in enumerate(golds)],
     )
     assert found == pytest.approx({name: float(value) / 100 for name, value in expected.items()}, abs=1e-6)
     assert compute(["squad"], predictions[:1], golds[:1]) == {"exact_match": 1.0, "f1": 1.0}

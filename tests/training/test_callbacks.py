@@ -56,7 +56,9 @@ def test_the_sample_holds_the_points_asked_for_and_no_example_more(setting):
 
 def test_the_sample_is_seeded_and_new_in_every_epoch(setting):
     regularizer = IStar(-1.0, 0.4)
-    samples = [sorted(refresh_for(setting, regularizer, seed=seed).sample(2, epoch)) for seed in (1, 2) for epoch in (0, 1)]
+    samples = [
+        sorted(refresh_for(setting, regularizer, seed=seed).sample(2, epoch)) for seed in (1, 2) for epoch in (0, 1)
+    ]
     assert samples[0] == sorted(refresh_for(setting, regularizer, seed=1).sample(2, 0))
     assert all(a != b for i, a in enumerate(samples) for b in samples[i + 1 :])
 

@@ -41,9 +41,9 @@ def first_batches(setting, count=STEPS):
 def test_twenty_steps_without_a_penalty_equal_a_plain_loop(setting, harness, accumulate):
     module, recorder = setting.module(), harness.Losses()
     L.seed_everything(5, verbose=False)
-    harness.trainer(
-        recorder, limit_train_batches=STEPS, accumulate_grad_batches=accumulate, gradient_clip_val=1.0
-    ).fit(module, datamodule=setting.data())
+    harness.trainer(recorder, limit_train_batches=STEPS, accumulate_grad_batches=accumulate, gradient_clip_val=1.0).fit(
+        module, datamodule=setting.data()
+    )
 
     batches = first_batches(setting)
     L.seed_everything(5, verbose=False)
