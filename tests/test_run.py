@@ -104,7 +104,7 @@ def test_what_a_run_leaves(done: Callable[..., Any], task: str, reg: str) -> Non
     # The headline is the first of the best epochs, and everything else is of that epoch.
     values = [epoch["metrics"][spec.headline] for epoch in record.epochs]
     assert [epoch["epoch"] for epoch in record.epochs] == [1, 2]
-    assert [epoch["step"] for epoch in record.epochs] == [3, 6]
+    assert [epoch["step"] for epoch in record.epochs] == [6, 12]
     best = values.index(max(values))
     assert record.headline == {"metric": spec.headline, "value": max(values), "epoch": best + 1}
     assert record.metrics == record.epochs[best]["metrics"]
@@ -159,7 +159,7 @@ def test_logged_keys(done: Callable[..., Any], reg: str) -> None:
     assert {key for key in columns if key.startswith("train/")} <= wanted | {"train/penalty", "train/mean_cosine"} | {
         key for key in columns if "cos" in key
     }
-    assert len(columns["train/loss"]) == 6
+    assert len(columns["train/loss"]) == 12
     if reg == "none":
         assert "train/penalty" not in columns
         assert columns["train/loss"] == columns["train/task_loss"]
@@ -539,7 +539,7 @@ def test_overlap_is_counted_and_told(small: Build, tmp_path: Path, caplog: pytes
         file.write("\n".join(lines[1:4]) + "\n")
     with caplog.at_level(logging.WARNING):
         record = run(small(*TINY, "task=rte", f"task.data_dir={data}"))
-    assert record.data["overlap"] == 3
+    assert record.data["overlap"] == {"validation": 3}
     assert "3 of the 15 examples of validation stand in the training data" in caplog.text
     caplog.clear()
     assert run(small()).data["overlap"] == 0
