@@ -542,7 +542,7 @@ def test_overlap_is_counted_and_told(small: Build, tmp_path: Path, caplog: pytes
     assert record.data["overlap"] == {"validation": 3}
     assert "3 of the 15 examples of validation stand in the training data" in caplog.text
     caplog.clear()
-    assert run(small()).data["overlap"] == 0
+    assert run(small()).data["overlap"] == {"validation": 0}
     assert "stand in the training data" not in caplog.text
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import lightning as L
 import torch
 from datasets import Dataset
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from rich.progress import track
 from torch import Tensor
 
@@ -82,17 +83,20 @@ class ShrinkageCovariance(L.Callback):
         order = torch.randperm(len(lengths), generator=generator)
         tokens = lengths[order].cumsum(0)
         wanted = -(-self.num_points // num_layers)
-        if tokens[-1] < wanted and not self._said_fewer:
-            self._said_fewer = True
-            log.warning(
-                "the training data has %d points in %d layers, fewer than reg.num_points=%d: the shrinkage covariance "
-                "uses all of them",
-                int(tokens[-1]) * num_layers,
-                num_layers,
-                self.num_points,
-            )
+        if tokens[-1] < wanted:
+            self._say_fewer(int(tokens[-1]) * num_layers)
         chosen = order[: int((tokens < wanted).sum()) + 1]
         return chosen[lengths[chosen].argsort(descending=True, stable=True)].tolist()
+
+    @rank_zero_only
+    def _say_fewer(self, points: int) -> None:
+        if not self._said_fewer:
+            log.warning(
+                "the training data has %d points, fewer than reg.num_points=%d: the shrinkage covariance uses all",
+                points,
+                self.num_points,
+            )
+        self._said_fewer = True
 
     def compute(self, trainer: L.Trainer, module: FineTuner, examples: Sequence[int]) -> Moments:
         """The moments of the hidden states of the examples, over all processes."""
