@@ -9,6 +9,7 @@ from huggingface_hub import get_session
 from istar.errors import shorten
 
 PROBE_SECONDS = 5.0
+"""How long the hub may take to answer at all; the retries of its libraries would take about 23 s."""
 
 
 def hub_obstacle(seconds: float = PROBE_SECONDS) -> str:

@@ -4,7 +4,6 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 
 import datasets
 
@@ -12,9 +11,7 @@ from istar.errors import UserError, shorten
 from istar.hub import hub_obstacle
 from istar.tasks import corpora, readers
 from istar.tasks.readers import Rows
-from istar.tasks.specs import TaskSpec
-
-"""How long the hub may take to answer at all; the retries of `datasets` would take about 23 s."""
+from istar.tasks.specs import Files, TaskSpec
 
 Reader = Callable[[Path, TaskSpec, str], Rows]
 Layout = Mapping[str, Reader]
@@ -31,18 +28,12 @@ _TABLES: Layout = {
     "{}.parquet": readers.read_parquet,
 }
 
-# What the spec table does not say: the format, and the folders, in which a benchmark outside GLUE is shipped.
-_OWN: Mapping[str, tuple[Layout, tuple[str, ...]]] = MappingProxyType(
-    {"sst5": (_TREES, ("trees", "sst/trees")), "squad": (_SQUAD, ())}
-)
+_FILES: Mapping[Files, Layout] = {"": {}, "tsv": _TSV, "trees": _TREES, "squad": _SQUAD}
 
 
 def _layouts(spec: TaskSpec) -> tuple[list[Layout], list[str]]:
     """A task's layouts in the order of preference, and the subfolders in which its files may stand."""
-    own, folders = _OWN.get(spec.name, ({}, ()))
-    if spec.tsv is not None:
-        own, folders = _TSV, (spec.tsv.folder, f"glue_data/{spec.tsv.folder}")
-    return [_SAVED, own, _TABLES], [*folders, spec.name]
+    return [_SAVED, _FILES[spec.files], _TABLES], [*spec.folders, spec.name]
 
 
 def _find(place: Path, layout: Layout, split: str) -> tuple[Path, Reader] | None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Kind = Literal["classification", "regression", "span"]
+Files = Literal["", "tsv", "trees", "squad"]
 
 
 @dataclass(frozen=True)
@@ -27,13 +28,11 @@ class GlueTsv:
     """How the benchmark ships a task as tab-separated files.
 
     Attributes:
-        folder: name of the task's folder in `glue_data/`.
         columns: the hub's column name -> the file's column name.
         header: column names of files that ship without a header line (training and validation files only;
             the test files always have one).
     """
 
-    folder: str
     columns: Mapping[str, str]
     header: tuple[str, ...] = ()
 
@@ -54,7 +53,9 @@ class TaskSpec:
         train: the hub's name of the training split.
         validation: validation sets; the first one's headline metric counts.
         test: unlabelled sets for submissions.
-        tsv: the GLUE benchmark's own files, where the task is one of GLUE's.
+        files: format in which the task's authors ship it: GLUE's TSV, PTB trees, SQuAD's JSON.
+        folders: subfolders of `task.data_dir` in which these files may stand.
+        tsv: the columns of GLUE's files.
         max_length: default sequence length in tokens.
         submit_labels: whether a GLUE submission wants class names rather than ids.
     """
@@ -70,6 +71,8 @@ class TaskSpec:
     train: str = "train"
     validation: tuple[Split, ...] = (Split("validation"),)
     test: tuple[Split, ...] = ()
+    files: Files = ""
+    folders: tuple[str, ...] = ()
     tsv: GlueTsv | None = field(default=None, repr=False)
     max_length: int = 128
     submit_labels: bool = False
@@ -93,7 +96,9 @@ _SPECS = (
         headline="matthews_correlation",
         hub=(_GLUE, "cola"),
         test=(Split("test", submission="CoLA.tsv"),),
-        tsv=GlueTsv("CoLA", _columns("sentence", "label"), header=("source", "label", "mark", "sentence")),
+        files="tsv",
+        folders=("CoLA", "glue_data/CoLA"),
+        tsv=GlueTsv(_columns("sentence", "label"), header=("source", "label", "mark", "sentence")),
     ),
     TaskSpec(
         name="sst2",
@@ -104,7 +109,9 @@ _SPECS = (
         headline="accuracy",
         hub=(_GLUE, "sst2"),
         test=(Split("test", submission="SST-2.tsv"),),
-        tsv=GlueTsv("SST-2", _columns("sentence", "label")),
+        files="tsv",
+        folders=("SST-2", "glue_data/SST-2"),
+        tsv=GlueTsv(_columns("sentence", "label")),
     ),
     TaskSpec(
         name="mrpc",
@@ -115,7 +122,9 @@ _SPECS = (
         headline="accuracy",
         hub=(_GLUE, "mrpc"),
         test=(Split("test", submission="MRPC.tsv"),),
-        tsv=GlueTsv("MRPC", {"sentence1": "#1 String", "sentence2": "#2 String", "label": "Quality"}),
+        files="tsv",
+        folders=("MRPC", "glue_data/MRPC"),
+        tsv=GlueTsv({"sentence1": "#1 String", "sentence2": "#2 String", "label": "Quality"}),
     ),
     TaskSpec(
         name="stsb",
@@ -125,7 +134,9 @@ _SPECS = (
         headline="pearson",
         hub=(_GLUE, "stsb"),
         test=(Split("test", submission="STS-B.tsv"),),
-        tsv=GlueTsv("STS-B", _columns("sentence1", "sentence2", label="score")),
+        files="tsv",
+        folders=("STS-B", "glue_data/STS-B"),
+        tsv=GlueTsv(_columns("sentence1", "sentence2", label="score")),
     ),
     TaskSpec(
         name="qqp",
@@ -136,7 +147,9 @@ _SPECS = (
         headline="accuracy",
         hub=(_GLUE, "qqp"),
         test=(Split("test", submission="QQP.tsv"),),
-        tsv=GlueTsv("QQP", _columns("question1", "question2", label="is_duplicate")),
+        files="tsv",
+        folders=("QQP", "glue_data/QQP"),
+        tsv=GlueTsv(_columns("question1", "question2", label="is_duplicate")),
     ),
     TaskSpec(
         name="mnli",
@@ -151,7 +164,9 @@ _SPECS = (
             Split("test_matched", submission="MNLI-m.tsv"),
             Split("test_mismatched", suffix="mismatched", submission="MNLI-mm.tsv"),
         ),
-        tsv=GlueTsv("MNLI", {"premise": "sentence1", "hypothesis": "sentence2", "label": "gold_label"}),
+        files="tsv",
+        folders=("MNLI", "glue_data/MNLI"),
+        tsv=GlueTsv({"premise": "sentence1", "hypothesis": "sentence2", "label": "gold_label"}),
         submit_labels=True,
     ),
     TaskSpec(
@@ -163,7 +178,9 @@ _SPECS = (
         headline="accuracy",
         hub=(_GLUE, "qnli"),
         test=(Split("test", submission="QNLI.tsv"),),
-        tsv=GlueTsv("QNLI", _columns("question", "sentence", "label")),
+        files="tsv",
+        folders=("QNLI", "glue_data/QNLI"),
+        tsv=GlueTsv(_columns("question", "sentence", "label")),
         submit_labels=True,
     ),
     TaskSpec(
@@ -175,7 +192,9 @@ _SPECS = (
         headline="accuracy",
         hub=(_GLUE, "rte"),
         test=(Split("test", submission="RTE.tsv"),),
-        tsv=GlueTsv("RTE", _columns("sentence1", "sentence2", "label")),
+        files="tsv",
+        folders=("RTE", "glue_data/RTE"),
+        tsv=GlueTsv(_columns("sentence1", "sentence2", "label")),
         max_length=256,
         submit_labels=True,
     ),
@@ -188,7 +207,9 @@ _SPECS = (
         headline="accuracy",
         hub=(_GLUE, "wnli"),
         test=(Split("test", submission="WNLI.tsv"),),
-        tsv=GlueTsv("WNLI", _columns("sentence1", "sentence2", "label")),
+        files="tsv",
+        folders=("WNLI", "glue_data/WNLI"),
+        tsv=GlueTsv(_columns("sentence1", "sentence2", "label")),
     ),
     TaskSpec(
         name="sst5",
@@ -199,6 +220,8 @@ _SPECS = (
         headline="accuracy",
         hub=("SetFit/sst5", None),
         test=(Split("test"),),
+        files="trees",
+        folders=("trees", "sst/trees"),
     ),
     TaskSpec(
         name="squad",
@@ -207,6 +230,7 @@ _SPECS = (
         metrics=("squad",),
         headline="f1",
         hub=("rajpurkar/squad", None),
+        files="squad",
         label_column="answers",
         max_length=384,
     ),

@@ -103,6 +103,13 @@ def test_lambda_0_is_bit_equal_to_no_regularizer(setting, harness, regularizer):
         assert torch.equal(value, weights[1][name]), name
 
 
+def test_lambda_0_never_asks_for_the_penalty(setting, harness, monkeypatch):
+    """0 x NaN is NaN: skipping is not the same as multiplying."""
+    regularizer = IStar(0.0, 0.4)
+    monkeypatch.setattr(regularizer, "penalty", lambda *_: pytest.fail("asked"))
+    harness.trainer(limit_train_batches=1).fit(setting.module(regularizer), datamodule=setting.data())
+
+
 @pytest.mark.parametrize("weight", [-3.0, 3.0])
 def test_negative_lambda_lowers_and_positive_lambda_raises_the_score_of_the_batch(setting, harness, weight):
     scores = []
