@@ -80,8 +80,8 @@ def test_the_methods_are_compared(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     [sweep] = (tmp_path / "runs" / "multirun").iterdir()
     # Each run is told, then all of them together.
-    comparison = done.stdout[done.stdout.index("IsoScore* before") :]
-    for method in ("Base", r"I-STAR lambda=-[\d.]+", r"I-STAR lambda=[\d.]+", "CosReg lambda=1"):
+    comparison = done.stdout[done.stdout.index("demo · tiny · accuracy") :]
+    for method in ("Base", r"I-STAR λ=-[\d.]+", r"I-STAR λ=[\d.]+", "CosReg λ=1"):
         assert re.search(method, comparison)
         assert re.search(method, (sweep / "comparison.md").read_text())
     lines = (sweep / "comparison.md").read_text().splitlines()

@@ -28,45 +28,43 @@ def summary(record: RunRecord) -> Table:
     return table
 
 
+COLUMNS = ("task", "model", "metric", "method", "value", "majority", "epoch", "IsoScore*", "seconds")
+_TITLED = 3
+"""So many of the first columns go into the title where all runs agree on them."""
+
+
 def comparison(records: Sequence[RunRecord]) -> Table:
-    """Several runs, a row each."""
-    table = Table(title_justify="left")
-    for number, column in enumerate(COLUMNS):
-        table.add_column(column, justify="left" if number < 3 else "right")
-    for record in records:
-        table.add_row(*comparison_row(record))
+    """Several runs, a row each; what they have in common stands in the title."""
+    rows = [comparison_row(record) for record in records]
+    common = [number for number in range(_TITLED) if len({row[number] for row in rows}) == 1]
+    title = " · ".join(rows[0][number] for number in common)
+    table = Table(title=title, title_justify="left", caption=_COMPARISON_CAPTION, caption_justify="left")
+    shown = [number for number in range(len(COLUMNS)) if number not in common]
+    for number in shown:
+        table.add_column(COLUMNS[number], justify="left" if number <= _TITLED else "right")
+    for row in rows:
+        table.add_row(*(row[number] for number in shown))
     return table
 
 
-COLUMNS = (
-    "task",
-    "model",
-    "method",
-    "metric",
-    "value",
-    "majority",
-    "epoch",
-    "IsoScore* before",
-    "IsoScore* after",
-    "seconds",
-)
+_COMPARISON_CAPTION = "Metrics in percent; IsoScore* of layers 1 to L before and after training."
 
 
 def comparison_row(record: RunRecord) -> list[str]:
     """The cells of a run under `COLUMNS`; metrics in percent."""
     metric = record.headline["metric"]
     baseline = record.baseline.get(metric)
+    before, after = (record.isotropy[when]["union"] for when in ("before", "after"))
     collapsed = " (collapsed)" if any(record.collapsed.values()) else ""
     return [
         record.config["task"]["name"],
         Path(record.config["model"]["name"]).name,
-        method(record),
         metric,
+        method(record),
         f"{100 * record.headline['value']:.2f}{collapsed}",
         "-" if baseline is None else f"{100 * baseline:.2f}",
         str(record.headline["epoch"]),
-        f"{record.isotropy['before']['union']:.4f}",
-        f"{record.isotropy['after']['union']:.4f}",
+        f"{before:.4f} → {after:.4f}",
         f"{record.timing['total']:.0f}",
     ]
 
@@ -83,12 +81,12 @@ def write_markdown(records: Sequence[RunRecord], path: Path) -> None:
 
 
 def method(record: RunRecord) -> str:
-    """How a run regularizes, in the paper's words: Base, I-STAR lambda=-1 zeta=0.4, CosReg lambda=1."""
+    """How a run regularizes, in the paper's words: Base, I-STAR λ=-1 ζ=0.4, CosReg λ=1."""
     reg = record.config["reg"]
     if reg["name"] == "none":
         return "Base"
-    parts = ["I-STAR" if reg["name"] == "istar" else "CosReg", f"lambda={reg['lambda']:g}"]
-    parts += [f"zeta={reg['zeta']:g}"] if "zeta" in reg else []
+    parts = ["I-STAR" if reg["name"] == "istar" else "CosReg", f"λ={reg['lambda']:g}"]
+    parts += [f"ζ={reg['zeta']:g}"] if "zeta" in reg else []
     parts += ["padding counted"] if reg["include_padding"] else []
     return " ".join(parts)
 

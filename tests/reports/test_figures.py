@@ -16,7 +16,7 @@ REGS: list[dict[str, Any]] = [
     {"name": "istar", "lambda": 5.0, "zeta": 0.2, "include_padding": True},
     {"name": "istar", "lambda": -5.0, "zeta": 0.8, "include_padding": False},
 ]
-METHODS = ["Base", "I-STAR lambda=-1 zeta=0.4", "I-STAR lambda=1 zeta=0.4", "CosReg lambda=1"]
+METHODS = ["Base", "I-STAR λ=-1 ζ=0.4", "I-STAR λ=1 ζ=0.4", "CosReg λ=1"]
 
 
 def make(number: int, value: float | None = None, baseline: bool = True) -> RunRecord:

@@ -52,13 +52,12 @@ def test_row() -> None:
     assert dict(zip(COLUMNS, comparison_row(make()), strict=True)) == {
         "task": "rte",
         "model": "bert-base-cased",
-        "method": "I-STAR lambda=-1 zeta=0.4",
         "metric": "accuracy",
+        "method": "I-STAR λ=-1 ζ=0.4",
         "value": "70.76",
         "majority": "52.71",
         "epoch": "3",
-        "IsoScore* before": "0.0444",
-        "IsoScore* after": "0.0889",
+        "IsoScore*": "0.0444 → 0.0889",
         "seconds": "62",
     }
 
@@ -87,11 +86,11 @@ def test_negative_metrics() -> None:
     ("reg", "name"),
     [
         ({"name": "none"}, "Base"),
-        ({"name": "cosreg", "lambda": 1.0, "include_padding": False}, "CosReg lambda=1"),
-        ({"name": "istar", "lambda": -0.5, "zeta": 0.2, "include_padding": False}, "I-STAR lambda=-0.5 zeta=0.2"),
+        ({"name": "cosreg", "lambda": 1.0, "include_padding": False}, "CosReg λ=1"),
+        ({"name": "istar", "lambda": -0.5, "zeta": 0.2, "include_padding": False}, "I-STAR λ=-0.5 ζ=0.2"),
         (
             {"name": "istar", "lambda": 5, "zeta": 1, "include_padding": True},
-            "I-STAR lambda=5 zeta=1 padding counted",
+            "I-STAR λ=5 ζ=1 padding counted",
         ),
     ],
 )
@@ -101,7 +100,7 @@ def test_method(reg: dict[str, Any], name: str) -> None:
 
 def test_summary() -> None:
     shown = text(summary(make()))
-    assert "rte · I-STAR lambda=-1 zeta=0.4 · bert-base-cased" in shown
+    assert "rte · I-STAR λ=-1 ζ=0.4 · bert-base-cased" in shown
     assert line_of(shown, "accuracy (epoch 3)")[2] == "70.76"
     assert line_of(shown, "f1")[2] == "65.43"
     assert "loss" not in shown
@@ -117,10 +116,18 @@ def test_summary() -> None:
 def test_comparison() -> None:
     records = [make(), make({"name": "none"}), make({"name": "cosreg", "lambda": 1.0, "include_padding": False})]
     table = comparison(records)
-    assert [column.header for column in table.columns] == list(COLUMNS)
-    assert table.row_count == 3
-    lines = [cells(line) for line in text(table).splitlines() if len(cells(line)) == len(COLUMNS)]
-    assert lines[-3:] == [comparison_row(record) for record in records]
+    assert table.title == "rte · bert-base-cased · accuracy"
+    assert [column.header for column in table.columns] == list(COLUMNS[3:])
+    lines = [cells(line) for line in text(table).splitlines() if len(cells(line)) == len(COLUMNS) - 3]
+    assert lines[-3:] == [comparison_row(record)[3:] for record in records]
+
+
+def test_comparison_keeps_the_columns_in_which_runs_differ() -> None:
+    other = make()
+    other.config["task"] = {"name": "stsb"}
+    table = comparison([make(), other])
+    assert table.title == "bert-base-cased · accuracy"
+    assert [column.header for column in table.columns] == ["task", *COLUMNS[3:]]
 
 
 def test_markdown(tmp_path: Path) -> None:

