@@ -59,7 +59,8 @@ def test_ids_do_not_depend_on_repetitions(tokenizer: BertTokenizer) -> None:
 def test_tokenizer_survives_saving(tokenizer: BertTokenizer, tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
-    assert loaded.is_fast and loaded.model_max_length == 512
+    assert loaded.is_fast
+    assert loaded.model_max_length == 512
     assert loaded.get_vocab() == tokenizer.get_vocab()
     pair = ("Anna's lamp, 3 inches!", "in the garden")
     encoded, expected = (each(*pair, return_offsets_mapping=True) for each in (loaded, tokenizer))

@@ -106,7 +106,8 @@ def test_answers_are_where_they_are_said_to_be() -> None:
 
 def test_vocabulary_covers_every_text() -> None:
     words = demo.vocabulary()
-    assert words == sorted(set(words)) and len(words) <= 300
+    assert words == sorted(set(words))
+    assert len(words) <= 300
     rows = [row for (name, _), data in DATA.items() for row in _texts(data, TASKS[name])]
     texts = "\n".join(text for row in rows for text in row)
     assert set(re.findall(r"\w+", texts.lower())) == set(words)
@@ -118,7 +119,8 @@ def test_sentences_read_as_sentences() -> None:
         for row in _texts(data, TASKS[name]):
             for text in row:
                 assert re.fullmatch(r"[A-Z][A-Za-z ,.]+[.?]", text), text
-                assert "  " not in text and " ." not in text
+                assert "  " not in text
+                assert " ." not in text
 
 
 @pytest.mark.parametrize(("name", "split"), [("mnli", "train"), ("demo", "dev"), ("demo_span", "test"), ("", "")])

@@ -1,6 +1,7 @@
 """The shrinkage covariance, the isotropy per layer and the history of the epochs."""
 
 import logging
+from typing import ClassVar
 
 import lightning as L
 import pytest
@@ -135,7 +136,7 @@ def test_layer_isotropy_is_that_of_all_tokens_whatever_the_batches(setting, harn
 
 def test_history_takes_the_first_of_the_best_epochs(setting):
     class Trainer:
-        callback_metrics: dict = {}
+        callback_metrics: ClassVar = {}
         global_step = 0
 
         class state:  # noqa: N801
