@@ -9,7 +9,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from istar import config as schema
+from istar import schema
 from istar.errors import UserError
 
 SHOW_TRACE = os.environ.get("HYDRA_FULL_ERROR") == "1"

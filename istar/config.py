@@ -1,25 +1,17 @@
-"""The typed schema behind conf/: a misspelt key or a wrong type is refused at compose time.
+"""What can be configured: a dataclass for each group, with the rules that no type can say in `__post_init__`.
 
-Each group has a dataclass. `register` gives Hydra a node of typed, closed values made from it, which the group's YAML
-files start from; `load` turns the composed config into the dataclasses, whose `__post_init__` holds the rules that no
-type can say. Defaults stand here and nowhere else; the YAML files hold what differs from them.
+Defaults stand here and nowhere else; the files in conf/ hold what differs from them. `istar.schema` makes of these
+classes what Hydra checks keys and types by.
 """
 
-import difflib
 import math
-import re
-from collections.abc import Iterable
-from dataclasses import Field, dataclass, field, fields, is_dataclass
-from typing import Any, TypeVar, get_args
+from dataclasses import dataclass, field
+from typing import Any
 
-from hydra.core.config_store import ConfigStore
-from hydra.errors import MissingConfigException
-from omegaconf import MISSING, AnyNode, BooleanNode, DictConfig, FloatNode, IntegerNode, OmegaConf, StringNode
+from omegaconf import MISSING
 
-from istar.errors import UserError
+from istar.errors import UserError, did_you_mean
 from istar.regularizers.points import NAMED_LAYERS
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -152,7 +144,7 @@ class OptimConfig:
     def __post_init__(self) -> None:
         if not self.lr > 0 or not math.isfinite(self.lr):
             raise UserError(f"optim.lr={self.lr:g} is not a positive number; the paper uses 1e-5, 3e-5 and 5e-5")
-        _one_of("optim.schedule", self.schedule, ("constant", "linear", "cosine"))
+        one_of("optim.schedule", self.schedule, ("constant", "linear", "cosine"))
         if not 0 <= self.warmup <= 1:
             raise UserError(f"optim.warmup={self.warmup:g} is outside [0, 1]; it is a share of the optimizer steps")
         pair = isinstance(self.betas, list) and len(self.betas) == 2
@@ -196,7 +188,7 @@ class TrainerConfig:
         _at_least(1, "trainer.log_every_n_steps", self.log_every_n_steps)
         if self.gradient_clip_val is not None and not self.gradient_clip_val > 0:
             raise UserError(f"trainer.gradient_clip_val={self.gradient_clip_val:g} must be above 0, or null for none")
-        _one_of("trainer.precision", self.precision, ("32-true", "bf16-mixed", "16-mixed"))
+        one_of("trainer.precision", self.precision, ("32-true", "bf16-mixed", "16-mixed"))
 
 
 @dataclass
@@ -219,7 +211,7 @@ class WandbConfig(LoggerConfig):
     """online, offline, disabled; auto is offline where there is no API key or WANDB_MODE says so."""
 
     def __post_init__(self) -> None:
-        _one_of("logger.mode", self.mode, ("auto", "online", "offline", "disabled"))
+        one_of("logger.mode", self.mode, ("auto", "online", "offline", "disabled"))
         if not isinstance(self.tags, list) or not all(isinstance(tag, str) for tag in self.tags):
             raise UserError(f"logger.tags={self.tags} is not a list of words, e.g. [paper,rte]")
 
@@ -255,156 +247,6 @@ class Config:
             raise UserError(f"seed={self.seed} is not a whole number in [0, 2^32)")
 
 
-_GROUPS: dict[str, Any] = {
-    "task": TaskConfig,
-    "model": ModelConfig,
-    "data": DataConfig,
-    "optim": OptimConfig,
-    "trainer": TrainerConfig,
-    "run": RunConfig,
-}
-_REGS: dict[str, Any] = {"none": NoRegConfig, "cosreg": CosRegConfig, "istar": IStarConfig}
-_LOGGERS: dict[str, Any] = {"csv": LoggerConfig, "wandb": WandbConfig}
-
-
-def register() -> None:
-    """Give Hydra the schemas as a group of its own, `schema/task`, `schema/istar` and so on."""
-    store = ConfigStore.instance()
-    for name, kind in {**_GROUPS, **_REGS, **_LOGGERS}.items():
-        store.store(group="schema", name=name, node=_schema(kind))
-
-
-def load(config: DictConfig) -> Config:
-    """The composed config as dataclasses, every rule checked.
-
-    Raises:
-        UserError: naming the key, the value and what was expected.
-    """
-    values = _resolved(config)
-    for key in ("seed", *_GROUPS, "reg", "logger"):
-        if key not in values:
-            raise UserError(f"{key} is missing; give it on the command line: {key}=<value>")
-    groups = {**_GROUPS, "reg": _chosen("reg", _REGS, values), "logger": _chosen("logger", _LOGGERS, values)}
-    _refuse_unknown("", values, ["seed", *groups])
-    built = {name: _build(name, kind, values[name]) for name, kind in groups.items()}
-    return Config(seed=values["seed"], **built)
-
-
-def to_dict(config: Any) -> dict[str, Any]:
-    """A config as plain data under the keys that the command line uses (`lambda`, not `weight`)."""
-    return {
-        _key(f): to_dict(value) if is_dataclass(value := getattr(config, f.name)) else value for f in fields(config)
-    }
-
-
-def explain(error: Exception) -> str:
-    """What Hydra and OmegaConf say over several lines and causes, as one line with the nearest right name."""
-    if isinstance(error, MissingConfigException) and error.options:
-        return _explain_option(str(error.missing_cfg_file), error.options)
-    cause: BaseException = error
-    while cause.__cause__ is not None:
-        cause = cause.__cause__
-    text = str(cause)
-    key = re.search(r"full_key: (\S+)", text)
-    headline = " ".join(text.split("\n    full_key")[0].split())
-    if key is None:
-        return " ".join(str(error).split())
-    if "not in" in headline:
-        return _explain_key(key[1])
-    return f"{key[1]}: {headline}"
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """`; did you mean X?` for the nearest known name, or nothing."""
-    return _hint(word, known)
-
-
-def _explain_key(key: str) -> str:
-    group = key.partition(".")[0]
-    owners = [name for name, kind in {**_REGS, **_LOGGERS}.items() if key in _keys(group, kind)]
-    if owners:
-        return f"{key} belongs to {group}={' or '.join(owners)}, which is not the one chosen"
-    known = _known_keys()
-    same = [name for name in known if name.partition(".")[2] == key]
-    hint = f"; did you mean {same[0]}?" if same else _hint(key, [*known, *_GROUPS, "reg", "logger"])
-    return f"{key}: there is no such key{hint}; `python train.py --cfg job` lists all"
-
-
-def _explain_option(wanted: str, options: Iterable[str]) -> str:
-    group, _, name = wanted.rpartition("/")
-    shown = sorted(options)
-    return f"{group}={name}: there is no such option{_hint(name, shown)}; {group} is one of {', '.join(shown)}"
-
-
-def _hint(word: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else ""
-
-
-def _known_keys() -> list[str]:
-    kinds = [
-        *_GROUPS.items(),
-        *(("reg", kind) for kind in _REGS.values()),
-        *(("logger", kind) for kind in _LOGGERS.values()),
-    ]
-    return ["seed", *(key for group, kind in kinds for key in _keys(group, kind))]
-
-
-def _keys(group: str, kind: Any) -> list[str]:
-    return [f"{group}.{_key(f)}" for f in fields(kind)]
-
-
-def _key(of: "Field[Any]") -> str:
-    """The key on the command line; lambda is a Python keyword, so no field can bear that name."""
-    return str(of.metadata.get("key", of.name))
-
-
-_NODES: dict[Any, type] = {str: StringNode, int: IntegerNode, float: FloatNode, bool: BooleanNode}
-
-
-def _schema(kind: Any) -> DictConfig:
-    """A closed OmegaConf node with a typed value for each field of a dataclass."""
-    node = OmegaConf.create({_key(f): _value_node(f) for f in fields(kind)})
-    OmegaConf.set_struct(node, True)
-    return node
-
-
-def _value_node(of: "Field[Any]") -> Any:
-    default: Any = of.default_factory() if callable(of.default_factory) else of.default
-    given = get_args(of.type)
-    optional = type(None) in given
-    base = next((kind for kind in given if kind is not type(None)), of.type) if optional else of.type
-    if base in _NODES:
-        return _NODES[base](value=default, is_optional=optional)
-    return AnyNode(default) if base is Any else OmegaConf.create(default)
-
-
-def _resolved(config: DictConfig) -> dict[str, Any]:
-    missing = sorted(OmegaConf.missing_keys(config))
-    if missing:
-        raise UserError(f"{missing[0]} is not set; give it on the command line: {missing[0]}=<value>")
-    values = OmegaConf.to_container(config, resolve=True)
-    return values  # type: ignore[return-value]
-
-
-def _chosen(group: str, kinds: dict[str, Any], values: dict[str, Any]) -> Any:
-    """The dataclass of the option that a group's own `name` tells."""
-    name = values[group]["name"]
-    _one_of(f"{group}.name", name, tuple(kinds))
-    return kinds[name]
-
-
-def _refuse_unknown(prefix: str, values: Iterable[str], known: Iterable[str]) -> None:
-    unknown = sorted(set(values) - set(known))
-    if unknown:
-        raise UserError(_explain_key(prefix + unknown[0]))
-
-
-def _build(group: str, kind: type[T], values: dict[str, Any]) -> T:
-    _refuse_unknown(f"{group}.", values, [_key(f) for f in fields(kind)])  # type: ignore[arg-type]
-    return kind(**{f.name: values[_key(f)] for f in fields(kind)})  # type: ignore[arg-type]
-
-
 def _at_least(least: int, key: str, value: int | None) -> None:
     if value is not None and value < least:
         raise UserError(f"{key}={value} is too small; expected {least} or more")
@@ -415,14 +257,17 @@ def _finite(key: str, value: float) -> None:
         raise UserError(f"{key}={value} is not a finite number; the paper uses -5 to 5")
 
 
-def _one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
+def one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Refuse a value that is none of those allowed."""
     if value not in allowed:
-        raise UserError(f"{key}={value} is not known{_hint(value, allowed)}; expected one of {', '.join(allowed)}")
+        raise UserError(
+            f"{key}={value} is not known{did_you_mean(value, allowed)}; expected one of {', '.join(allowed)}"
+        )
 
 
 def _check_layers(layers: Any) -> None:
     if isinstance(layers, str):
-        _one_of("reg.layers", layers, NAMED_LAYERS)
+        one_of("reg.layers", layers, NAMED_LAYERS)
     elif not (isinstance(layers, list) and layers and all(type(number) is int for number in layers)):
         raise UserError(
             f"reg.layers={layers} is neither one of {', '.join(NAMED_LAYERS)} nor a list of layer numbers like [1,2,12]"

@@ -17,12 +17,13 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from istar import models, results
-from istar.config import Config, CosRegConfig, IStarConfig, ModelConfig, TaskConfig, nearest, to_dict
-from istar.errors import UserError, shorten
+from istar.config import Config, CosRegConfig, IStarConfig, ModelConfig, TaskConfig
+from istar.errors import UserError, did_you_mean, shorten
 from istar.files import write_text
 from istar.regularizers import CosReg, IStar, Regularizer, layer_numbers
 from istar.reports.tables import summary
 from istar.results import RunRecord
+from istar.schema import to_dict
 from istar.tasks.evaluation import Evaluator, constant_baseline, write_submission
 from istar.tasks.features import Collator, featurize, max_length_for
 from istar.tasks.loading import fingerprint, load_splits, overlap
@@ -145,7 +146,9 @@ def load_examples(spec: TaskSpec, config: TaskConfig) -> Examples:
 def _task_spec(config: TaskConfig) -> TaskSpec:
     spec = TASKS.get(config.name)
     if spec is None:
-        raise UserError(f"task.name={config.name} is not known{nearest(config.name, TASKS)}; one of {', '.join(TASKS)}")
+        raise UserError(
+            f"task.name={config.name} is not known{did_you_mean(config.name, TASKS)}; one of {', '.join(TASKS)}"
+        )
     if config.submission and not any(split.submission for split in spec.test):
         raise UserError(f"task.submission=true, but {spec.name} is not one of GLUE's tasks and has no submission file")
     return spec

@@ -13,7 +13,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
-from istar import config as schema
+from istar import schema
 from istar.config import Config
 
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -12,9 +12,10 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from istar import config as schema
-from istar.config import Config, CosRegConfig, IStarConfig, NoRegConfig, WandbConfig, to_dict
-from istar.errors import UserError
+from istar import schema
+from istar.config import Config, CosRegConfig, IStarConfig, NoRegConfig, WandbConfig
+from istar.errors import UserError, did_you_mean
+from istar.schema import to_dict
 from istar.tasks.specs import TASKS
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
@@ -397,8 +398,8 @@ def test_explain_speaks_of_foreign_errors_too() -> None:
 
 
 def test_nearest() -> None:
-    assert schema.nearest("rtee", ["rte", "sst2"]) == "; did you mean rte?"
-    assert schema.nearest("zzz", ["rte", "sst2"]) == ""
+    assert did_you_mean("rtee", ["rte", "sst2"]) == "; did you mean rte?"
+    assert did_you_mean("zzz", ["rte", "sst2"]) == ""
 
 
 def test_every_field_is_typed(composed: Callable[..., Config]) -> None:

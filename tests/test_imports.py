@@ -44,10 +44,11 @@ ALLOWED = {
     "measures": {"measures", "errors"},
     "regularizers": {"regularizers", "measures", "errors"},
     "config": {"regularizers", "errors"},
+    "schema": {"config", "errors"},
     "tiny": set(),
     "tasks": {"tasks", "errors", "files", "hub"},
     "models": {"tasks", "tiny", "config", "errors", "hub"},
-    "training": {"training", "tasks", "regularizers", "measures", "config", "errors"},
+    "training": {"training", "tasks", "regularizers", "measures", "config", "schema", "errors"},
     "results": {"files", "errors"},
     "reports": {"reports", "results", "files", "errors"},
 }
@@ -55,7 +56,8 @@ ASSEMBLING = {"run", "sweeps", "cli"}
 LIBRARIES = {
     "measures": {"torch"},
     "regularizers": {"torch"},
-    "config": {"hydra", "omegaconf"},
+    "config": {"omegaconf"},
+    "schema": {"hydra", "omegaconf"},
     "errors": set(),
     "files": set(),
     "results": set(),
@@ -104,7 +106,7 @@ def test_only_assemblers_assemble() -> None:
         ("istar.regularizers", "lightning transformers datasets hydra omegaconf evaluate matplotlib pandas"),
         ("istar.results", "torch lightning transformers datasets hydra matplotlib"),
         ("istar.reports.tables", "torch lightning transformers datasets hydra"),
-        ("istar.config", "lightning transformers datasets evaluate"),
+        ("istar.schema", "lightning transformers datasets evaluate"),
     ],
 )
 def test_what_an_import_brings_along(module: str, absent: str) -> None:

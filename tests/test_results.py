@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from istar import files, results
-from istar.config import Config, to_dict
+from istar.config import Config
 from istar.errors import UserError
 from istar.results import RESULT, RunRecord, identity
+from istar.schema import to_dict
 
 RECORD = RunRecord(
     name="demo-tiny-none-0123456789ab",

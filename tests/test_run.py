@@ -19,10 +19,11 @@ from transformers import AutoModelForQuestionAnswering, AutoModelForSequenceClas
 
 from istar import results, tiny
 from istar import run as run_module
-from istar.config import Config, to_dict
+from istar.config import Config
 from istar.errors import UserError
 from istar.results import RunRecord
 from istar.run import run
+from istar.schema import to_dict
 from istar.tasks import demo
 from istar.tasks.loading import load_splits
 from istar.tasks.metrics import compute

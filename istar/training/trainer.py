@@ -14,8 +14,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, RichProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger
 
-from istar.config import Config, TrainerConfig, WandbConfig, to_dict
+from istar.config import Config, TrainerConfig, WandbConfig
 from istar.errors import UserError, shorten
+from istar.schema import to_dict
 
 
 def build_trainer(config: Config, headline: str, folder: Path, callbacks: Sequence[L.Callback]) -> L.Trainer:
