@@ -80,7 +80,7 @@ def test_the_methods_are_compared(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     [sweep] = (tmp_path / "runs" / "multirun").iterdir()
     # Each run is told, then all of them together.
-    comparison = done.stdout[done.stdout.index("demo · tiny · accuracy") :]
+    comparison = done.stdout[done.stdout.index("demo, accuracy · tiny") :]
     for method in ("Base", r"I-STAR λ=-[\d.]+", r"I-STAR λ=[\d.]+", "CosReg λ=1"):
         assert re.search(method, comparison)
         assert re.search(method, (sweep / "comparison.md").read_text())

@@ -11,7 +11,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-from istar.reports.tables import method
+from istar.reports.tables import by_task, method
 from istar.results import RunRecord
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
@@ -19,14 +19,22 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 
 
 def comparison(records: Sequence[RunRecord], path: Path) -> None:
-    r"""Two panels, a colour per run: the headline metric, and IsoScore\* layer by layer; PNG or SVG by the suffix."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained", width_ratios=(2, 3))
-    for number, record in enumerate(records):
-        colour = COLOURS[number % len(COLOURS)]
-        _headline_bar(left, number, record, colour)
-        _layer_line(right, record, colour)
-    _finish_headlines(left, records)
-    _finish_layers(right, records)
+    r"""The headline metric, and IsoScore\* layer by layer: a row of panels per task and model, a colour per run.
+
+    PNG or SVG by the path's suffix.
+    """
+    groups = by_task(records)
+    figure, panels = plt.subplots(
+        len(groups), 2, figsize=(10, 4 * len(groups)), layout="constrained", width_ratios=(2, 3), squeeze=False
+    )
+    for (left, right), ((task, model), group) in zip(panels, groups.items(), strict=True):
+        for number, record in enumerate(group):
+            colour = COLOURS[number % len(COLOURS)]
+            _headline_bar(left, number, record, colour)
+            _layer_line(right, record, colour)
+        _finish_headlines(left, group)
+        _finish_layers(right, group)
+        right.set_title(f"{task} · {model}", fontsize="medium", loc="right")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     plt.close(figure)
@@ -53,7 +61,7 @@ def _finish_headlines(axes: Axes, records: Sequence[RunRecord]) -> None:
     baselines = {record.baseline.get(record.headline["metric"]) for record in records}
     if len(baselines) == 1 and None not in baselines:
         axes.axvline(100 * baselines.pop(), color="black", linestyle="--", linewidth=1)  # type: ignore[operator]
-        axes.set_title("dashed: majority class", fontsize="medium", loc="left")
+        axes.set_title("dashed: a constant prediction", fontsize="medium", loc="left")
 
 
 def _finish_layers(axes: Axes, records: Sequence[RunRecord]) -> None:

@@ -28,26 +28,31 @@ def summary(record: RunRecord) -> Table:
     return table
 
 
-COLUMNS = ("task", "model", "metric", "method", "value", "majority", "epoch", "IsoScore*", "seconds")
-_TITLED = 3
+COLUMNS = ("task", "model", "method", "value", "constant", "epoch", "IsoScore*", "seconds")
+_TITLED = 2
 """So many of the first columns go into the title where all runs agree on them."""
 
 
 def comparison(records: Sequence[RunRecord]) -> Table:
     """Several runs, a row each; what they have in common stands in the title."""
-    rows = [comparison_row(record) for record in records]
+    groups = [[comparison_row(record) for record in group] for group in by_task(records).values()]
+    rows = [row for group in groups for row in group]
     common = [number for number in range(_TITLED) if len({row[number] for row in rows}) == 1]
     title = " · ".join(rows[0][number] for number in common)
     table = Table(title=title, title_justify="left", caption=_COMPARISON_CAPTION, caption_justify="left")
     shown = [number for number in range(len(COLUMNS)) if number not in common]
     for number in shown:
         table.add_column(COLUMNS[number], justify="left" if number <= _TITLED else "right")
-    for row in rows:
-        table.add_row(*(row[number] for number in shown))
+    for group in groups:
+        for row in group:
+            table.add_row(*(row[number] for number in shown))
+        table.add_section()
     return table
 
 
-_COMPARISON_CAPTION = "Metrics in percent; IsoScore* of layers 1 to L before and after training."
+_COMPARISON_CAPTION = (
+    "Metrics in percent, beside those of a constant prediction; IsoScore* of layers 1 to L before → after training."
+)
 
 
 def comparison_row(record: RunRecord) -> list[str]:
@@ -57,9 +62,8 @@ def comparison_row(record: RunRecord) -> list[str]:
     before, after = (record.isotropy[when]["union"] for when in ("before", "after"))
     collapsed = " (collapsed)" if any(record.collapsed.values()) else ""
     return [
-        record.config["task"]["name"],
+        f"{record.config['task']['name']}, {metric}",
         Path(record.config["model"]["name"]).name,
-        metric,
         method(record),
         f"{100 * record.headline['value']:.2f}{collapsed}",
         "-" if baseline is None else f"{100 * baseline:.2f}",
@@ -69,9 +73,19 @@ def comparison_row(record: RunRecord) -> list[str]:
     ]
 
 
+def by_task(records: Sequence[RunRecord]) -> dict[tuple[str, str], list[RunRecord]]:
+    """Runs by task and model, both in the order in which they first occur."""
+    groups: dict[tuple[str, str], list[RunRecord]] = {}
+    for record in records:
+        key = (record.config["task"]["name"], Path(record.config["model"]["name"]).name)
+        groups.setdefault(key, []).append(record)
+    return groups
+
+
 def markdown(records: Sequence[RunRecord]) -> str:
     """`comparison` as a Markdown table."""
-    rows = [list(COLUMNS), ["---"] * len(COLUMNS), *(comparison_row(record) for record in records)]
+    ordered = [record for group in by_task(records).values() for record in group]
+    rows = [list(COLUMNS), ["---"] * len(COLUMNS), *map(comparison_row, ordered)]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 

@@ -59,6 +59,16 @@ def drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, records: list[RunReco
     return kept[0]
 
 
+def test_a_row_of_panels_per_task(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    records = [make(number) for number in range(4)]
+    for record in records[::2]:
+        record.config["task"] = {"name": "stsb"}
+    axes = drawn(monkeypatch, tmp_path, records).axes
+    assert [panel.get_title(loc="right") for panel in axes[1::2]] == ["stsb · bert", "rte · bert"]
+    assert [bar.get_width() for bar in axes[0].patches] == pytest.approx([60, 70])
+    assert [bar.get_width() for bar in axes[2].patches] == pytest.approx([65, 75])
+
+
 def test_numbers_in_the_figure_are_the_records(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     records = [make(number) for number in range(4)]
     left, right = drawn(monkeypatch, tmp_path, records).axes
@@ -89,7 +99,7 @@ def test_numbers_in_the_figure_are_the_records(monkeypatch: pytest.MonkeyPatch, 
 def test_no_common_baseline_no_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, records: list[RunRecord]) -> None:
     left = drawn(monkeypatch, tmp_path, records).axes[0]
     assert not left.lines
-    assert "majority" not in left.get_title(loc="left")
+    assert "constant" not in left.get_title(loc="left")
 
 
 @pytest.mark.parametrize("value", [0.0, -0.3, 1.0])

@@ -50,12 +50,11 @@ def line_of(shown: str, start: str) -> list[str]:
 
 def test_row() -> None:
     assert dict(zip(COLUMNS, comparison_row(make()), strict=True)) == {
-        "task": "rte",
+        "task": "rte, accuracy",
         "model": "bert-base-cased",
-        "metric": "accuracy",
         "method": "I-STAR λ=-1 ζ=0.4",
         "value": "70.76",
-        "majority": "52.71",
+        "constant": "52.71",
         "epoch": "3",
         "IsoScore*": "0.0444 → 0.0889",
         "seconds": "62",
@@ -73,7 +72,7 @@ def test_collapse_is_shown() -> None:
 
 
 def test_no_baseline() -> None:
-    assert comparison_row(make(baseline={}))[COLUMNS.index("majority")] == "-"
+    assert comparison_row(make(baseline={}))[COLUMNS.index("constant")] == "-"
     assert "constant prediction" not in text(summary(make(baseline={})))
 
 
@@ -116,18 +115,18 @@ def test_summary() -> None:
 def test_comparison() -> None:
     records = [make(), make({"name": "none"}), make({"name": "cosreg", "lambda": 1.0, "include_padding": False})]
     table = comparison(records)
-    assert table.title == "rte · bert-base-cased · accuracy"
-    assert [column.header for column in table.columns] == list(COLUMNS[3:])
-    lines = [cells(line) for line in text(table).splitlines() if len(cells(line)) == len(COLUMNS) - 3]
-    assert lines[-3:] == [comparison_row(record)[3:] for record in records]
+    assert table.title == "rte, accuracy · bert-base-cased"
+    assert [column.header for column in table.columns] == list(COLUMNS[2:])
+    lines = [cells(line) for line in text(table).splitlines() if len(cells(line)) == len(COLUMNS) - 2]
+    assert lines[-3:] == [comparison_row(record)[2:] for record in records]
 
 
 def test_comparison_keeps_the_columns_in_which_runs_differ() -> None:
     other = make()
     other.config["task"] = {"name": "stsb"}
     table = comparison([make(), other])
-    assert table.title == "bert-base-cased · accuracy"
-    assert [column.header for column in table.columns] == ["task", *COLUMNS[3:]]
+    assert table.title == "bert-base-cased"
+    assert [column.header for column in table.columns] == ["task", *COLUMNS[2:]]
 
 
 def test_markdown(tmp_path: Path) -> None:
