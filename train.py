@@ -5,11 +5,14 @@ import sys
 from typing import NoReturn
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from istar import schema
+from istar.config import TrainerConfig
 from istar.errors import UserError
 
 SHOW_TRACE = os.environ.get("HYDRA_FULL_ERROR") == "1"
@@ -23,12 +26,23 @@ def refuse(message: str) -> NoReturn:
     sys.exit(2)
 
 
+def refuse_processes_in_multirun(trainer: TrainerConfig) -> None:
+    """Lightning starts further processes by repeating the command line, and with it the whole multirun."""
+    is_multirun = HydraConfig.get().mode == RunMode.MULTIRUN
+    if is_multirun and (trainer.devices, trainer.num_nodes) != (1, 1):
+        raise UserError(
+            f"trainer.devices={trainer.devices} and trainer.num_nodes={trainer.num_nodes} with -m: the runs of a "
+            "multirun have one process each; call train.py once per run, without -m, for several"
+        )
+
+
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def main(config: DictConfig) -> object:
     """One run, or one of a multirun."""
     try:
         # Only here, so that --help and mistakes in the config need not wait for the libraries.
         settings = schema.load(config)
+        refuse_processes_in_multirun(settings.trainer)
         from rich.console import Console
 
         from istar.run import run
