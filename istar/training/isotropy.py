@@ -4,6 +4,7 @@ from typing import Any
 
 import lightning as L
 
+from istar.errors import UserError
 from istar.measures import Moments, isoscore
 
 
@@ -52,7 +53,12 @@ class LayerIsotropy(L.Callback):
         for moments in layers[1:]:
             union.merge(moments)
         self.points = int(layers[0].count)
-        self.scores = {str(number): isoscore(moments).item() for number, moments in enumerate(layers)}
+        try:
+            self.scores = {str(number): isoscore(moments).item() for number, moments in enumerate(layers)}
+        except UserError as error:
+            raise UserError(
+                f"validation after step {trainer.global_step}: {error}; if the training has diverged, lower optim.lr"
+            ) from error
         pl_module.log_dict(
             {f"isotropy/layer_{number}/isoscore_star": score for number, score in self.scores.items()},
             sync_dist=True,

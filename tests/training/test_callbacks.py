@@ -7,6 +7,7 @@ import lightning as L
 import pytest
 import torch
 
+from istar.errors import UserError
 from istar.measures import isoscore
 from istar.regularizers import IStar
 from istar.tasks.evaluation import Evaluation
@@ -132,6 +133,15 @@ def test_layer_isotropy_is_that_of_all_tokens_whatever_the_batches(setting, harn
         assert isotropy.scores[str(number)] == pytest.approx(algorithm_1(points).item(), abs=1e-5)
     assert isotropy.scores["union"] == pytest.approx(isoscore(torch.cat(layers[1:])).item(), abs=1e-5)
     assert isotropy.points == sum(setting.validation["length"])
+
+
+def test_a_model_that_has_diverged_is_one_line(setting, harness):
+    module = setting.module()
+    module.model.bert.encoder.layer[0].output.dense.weight.data.fill_(torch.nan)
+    with pytest.raises(UserError, match=r"^validation after step 0: .* not finite.*lower optim.lr$"):
+        harness.trainer(LayerIsotropy(), limit_val_batches=1.0).validate(
+            module, datamodule=setting.data(), verbose=False
+        )
 
 
 def test_history_takes_the_first_of_the_best_epochs(setting):
