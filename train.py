@@ -64,3 +64,8 @@ if __name__ == "__main__":
         if SHOW_TRACE:
             raise
         refuse(schema.explain(error))
+    except ValueError as error:
+        # Hydra says some mistakes on the command line with a plain one, `task=null` for example.
+        if SHOW_TRACE:
+            raise
+        refuse(f"{schema.explain(error)} (HYDRA_FULL_ERROR=1 shows where)")
