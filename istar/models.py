@@ -107,9 +107,12 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Pat
 
 
 def _source(config: ModelConfig) -> dict[str, Any]:
-    """Which revision, and whether the hub may be asked: an unreachable one would be asked for a minute."""
+    """Which revision, and whether the hub may be asked: an unreachable one would be asked for a minute.
+
+    Code that a model brings along is refused outright; left open, transformers would ask at the terminal.
+    """
     local = Path(config.name).is_dir() or bool(hub_obstacle())
-    return {"revision": config.revision or "main", "local_files_only": local}
+    return {"revision": config.revision or "main", "local_files_only": local, "trust_remote_code": False}
 
 
 def _label_settings(spec: TaskSpec) -> dict[str, Any]:

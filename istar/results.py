@@ -73,7 +73,7 @@ def identity(config: Mapping[str, Any], data: str, model: str) -> str:
 _NOT_IDENTITY: dict[str, tuple[str, ...]] = {
     "task": ("data_dir", "submission"),
     "model": ("name", "revision"),
-    "data": ("cache_dir", "num_workers", "eval_batch_size"),
+    "data": ("cache_dir", "num_workers"),
     "trainer": ("accelerator", "strategy", "progress_bar", "log_every_n_steps"),
     "logger": (),
     "run": (),

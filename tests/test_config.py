@@ -135,28 +135,29 @@ def test_the_command_line_wins_in_any_order(composed: Callable[..., Config], ord
     assert composed("task=demo", "model=bert").optim.lr == 3e-5
 
 
-@pytest.mark.parametrize(("experiment", "group"), [("methods", "method"), ("demo", "demo_method")])
-def test_experiments_of_four_methods(composed: Callable[..., Config], experiment: str, group: str) -> None:
-    variants = options(f"experiment/{group}")
-    sweep = OmegaConf.load(CONF / "experiment" / f"{experiment}.yaml").hydra.sweeper.params[f"+experiment/{group}"]
-    assert sorted(sweep.split(",")) == sorted(variants)
+@pytest.mark.parametrize(("experiment", "prefix"), [("methods", "istar"), ("demo", "scratch")])
+def test_experiments_of_four_methods(composed: Callable[..., Config], experiment: str, prefix: str) -> None:
+    sweep = OmegaConf.load(CONF / "experiment" / f"{experiment}.yaml").hydra.sweeper.params["+experiment/method"]
+    variants = sweep.split(",")
+    assert set(variants) == {"base", f"{prefix}_negative", f"{prefix}_positive", "cosreg"}
+    assert set(variants) <= set(options("experiment/method"))
     methods = {}
     for name in variants:
-        config = composed(f"experiment={experiment}", "task=demo", f"+experiment/{group}={name}")
+        config = composed(f"experiment={experiment}", "task=demo", f"+experiment/method={name}")
         assert (config.task.name, config.model.name) == ("demo", "tiny")
         methods[name] = (config.reg.name, getattr(config.reg, "weight", None))
     assert methods["base"] == ("none", None)
-    assert methods["istar_negative"][0] == methods["istar_positive"][0] == "istar"
-    assert methods["istar_negative"][1] < 0 < methods["istar_positive"][1]
+    assert methods[f"{prefix}_negative"][0] == methods[f"{prefix}_positive"][0] == "istar"
+    assert methods[f"{prefix}_negative"][1] == -methods[f"{prefix}_positive"][1] < 0
     assert methods["cosreg"] == ("cosreg", 1)
-    elsewhere = composed(f"experiment={experiment}", f"+experiment/{group}=cosreg", "task=rte")
+    elsewhere = composed(f"experiment={experiment}", "+experiment/method=cosreg", "task=rte")
     assert (elsewhere.task.name, elsewhere.model.name, elsewhere.reg.name) == (
         "rte",
         "google-bert/bert-base-cased",
         "cosreg",
     )
     changed = composed(
-        f"experiment={experiment}", f"+experiment/{group}=istar_negative", "reg.lambda=-3", "task=demo_span"
+        f"experiment={experiment}", f"+experiment/method={prefix}_negative", "reg.lambda=-3", "task=demo_span"
     )
     assert (changed.reg.weight, changed.task.name) == (-3, "demo_span")
 

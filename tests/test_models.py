@@ -293,3 +293,14 @@ def test_a_copied_folder_is_as_good(tmp_path: Path) -> None:
     first, second = load(saved), load(tmp_path / "b")
     for name, value in first.base_model.state_dict().items():
         torch.testing.assert_close(second.base_model.state_dict()[name], value, rtol=0, atol=0)
+
+
+def test_code_that_a_model_brings_along_is_refused(tmp_path: Path) -> None:
+    """At once and without a question at the terminal."""
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil", "AutoTokenizer": ["evil.Evil", null]}}'
+    )
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
+    with pytest.raises(UserError, match="is not a model folder that can be loaded"):
+        models.load_config(ModelConfig(name=str(tmp_path)), TASKS["rte"], tokenizer=None)  # type: ignore[arg-type]
+    assert not (tmp_path / "ran").exists()

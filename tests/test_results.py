@@ -60,6 +60,7 @@ OTHER = [
     "task.limit_validation=5",
     "task.max_length=64",
     "data.batch_size=16",
+    "data.eval_batch_size=16",
     "data.group_by_length=false",
     "trainer.max_epochs=1",
     "trainer.accumulate_grad_batches=1",

@@ -343,10 +343,11 @@ def test_the_seed_decides_everything(small: Build, tmp_path: Path, task: str) ->
     assert other[1] != first[1] or task == "demo_span"
 
 
-def test_workers_and_the_evaluation_batch_do_not_matter(done: Callable[..., Any]) -> None:
+def test_the_evaluation_batch_matters_only_to_rounding(done: Callable[..., Any]) -> None:
     _, one, _ = done("task=demo", "reg=istar")
     _, two, _ = done("task=demo", "reg=istar", "data.eval_batch_size=24")
-    assert one.name == two.name
+    # They change the rounding of the shrinkage covariance, and its padding where that counts.
+    assert one.name != two.name
     assert two.metrics == pytest.approx(one.metrics, rel=1e-4)
     assert two.isotropy["after"] == pytest.approx(one.isotropy["after"], rel=1e-3)
 

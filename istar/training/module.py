@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, get_scheduler
 
 from istar.config import OptimConfig
 from istar.regularizers import Regularizer
+from istar.regularizers.base import world_size
 from istar.tasks.evaluation import Evaluation, Evaluator
 
 Batch = dict[str, Tensor]
@@ -149,8 +150,8 @@ def _logits_by_feature(batch: Batch, outputs: Any) -> Outputs:
 
 def from_all_processes(outputs: Outputs) -> Outputs:
     """Logits by feature id, gathered from all processes on each of them."""
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+    if world_size() == 1:
         return outputs
-    gathered: list[Any] = [None] * dist.get_world_size()
+    gathered: list[Any] = [None] * world_size()
     dist.all_gather_object(gathered, outputs)
     return merge_outputs(gathered)
