@@ -295,8 +295,9 @@ def test_a_copied_folder_is_as_good(tmp_path: Path) -> None:
         torch.testing.assert_close(second.base_model.state_dict()[name], value, rtol=0, atol=0)
 
 
-def test_code_that_a_model_brings_along_is_refused(tmp_path: Path) -> None:
+def test_code_that_a_model_brings_along_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At once and without a question at the terminal."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
     (tmp_path / "config.json").write_text(
         '{"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil", "AutoTokenizer": ["evil.Evil", null]}}'
     )

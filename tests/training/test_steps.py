@@ -6,6 +6,7 @@ import torch
 
 from istar.regularizers import CosReg, IStar
 from istar.training import ShrinkageCovariance
+from istar.training.module import parameter_groups
 from tests.oracles import algorithm_1
 
 STEPS = 20
@@ -157,3 +158,12 @@ def test_schedules(setting, harness, schedule, warmup, expected):
     module = setting.module(lr=1.0, schedule=schedule, warmup=warmup)
     harness.trainer(Rates(), limit_train_batches=4).fit(module, datamodule=setting.data())
     assert rates == pytest.approx(expected)
+
+
+def test_biases_and_layer_norms_are_not_decayed(setting):
+    names = {id(parameter): name for name, parameter in setting.model.named_parameters()}
+    decayed, kept = parameter_groups(setting.model, 0.01)
+    assert (decayed["weight_decay"], kept["weight_decay"]) == (0.01, 0.0)
+    kept_names = {names[id(parameter)] for parameter in kept["params"]}
+    assert kept_names == {name for name in names.values() if "LayerNorm" in name or name.endswith("bias")}
+    assert len(decayed["params"]) + len(kept["params"]) == len(names)
