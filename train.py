@@ -11,8 +11,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from istar import schema
-from istar.config import TrainerConfig
+from istar import launch, schema
+from istar.config import Config
 from istar.errors import UserError
 
 SHOW_TRACE = os.environ.get("HYDRA_FULL_ERROR") == "1"
@@ -20,39 +20,40 @@ SHOW_TRACE = os.environ.get("HYDRA_FULL_ERROR") == "1"
 schema.register()
 
 
-def refuse(message: str) -> NoReturn:
+def refuse(message: str, code: int = 2) -> NoReturn:
     """Say what is wrong in one line and leave."""
-    print(f"error: {message}", file=sys.stderr)
-    sys.exit(2)
+    # Of the processes that torchrun or srun have started, one speaks.
+    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+        print(f"error: {message}", file=sys.stderr)
+    sys.exit(code)
 
 
-def refuse_processes_in_multirun(trainer: TrainerConfig) -> None:
-    """Lightning starts further processes by repeating the command line, and with it the whole multirun."""
+def start(settings: Config) -> object:
+    """Here, or in processes of its own: each run of a multirun, and each that has several devices."""
     is_multirun = HydraConfig.get().mode == RunMode.MULTIRUN
-    if is_multirun and (trainer.devices, trainer.num_nodes) != (1, 1):
-        raise UserError(
-            f"trainer.devices={trainer.devices} and trainer.num_nodes={trainer.num_nodes} with -m: the runs of a "
-            "multirun have one process each; call train.py once per run, without -m, for several"
-        )
+    if is_multirun and launch.is_one_of_many():
+        raise UserError("-m starts the processes of its runs by itself; call it without torchrun or srun")
+    processes = launch.processes_to_start(settings.trainer)
+    if is_multirun or processes > 1:
+        return launch.launch(settings, processes, SHOW_TRACE)
+    from rich.console import Console
+
+    from istar.run import run
+
+    return run(settings, Console())
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def main(config: DictConfig) -> object:
     """One run, or one of a multirun."""
     try:
-        # Only here, so that --help and mistakes in the config need not wait for the libraries.
-        settings = schema.load(config)
-        refuse_processes_in_multirun(settings.trainer)
-        from rich.console import Console
-
-        from istar.run import run
-
-        return run(settings, Console())
+        # Libraries are imported later, so that --help and mistakes in the config need not wait for them.
+        return start(schema.load(config))
     except UserError as error:
         if SHOW_TRACE:
             raise
         # Not an exception that Hydra would catch and comment on.
-        refuse(str(error))
+        refuse(str(error), error.exit_code)
 
 
 if __name__ == "__main__":

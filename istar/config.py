@@ -52,6 +52,10 @@ class ModelConfig:
     """False: the project's own tiny BERT with random weights."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
+    gradient_checkpointing: bool = False
+    """Compute activations anew in the backward pass: less memory, more time, the same losses."""
+    compile: bool = False
+    """torch.compile: a slow start, then faster steps; the losses differ by rounding."""
 
     def __post_init__(self) -> None:
         if not self.name.strip():
@@ -171,10 +175,17 @@ class TrainerConfig:
     devices: Any = 1
     num_nodes: int = 1
     strategy: str = "auto"
+    """auto or ddp; with several devices both are ddp."""
     early_stopping: int | None = None
     """Stop after so many epochs without a better headline metric; null never stops early."""
     checkpoints: bool = True
-    """Keep the best and the last state; without them the last weights are the result."""
+    """Keep the best and the last state; without them the last weights are the result and nothing can be resumed."""
+    checkpoint_every_n_steps: int | None = None
+    """Optimizer steps between two checkpoints, beside the one after every epoch; null for none."""
+    checkpoint_every_n_minutes: float | None = 10.0
+    """Minutes between two checkpoints, beside the one after every epoch; null for none."""
+    nonfinite: str = "stop"
+    """What a NaN or infinite loss or gradient does: stop the run, or skip the optimizer step."""
     deterministic: bool = False
     fast_dev_run: bool = False
     """One batch of everything, no checkpoints: does it run at all?"""
@@ -188,6 +199,17 @@ class TrainerConfig:
         _at_least(1, "trainer.log_every_n_steps", self.log_every_n_steps)
         if self.gradient_clip_val is not None and not self.gradient_clip_val > 0:
             raise UserError(f"trainer.gradient_clip_val={self.gradient_clip_val:g} must be above 0, or null for none")
+        _at_least(1, "trainer.checkpoint_every_n_steps", self.checkpoint_every_n_steps)
+        minutes = self.checkpoint_every_n_minutes
+        if minutes is not None and not 0 < minutes < math.inf:
+            raise UserError(f"trainer.checkpoint_every_n_minutes={minutes:g} must be above 0, or null for none")
+        if self.strategy == "fsdp":
+            raise UserError(
+                "trainer.strategy=fsdp is not supported: with sharded weights the norm of the gradient, which is "
+                "checked and clipped in every step, would be that of a shard; use ddp"
+            )
+        one_of("trainer.strategy", self.strategy, ("auto", "ddp"))
+        one_of("trainer.nonfinite", self.nonfinite, ("stop", "skip"))
         one_of("trainer.precision", self.precision, ("32-true", "bf16-mixed", "16-mixed"))
 
 
@@ -223,9 +245,13 @@ class RunConfig:
     root: str = "runs"
     """Folder that holds the run folders."""
     overwrite: bool = False
-    """Run again although a finished result is there; the old folder is kept aside."""
+    """Start anew although the run is finished or could be resumed; the old folder is kept aside."""
     save_model: bool = True
     """Write `model/`, a `save_pretrained` folder with the tokenizer."""
+
+    def __post_init__(self) -> None:
+        if not self.root.strip():
+            raise UserError("run.root is empty; expected the folder that is to hold the run folders")
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The one exception for mistakes that the user can mend, and what its messages are made with."""
+"""The exceptions that are told to the user in one line, and what their messages are made with."""
 
 import difflib
 from collections.abc import Iterable
@@ -10,6 +10,25 @@ class UserError(Exception):
     The message says what was wrong, what was expected and how to mend it. The command line prints it
     without a stack trace and exits with 2; `HYDRA_FULL_ERROR=1` shows where it came from.
     """
+
+    exit_code = 2
+
+
+class NonFiniteError(UserError):
+    """A loss, a gradient or a hidden state is NaN or infinite: the training has diverged."""
+
+
+class StoppedError(UserError):
+    """A signal asked the run to stop; the same command goes on from where it was.
+
+    Args:
+        message: what was saved.
+        signal_number: which signal; the exit code is 128 + its number, as shells have it.
+    """
+
+    def __init__(self, message: str, signal_number: int) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + signal_number
 
 
 def shorten(text: object, length: int = 200) -> str:

@@ -2,18 +2,78 @@
 
 import os
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
+
+from filelock import FileLock, Timeout
+
+from istar.errors import UserError, shorten
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a UTF-8 text file through a temporary one in the same folder, which is made if absent."""
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A binary file that takes the place of `path` when the block ends well, and is removed when it does not.
+
+    It lies in the same folder (which is made if absent) until it and its name are on the disk.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        with draft.open("x", encoding="utf-8", newline="\n") as file:
-            file.write(text)
+        with draft.open("xb") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)
+        _sync_folder(path.parent)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a UTF-8 text file whole or not at all."""
+    with replacing(path) as file:
+        file.write(text.encode())
+
+
+def remove_drafts(folder: Path) -> None:
+    """Remove what a process that was killed while writing left behind in a folder."""
+    for path in folder.glob(".*.*"):
+        if len(path.suffix) == 33 and path.is_file():
+            path.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def sole_writer(folder: Path) -> Iterator[None]:
+    """Let no other process write into a folder; the lock ends with the process, however that ends.
+
+    Raises:
+        UserError: if another process holds it after some seconds, or its place cannot be written.
+    """
+    lock = FileLock(folder.parent / ".locks" / f"{folder.name}.lock", timeout=_LOCK_SECONDS)
+    try:
+        Path(lock.lock_file).parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout as error:
+        raise UserError(
+            f"{folder} is being written by another process; wait for it, the same command then finds its result"
+        ) from error
+    except OSError as error:
+        raise UserError(f"run.root={folder.parent} cannot be written: {shorten(error)}") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+_LOCK_SECONDS = 5.0
+"""Long enough for a process that is just being stopped, as after a requeue."""

@@ -1,4 +1,4 @@
-"""Whether the Hugging Face hub can be asked, found out at once instead of after its libraries' retries."""
+"""Whether the Hugging Face hub or another server can be asked, found out at once and not after retries."""
 
 import queue
 import threading
@@ -13,26 +13,31 @@ PROBE_SECONDS = 5.0
 
 
 def hub_obstacle(seconds: float = PROBE_SECONDS) -> str:
-    """Why the hub cannot be used; empty if it answers.
-
-    The probe uses the hub library's own session, so that proxies, certificates and HF_ENDPOINT count. It has
-    its own thread because the timeout covers neither name resolution nor the tries of several addresses.
-    """
+    """Why the hub cannot be used; empty if it answers."""
     if datasets.config.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE or HF_DATASETS_OFFLINE forbids asking the hub"
     endpoint = datasets.config.HF_ENDPOINT
+    reason = obstacle(endpoint, seconds)
+    return f"the hub {endpoint} cannot be reached ({reason})" if reason else ""
+
+
+def obstacle(url: str, seconds: float = PROBE_SECONDS) -> str:
+    """Why a server cannot be used; empty if it answers.
+
+    The probe uses the hub library's own session, so that proxies and certificates count. It has its own thread
+    because the timeout covers neither name resolution nor the tries of several addresses.
+    """
     outcome: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def probe() -> None:
         try:
-            status = get_session().head(endpoint, timeout=seconds).status_code
+            status = get_session().head(url, timeout=seconds).status_code
             outcome.put(f"HTTP status {status}" if status >= 500 else "")
         except Exception as error:  # another class for each version of the hub library
             outcome.put(shorten(f"{type(error).__name__}: {error}"))
 
     threading.Thread(target=probe, daemon=True).start()
     try:
-        reason = outcome.get(timeout=seconds + 1)
+        return outcome.get(timeout=seconds + 1)
     except queue.Empty:
-        reason = f"no answer within {seconds:g} s"
-    return f"the hub {endpoint} cannot be reached ({reason})" if reason else ""
+        return f"no answer within {seconds:g} s"

@@ -1,14 +1,15 @@
 """Encoder and head from transformers, with the task's labels; the tiny random model for offline work."""
 
 import logging
-from collections.abc import Iterator
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForQuestionAnswering,
@@ -23,6 +24,7 @@ from istar.config import ModelConfig
 from istar.errors import UserError, shorten
 from istar.hub import hub_obstacle
 from istar.tasks import demo
+from istar.tasks.readers import parse_json, whole_text
 from istar.tasks.specs import Kind, TaskSpec
 
 _HEADS: dict[Kind, Any] = {
@@ -36,14 +38,28 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """The model's tokenizer; the tiny model's knows the demo grammar's words and spells all others.
 
     Raises:
-        UserError: if it cannot be found, or is not a fast one.
+        UserError: if it cannot be found, is not a fast one, or knows no words.
     """
     if not config.pretrained:
         return tiny.tokenizer(demo.vocabulary())
-    with _clear_errors(config):
+    if _is(Path.is_file, config.name):
+        raise UserError(f"model.name={config.name} is a file; name the folder that save_pretrained wrote it to")
+    if _is(Path.is_dir, config.name):
+        if config.revision is not None:
+            raise UserError(f"model.revision={config.revision} is of the hub, but model.name={config.name} is a folder")
+        _check_json(Path(config.name))
+    with _clear_errors(config), _quiet():
         tokenizer = AutoTokenizer.from_pretrained(config.name, **_source(config))
     if not tokenizer.is_fast:
         raise UserError(f"model.name={config.name} has no fast tokenizer; choose a model with a tokenizer.json")
+    # Without its files transformers makes one up that knows the special tokens at most, and all text looks the same.
+    if len(set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens)) < 2:
+        raise UserError(
+            f"model.name={config.name} has no vocabulary: every word would be unknown; it needs the tokenizer.json, "
+            "or the vocabulary file, of its own model"
+        )
+    with _clear_errors(config):
+        tokenizer("\u2603")  # a character that few know: some lack even a token for the unknown
     return tokenizer
 
 
@@ -51,13 +67,15 @@ def load_config(config: ModelConfig, spec: TaskSpec, tokenizer: PreTrainedTokeni
     """The model's config with the task's labels in it.
 
     Raises:
-        UserError: if it cannot be found.
+        UserError: if it cannot be found, or is not that of a text encoder.
     """
     if config.pretrained:
-        with _clear_errors(config):
+        with _clear_errors(config), _quiet():
             model_config = AutoConfig.from_pretrained(config.name, **_source(config))
     else:
         model_config = tiny.config(len(tokenizer))
+    if not hasattr(model_config, "num_hidden_layers"):
+        raise UserError(f"model.name={config.name}: {model_config.model_type} models are not text encoders")
     for name, value in _label_settings(spec).items():
         setattr(model_config, name, value)
     return model_config
@@ -71,8 +89,8 @@ def load_model(
     The head is new, unless the checkpoint holds one of the same kind and number of labels.
 
     Raises:
-        UserError: if it cannot be found, lacks encoder weights, has no head of the kind, or does not fit its
-            tokenizer.
+        UserError: if it cannot be found, lacks encoder weights, has no head of the kind, does not fit its
+            tokenizer, or computes no finite numbers.
     """
     head = _HEADS[spec.kind]
     if config.pretrained:
@@ -90,11 +108,15 @@ def load_model(
     else:
         model = head.from_config(model_config)
     rows = model.get_input_embeddings().num_embeddings
-    if len(tokenizer) > rows:
+    tokens = max(tokenizer.get_vocab().values()) + 1
+    if tokens > rows:
         raise UserError(
-            f"model.name={config.name}: its tokenizer has {len(tokenizer)} tokens and its embedding {rows} rows; "
+            f"model.name={config.name}: its tokenizer has {tokens} tokens and its embedding {rows} rows; "
             "they are not of one model"
         )
+    if config.pretrained:
+        _try_out(config.name, model, tokenizer(*["a"] * len(spec.text_columns), return_tensors="pt"))
+    _apply_options(config, model)
     # from_pretrained leaves the model in eval mode and Lightning keeps modes as they are: dropout would be off.
     return model.train()
 
@@ -111,7 +133,7 @@ def _source(config: ModelConfig) -> dict[str, Any]:
 
     Code that a model brings along is refused outright; left open, transformers would ask at the terminal.
     """
-    local = Path(config.name).is_dir() or bool(hub_obstacle())
+    local = _is(Path.is_dir, config.name) or bool(hub_obstacle())
     return {"revision": config.revision or "main", "local_files_only": local, "trust_remote_code": False}
 
 
@@ -126,6 +148,13 @@ def _label_settings(spec: TaskSpec) -> dict[str, Any]:
     if spec.kind == "regression":
         return {"id2label": {0: "score"}, "label2id": {"score": 0}, "problem_type": "regression"}
     return {}
+
+
+def _check_json(folder: Path) -> None:
+    """What transformers says of a broken file is any of a dozen things, but not which file it is."""
+    for path in (folder / name for name in ("config.json", "tokenizer_config.json", "tokenizer.json")):
+        if path.exists() and not isinstance(parse_json(whole_text(path), str(path)), dict):
+            raise UserError(f"{path}: a JSON object was expected, as save_pretrained writes it")
 
 
 def _check_complete(name: str, model: PreTrainedModel, info: dict[str, Any]) -> None:
@@ -145,32 +174,74 @@ def _check_complete(name: str, model: PreTrainedModel, info: dict[str, Any]) -> 
         )
 
 
+def _try_out(name: str, model: PreTrainedModel, inputs: Any) -> None:
+    """One short text shows what would otherwise stop the training: a part that does not fit, or damaged weights."""
+    try:
+        with torch.no_grad():
+            logits = model(**inputs)[0]
+    except Exception as error:  # each architecture has its own way to stumble
+        raise UserError(
+            f"model.name={name} cannot read what its tokenizer writes ({shorten(error)}); they are not of one model"
+        ) from error
+    if not logits.isfinite().all():
+        raise UserError(f"model.name={name} computes numbers that are not finite; its weights are damaged")
+
+
+def _apply_options(config: ModelConfig, model: PreTrainedModel) -> None:
+    if config.gradient_checkpointing:
+        try:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        except ValueError as error:
+            raise UserError(f"model.gradient_checkpointing=true: {shorten(error)}") from error
+    if config.compile:
+        # In place, so that the names of the weights stay; lengths differ from batch to batch.
+        model.compile(dynamic=True)
+
+
 @contextmanager
 def _clear_errors(config: ModelConfig) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except Exception as error:  # a damaged or strange folder makes transformers raise any of two dozen kinds
         raise UserError(_what_failed(config.name, error)) from error
 
 
 def _what_failed(name: str, error: Exception) -> str:
-    if Path(name).is_dir():
-        return f"model.name={name} is not a model folder that can be loaded: {shorten(error)}"
+    if _is(Path.is_dir, name):
+        return f"model.name={name} is not a model folder that can be loaded: {_reason(error)}"
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
         return f"model.name={name}: there is no such folder; expected one that save_pretrained wrote, or a hub id"
-    obstacle = hub_obstacle()
-    reason = f"not in the local cache, and {obstacle}" if obstacle else shorten(error)
+    obstacle = hub_obstacle() if isinstance(error, OSError | ValueError | KeyError) else ""
+    reason = f"not in the local cache, and {obstacle}" if obstacle else _reason(error)
     return f"model {name}: {reason}; name a local copy with model=auto model.name=<folder from save_pretrained>"
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, pickle.UnpicklingError | EOFError):  # whose own text recommends to run the stranger's code
+        return "its pickled weights hold more than tensors, or are damaged; look for a model.safetensors"
+    if "trust_remote_code" in str(error):
+        return "it asks for code of its own, which is never run; choose an architecture that transformers knows"
+    # Only these say what is wrong without their names.
+    return shorten(error if type(error) in (OSError, ValueError) else f"{type(error).__name__}: {error}")
+
+
+def _is(kind: Callable[[Path], bool], name: str) -> bool:
+    try:
+        return kind(Path(name))
+    except OSError:  # too long to be the name of a file
+        return False
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No table of new head weights (`_check_complete` says what matters) and no bars for a second's work."""
+    """No table of new head weights (`_check_complete` says what matters), no bars for a second's work, no advice."""
     before, bars = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
     transformers.logging.set_verbosity(logging.ERROR)
     transformers.logging.disable_progress_bar()
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Detected pickle protocol")
+            yield
     finally:
         transformers.logging.set_verbosity(before)
         if bars:

@@ -32,7 +32,8 @@ class RunRecord:
             training and `after` it (at the headline's epoch), with the number of tokens behind each.
         epochs: metrics and isotropy of every epoch.
         data: sizes, the content's fingerprint, and how many validation examples stand in the training data.
-        timing: seconds, in all and by part.
+        skipped_steps: optimizer steps left out because their gradient was not finite (`trainer.nonfinite=skip`).
+        timing: seconds, in all and by part, of the process that finished the run.
         versions: of the libraries.
         error: why it failed, in one line.
     """
@@ -47,6 +48,7 @@ class RunRecord:
     isotropy: dict[str, Any] = field(default_factory=dict)
     epochs: list[dict[str, Any]] = field(default_factory=list)
     data: dict[str, Any] = field(default_factory=dict)
+    skipped_steps: int = 0
     timing: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     error: str | None = None
@@ -74,7 +76,16 @@ _NOT_IDENTITY: dict[str, tuple[str, ...]] = {
     "task": ("data_dir", "submission"),
     "model": ("name", "revision"),
     "data": ("cache_dir", "num_workers"),
-    "trainer": ("accelerator", "strategy", "progress_bar", "log_every_n_steps"),
+    "trainer": (
+        "accelerator",
+        "strategy",
+        "progress_bar",
+        "log_every_n_steps",
+        "checkpoint_every_n_steps",
+        # A run that finishes with stop has met nothing to skip.
+        "checkpoint_every_n_minutes",
+        "nonfinite",
+    ),
     "logger": (),
     "run": (),
 }

@@ -3,23 +3,28 @@
 import hashlib
 import logging
 import os
+import shutil
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning as L
 import torch
+import torch.distributed as dist
 import yaml
 from datasets import Dataset
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from rich.console import Console
+from torch._dynamo.exc import TorchDynamoException
 from transformers import PreTrainedTokenizerBase
 
 from istar import models, results
-from istar.config import Config, CosRegConfig, IStarConfig, ModelConfig, TaskConfig
-from istar.errors import UserError, did_you_mean, shorten
-from istar.files import write_text
+from istar.config import Config, CosRegConfig, IStarConfig, ModelConfig, TaskConfig, TrainerConfig
+from istar.errors import NonFiniteError, StoppedError, UserError, did_you_mean, shorten
+from istar.files import sole_writer, write_text
 from istar.regularizers import CosReg, IStar, Regularizer, layer_numbers
 from istar.reports.tables import summary
 from istar.results import RunRecord
@@ -29,8 +34,15 @@ from istar.tasks.features import Collator, featurize, max_length_for
 from istar.tasks.loading import fingerprint, load_splits, overlap
 from istar.tasks.specs import TASKS, TaskSpec
 from istar.training import FineTuner, FineTuningData, History, LayerIsotropy, ShrinkageCovariance, merge_outputs
+from istar.training.checkpoints import Checkpoints, keep_newest, load, resumable
+from istar.training.loggers import logging_to
+from istar.training.metrics_file import MetricsFile
 from istar.training.module import from_all_processes
-from istar.training.trainer import build_trainer, check_hardware, closing_loggers, keeps_checkpoints, quiet_lightning
+from istar.training.signals import StopSignal
+from istar.training.trainer import build_trainer, check_hardware, keeps_checkpoints, quiet_lightning
+
+CHECKPOINTS = "checkpoints"
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -60,10 +72,24 @@ class Job:
     isotropy: LayerIsotropy
     history: History
     refresh: ShrinkageCovariance | None
+    checkpoints: Checkpoints | None
+    metrics: MetricsFile
+    stop: StopSignal
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run starts: a checkpoint, the beginning if there is none, or not at all because it is finished."""
+
+    checkpoint: Path | None = None
+    finished: RunRecord | None = None
 
 
 def run(config: Config, console: Console | None = None) -> RunRecord:
-    """Train and evaluate what the config says; a finished run of an equal config is returned as it is.
+    """Train and evaluate what the config says.
+
+    A finished run of an equal config is returned as it is, a broken one goes on from its last checkpoint and ends as
+    it would have without the break.
 
     Leaves `<run.root>/<name>/` with `result.json`, `config.yaml`, `predictions.jsonl`, `metrics.csv`, `model/` and
     `checkpoints/`.
@@ -75,36 +101,36 @@ def run(config: Config, console: Console | None = None) -> RunRecord:
     Raises:
         UserError: for anything in the config, the data or the model that the user can mend. Nothing is written
             before the data, the tokenizer and the model have been loaded.
+        StoppedError: if a signal stopped it; what was done is kept.
     """
     started = time.perf_counter()
+    if getattr(rank_zero_only, "rank", 0):
+        # Every process would say the same.
+        logging.getLogger("istar").setLevel(logging.ERROR)
     spec = _task_spec(config.task)
     check_hardware(config.trainer)
     examples = load_examples(spec, config.task)
     digest = fingerprint(examples.train, *examples.validation)
     tokenizer = models.load_tokenizer(config.model)
-    folder = Path(config.run.root) / _run_name(config, digest)
-    if not config.run.overwrite and (finished := _finished(folder, config)) is not None:
-        _tell(console, finished, f"{folder} is finished; run.overwrite=true runs it again")
-        return finished
+    folder = _root(config) / _run_name(config, digest)
+    finished = None if config.run.overwrite else _finished(folder, config)
+    if finished is None:
+        job = _assemble(config, spec, folder, examples, tokenizer)
+        _check_shards(job)
+        with _processes(job.trainer), sole_writer(folder) if job.trainer.is_global_zero else nullcontext():
+            start = _agreed(job.trainer, lambda: _prepare(job))
+            if start.finished is None:
+                record = _carry_out(job, start, digest, started)
+                _tell(console, record, f"{folder}{os.sep}")
+                return record
+        finished = start.finished
+    _tell(console, finished, f"{folder} is finished; run.overwrite=true runs it again")
+    return finished
 
-    job = _assemble(config, spec, folder, examples, tokenizer)
-    record = RunRecord(folder.name, "failed", to_dict(config), versions=results.versions())
-    if job.trainer.is_global_zero:
-        _prepare(folder, config)
-    try:
-        with closing_loggers(job.trainer), quiet_lightning():
-            timing = _fit(job)
-            _save(job)
-    except Exception as error:
-        if job.trainer.is_global_zero:
-            results.write(replace(record, error=shorten(error, 500)), folder)
-        raise
-    timing = {"total": time.perf_counter() - started, **timing}
-    record = replace(record, status="finished", timing=timing, **_outcome(job, digest))
-    if job.trainer.is_global_zero:
-        results.write(record, folder)
-        _tell(console, record, f"{folder}{os.sep}")
-    return record
+
+def place(config: Config, record: RunRecord) -> Path:
+    """The folder of a run."""
+    return _root(config) / record.name
 
 
 def build_regularizer(config: Any) -> Regularizer | None:
@@ -158,6 +184,10 @@ def _first(dataset: Dataset, limit: int | None) -> Dataset:
     return dataset if limit is None else dataset.select(range(min(limit, len(dataset))))
 
 
+def _root(config: Config) -> Path:
+    return Path(config.run.root).expanduser()
+
+
 def _run_name(config: Config, data: str) -> str:
     digits = results.identity(to_dict(config), data, _model_identity(config.model))
     model = Path(config.model.name).name
@@ -170,7 +200,7 @@ def _model_identity(config: ModelConfig) -> str:
         return f"{config.name}@{config.revision or 'main'}"
     digest = hashlib.blake2b()
     for path in sorted(folder.iterdir()):
-        if path.suffix in (".json", ".txt", ".safetensors", ".bin", ".model"):
+        if path.is_file() and path.suffix in (".json", ".txt", ".safetensors", ".bin", ".model"):
             digest.update(path.name.encode())
             with path.open("rb") as file:
                 digest.update(hashlib.file_digest(file, "blake2b").digest())
@@ -183,8 +213,11 @@ def _finished(folder: Path, config: Config) -> RunRecord | None:
     Raises:
         UserError: if it lacks what the config asks for beside the result, which is not part of its name.
     """
-    if not (folder / results.RESULT).exists():
-        return None
+    try:
+        if not (folder / results.RESULT).exists():
+            return None
+    except OSError as error:
+        raise UserError(f"run.root={config.run.root} cannot be used: {shorten(error)}") from error
     record = results.read(folder)
     if record.status != "finished":
         return None
@@ -258,18 +291,40 @@ def _assemble(
     L.seed_everything(config.seed, workers=True, verbose=False)
     model = models.load_model(config.model, spec, model_config, tokenizer)
     evaluators = _evaluators(spec, config.task, examples.validation, features.validation)
-    module = FineTuner(model, build_regularizer(config.reg), config.optim, evaluators)
+    skip = config.trainer.nonfinite == "skip"
+    module = FineTuner(model, build_regularizer(config.reg), config.optim, evaluators, skip_nonfinite=skip)
     collate = Collator(tokenizer)
     data = FineTuningData(features.train, features.validation, features.test, collate, config.data, config.seed)
     isotropy = LayerIsotropy()
     history = History(spec.headline, isotropy, keep_best=keeps_checkpoints(config.trainer))
-    refresh = _refresh(config, module, data)
-    callbacks = [isotropy, history, *([refresh] if refresh is not None else [])]
-    trainer = build_trainer(config, spec.headline, folder, callbacks)
-    return Job(config, spec, folder, examples, features, tokenizer, module, data, trainer, isotropy, history, refresh)
+    stop, metrics = StopSignal(), MetricsFile(folder / "metrics.csv")
+    refresh = _refresh(config, module, data, stop)
+    callbacks = [stop, isotropy, history, *([refresh] if refresh is not None else [])]
+    checkpoints = _checkpoints(config.trainer, folder, history, metrics, stop)
+    trainer = build_trainer(config.trainer, spec.headline, folder, callbacks, checkpoints)
+    return Job(
+        config, spec, folder, examples, features, tokenizer, module, data, trainer,
+        isotropy, history, refresh, checkpoints, metrics, stop,
+    )  # fmt: skip
 
 
-def _refresh(config: Config, module: FineTuner, data: FineTuningData) -> ShrinkageCovariance | None:
+def _checkpoints(
+    settings: TrainerConfig, folder: Path, history: History, metrics: MetricsFile, stop: StopSignal
+) -> Checkpoints | None:
+    if not keeps_checkpoints(settings):
+        return None
+    return Checkpoints(
+        folder / CHECKPOINTS,
+        folder.name,
+        history,
+        metrics,
+        stop,
+        settings.checkpoint_every_n_steps,
+        settings.checkpoint_every_n_minutes,
+    )
+
+
+def _refresh(config: Config, module: FineTuner, data: FineTuningData, stop: StopSignal) -> ShrinkageCovariance | None:
     regularizer = module.regularizer
     if not isinstance(regularizer, IStar) or not regularizer.needs_shrinkage_covariance:
         return None
@@ -281,31 +336,138 @@ def _refresh(config: Config, module: FineTuner, data: FineTuningData) -> Shrinka
         config.data.eval_batch_size,
         config.seed,
         progress_bar=config.trainer.progress_bar,
+        stop=stop,
     )
 
 
-def _prepare(folder: Path, config: Config) -> None:
-    """An empty run folder; an unfinished or overwritten one is kept beside it."""
-    if folder.exists() and any(folder.iterdir()):
-        number = 1
-        while (aside := folder.with_name(f"{folder.name}.old-{number}")).exists():
-            number += 1
-        folder.rename(aside)
-        log.warning("%s held another run of the same config; it is kept as %s", folder, aside)
-    write_text(folder / "config.yaml", yaml.safe_dump(to_dict(config), sort_keys=False))
+def _check_shards(job: Job) -> None:
+    smallest = min(len(features) for features in (*job.features.validation, *job.features.test))
+    if smallest < job.trainer.world_size:
+        raise UserError(
+            f"{job.trainer.world_size} processes are too many for an evaluation set of {smallest}; give fewer devices"
+        )
 
 
-def _fit(job: Job) -> dict[str, Any]:
+@contextmanager
+def _processes(trainer: L.Trainer) -> Iterator[None]:
+    """Connect the processes before the training does, as there are things to agree on."""
+    with quiet_lightning():
+        trainer.strategy.setup_environment()
+    if trainer.global_rank > 0:
+        # The weights come from the first process, but dropout should not be the same everywhere.
+        torch.manual_seed(torch.initial_seed() + trainer.global_rank)
+    yield
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _agreed(trainer: L.Trainer, decide: Callable[[], T]) -> T:
+    """What the first process decides, or its mistake, on all processes."""
+    decision: T | None = None
+    mistake: UserError | None = None
+    if trainer.is_global_zero:
+        try:
+            decision = decide()
+        except UserError as error:
+            mistake = error
+    decision, mistake = trainer.strategy.broadcast((decision, mistake))
+    if mistake is not None:
+        raise mistake
+    return decision  # type: ignore[return-value]
+
+
+def _prepare(job: Job) -> Start:
+    """Find out where a run starts, and make its folder ready for that.
+
+    Raises:
+        UserError: if the folder cannot be written, or its checkpoint does not fit.
+    """
+    folder, config = job.folder, job.config
+    try:
+        if config.run.overwrite:
+            _set_aside(folder)
+        # Another process may have finished it while this one was loading.
+        elif (finished := _finished(folder, config)) is not None:
+            return Start(finished=finished)
+        checkpoint = None
+        if job.checkpoints is not None:
+            checkpoint = resumable(folder / CHECKPOINTS, folder.name, job.trainer.world_size)
+        if checkpoint is not None:
+            log.warning("%s was interrupted; it goes on from %s", folder, checkpoint.name)
+        write_text(folder / "config.yaml", yaml.safe_dump(to_dict(config), sort_keys=False))
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written: {shorten(error)}") from error
+    return Start(checkpoint=checkpoint)
+
+
+def _set_aside(folder: Path) -> None:
+    if not folder.exists() or not any(folder.iterdir()):
+        return
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}.old-{number}")).exists():
+        number += 1
+    folder.rename(aside)
+    log.warning("%s held another run of the same config; it is kept as %s", folder, aside)
+
+
+def _carry_out(job: Job, start: Start, digest: str, started: float) -> RunRecord:
+    """Train, save and write the result; a failure is written, too.
+
+    Raises:
+        UserError: if it cannot be finished, with how to go on.
+    """
+    folder = job.folder
+    record = RunRecord(folder.name, "failed", to_dict(job.config), versions=results.versions())
+    try:
+        with quiet_lightning(), logging_to(job.trainer, job.metrics, job.config, folder):
+            timing = _fit(job, start.checkpoint)
+            _save(job)
+        timing = {"total": time.perf_counter() - started, **timing}
+        record = replace(record, status="finished", timing=timing, **_outcome(job, digest))
+        if job.trainer.is_global_zero:
+            if job.checkpoints is not None:
+                keep_newest(folder / CHECKPOINTS, job.checkpoints.best_path())
+            results.write(record, folder)
+    except StoppedError:
+        raise
+    except Exception as error:
+        # When all processes are stopped, some lose the others before they have noticed themselves.
+        job.stop.interrupt_if_asked()
+        told = _explained(error, job)
+        if job.trainer.is_global_zero:
+            with suppress(OSError):
+                results.write(replace(record, error=shorten(told, 500)), folder)
+        if told is error:
+            raise
+        raise told from error
+    return record
+
+
+def _explained(error: Exception, job: Job) -> Exception:
+    """The error with what can be done about it, where that is known."""
+    last = None if job.checkpoints is None else job.checkpoints.newest()
+    kept = f"the last good state is {last}" if last else "there is no checkpoint yet"
+    if isinstance(error, NonFiniteError):
+        return NonFiniteError(
+            f"{error}; {kept}; lower optim.lr or reg.lambda, or skip such steps with trainer.nonfinite=skip"
+        )
+    if isinstance(error, OSError):
+        return UserError(f"{shorten(error)}; {kept}; mend it and send the same command, which goes on from there")
+    if isinstance(error, TorchDynamoException):
+        return UserError(f"model.compile=true: the model cannot be compiled here: {shorten(error)}")
+    return error
+
+
+def _fit(job: Job, checkpoint: Path | None) -> dict[str, Any]:
     """Train, and bring the best epoch's weights back; returns seconds."""
     start = time.perf_counter()
-    job.trainer.validate(job.module, datamodule=job.data, verbose=False)
+    if checkpoint is None:
+        job.trainer.validate(job.module, datamodule=job.data, verbose=False)
     validated = time.perf_counter()
-    job.trainer.fit(job.module, datamodule=job.data)
+    job.trainer.fit(job.module, datamodule=job.data, ckpt_path=checkpoint, weights_only=True)
     fitted = time.perf_counter()
-    checkpoint = job.trainer.checkpoint_callback
-    best = checkpoint.best_model_path if isinstance(checkpoint, ModelCheckpoint) else ""
-    if best:
-        job.module.load_state_dict(torch.load(best, map_location="cpu", weights_only=True)["state_dict"])
+    if job.checkpoints is not None:
+        job.module.load_state_dict(load(job.checkpoints.best_path())["state_dict"])
     shrinkage = job.refresh.seconds if job.refresh is not None else []
     return {"first_validation": validated - start, "fit": fitted - validated, "shrinkage": shrinkage}
 
@@ -319,9 +481,11 @@ def _save(job: Job) -> None:
         path = job.folder / (f"predictions_{suffix}.jsonl" if suffix else "predictions.jsonl")
         results.write_predictions(path, evaluation.predictions)
     if job.config.run.save_model:
-        unfinished = job.folder / ".model"
+        unfinished, model = job.folder / ".model", job.folder / "model"
+        for leftover in (unfinished, model):
+            shutil.rmtree(leftover, ignore_errors=True)
         models.save(job.module.model, job.tokenizer, unfinished)
-        unfinished.rename(job.folder / "model")
+        unfinished.rename(model)
 
 
 def _submit(job: Job) -> None:
@@ -349,6 +513,7 @@ def _outcome(job: Job, digest: str) -> dict[str, Any]:
             "points": job.isotropy.points,
         },
         "epochs": history.epochs,
+        "skipped_steps": job.module.skipped_steps,
         "data": {
             "fingerprint": digest,
             "train": len(train),
@@ -358,6 +523,7 @@ def _outcome(job: Job, digest: str) -> dict[str, Any]:
     }
 
 
+@rank_zero_only
 def _tell(console: Console | None, record: RunRecord, where: str) -> None:
     if console is not None:
         console.print(summary(record))

@@ -11,8 +11,9 @@ from dataclasses import Field, fields, is_dataclass
 from typing import Any, TypeVar, get_args
 
 from hydra.core.config_store import ConfigStore
-from hydra.errors import MissingConfigException
+from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import AnyNode, BooleanNode, DictConfig, FloatNode, IntegerNode, OmegaConf, StringNode
+from omegaconf.errors import OmegaConfBaseException
 
 from istar.config import (
     Config,
@@ -79,6 +80,11 @@ def explain(error: Exception) -> str:
     """What Hydra and OmegaConf say over several lines and causes, as one line with the nearest right name."""
     if isinstance(error, MissingConfigException) and error.options:
         return _explain_option(str(error.missing_cfg_file), error.options)
+    if isinstance(error, OverrideParseException):
+        return (
+            f"{error.override}: not understood; expected key=value, where a value with spaces or any of "
+            "~,=[]{}()$ in it needs quotes of its own: 'key=\"a value\"'"
+        )
     cause: BaseException = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
@@ -148,10 +154,13 @@ def _value_node(of: "Field[Any]") -> Any:
 
 
 def _resolved(config: DictConfig) -> dict[str, Any]:
-    missing = sorted(OmegaConf.missing_keys(config))
-    if missing:
-        raise UserError(f"{missing[0]} is not set; give it on the command line: {missing[0]}=<value>")
-    values = OmegaConf.to_container(config, resolve=True)
+    try:
+        missing = sorted(OmegaConf.missing_keys(config))
+        if missing:
+            raise UserError(f"{missing[0]} is not set; give it on the command line: {missing[0]}=<value>")
+        values = OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:  # a ${key} that is not there
+        raise UserError(explain(error)) from error
     return values  # type: ignore[return-value]
 
 

@@ -27,7 +27,7 @@ def call(*arguments: str, cwd: Path, **environment: str) -> "subprocess.Complete
 @pytest.mark.parametrize(
     ("argument", "told"),
     [
-        ("-m trainer.devices=2", "the runs of a multirun have one process each"),
+        ("-m reg.zeta=2,3", "reg.zeta=2 is outside [0, 1]"),
         ("task=null", "must be a string or a list"),
         ("reg.zeta=2", "reg.zeta=2 is outside [0, 1]"),
         ("reg.lamda=1", "did you mean reg.lambda?"),

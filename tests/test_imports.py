@@ -48,18 +48,18 @@ ALLOWED = {
     "tiny": set(),
     "tasks": {"tasks", "errors", "files", "hub"},
     "models": {"tasks", "tiny", "config", "errors", "hub"},
-    "training": {"training", "tasks", "regularizers", "measures", "config", "schema", "errors"},
+    "training": {"training", "tasks", "regularizers", "measures", "config", "schema", "errors", "files", "hub"},
     "results": {"files", "errors"},
     "reports": {"reports", "results", "files", "errors"},
 }
-ASSEMBLING = {"run", "sweeps", "cli"}
+ASSEMBLING = {"run", "launch", "sweeps", "cli"}
 LIBRARIES = {
     "measures": {"torch"},
     "regularizers": {"torch"},
     "config": {"omegaconf"},
     "schema": {"hydra", "omegaconf"},
     "errors": set(),
-    "files": set(),
+    "files": {"filelock"},
     "results": set(),
     "reports": {"matplotlib", "rich"},
 }

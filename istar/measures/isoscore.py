@@ -16,7 +16,7 @@ import math
 import torch
 from torch import Tensor
 
-from istar.errors import UserError
+from istar.errors import NonFiniteError, UserError
 from istar.measures.moments import Moments
 
 
@@ -139,7 +139,7 @@ def _check_spread(covariance: Tensor, name: str) -> None:
     if dim < 2:
         raise UserError(f"isotropy needs at least 2 dimensions; {name} has {dim}")
     if not torch.isfinite(covariance.detach()).all():
-        raise UserError(f"{name} is not finite; look for NaN or infinite values in the points")
+        raise NonFiniteError(f"{name} is not finite; look for NaN or infinite values in the points")
     if covariance.detach().trace() <= 0:
         raise UserError(f"{name} is zero (all points are equal): its isotropy is not defined")
 

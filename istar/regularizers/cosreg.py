@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from istar.errors import UserError
+from istar.errors import NonFiniteError, UserError
 from istar.regularizers.base import Penalty, Regularizer, SumOverProcesses
 from istar.regularizers.points import Layers, check_hidden_states, gather_points, select_layers, token_index
 
@@ -61,7 +61,7 @@ def cosine_penalty(hidden_states: Sequence[Tensor], attention_mask: Tensor | Non
         if count == 0:
             raise UserError("CosReg was given no points: every token is padding")
         if not torch.isfinite(total.detach()).all():
-            raise UserError("CosReg was given points that are not finite; look for NaN or infinite values")
+            raise NonFiniteError("CosReg was given points that are not finite; look for NaN or infinite values")
         return (total.square().sum() - directions) / count.square()
 
 

@@ -44,7 +44,10 @@ def layer_numbers(num_layers: int, layers: Layers) -> list[int]:
     chosen = set()
     for number in layers:
         if not -num_layers - 1 <= number <= num_layers:
-            raise UserError(f"layer {number} does not exist; expected 0 (embeddings) to {num_layers}, the last layer")
+            raise UserError(
+                f"layer {number} does not exist; expected 0 (embeddings) to {num_layers}, the last layer, or -1 and "
+                "less to count from the last"
+            )
         chosen.add(number % (num_layers + 1))
     if not chosen:
         raise UserError("layers is an empty list; name at least one layer, or use reg=none")

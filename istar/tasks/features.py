@@ -114,14 +114,20 @@ def max_length_for(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig,
     """The longest feature that is wanted and that both tokenizer and model can take, in tokens.
 
     Raises:
-        UserError: where `wanted` is below `MIN_LENGTH`.
+        UserError: where that is below `MIN_LENGTH`.
     """
     _check_length(wanted)
     positions = getattr(config, "max_position_embeddings", None) or 0
     if config.model_type in _POSITIONS_BEHIND_PADDING:
         positions -= (config.pad_token_id or 0) + 1
     # Models with relative positions name none, or -1, and take any length.
-    return int(min(wanted, tokenizer.model_max_length, positions if positions > 0 else wanted))
+    possible = int(min(wanted, tokenizer.model_max_length, positions if positions > 0 else wanted))
+    if possible < MIN_LENGTH:
+        raise UserError(
+            f"the model takes no more than {possible} tokens at a time (max_position_embeddings in its config.json, "
+            f"model_max_length in its tokenizer_config.json); at least {MIN_LENGTH} are needed"
+        )
+    return possible
 
 
 class Collator:
@@ -137,8 +143,8 @@ class Collator:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if tokenizer.pad_token_id is None:
             raise UserError(
-                f"{type(tokenizer).__name__} has no padding token; set one, e.g. tokenizer.pad_token = "
-                "tokenizer.eos_token"
+                f"{type(tokenizer).__name__} has no padding token; name one as pad_token in the model's "
+                "tokenizer_config.json"
             )
         self.left = tokenizer.padding_side == "left"
         self.padding = {

@@ -127,7 +127,7 @@ def _scores(rows: Rows, spec: TaskSpec) -> list[float]:
     for row, value in enumerate(rows.columns[spec.label_column]):
         try:
             score = math.nan if isinstance(value, bool) else float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             score = math.nan
         if not math.isfinite(score):
             raise UserError(
@@ -159,10 +159,11 @@ def _is_answer(answer: Any) -> bool:
         and isinstance(starts, list)
         and 0 < len(texts) == len(starts)
         and all(map(_is_text, texts))
-        and all(isinstance(start, int) and start >= 0 for start in starts)
+        and all(isinstance(start, int) and 0 <= start < _INT64_END for start in starts)
     )
 
 
+_INT64_END = 2**63
 _ANSWERS = {"text": List(Value("string")), "answer_start": List(Value("int64"))}
 _TARGETS: dict[Kind, tuple[Callable[[Rows, TaskSpec], list[Any]], Any]] = {
     "classification": (_class_ids, Value("int64")),

@@ -192,7 +192,10 @@ def _decoded(path: Path) -> Iterator[tuple[int, str]]:
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
-                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                if "\0" in text:  # UTF-16, or what a crash left of a file; tokenizers would drop them in silence
+                    raise UserError(f"{path}, line {number}: not UTF-8 text: it holds null bytes; convert the file")
+                yield number, text
     except UnicodeDecodeError as error:
         what = f"byte {error.start + 1} is 0x{error.object[error.start]:02x}"
         raise UserError(f"{path}, line {number}: not UTF-8: {what}; convert the file to UTF-8") from error
@@ -216,5 +219,5 @@ def parse_json(text: str, place: str) -> Any:
     """JSON, or a `UserError` that names the place."""
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{place}: not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:  # not its own one for endless digits or brackets
+        raise UserError(f"{place}: not JSON: {shorten(error)}") from error

@@ -50,8 +50,7 @@ def _names(pattern: str, split: str) -> list[str]:
 def folder(spec: TaskSpec, data_dir: Path, splits: Sequence[str]) -> Callable[[str], Rows]:
     """Choose the place and the layout that hold most of the wanted splits, the preferred ones first."""
     option = f"task.data_dir={data_dir}"
-    if not data_dir.is_dir():
-        what = "is not a folder" if data_dir.exists() else "does not exist"
+    if what := _no_folder(data_dir):
         raise UserError(f"{option} {what}; name the folder that holds the files of task {spec.name}")
     layouts, subfolders = _layouts(spec)
     places = [data_dir, *(data_dir / name for name in subfolders)]
@@ -75,6 +74,19 @@ def folder(spec: TaskSpec, data_dir: Path, splits: Sequence[str]) -> Callable[[s
         return reader(path, spec, split)
 
     return read
+
+
+def _no_folder(path: Path) -> str:
+    """Why a path is no folder to read from; empty if it is one."""
+    try:
+        next(path.iterdir(), None)
+    except FileNotFoundError:
+        return "does not exist"
+    except NotADirectoryError:
+        return "is not a folder"
+    except OSError as error:  # forbidden, too long a name
+        return f"cannot be read ({error.strerror})"
+    return ""
 
 
 def hub(spec: TaskSpec) -> Callable[[str], Rows]:

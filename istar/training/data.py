@@ -30,6 +30,8 @@ class LengthGroupedSampler(Sampler[int]):
         group_by_length: False shuffles only.
         rank: this process's number.
         world_size: number of processes; the last examples are filled up from the first ones to a multiple of it.
+        epoch: to begin with.
+        start: examples of this process to leave out of that first epoch, as it has seen them already.
     """
 
     def __init__(
@@ -40,6 +42,8 @@ class LengthGroupedSampler(Sampler[int]):
         group_by_length: bool = True,
         rank: int = 0,
         world_size: int = 1,
+        epoch: int = 0,
+        start: int = 0,
     ) -> None:
         self.lengths = torch.as_tensor(lengths)
         self.global_batch = batch_size * world_size
@@ -47,7 +51,8 @@ class LengthGroupedSampler(Sampler[int]):
         self.group_by_length = group_by_length
         self.rank = rank
         self.world_size = world_size
-        self.epoch = 0
+        self.epoch = epoch
+        self._start = (epoch, start)
 
     def set_epoch(self, epoch: int) -> None:
         """Called by Lightning at the start of every epoch."""
@@ -60,7 +65,9 @@ class LengthGroupedSampler(Sampler[int]):
         order = self._order()
         missing = len(self) * self.world_size - len(order)
         padded = torch.cat([order, order[:missing]])
-        return iter(padded[self.rank :: self.world_size].tolist())
+        own = padded[self.rank :: self.world_size].tolist()
+        epoch, start = self._start
+        return iter(own[start:] if self.epoch == epoch else own)
 
     def _order(self) -> Tensor:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
@@ -144,6 +151,18 @@ class FineTuningData(L.LightningDataModule):
         self.collate = collate
         self.config = config
         self.seed = seed
+        self._resumed_at = {"epoch": 0, "batches": 0}
+
+    def state_dict(self) -> dict[str, int]:
+        """How far the training is: epochs behind it, and batches of the present one."""
+        loop = self._trainer().fit_loop
+        epochs: Any = loop.epoch_progress.current
+        is_between = epochs.ready == epochs.processed
+        return {"epoch": epochs.processed, "batches": 0 if is_between else loop.epoch_loop.batch_progress.current.ready}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Let the training data begin where a checkpoint was written."""
+        self._resumed_at = state_dict
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Shuffled anew every epoch; batches of similar length."""
@@ -153,6 +172,8 @@ class FineTuningData(L.LightningDataModule):
             self.seed,
             self.config.group_by_length,
             *self._process(),
+            epoch=self._resumed_at["epoch"],
+            start=self._resumed_at["batches"] * self.config.batch_size,
         )
         return DataLoader(
             self.train,
@@ -185,3 +206,7 @@ class FineTuningData(L.LightningDataModule):
 
     def _process(self) -> tuple[int, int]:
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+
+    def _trainer(self) -> L.Trainer:
+        assert self.trainer is not None
+        return self.trainer

@@ -1,5 +1,6 @@
 """The callback that keeps what each epoch measured, and the predictions of the best one."""
 
+from dataclasses import asdict
 from typing import Any
 
 import lightning as L
@@ -50,8 +51,22 @@ class History(L.Callback):
             self.best = epoch
             self.best_evaluations = dict(pl_module.evaluations)
 
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "before": self.before,
+            "epochs": list(self.epochs),
+            "best": self.best,
+            "best_evaluations": {suffix: asdict(value) for suffix, value in self.best_evaluations.items()},
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.before, self.epochs, self.best = state_dict["before"], state_dict["epochs"], state_dict["best"]
+        self.best_evaluations = {
+            suffix: Evaluation(**values) for suffix, values in state_dict["best_evaluations"].items()
+        }
+
     def _is_best(self, value: float) -> bool:
         if self.best == 0 or not self.keep_best:
             return True
-        # As the checkpoint callback compares, so that both always mean the same epoch.
+        # In float32, as early stopping compares, so that both always mean the same epoch.
         return np.float32(value) > np.float32(self.epochs[self.best - 1]["metrics"][self.headline])  # type: ignore[return-value]

@@ -4,7 +4,7 @@ from typing import Any
 
 import lightning as L
 
-from istar.errors import UserError
+from istar.errors import NonFiniteError
 from istar.measures import Moments, isoscore
 
 
@@ -55,10 +55,8 @@ class LayerIsotropy(L.Callback):
         self.points = int(layers[0].count)
         try:
             self.scores = {str(number): isoscore(moments).item() for number, moments in enumerate(layers)}
-        except UserError as error:
-            raise UserError(
-                f"validation after step {trainer.global_step}: {error}; if the training has diverged, lower optim.lr"
-            ) from error
+        except NonFiniteError as error:
+            raise NonFiniteError(f"validation after step {trainer.global_step}: {error}") from error
         pl_module.log_dict(
             {f"isotropy/layer_{number}/isoscore_star": score for number, score in self.scores.items()},
             sync_dist=True,
@@ -66,3 +64,9 @@ class LayerIsotropy(L.Callback):
         self.scores["union"] = isoscore(union).item()
         pl_module.log("isotropy/isoscore_star", self.scores["union"], sync_dist=True)
         self._moments = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"points": self.points}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.points = state_dict["points"]

@@ -1,23 +1,29 @@
 """The LightningModule: what a step computes, and the metrics from all predictions at once."""
 
+import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning as L
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import AdamW
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import AdamW, Optimizer
 from transformers import PreTrainedModel, get_scheduler
 
 from istar.config import OptimConfig
-from istar.regularizers import Regularizer
+from istar.errors import NonFiniteError
+from istar.regularizers import Penalty, Regularizer
 from istar.regularizers.base import world_size
 from istar.tasks.evaluation import Evaluation, Evaluator
 
 Batch = dict[str, Tensor]
 Outputs = dict[int, np.ndarray]
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 
 class FineTuner(L.LightningModule):
@@ -28,8 +34,10 @@ class FineTuner(L.LightningModule):
         regularizer: penalty on hidden states; None trains on the task loss alone.
         optim: AdamW and its schedule.
         evaluators: scorer of each validation set, by the suffix of its metrics (`""` for the first).
+        skip_nonfinite: leave out optimizer steps whose gradient is not finite instead of stopping.
 
     Attributes:
+        skipped_steps: how many were left out.
         evaluations: metrics and predictions of the latest validation, by the same suffix.
         metrics: all metrics of the latest validation, e.g. `accuracy` and `accuracy_mismatched`.
     """
@@ -40,6 +48,7 @@ class FineTuner(L.LightningModule):
         regularizer: Regularizer | None,
         optim: OptimConfig,
         evaluators: Mapping[str, Evaluator],
+        skip_nonfinite: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
@@ -47,6 +56,9 @@ class FineTuner(L.LightningModule):
         self.regularizer = regularizer if regularizer is not None and regularizer.weight != 0 else None
         self.optim = optim
         self.evaluators = dict(evaluators)
+        self.skip_nonfinite = skip_nonfinite
+        self.skipped_steps = 0
+        self._logged: dict[str, Any] = {}
         self.evaluations: dict[str, Evaluation] = {}
         self.metrics: dict[str, float] = {}
         self._outputs: list[Outputs] = []
@@ -54,16 +66,69 @@ class FineTuner(L.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         outputs = self.model(**_model_inputs(batch), output_hidden_states=self.regularizer is not None)
         loss = outputs.loss
-        logged = {"train/task_loss": outputs.loss.detach()}
+        self._check_finite("task loss", loss)
+        logged = {"train/task_loss": loss.detach()}
         if self.regularizer is not None:
-            penalty = self.regularizer.penalty(outputs.hidden_states, batch["attention_mask"])
+            penalty = self._penalty(self.regularizer, outputs.hidden_states, batch["attention_mask"])
             weighted = self.regularizer.weight * penalty.value
+            self._check_finite("penalty", weighted)
             loss = loss + weighted.to(loss.dtype)
             logged |= {"train/penalty": weighted.detach(), f"train/{self.regularizer.measure}": penalty.measure}
-        logged |= {"train/loss": loss.detach(), "train/lr": self.trainer.optimizers[0].param_groups[0]["lr"]}
-        self.log_dict(logged, batch_size=len(batch["feature_id"]))
+        self._logged = logged | {"train/loss": loss.detach()}
         self.log("loss", loss.detach(), prog_bar=True, logger=False)
         return loss
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip by the norm of the whole gradient; one that is not finite never reaches the weights."""
+        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+        self._log_step({"train/grad_norm": norm, "train/lr": optimizer.param_groups[0]["lr"]})
+        # With 16-mixed overflow is a part of the method: the scaler leaves such steps out by itself.
+        if self.trainer.precision != "16-mixed" and not norm.isfinite():
+            self._refuse_gradient(optimizer, norm)
+        elif gradient_clip_val is not None:
+            clip_grads_with_norm_(parameters, gradient_clip_val, norm)
+
+    def _log_step(self, more: Mapping[str, Any]) -> None:
+        """Log a step at once: Lightning would do so behind the hooks that write checkpoints, which must hold it."""
+        logged = {**self._logged, **more}
+        self.log_dict(logged, logger=False)
+        if (self.trainer.global_step + 1) % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+            log_now(self.trainer, logged)
+
+    def _refuse_gradient(self, optimizer: Optimizer, norm: Tensor) -> None:
+        """All processes see the same gradient here, so all of them skip, or all stop."""
+        if not self.skip_nonfinite:
+            raise NonFiniteError(f"step {self.trainer.global_step + 1}: the norm of the gradient is {norm.item():g}")
+        # AdamW passes over parameters without a gradient, their decay and moments included.
+        optimizer.zero_grad()
+        self.skipped_steps += 1
+        log.warning("step %d is skipped: the norm of its gradient is %g", self.trainer.global_step + 1, norm.item())
+
+    def _check_finite(self, name: str, value: Tensor) -> None:
+        if not self.skip_nonfinite and not value.detach().isfinite():
+            raise NonFiniteError(f"step {self.trainer.global_step + 1}: the {name} is {value.item():g}")
+
+    def _penalty(self, regularizer: Regularizer, hidden_states: Sequence[Tensor], mask: Tensor) -> Penalty:
+        try:
+            return regularizer.penalty(hidden_states, mask)
+        except NonFiniteError as error:
+            if not self.skip_nonfinite:
+                raise NonFiniteError(f"step {self.trainer.global_step + 1}: no penalty: {error}") from error
+            # Carries on to the gradient, where the step is skipped on all processes together.
+            nan = hidden_states[-1].sum() * torch.nan
+            return Penalty(nan, nan.detach())
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["skipped_steps"] = self.skipped_steps
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.skipped_steps = checkpoint["skipped_steps"]
 
     def on_validation_epoch_start(self) -> None:
         self._outputs = [{} for _ in self.evaluators]
@@ -72,8 +137,9 @@ class FineTuner(L.LightningModule):
         outputs = self.model(**_model_inputs(batch), output_hidden_states=True)
         self._outputs[dataloader_idx] |= _logits_by_feature(batch, outputs)
         if outputs.loss is not None and dataloader_idx == 0:
-            size = len(batch["feature_id"])
-            self.log("val/loss", outputs.loss, batch_size=size, add_dataloader_idx=False, sync_dist=True)
+            # A sum of shares: Lightning rounds the number of examples when it averages over processes.
+            share = len(batch["feature_id"]) / len(self.evaluators[""].features)
+            self.log("val/loss", share * outputs.loss, reduce_fx="sum", add_dataloader_idx=False, sync_dist=True)
         return {"hidden_states": outputs.hidden_states, "attention_mask": batch["attention_mask"]}
 
     def on_validation_epoch_end(self) -> None:
@@ -130,6 +196,13 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
 
 
+def log_now(trainer: L.Trainer, metrics: Mapping[str, Any]) -> None:
+    """Send metrics to the loggers without delay."""
+    values = {name: float(value) for name, value in metrics.items()}
+    for logger in trainer.loggers:
+        logger.log_metrics({"epoch": trainer.current_epoch, **values}, step=trainer.global_step)
+
+
 def merge_outputs(batches: Sequence[Outputs]) -> Outputs:
     """Logits by feature id, from any number of batches."""
     return {feature: logits for batch in batches for feature, logits in batch.items()}
@@ -150,8 +223,12 @@ def _logits_by_feature(batch: Batch, outputs: Any) -> Outputs:
 
 def from_all_processes(outputs: Outputs) -> Outputs:
     """Logits by feature id, gathered from all processes on each of them."""
-    if world_size() == 1:
-        return outputs
-    gathered: list[Any] = [None] * world_size()
-    dist.all_gather_object(gathered, outputs)
-    return merge_outputs(gathered)
+    return merge_outputs(gathered(outputs))
+
+
+def gathered(value: T) -> list[T]:
+    """One value from each process, on each of them."""
+    values: list[Any] = [value] * world_size()
+    if world_size() > 1:
+        dist.all_gather_object(values, value)
+    return values

@@ -16,7 +16,8 @@ from istar.measures import Moments
 from istar.regularizers import IStar, select_layers
 from istar.regularizers.points import layer_numbers
 from istar.training.data import Collate, evaluation_loader
-from istar.training.module import FineTuner
+from istar.training.module import FineTuner, log_now
+from istar.training.signals import StopSignal
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +38,7 @@ class ShrinkageCovariance(L.Callback):
         batch_size: examples per forward pass.
         seed: of the sample, with the epoch.
         progress_bar: show progress.
+        stop: asked at every batch.
 
     Attributes:
         seconds: duration of each refresh.
@@ -51,6 +53,7 @@ class ShrinkageCovariance(L.Callback):
         batch_size: int,
         seed: int,
         progress_bar: bool = True,
+        stop: StopSignal | None = None,
     ) -> None:
         self.regularizer = regularizer
         self.features = features
@@ -59,6 +62,7 @@ class ShrinkageCovariance(L.Callback):
         self.batch_size = batch_size
         self.seed = seed
         self.progress_bar = progress_bar
+        self.stop = stop or StopSignal()
         self.seconds: list[float] = []
         self._said_fewer = False
 
@@ -70,8 +74,7 @@ class ShrinkageCovariance(L.Callback):
         moments = self.compute(trainer, pl_module, sample)
         self.regularizer.shrinkage_covariance = moments.covariance().float()
         self.seconds.append(time.perf_counter() - start)
-        pl_module.log("shrinkage/seconds", self.seconds[-1], sync_dist=True)
-        pl_module.log("shrinkage/points", float(moments.count), sync_dist=True)
+        log_now(trainer, {"shrinkage/seconds": self.seconds[-1], "shrinkage/points": moments.count})
 
     def sample(self, num_layers: int, epoch: int) -> list[int]:
         """Example numbers, drawn by the seed and the epoch, that hold `num_points / num_layers` tokens or just more.
@@ -111,6 +114,7 @@ class ShrinkageCovariance(L.Callback):
         module.eval()
         with torch.no_grad(), trainer.precision_plugin.val_step_context():
             for batch in track(loader, "Shrinkage covariance", disable=not shown, transient=True):
+                self.stop.interrupt_if_asked()
                 batch = module.transfer_batch_to_device(batch, module.device, 0)
                 mask = None if regularizer.include_padding else batch["attention_mask"]
                 for state in select_layers(module.hidden_states(batch), regularizer.layers):
@@ -118,9 +122,15 @@ class ShrinkageCovariance(L.Callback):
         module.train(training)
         return moments.all_reduce() if regularizer.sync else moments
 
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        # One that came with a checkpoint is on the CPU.
+        if self.regularizer.shrinkage_covariance is not None:
+            self.regularizer.shrinkage_covariance = self.regularizer.shrinkage_covariance.to(pl_module.device)
+
     def state_dict(self) -> dict[str, Any]:
-        return {"covariance": self.regularizer.shrinkage_covariance}
+        return {"covariance": self.regularizer.shrinkage_covariance, "seconds": list(self.seconds)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         covariance: Tensor | None = state_dict["covariance"]
         self.regularizer.shrinkage_covariance = covariance
+        self.seconds = state_dict["seconds"]

@@ -1,7 +1,6 @@
-"""The Lightning trainer: its settings, checkpoints and loggers."""
+"""The Lightning trainer: its settings and callbacks."""
 
 import logging
-import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,52 +10,61 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, RichProgressBar
-from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.callbacks import EarlyStopping, RichProgressBar
 
-from istar.config import Config, TrainerConfig, WandbConfig
+from istar.config import TrainerConfig
 from istar.errors import UserError, shorten
-from istar.schema import to_dict
+from istar.training.checkpoints import AtomicCheckpointIO, Checkpoints
 
 
-def build_trainer(config: Config, headline: str, folder: Path, callbacks: Sequence[L.Callback]) -> L.Trainer:
+def build_trainer(
+    settings: TrainerConfig,
+    headline: str,
+    folder: Path,
+    callbacks: Sequence[L.Callback],
+    checkpoints: Checkpoints | None,
+) -> L.Trainer:
     """The trainer of a run that keeps its files in `folder`; nothing is written yet.
 
     Args:
-        config: of the run.
-        headline: metric that chooses the best checkpoint and stops early.
+        settings: of the config.
+        headline: metric that stops early.
         folder: the run's; its name is the run's name.
-        callbacks: stand before those for checkpoints, early stopping and the progress bar.
+        callbacks: stand before those for early stopping, the progress bar and checkpoints.
+        checkpoints: writes them; None keeps none.
 
     Raises:
         UserError: if Lightning refuses the settings.
     """
-    settings = config.trainer
-    with quiet_lightning():
-        try:
-            return L.Trainer(
-                max_epochs=settings.max_epochs,
-                accumulate_grad_batches=settings.accumulate_grad_batches,
-                gradient_clip_val=settings.gradient_clip_val,
-                precision=settings.precision,  # type: ignore[arg-type]
-                accelerator=settings.accelerator,
-                devices=settings.devices,
-                num_nodes=settings.num_nodes,
-                strategy=settings.strategy,
-                deterministic=settings.deterministic,
-                fast_dev_run=settings.fast_dev_run,
-                log_every_n_steps=settings.log_every_n_steps,
-                enable_progress_bar=settings.progress_bar,
-                enable_checkpointing=settings.checkpoints,
-                enable_model_summary=False,
-                num_sanity_val_steps=0,
-                use_distributed_sampler=False,
-                callbacks=[*callbacks, *_settings_callbacks(settings, headline, folder)],
-                logger=_loggers(config, folder),
-                default_root_dir=folder,
-            )
-        except (MisconfigurationException, ValueError, TypeError) as error:
-            raise UserError(f"the trainer refuses its settings: {shorten(error)}") from error
+    monitoring = _settings_callbacks(settings, headline)
+    last = [] if checkpoints is None else [checkpoints]
+    return _trainer(
+        settings,
+        max_epochs=settings.max_epochs,
+        accumulate_grad_batches=settings.accumulate_grad_batches,
+        gradient_clip_val=settings.gradient_clip_val,
+        deterministic=settings.deterministic,
+        fast_dev_run=settings.fast_dev_run,
+        log_every_n_steps=settings.log_every_n_steps,
+        enable_progress_bar=settings.progress_bar,
+        enable_checkpointing=checkpoints is not None,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+        callbacks=[*callbacks, *monitoring, *last],
+        plugins=[AtomicCheckpointIO()],
+        default_root_dir=folder,
+    )
+
+
+def processes_to_start(settings: TrainerConfig) -> int:
+    """How many processes this machine has to start for a run; 1 where torchrun or SLURM have started them.
+
+    Raises:
+        UserError: if Lightning refuses the settings.
+    """
+    trainer = _trainer(settings, enable_checkpointing=False, enable_progress_bar=False)
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    return 1 if environment is None or environment.creates_processes_externally else trainer.num_devices
 
 
 def check_hardware(settings: TrainerConfig) -> None:
@@ -92,65 +100,43 @@ def quiet_lightning() -> Iterator[None]:
                 logger.setLevel(level)
 
 
-@contextmanager
-def closing_loggers(trainer: L.Trainer) -> Iterator[None]:
-    """Tell the loggers how the run ended; without `wandb.finish` the process's next run would write into this one."""
-    status = "failed"
-    try:
-        yield
-        status = "success"
-    finally:
-        for logger in trainer.loggers:
-            logger.finalize(status)
-        if len(trainer.loggers) > 1:
-            import wandb
-
-            wandb.finish(exit_code=0 if status == "success" else 1)
-
-
 _ADVICE = (
     "does not have many workers",
     "is smaller than the logging interval",
-    "exists and is not empty. Previous log files",
     "is deprecated, use `isinstance.treespec",
+    # Ours is: FineTuningData goes on where it was.
+    "your dataloader is not resumable",
+    # It is used where there are several processes, and one process needs none.
+    "The `srun` command is available",
 )
 
 
-def _settings_callbacks(settings: TrainerConfig, headline: str, folder: Path) -> list[L.Callback]:
-    monitored: dict[str, Any] = {"monitor": f"val/{headline}", "mode": "max"}
-    files: dict[str, Any] = {"dirpath": folder / "checkpoints", "enable_version_counter": False}
+def _trainer(settings: TrainerConfig, **arguments: Any) -> L.Trainer:
+    with quiet_lightning():
+        try:
+            return L.Trainer(
+                precision=settings.precision,  # type: ignore[arg-type]
+                accelerator=settings.accelerator,
+                devices=settings.devices,
+                num_nodes=settings.num_nodes,
+                strategy=settings.strategy,
+                logger=False,
+                enable_model_summary=False,
+                **arguments,
+            )
+        except (MisconfigurationException, ValueError, TypeError, RuntimeError) as error:
+            raise UserError(f"the trainer refuses its settings: {shorten(error)}") from error
+
+
+def _settings_callbacks(settings: TrainerConfig, headline: str) -> list[L.Callback]:
     callbacks: list[L.Callback] = []
-    if settings.checkpoints:
-        callbacks.append(ModelCheckpoint(filename="best", save_weights_only=True, **monitored, **files))
-        callbacks.append(ModelCheckpoint(filename="last", **files))
     if settings.early_stopping is not None:
-        callbacks.append(EarlyStopping(patience=settings.early_stopping, **monitored))
+        # With the validation, not with the epoch's end, where the checkpoint is written that has to know.
+        callbacks.append(
+            EarlyStopping(
+                f"val/{headline}", patience=settings.early_stopping, mode="max", check_on_train_epoch_end=False
+            )
+        )
     if settings.progress_bar:
         callbacks.append(RichProgressBar(leave=True))
     return callbacks
-
-
-def _loggers(config: Config, folder: Path) -> list[Logger]:
-    loggers: list[Logger] = [CSVLogger(folder.parent, name=folder.name, version="")]
-    if isinstance(config.logger, WandbConfig):
-        loggers.append(_wandb_logger(config.logger, config, folder))
-    return loggers
-
-
-def _wandb_logger(settings: WandbConfig, config: Config, folder: Path) -> Logger:
-    import wandb
-    from lightning.pytorch.loggers import WandbLogger
-
-    mode = settings.mode
-    if mode == "auto":
-        mode = os.environ.get("WANDB_MODE") or ("online" if wandb.api.api_key else "offline")
-    return WandbLogger(
-        name=folder.name,
-        project=settings.project,
-        entity=settings.entity,
-        group=settings.group,
-        tags=settings.tags,
-        save_dir=folder,
-        mode=mode,
-        config=to_dict(config),
-    )

@@ -138,7 +138,7 @@ def test_layer_isotropy_is_that_of_all_tokens_whatever_the_batches(setting, harn
 def test_a_model_that_has_diverged_is_one_line(setting, harness):
     module = setting.module()
     module.model.bert.encoder.layer[0].output.dense.weight.data.fill_(torch.nan)
-    with pytest.raises(UserError, match=r"^validation after step 0: .* not finite.*lower optim.lr$"):
+    with pytest.raises(UserError, match=r"^validation after step 0: .* not finite"):
         harness.trainer(LayerIsotropy(), limit_val_batches=1.0).validate(
             module, datamodule=setting.data(), verbose=False
         )

@@ -1,0 +1,149 @@
+"""A run that breaks anywhere and is sent again ends bit by bit as the undisturbed one."""
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from istar import files, models, results
+from istar import run as run_module
+from istar.config import Config
+from istar.run import run
+from istar.training import FineTuner, ShrinkageCovariance
+from istar.training.checkpoints import AtomicCheckpointIO
+
+Build = Callable[..., Config]
+SETTINGS = (
+    "task.limit_train=44", "trainer.max_epochs=3", "trainer.accumulate_grad_batches=2", "data.batch_size=4",
+    "optim.schedule=linear", "optim.warmup=0.2", "trainer.early_stopping=2", "trainer.checkpoint_every_n_steps=2",
+)  # fmt: skip
+"""Eleven micro-batches and six steps an epoch; checkpoints at steps 2, 4, 6, 8, ..., and after epochs."""
+
+
+class Broken(BaseException):
+    """Passes by whatever handles exceptions, as a kill does."""
+
+
+def outcome(folder: Path) -> dict[str, Any]:
+    """All that must be equal: everything but durations."""
+    record = json.loads((folder / results.RESULT).read_text())
+    del record["timing"], record["config"]["run"]
+    with (folder / "metrics.csv").open(newline="") as file:
+        rows = [
+            {key: value for key, value in row.items() if key != "shrinkage/seconds"} for row in csv.DictReader(file)
+        ]
+    return {
+        "record": record,
+        "metrics": rows,
+        "predictions": (folder / "predictions.jsonl").read_text(),
+        "weights": load_file(folder / "model" / "model.safetensors"),
+        "files": sorted(str(path.relative_to(folder)) for path in folder.rglob("*")),
+    }
+
+
+def assert_same(folder: Path, other: Path) -> None:
+    ours, theirs = outcome(folder), outcome(other)
+    weights, expected = ours.pop("weights"), theirs.pop("weights")
+    for index, (row, wanted) in enumerate(zip(ours["metrics"], theirs["metrics"], strict=True)):
+        assert row == wanted, index
+    for part in ours:
+        assert ours[part] == theirs[part], part
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in weights)
+
+
+def only_folder(config: Config) -> Path:
+    [folder] = [path for path in Path(config.run.root).iterdir() if not path.name.startswith(".")]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(composed: Build, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The folder of a run that nothing disturbed."""
+    known: dict[tuple[str, ...], Path] = {}
+
+    def get(*overrides: str) -> Path:
+        if overrides not in known:
+            config = composed(*SMALL, *SETTINGS, f"run.root={tmp_path_factory.mktemp('undisturbed')}", *overrides)
+            run(config)
+            known[overrides] = only_folder(config)
+        return known[overrides]
+
+    return get
+
+
+SMALL = ("task.limit_validation=16", "trainer.log_every_n_steps=1", "trainer.progress_bar=false",
+         "trainer.accelerator=cpu")  # fmt: skip
+
+
+@pytest.fixture
+def disturbed(small: Build, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """`disturbed(owner, name, count, *overrides)`: breaks at the count-th call of a function, and is sent again."""
+
+    def go(owner: Any, name: str, count: int, *overrides: str, config: Config | None = None) -> Path:
+        config = config or small(*SETTINGS, *overrides)
+        calls = 0
+        original = getattr(owner, name)
+
+        def breaks(*arguments: Any, **named: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == count:
+                raise Broken(name)
+            return original(*arguments, **named)
+
+        monkeypatch.setattr(owner, name, breaks)
+        with pytest.raises(Broken):
+            run(config)
+        monkeypatch.setattr(owner, name, original)
+        run(config)
+        return only_folder(config)
+
+    return go
+
+
+PLACES = [
+    pytest.param(FineTuner, "training_step", 1, id="first batch"),
+    pytest.param(FineTuner, "training_step", 8, id="mid-epoch, on a checkpoint"),
+    pytest.param(FineTuner, "training_step", 11, id="last batch of an epoch"),
+    pytest.param(FineTuner, "training_step", 12, id="first batch of the second epoch"),
+    pytest.param(FineTuner, "training_step", 18, id="second epoch, behind a checkpoint"),
+    pytest.param(FineTuner, "training_step", 33, id="last batch of all"),
+    pytest.param(FineTuner, "validation_step", 1, id="validation before training"),
+    pytest.param(FineTuner, "validation_step", 3, id="validation of the second epoch"),
+    pytest.param(FineTuner, "on_validation_epoch_end", 2, id="scoring"),
+    pytest.param(ShrinkageCovariance, "compute", 1, id="first refresh"),
+    pytest.param(FineTuner, "hidden_states", 2, id="second refresh"),
+    pytest.param(AtomicCheckpointIO, "save_checkpoint", 1, id="first checkpoint"),
+    pytest.param(AtomicCheckpointIO, "save_checkpoint", 3, id="best weights"),
+    pytest.param(AtomicCheckpointIO, "save_checkpoint", 4, id="checkpoint behind an epoch"),
+    pytest.param(files, "_sync_folder", 6, id="a checkpoint written, not its rows"),
+    pytest.param(models, "save", 1, id="saving the model"),
+    pytest.param(results, "write_predictions", 1, id="writing predictions"),
+    pytest.param(results, "write", 1, id="writing the result"),
+    pytest.param(run_module, "keep_newest", 1, id="tidying up"),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "count"), PLACES)
+def test_a_broken_run_goes_on_exactly(disturbed, undisturbed, owner, name, count):
+    assert_same(disturbed(owner, name, count), undisturbed())
+
+
+@pytest.mark.parametrize("count", [8, 14, 25])
+@pytest.mark.parametrize("overrides", [("reg=none",), ("reg=cosreg",), ("data.num_workers=2",), ("task=demo_span",)],
+                         ids=" ".join)  # fmt: skip
+def test_whatever_the_settings(disturbed, undisturbed, count, overrides):
+    assert_same(disturbed(FineTuner, "training_step", count, *overrides), undisturbed(*overrides))
+
+
+def test_a_run_that_had_stopped_early_stays_stopped(disturbed, undisturbed):
+    overrides = ("trainer.early_stopping=1", "trainer.max_epochs=6", "optim.lr=1e-9")
+    folder = disturbed(models, "save", 1, *overrides)
+    assert len(results.read(folder).epochs) == 2
+    assert_same(folder, undisturbed(*overrides))
