@@ -75,5 +75,5 @@ def sole_writer(folder: Path) -> Iterator[None]:
         lock.release()
 
 
-_LOCK_SECONDS = 5.0
+_LOCK_SECONDS = 10.0
 """Long enough for a process that is just being stopped, as after a requeue."""

@@ -1,0 +1,1 @@
+"""Figures that anyone can print again: `python -m benchmarks.<name>`."""

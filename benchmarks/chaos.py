@@ -1,0 +1,194 @@
+"""Kill a real run at random moments, send its command again until it ends, and compare it with an undisturbed one.
+
+    python -m benchmarks.chaos --kills 50
+
+Every kill is a SIGKILL, to all processes of the run at once or (where there are several) to one of them, at a random
+moment between the start of the interpreter and the end of the run. Equal means: weights, predictions, logged metrics
+and `result.json` byte for byte, durations and paths aside.
+"""
+
+import argparse
+import csv
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+SETTINGS = (
+    "task=demo", "task.limit_train=600", "task.limit_validation=100", "data.batch_size=8", "seed=7",
+    "trainer.accumulate_grad_batches=2", "trainer.max_epochs=6", "trainer.early_stopping=6", "trainer.accelerator=cpu",
+    "trainer.checkpoint_every_n_steps=5", "trainer.log_every_n_steps=5", "trainer.progress_bar=false",
+    "optim.schedule=linear", "optim.warmup=0.1",
+)  # fmt: skip
+"""I-STAR on the demo task: 38 steps an epoch, with dropout, a schedule and a checkpoint every five steps."""
+
+
+@dataclass
+class Tally:
+    """What happened to the runs of one number of processes."""
+
+    processes: int
+    kills: int = 0
+    runs: int = 0
+    identical: int = 0
+    lost: int = 0
+    moments: Counter[str] = field(default_factory=Counter)
+    troubles: list[str] = field(default_factory=list)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table; 1 if a run was lost or came out otherwise."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos", description=__doc__.partition("\n")[0])
+    parser.add_argument("--kills", type=int, default=50, help="in all, at least (default: 50)")
+    parser.add_argument("--processes", default="1,2", help="numbers of processes of a run (default: 1,2)")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments (default: 0)")
+    options = parser.parse_args(arguments)
+    console = Console()
+    generator = random.Random(options.seed)
+    worlds = [int(number) for number in options.processes.split(",")]
+    tallies = []
+    with tempfile.TemporaryDirectory(prefix="istar-chaos-") as name, Progress(console=console) as progress:
+        bar = progress.add_task("kills", total=options.kills)
+        for number, world in enumerate(worlds):
+            share = (options.kills - sum(tally.kills for tally in tallies)) // (len(worlds) - number)
+            folder = Path(name) / str(world)
+            tallies.append(torment(folder, world, share, generator, lambda: progress.advance(bar)))
+    console.print(table(tallies))
+    for tally in tallies:
+        for trouble in tally.troubles:
+            console.print(trouble, highlight=False)
+    return int(any(tally.lost or tally.identical < tally.runs for tally in tallies))
+
+
+def torment(folder: Path, world: int, kills: int, generator: random.Random, on_kill: Any = lambda: None) -> Tally:
+    """Undisturbed once; then run after run is killed until there were enough kills."""
+    tally = Tally(world)
+    began = time.monotonic()
+    wait(start(folder / "undisturbed", world))
+    duration = time.monotonic() - began
+    expected = outcome(folder / "undisturbed")
+    while tally.kills < kills:
+        root = folder / f"run-{tally.runs}"
+        tally.runs += 1
+        trouble = _kill_until_done(root, tally, duration, kills, generator, on_kill)
+        if trouble is None:
+            unequal = differences(outcome(root), expected)
+            tally.identical += not unequal
+            trouble = f"{root.name} differs in {', '.join(unequal)}" if unequal else None
+        else:
+            tally.lost += 1
+        if trouble is not None:
+            tally.troubles.append(f"{world} processes, {trouble}")
+        shutil.rmtree(root)
+    return tally
+
+
+def _kill_until_done(
+    root: Path, tally: Tally, duration: float, kills: int, generator: random.Random, on_kill: Any
+) -> str | None:
+    """Why the run cannot end; None when it has ended well."""
+    while True:
+        process = start(root, tally.processes)
+        # A run resumed near its end is short, so that some end before they are hit.
+        moment = generator.uniform(0, duration) if tally.kills < kills else float("inf")
+        deadline = time.monotonic() + moment
+        while process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.005)
+        if process.poll() is None:
+            tally.moments[_kill(process, root, generator)] += 1
+            tally.kills += 1
+            on_kill()
+        elif process.returncode == 0:
+            return None
+        else:
+            return f"{root.name} ended with exit code {process.returncode}: {told(root)}"
+
+
+def _kill(process: "subprocess.Popen[bytes]", root: Path, generator: random.Random) -> str:
+    """SIGKILL, to all or to one that was started by the first; returns what the run was at."""
+    children = [int(child) for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    everyone = [process.pid, *children]
+    for victim in everyone if generator.random() < 0.5 else [generator.choice(everyone)]:
+        os.kill(victim, signal.SIGKILL)
+    process.wait()
+    drafts = [path for path in root.rglob(".*") if path.parent.name != root.name and path.name != ".locks"]
+    if drafts:
+        return "writing a file"
+    if not any(root.glob("demo-*/config.yaml")):
+        return "loading"
+    if any(root.glob("demo-*/model")):
+        return "closing"
+    return "training" if any(root.glob("demo-*/checkpoints/step-*.ckpt")) else "before a checkpoint"
+
+
+def start(root: Path, world: int) -> "subprocess.Popen[bytes]":
+    """The command of a run, what it says in a file beside its folder."""
+    root.mkdir(parents=True, exist_ok=True)
+    processes = ["trainer=ddp", f"trainer.devices={world}"] if world > 1 else []
+    command = [sys.executable, str(REPOSITORY / "train.py"), *processes, *SETTINGS, f"run.root={root}"]
+    environment = {**os.environ, "ISTAR_CACHE": str(root.parent / "cache"), "OMP_NUM_THREADS": "1"}
+    with root.with_suffix(".log").open("wb") as log:
+        return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+
+
+def wait(process: "subprocess.Popen[bytes]") -> None:
+    """Wait for a run that nothing should stop."""
+    if process.wait() != 0:
+        raise SystemExit(f"the undisturbed run ended with exit code {process.returncode}")
+
+
+def told(root: Path) -> str:
+    """The last line of what a run said."""
+    lines = root.with_suffix(".log").read_text(errors="replace").strip().splitlines()
+    return lines[-1] if lines else "nothing was said"
+
+
+def outcome(root: Path) -> dict[str, Any]:
+    """All that must be equal of the one run below a folder: everything but durations and paths."""
+    [folder] = [path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    record = json.loads((folder / "result.json").read_text())
+    del record["timing"], record["config"]["run"]
+    with (folder / "metrics.csv").open(newline="") as file:
+        rows = [{name: value for name, value in row.items() if "seconds" not in name} for row in csv.DictReader(file)]
+    return {
+        "result.json": record,
+        "metrics.csv": rows,
+        "predictions.jsonl": (folder / "predictions.jsonl").read_bytes(),
+        "model": (folder / "model" / "model.safetensors").read_bytes(),
+        "files": sorted(str(path.relative_to(folder)) for path in folder.rglob("*")),
+    }
+
+
+def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+    """The parts of two outcomes that are not equal."""
+    return [part for part in theirs if ours[part] != theirs[part]]
+
+
+def table(tallies: Sequence[Tally]) -> Table:
+    """One row for each number of processes."""
+    shown = Table("processes", "kills survived", "runs", "identical", "results lost", "killed while", title="chaos")
+    for tally in tallies:
+        moments = ", ".join(f"{moment} {count}" for moment, count in sorted(tally.moments.items()))
+        survived = tally.kills - tally.lost
+        numbers = (tally.processes, f"{survived} of {tally.kills}", tally.runs, tally.identical, tally.lost)
+        shown.add_row(*map(str, numbers), moments)
+    return shown
+
+
+if __name__ == "__main__":
+    sys.exit(main())

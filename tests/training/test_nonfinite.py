@@ -1,0 +1,137 @@
+"""NaN and infinity: the run stops within the step, before the weights, or leaves the step out."""
+
+import copy
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from istar import results
+from istar.config import Config
+from istar.errors import NonFiniteError
+from istar.regularizers import CosReg, IStar
+from istar.run import run
+from istar.training import FineTuner
+
+Build = Callable[..., Config]
+ACCUMULATE = 2
+
+
+def breaking(module: FineTuner, step: int, how: str) -> FineTuner:
+    """A NaN in the second micro-batch of an optimizer step (counted from 1)."""
+    original = module.training_step
+
+    def training_step(batch, batch_idx):
+        hooks = []
+        if batch_idx == step * ACCUMULATE - 1:
+            if how == "task loss":
+                hooks.append(module.model.register_forward_hook(lambda *arguments: nan_loss(arguments[-1])))
+            elif how == "hidden states":
+                layer = module.model.base_model.encoder.layer[0]
+                hooks.append(layer.register_forward_hook(lambda _, __, output: output * torch.nan))
+        try:
+            loss = original(batch, batch_idx)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if how == "gradient" and batch_idx == step * ACCUMULATE - 1:
+            # Finite itself, with an infinite derivative.
+            loss = loss + (module.model.classifier.bias.sum() * 0).sqrt()
+        return loss
+
+    def nan_loss(outputs):
+        outputs.loss = outputs.loss * torch.nan
+        return outputs
+
+    module.training_step = training_step
+    return module
+
+
+def trained(setting, harness, module, **settings):
+    torch.manual_seed(0)
+    trainer = harness.trainer(
+        accumulate_grad_batches=ACCUMULATE, gradient_clip_val=1.0, limit_train_batches=10, **settings
+    )
+    trainer.fit(module, datamodule=setting.data())
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("how", "regularizer", "told"),
+    [
+        ("task loss", None, "step 3: the task loss is nan"),
+        ("task loss", IStar(-1.0, 0.0), "step 3: the task loss is nan"),
+        ("gradient", None, "step 3: the norm of the gradient is (nan|inf)"),
+        ("gradient", CosReg(1.0), "step 3: the norm of the gradient is (nan|inf)"),
+    ],
+)
+def test_a_step_that_breaks_stops_before_the_weights(setting, harness, how, regularizer, told):
+    module = breaking(setting.module(regularizer), 3, how)
+    with pytest.raises(NonFiniteError, match=f"^{told}$"):
+        trained(setting, harness, module)
+    expected = setting.module(regularizer)
+    torch.manual_seed(0)
+    harness.trainer(accumulate_grad_batches=ACCUMULATE, gradient_clip_val=1.0, limit_train_batches=4).fit(
+        expected, datamodule=setting.data()
+    )
+    for name, value in module.model.state_dict().items():
+        assert_close(value, expected.model.state_dict()[name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("regularizer", [IStar(-1.0, 0.0), CosReg(1.0, "all")], ids=["istar", "cosreg"])
+def test_a_penalty_that_breaks_is_told_as_such(setting, harness, regularizer):
+    module = setting.module(regularizer)
+    original = regularizer.penalty
+
+    def penalty(hidden_states, mask):
+        broken = [*hidden_states[:-1], hidden_states[-1] * torch.inf]
+        return original(broken if module.global_step == 1 else hidden_states, mask)
+
+    regularizer.penalty = penalty
+    with pytest.raises(NonFiniteError, match=r"^step 2: no penalty: .* not finite"):
+        trained(setting, harness, module)
+
+
+@pytest.mark.parametrize("how", ["task loss", "hidden states", "gradient"])
+def test_a_skipped_step_leaves_no_trace(setting, harness, how, caplog):
+    """Neither weight decay nor moments: the parameters stand still, and the next step goes on with finite ones."""
+    module = setting.module(IStar(-1.0, 0.0))
+    module.skip_nonfinite = True
+    seen = []
+    module.on_train_batch_end = lambda *_: seen.append(copy.deepcopy(module.model.state_dict()))
+    with caplog.at_level(logging.WARNING, logger="istar"):
+        trained(setting, harness, breaking(module, 3, how))
+    before, behind, after = (seen[step * ACCUMULATE - 1] for step in (2, 3, 4))
+    assert all(torch.equal(before[name], behind[name]) for name in before)
+    assert not all(torch.equal(behind[name], after[name]) for name in before)
+    assert all(value.isfinite().all() for value in seen[-1].values())
+    assert module.skipped_steps == 1
+    assert "step 3 is skipped" in caplog.text
+
+
+def test_the_run_says_what_broke_what_is_kept_and_what_helps(small: Build, monkeypatch: pytest.MonkeyPatch):
+    original = FineTuner.training_step
+    monkeypatch.setattr(
+        FineTuner,
+        "training_step",
+        lambda self, *batch: original(self, *batch) * (torch.nan if self.global_step == 5 else 1),
+    )
+    config = small("trainer.max_epochs=2", "reg=none")
+    with pytest.raises(NonFiniteError) as caught:
+        run(config)
+    told = str(caught.value)
+    assert told.startswith("step 6: the norm of the gradient is nan; the last good state is ")
+    assert "step-4.ckpt; lower optim.lr" in told
+    [folder] = Path(config.run.root).glob("demo-*")
+    assert results.read(folder).status == "failed"
+    assert results.read(folder).error == told
+
+    # The same run, told to skip: it goes on from the last good state.
+    record = run(small("trainer.max_epochs=2", "reg=none", "trainer.nonfinite=skip"))
+    assert record.name == folder.name
+    assert record.status == "finished"
+    assert record.skipped_steps == 1
+    assert results.read(folder).skipped_steps == 1
