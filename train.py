@@ -30,6 +30,7 @@ def refuse(message: str, code: int = 2) -> NoReturn:
 
 def start(settings: Config) -> object:
     """Here, or in processes of its own: each run of a multirun, and each that has several devices."""
+    launch.tell_slurm_apart()
     is_multirun = HydraConfig.get().mode == RunMode.MULTIRUN
     if is_multirun and launch.is_one_of_many():
         raise UserError("-m starts the processes of its runs by itself; call it without torchrun or srun")
@@ -65,6 +66,10 @@ if __name__ == "__main__":
         if SHOW_TRACE:
             raise
         refuse(schema.explain(error))
+    except KeyboardInterrupt:
+        if SHOW_TRACE:
+            raise
+        refuse("stopped by SIGINT", 130)
     except ValueError as error:
         # Hydra says some mistakes on the command line with a plain one, `task=null` for example.
         if SHOW_TRACE:

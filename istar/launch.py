@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 
@@ -25,7 +26,7 @@ from rich.console import Console
 
 from istar import results, schema
 from istar.config import Config, TrainerConfig
-from istar.errors import UserError, shorten
+from istar.errors import StoppedError, UserError, shorten
 from istar.files import write_text
 from istar.results import RunRecord
 
@@ -35,24 +36,65 @@ GRACE_SECONDS = 10.0
 """How long the other processes may go on when one has ended badly."""
 _TORCHRUN = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "ROLE_RANK", "LOCAL_WORLD_SIZE",
              "MASTER_ADDR", "MASTER_PORT")  # fmt: skip
+_PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+def is_one_of_many() -> bool:
+    """Whether torchrun or srun has started this process beside others.
+
+    A script under sbatch has `SLURM_NTASKS`, `SLURM_PROCID` and the like as well, although there is one of it; the
+    variables of a step are set by srun alone.
+    """
+    return "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1"
+
+
+def tell_slurm_apart() -> None:
+    """Make Lightning see srun where it is, and only there.
+
+    It goes by `SLURM_NTASKS`, which is what the job asked for, with or without srun, and looks away in jobs with a name
+    that salloc gives.
+    """
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if tasks == "1":
+        os.environ.pop("SLURM_NTASKS", None)
+    else:
+        os.environ["SLURM_NTASKS"] = tasks
+        os.environ.pop("SLURM_JOB_NAME", None)
 
 
 def processes_to_start(settings: TrainerConfig) -> int:
     """How many processes a run needs that are not there yet; 1: this one will do.
 
     Raises:
-        UserError: if the trainer refuses its settings.
+        UserError: if there are too few or too many already, or the trainer refuses its settings.
     """
+    if is_one_of_many():
+        _check_number(settings)
+        return 1
     if settings.devices in (1, "1") and settings.num_nodes == 1:
         return 1
+    # Seconds faster than Lightning, which has to be asked for what only the hardware or a scheduler knows.
+    if isinstance(settings.devices, int) and settings.devices > 0 and not _may_be_placed():
+        return settings.devices
     from istar.training.trainer import processes_to_start
 
     return processes_to_start(settings)
 
 
-def is_one_of_many() -> bool:
-    """Whether torchrun or srun has started this process beside others."""
-    return "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1"
+def _check_number(settings: TrainerConfig) -> None:
+    """Refuse what would wait for processes that never come, or run twice."""
+    there = os.environ.get("WORLD_SIZE" if "TORCHELASTIC_RUN_ID" in os.environ else "SLURM_STEP_NUM_TASKS")
+    wanted = settings.devices * settings.num_nodes if isinstance(settings.devices, int) else -1
+    if wanted > 0 and str(wanted) != there:
+        raise UserError(
+            f"{there} processes have been started, but trainer.devices={settings.devices} on trainer.num_nodes="
+            f"{settings.num_nodes} are {wanted}; devices counts the processes of one node"
+        )
+
+
+def _may_be_placed() -> bool:
+    """Whether this process may be one of several by other means than torchrun and srun: by hand, LSF or MPI."""
+    return bool({"LOCAL_RANK", "LSB_JOBID"} & os.environ.keys()) or find_spec("mpi4py") is not None
 
 
 def launch(config: Config, processes: int, show_trace: bool = False) -> RunRecord:
@@ -70,36 +112,43 @@ def launch(config: Config, processes: int, show_trace: bool = False) -> RunRecor
         UserError: what ended the first of the processes that ended badly; the others are ended, too.
         StoppedError: if a signal, which is handed on to the processes, has stopped it.
     """
+    _check_meeting(config.trainer)
     with tempfile.TemporaryDirectory(prefix="istar-") as name:
         folder = Path(name)
         write_text(folder / "config.yaml", yaml.safe_dump(schema.to_dict(config)))
-        command = [sys.executable, "-m", "istar.launch", str(folder / "config.yaml"), name]
+        command = [sys.executable, "-m", "istar.launch", str(folder / "config.yaml"), name, str(os.getpid())]
         port = _free_port()
-        started = [
-            subprocess.Popen(command, env=_environment(rank, processes, config.trainer, port), start_new_session=True)
-            for rank in range(processes)
-        ]
-        with _handing_on_signals(started):
+        started: list[subprocess.Popen[bytes]] = []
+        with _handing_on_signals(started) as signals:
+            for rank in range(processes):
+                environment = _environment(rank, processes, config.trainer, port)
+                started.append(subprocess.Popen(command, env=environment, start_new_session=True))
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
             bad = _wait(started)
         if bad:
-            raise _error(folder, {rank: started[rank].returncode for rank in bad}, processes, show_trace)
-        return results.read(Path((folder / "run").read_text()))
+            codes = {rank: started[rank].returncode for rank in bad}
+            raise _error(folder, codes, processes, signals, show_trace)
+        return results.read(folder)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """One process of a run: leaves the run's folder, or what went wrong, in files for the one that started it."""
-    config, folder = arguments
+    """One process of a run: leaves the record, or what went wrong, in files for the one that started it."""
+    config, folder, parent = arguments
     rank = os.environ.get("LOCAL_RANK", "0")
-    _end_with_parent()
+    # Until the training listens, Ctrl-C ends this process as it would end one that is not Python.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
+    _end_with(int(parent))
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     schema.register()
     try:
-        from istar.run import place, run
+        from istar.run import run
 
         settings = schema.load(OmegaConf.load(config))  # type: ignore[arg-type]
         record = run(settings, Console())
         if rank == "0":
-            write_text(Path(folder) / "run", str(place(settings, record)))
+            # Not where the run lies: on another node than the first, its result may not have been written yet.
+            results.write(record, Path(folder))
         return 0
     except UserError as error:
         message, code, trace = str(error), error.exit_code, traceback.format_exc()
@@ -108,6 +157,16 @@ def main(arguments: Sequence[str]) -> int:
     write_text(Path(folder) / f"error-{rank}.json", json.dumps({"message": message, "code": code, "trace": trace}))
     # Not through the exit of the interpreter, where a process group without its other processes may hang.
     os._exit(code)
+
+
+def _check_meeting(settings: TrainerConfig) -> None:
+    """Refuse several nodes that do not know where to meet, before each of them waits at a place of its own."""
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK") if name not in os.environ]
+    if settings.num_nodes > 1 and missing:
+        raise UserError(
+            f"trainer.num_nodes={settings.num_nodes} needs {', '.join(missing)} in the environment of train.py on every"
+            " node, or torchrun or srun, which set them"
+        )
 
 
 def _environment(rank: int, processes: int, settings: TrainerConfig, port: int) -> dict[str, str]:
@@ -144,7 +203,9 @@ def _wait(started: Sequence["subprocess.Popen[bytes]"]) -> list[int]:
     return [rank for rank, process in enumerate(started) if process.returncode]
 
 
-def _error(folder: Path, codes: dict[int, int], processes: int, show_trace: bool) -> UserError:
+def _error(
+    folder: Path, codes: dict[int, int], processes: int, signals: Sequence[int], show_trace: bool
+) -> UserError:
     """What ended the run: a mistake of the user's, else a process that was killed, else an unforeseen error.
 
     In this order, because the other processes fail, too, once one is gone.
@@ -158,6 +219,9 @@ def _error(folder: Path, codes: dict[int, int], processes: int, show_trace: bool
         return _user_error(left["message"], left["code"])
     rank = min(codes.keys() - told.keys())
     code = codes[rank]
+    if -code in signals:
+        name = signal.Signals(-code).name
+        return StoppedError(f"stopped by {name} outside of the training; the same command goes on from there", -code)
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     which = f"process {rank} of {processes}" if processes > 1 else "the process of the run"
     return _user_error(f"{which} {how}; the same command goes on from the last checkpoint", UNFORESEEN)
@@ -170,24 +234,31 @@ def _user_error(message: str, code: int) -> UserError:
 
 
 @contextmanager
-def _handing_on_signals(started: Sequence["subprocess.Popen[bytes]"]) -> Iterator[None]:
+def _handing_on_signals(started: Sequence["subprocess.Popen[bytes]"]) -> Iterator[list[int]]:
+    """Signals go to the processes; which ones there were is in the list.
+
+    They are held back, here and in each new process, until the block and that process are ready for them.
+    """
+    signals: list[int] = []
+
     def hand_on(number: int, frame: FrameType | None) -> None:
+        signals.append(number)
         for process in started:
             process.send_signal(number)
 
     is_main = threading.current_thread() is threading.main_thread()
-    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT) if is_main else ()
-    before = {number: signal.signal(number, hand_on) for number in numbers}
+    signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
+    before = {number: signal.signal(number, hand_on) for number in _PASSED_ON if is_main}
     try:
-        yield
+        yield signals
     finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _end_with_parent() -> None:
+def _end_with(parent: int) -> None:
     """Stop as by SIGTERM when the process that waits for this one is gone."""
-    parent = os.getppid()
 
     def watch() -> None:
         while os.getppid() == parent:

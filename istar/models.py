@@ -189,13 +189,16 @@ def _try_out(name: str, model: PreTrainedModel, inputs: Any) -> None:
 
 def _apply_options(config: ModelConfig, model: PreTrainedModel) -> None:
     if config.gradient_checkpointing:
+        # The older name is deprecated in transformers 5.23, which brought the newer one.
+        newer = getattr(model, "activation_checkpointing_enable", None)
         try:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            (newer or model.gradient_checkpointing_enable)({"use_reentrant": False})
         except ValueError as error:
             raise UserError(f"model.gradient_checkpointing=true: {shorten(error)}") from error
     if config.compile:
-        # In place, so that the names of the weights stay; lengths differ from batch to batch.
-        model.compile(dynamic=True)
+        # In place, so that the names of the weights stay; lengths differ from batch to batch. Without the fallback the
+        # compiler draws other random numbers for dropout.
+        model.compile(dynamic=True, options={"fallback_random": True})
 
 
 @contextmanager

@@ -1,3 +1,4 @@
+import csv
 import json
 import logging
 import shutil
@@ -305,3 +306,51 @@ def test_code_that_a_model_brings_along_is_refused(tmp_path: Path, monkeypatch: 
     with pytest.raises(UserError, match="is not a model folder that can be loaded"):
         models.load_config(ModelConfig(name=str(tmp_path)), TASKS["rte"], tokenizer=None)  # type: ignore[arg-type]
     assert not (tmp_path / "ran").exists()
+
+
+# ---- options that change how it is computed, not what
+
+
+def losses(build: Build, folder: Path, *options: str) -> list[str]:
+    """The columns of metrics.csv that a run leaves, durations aside."""
+    config = build("model=auto", f"model.name={folder}", "trainer.max_epochs=2", "reg=istar", *options)
+    record = run(config)
+    text = (Path(config.run.root) / record.name / "metrics.csv").read_text()
+    rows = csv.DictReader(text.splitlines())
+    return [value for row in rows for name, value in row.items() if value and "seconds" not in name]
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "distilbert"])
+def test_gradient_checkpointing_changes_no_bit(small: Build, tmp_path: Path, family: str) -> None:
+    folder = save(tmp_path / "model", family)
+    assert losses(small, folder) == losses(small, folder, "model.gradient_checkpointing=true")
+
+
+def test_gradient_checkpointing_of_a_model_that_has_none(small: Build, tmp_path: Path) -> None:
+    folder = save(tmp_path / "model", "albert")
+    with pytest.raises(UserError, match="^model.gradient_checkpointing=true: .*does not support"):
+        losses(small, folder, "model.gradient_checkpointing=true")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+@pytest.mark.parametrize("options", [(), ("task=demo_span", "trainer.precision=bf16-mixed")], ids=" ".join)
+def test_compiled_losses_are_the_same(small: Build, tmp_path: Path, options: tuple[str, ...]) -> None:
+    """Dropout included: the compiler's own random numbers would differ."""
+    folder = save(tmp_path / "model")
+    plain, compiled = (
+        [float(value) for value in losses(small, folder, *options, *more)] for more in ((), ("model.compile=true",))
+    )
+    assert compiled == pytest.approx(plain, rel=2e-2 if "trainer.precision=bf16-mixed" in options else 1e-4, abs=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+def test_a_model_that_cannot_be_compiled_is_one_line(
+    small: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.compiler.reset()
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("/nowhere/g++",))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
+    with pytest.raises(UserError, match="^model.compile=true: the model cannot be compiled here"):
+        losses(small, save(tmp_path / "model"), "model.compile=true")
