@@ -73,9 +73,11 @@ def processes_to_start(settings: TrainerConfig) -> int:
         return 1
     if settings.devices in (1, "1") and settings.num_nodes == 1:
         return 1
-    # Seconds faster than Lightning, which has to be asked for what only the hardware or a scheduler knows.
-    if isinstance(settings.devices, int) and settings.devices > 0 and not _may_be_placed():
-        return settings.devices
+    if not _may_be_placed():
+        _check_meeting(settings)
+        # Seconds faster than Lightning, which has to be asked for what only the hardware or a scheduler knows.
+        if isinstance(settings.devices, int) and settings.devices > 0:
+            return settings.devices
     from istar.training.trainer import processes_to_start
 
     return processes_to_start(settings)
@@ -97,6 +99,16 @@ def _may_be_placed() -> bool:
     return bool({"LOCAL_RANK", "LSB_JOBID"} & os.environ.keys()) or find_spec("mpi4py") is not None
 
 
+def _check_meeting(settings: TrainerConfig) -> None:
+    """Refuse several nodes that do not know where to meet, before each of them waits at a place of its own."""
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK") if name not in os.environ]
+    if settings.num_nodes > 1 and missing:
+        raise UserError(
+            f"trainer.num_nodes={settings.num_nodes} needs {', '.join(missing)} in the environment of train.py on every"
+            " node, or torchrun or srun, which set them"
+        )
+
+
 def launch(config: Config, processes: int, show_trace: bool = False) -> RunRecord:
     """Carry out a run in fresh processes and wait for them.
 
@@ -112,7 +124,6 @@ def launch(config: Config, processes: int, show_trace: bool = False) -> RunRecor
         UserError: what ended the first of the processes that ended badly; the others are ended, too.
         StoppedError: if a signal, which is handed on to the processes, has stopped it.
     """
-    _check_meeting(config.trainer)
     with tempfile.TemporaryDirectory(prefix="istar-") as name:
         folder = Path(name)
         write_text(folder / "config.yaml", yaml.safe_dump(schema.to_dict(config)))
@@ -159,16 +170,6 @@ def main(arguments: Sequence[str]) -> int:
     os._exit(code)
 
 
-def _check_meeting(settings: TrainerConfig) -> None:
-    """Refuse several nodes that do not know where to meet, before each of them waits at a place of its own."""
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK") if name not in os.environ]
-    if settings.num_nodes > 1 and missing:
-        raise UserError(
-            f"trainer.num_nodes={settings.num_nodes} needs {', '.join(missing)} in the environment of train.py on every"
-            " node, or torchrun or srun, which set them"
-        )
-
-
 def _environment(rank: int, processes: int, settings: TrainerConfig, port: int) -> dict[str, str]:
     """This process's own without what torchrun or srun have left there, and the place among the others."""
     kept = {
@@ -203,9 +204,7 @@ def _wait(started: Sequence["subprocess.Popen[bytes]"]) -> list[int]:
     return [rank for rank, process in enumerate(started) if process.returncode]
 
 
-def _error(
-    folder: Path, codes: dict[int, int], processes: int, signals: Sequence[int], show_trace: bool
-) -> UserError:
+def _error(folder: Path, codes: dict[int, int], processes: int, signals: Sequence[int], show_trace: bool) -> UserError:
     """What ended the run: a mistake of the user's, else a process that was killed, else an unforeseen error.
 
     In this order, because the other processes fail, too, once one is gone.
@@ -262,7 +261,7 @@ def _end_with(parent: int) -> None:
 
     def watch() -> None:
         while os.getppid() == parent:
-            time.sleep(1)
+            time.sleep(0.25)
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, daemon=True).start()

@@ -328,7 +328,7 @@ def test_gradient_checkpointing_changes_no_bit(small: Build, tmp_path: Path, fam
 
 def test_gradient_checkpointing_of_a_model_that_has_none(small: Build, tmp_path: Path) -> None:
     folder = save(tmp_path / "model", "albert")
-    with pytest.raises(UserError, match="^model.gradient_checkpointing=true: .*does not support"):
+    with pytest.raises(UserError, match=r"^model.gradient_checkpointing=true: .*does not support"):
         losses(small, folder, "model.gradient_checkpointing=true")
 
 
@@ -352,5 +352,5 @@ def test_a_model_that_cannot_be_compiled_is_one_line(
     torch.compiler.reset()
     monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("/nowhere/g++",))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
-    with pytest.raises(UserError, match="^model.compile=true: the model cannot be compiled here"):
+    with pytest.raises(UserError, match=r"^model.compile=true: the model cannot be compiled here"):
         losses(small, save(tmp_path / "model"), "model.compile=true")

@@ -136,7 +136,8 @@ def test_a_broken_run_goes_on_exactly(disturbed, undisturbed, owner, name, count
 
 
 @pytest.mark.parametrize("count", [8, 14, 25])
-@pytest.mark.parametrize("overrides", [("reg=none",), ("reg=cosreg",), ("data.num_workers=2",), ("task=demo_span",)],
+@pytest.mark.parametrize("overrides", [("reg=none",), ("reg=cosreg",), ("data.num_workers=2",), ("task=demo_span",),
+                                       ("trainer.precision=bf16-mixed",)],
                          ids=" ".join)  # fmt: skip
 def test_whatever_the_settings(disturbed, undisturbed, count, overrides):
     assert_same(disturbed(FineTuner, "training_step", count, *overrides), undisturbed(*overrides))

@@ -1,0 +1,426 @@
+"""Several processes and signals as a user meets them: train.py called for real, disturbed, and called again.
+
+Starting a process costs seconds, so calls that need no order are made at once, and a broken run is broken again.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from socket import socket
+
+import pytest
+
+from istar import results
+from tests.training.test_resume import assert_same, outcome
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+SECONDS = 120.0
+MARK = "ISTAR_TEST_JOB"
+NOT_THE_TESTS = re.compile(r"SLURM|TORCHELASTIC|MASTER_|(LOCAL_|NODE_|GROUP_)?RANK$|WORLD_SIZE|HYDRA_FULL_ERROR")
+LONG = ("reg.num_points=500", "task.limit_train=300", "task.limit_validation=9", "data.batch_size=2",
+        "trainer.max_epochs=2", "trainer.accumulate_grad_batches=1", "trainer.checkpoint_every_n_steps=5",
+        "trainer.accelerator=cpu", "trainer.progress_bar=false")  # fmt: skip
+"""Two to four seconds of training: long enough to be met by a signal behind its first checkpoints."""
+PAIR = ("trainer=ddp", "trainer.devices=2", "seed=1", *LONG)
+NODES = ("trainer=ddp", "trainer.devices=1", "trainer.num_nodes=2", "seed=1", *LONG)
+
+
+@dataclass(frozen=True)
+class Done:
+    code: int
+    stdout: str
+    stderr: str
+
+    def line(self) -> str:
+        """The one line that stderr holds."""
+        [line] = self.stderr.splitlines()
+        return line
+
+    def well(self) -> "Done":
+        assert (self.code, self.stderr) == (0, "")
+        assert "Warning" not in self.stdout
+        return self
+
+
+class Job:
+    """A command in a folder of its own, and all processes that come of it: they have its mark in their environment."""
+
+    def __init__(self, folder: Path, command: Sequence[str], environment: dict[str, str]) -> None:
+        self.folder = folder
+        self.mark = uuid.uuid4().hex
+        self.files = [folder / f"{self.mark}.{kind}" for kind in ("stdout", "stderr")]
+        self.before = newest(folder)
+        folder.mkdir(exist_ok=True)
+        with self.files[0].open("w") as stdout, self.files[1].open("w") as stderr:
+            self.process = subprocess.Popen(
+                command, cwd=folder, env={**environment, MARK: self.mark}, stdout=stdout, stderr=stderr
+            )
+
+    def wait(self, seconds: float = SECONDS) -> Done:
+        code = self.process.wait(seconds)
+        return Done(code, *(file.read_text() for file in self.files))
+
+    def until(self, condition: Callable[[], bool]) -> "Job":
+        deadline = time.monotonic() + SECONDS
+        while not condition():
+            assert self.process.poll() is None, self.wait()
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        return self
+
+    def until_it_trains(self) -> "Job":
+        """Until there is a checkpoint that was not there before."""
+        return self.until(lambda: newest(self.folder) > self.before)
+
+    def send(self, number: int) -> "Job":
+        self.process.send_signal(number)
+        return self
+
+    def pids(self) -> list[int]:
+        return [int(path.name) for path in Path("/proc").glob("[0-9]*") if f"{MARK}={self.mark}" in environ(path)]
+
+    def rank(self, rank: int) -> int:
+        """The process of a rank."""
+        [pid] = [pid for pid in self.pids() if f"LOCAL_RANK={rank}" in environ(Path(f"/proc/{pid}"))]
+        return pid
+
+    def is_gone(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while self.pids() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return not self.pids()
+
+    def kill(self) -> None:
+        while pids := self.pids():
+            for pid in pids:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+            self.process.poll()
+            time.sleep(0.05)
+        self.process.wait()
+
+
+Start = Callable[..., Job]
+
+
+def environ(process: Path) -> list[str]:
+    try:
+        return (process / "environ").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return []
+
+
+def catches(pid: int, number: int) -> bool:
+    [mask] = re.findall(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+def newest(folder: Path) -> int:
+    """The step of the last checkpoint."""
+    paths = folder.glob("runs/*/checkpoints/step-*.ckpt")
+    return max((int(path.stem.removeprefix("step-")) for path in paths), default=0)
+
+
+def only_run(folder: Path) -> Path:
+    [run] = (folder / "runs").glob("demo-*")
+    return run
+
+
+def free_port() -> str:
+    with socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return str(found.getsockname()[1])
+
+
+def at_once(*calls: Callable[[], Done]) -> list[Done]:
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [call.result() for call in [pool.submit(call) for call in calls]]
+
+
+def through_srun(rank: int, port: str) -> dict[str, str]:
+    """What `srun --nodes=2 --ntasks-per-node=1` sets: the step's variables and those that the job has already."""
+    return {
+        "SLURM_JOB_ID": "123456", "SLURM_JOB_NAME": "istar", "SLURM_NODELIST": "127.0.0.1", "SLURM_NNODES": "2",
+        "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": "0", "SLURM_NODEID": str(rank), "MASTER_PORT": port,
+    }  # fmt: skip
+
+
+IN_SBATCH = {
+    "SLURM_JOB_ID": "123456", "SLURM_JOB_NAME": "istar", "SLURM_NODELIST": "127.0.0.1", "SLURM_NNODES": "1",
+    "SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
+}  # fmt: skip
+"""What the one process of a script under `sbatch --ntasks=2` has, without srun."""
+
+
+@contextmanager
+def starting(cache: Path) -> Iterator[Start]:
+    """`start(folder, *arguments, **environment)` calls train.py; nothing of it outlives the block."""
+    jobs: list[Job] = []
+    kept = {name: value for name, value in os.environ.items() if not NOT_THE_TESTS.match(name)}
+    kept |= {"HF_HUB_OFFLINE": "1", "COLUMNS": "200", "OMP_NUM_THREADS": "1", "ISTAR_CACHE": str(cache)}
+
+    def start(folder: Path, *arguments: str, python: Sequence[str] = (), **environment: str) -> Job:
+        command = [sys.executable, *python, str(REPOSITORY / "train.py"), *arguments]
+        jobs.append(Job(folder, command, {**kept, **environment}))
+        return jobs[-1]
+
+    try:
+        yield start
+    finally:
+        for job in jobs:
+            job.kill()
+
+
+@pytest.fixture
+def start(own_cache: Path) -> Iterator[Start]:
+    with starting(own_cache) as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def twins(own_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Done]]:
+    """One run in one process, asked for twice at the same time."""
+    folder = tmp_path_factory.mktemp("alone")
+    with starting(own_cache) as start:
+        jobs = [start(folder, "seed=1", *LONG) for _ in range(2)]
+        return folder, [job.wait() for job in jobs]
+
+
+@pytest.fixture(scope="module")
+def alone(twins: tuple[Path, list[Done]]) -> Path:
+    """The folder of a run in one process that nothing disturbed."""
+    return only_run(twins[0])
+
+
+@pytest.fixture(scope="module")
+def pair(own_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
+    """The folder of a run in two processes that nothing disturbed, and what the call said."""
+    folder = tmp_path_factory.mktemp("pair")
+    with starting(own_cache) as start:
+        job = start(folder, *PAIR)
+        done = job.wait()
+        assert job.is_gone(1)
+        return only_run(folder), done
+
+
+def assert_same_but_for_the_name(folder: Path, other: Path) -> None:
+    """Another `trainer.num_nodes` is another run; everything else is equal."""
+    ours, theirs = outcome(folder), outcome(other)
+    for part in (ours["record"], theirs["record"]):
+        del part["name"], part["config"]["trainer"]
+    weights, expected = ours.pop("weights"), theirs.pop("weights")
+    assert ours == theirs
+    assert all(weights[name].equal(expected[name]) for name in expected)
+
+
+def assert_stopped(done: Done, number: int, told: str = r"saved at step \d+") -> None:
+    name = signal.Signals(number).name
+    assert done.code == 128 + number, done
+    assert re.fullmatch(f"error: stopped by {name}: {told}; the same command goes on from there", done.line())
+
+
+# ---- ways to start
+
+
+def test_two_processes(pair):
+    folder, done = pair
+    done.well()
+    record = results.read(folder)
+    assert record.status == "finished"
+    assert record.data["validation"] == {"validation": 9}
+    assert len((folder / "predictions.jsonl").read_text().splitlines()) == 9
+    assert done.stdout.count("IsoScore* of ") == 1
+
+
+def test_a_multirun_of_two_processes_each(tmp_path, start, pair):
+    arguments = [argument for argument in PAIR if not argument.startswith("seed=")]
+    done = start(tmp_path, "-m", "seed=1,2", *arguments).wait().well()
+    runs = {results.read(path).config["seed"]: path for path in (tmp_path / "runs").glob("demo-*")}
+    assert sorted(runs) == [1, 2]
+    assert_same(runs[1], pair[0])
+    assert results.read(runs[2]).status == "finished"
+    assert results.read(runs[2]).metrics != results.read(runs[1]).metrics
+    [sweep] = (tmp_path / "runs" / "multirun").iterdir()
+    assert sorted(path.name for path in sweep.glob("comparison.*")) == [
+        "comparison.md", "comparison.png", "comparison.svg"
+    ]  # fmt: skip
+    assert "comparison.png" in done.stdout
+
+
+def torchrun() -> tuple[str, ...]:
+    port = f"--master-port={free_port()}"
+    return "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1", port
+
+
+def test_torchrun(tmp_path, start, pair):
+    done = start(tmp_path, *PAIR, python=torchrun()).wait()
+    assert done.code == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert_same(only_run(tmp_path), pair[0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("-m", *PAIR), "-m starts the processes of its runs by itself"),
+        (LONG, "2 processes have been started, but trainer.devices=1 on trainer.num_nodes=1 are 1"),
+    ],
+    ids=["multirun", "one device"],
+)
+def test_torchrun_is_refused(tmp_path, start, arguments, told):
+    done = start(tmp_path, *arguments, python=torchrun()).wait()
+    assert done.code != 0
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert told in line
+    assert not list(tmp_path.glob("runs/demo-*"))
+
+
+def test_srun(tmp_path, start, pair):
+    port = free_port()
+    jobs = [start(tmp_path, *NODES, **through_srun(rank, port)) for rank in range(2)]
+    for job in jobs:
+        job.wait().well()
+    assert_same_but_for_the_name(only_run(tmp_path), pair[0])
+
+
+def test_nodes_by_hand(tmp_path, start, pair):
+    port = free_port()
+    jobs = [
+        start(tmp_path, *NODES, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, NODE_RANK=str(rank)) for rank in range(2)
+    ]
+    for job in jobs:
+        job.wait().well()
+    assert_same_but_for_the_name(only_run(tmp_path), pair[0])
+
+
+def test_nodes_that_cannot_meet(tmp_path, start):
+    done = start(tmp_path, *NODES).wait()
+    assert done.code == 2
+    assert "trainer.num_nodes=2 needs MASTER_ADDR, MASTER_PORT, NODE_RANK in the environment" in done.line()
+
+
+def test_two_at_once_do_not_disturb_each_other(twins):
+    folder, done = twins
+    [first, second] = sorted(done, key=lambda done: "is finished" in done.stdout or done.code)
+    first.well()
+    assert (second.code, second.stderr) == (0, "") or "is being written by another process" in second.line()
+    assert results.read(only_run(folder)).status == "finished"
+    assert len((only_run(folder) / "predictions.jsonl").read_text().splitlines()) == 9
+
+
+# ---- signals
+
+
+def test_a_stopped_run_is_saved_and_goes_on_exactly(tmp_path, start, alone):
+    """Within sbatch, as one process although the job has two tasks, and by `-m`, too."""
+    cases: list[tuple[int, tuple[str, ...], dict[str, str]]] = [
+        (signal.SIGTERM, (), {}),
+        (signal.SIGUSR1, (), IN_SBATCH),
+        (signal.SIGINT, (), {}),
+        (signal.SIGTERM, ("-m",), IN_SBATCH),
+    ]
+
+    def stopped(index: int) -> Done:
+        number, arguments, environment = cases[index]
+        job = start(tmp_path / str(index), *arguments, "seed=1", *LONG, **environment)
+        return job.until_it_trains().send(number).wait(30)
+
+    def sent_again(index: int) -> Done:
+        _, arguments, environment = cases[index]
+        return start(tmp_path / str(index), *arguments, "seed=1", *LONG, **environment).wait()
+
+    for (number, *_), done in zip(cases, at_once(*(lambda i=i: stopped(i) for i in range(len(cases)))), strict=True):
+        assert_stopped(done, number)
+    for index, done in enumerate(at_once(*(lambda i=i: sent_again(i) for i in range(len(cases))))):
+        assert "was interrupted; it goes on from step-" in done.well().stdout
+        assert_same(only_run(tmp_path / str(index)), alone)
+
+
+def test_a_signal_where_nothing_is_to_be_saved(tmp_path, start):
+    """In the first validation, and in the first refresh of the shrinkage covariance."""
+
+    def validating() -> Done:
+        job = start(tmp_path / "validating", *LONG, "task.limit_validation=null", "data.eval_batch_size=1")
+        job.until(lambda: catches(job.process.pid, signal.SIGUSR1))
+        return job.send(signal.SIGTERM).wait(30)
+
+    def refreshing() -> Done:
+        job = start(tmp_path / "refreshing", *LONG, "reg.num_points=1000000", "data.eval_batch_size=1")
+        job.until(lambda: any(job.folder.glob("runs/*/metrics.csv")))
+        # The validation has been, with its own handler; the training's is the next.
+        job.until(lambda: not catches(job.process.pid, signal.SIGUSR1))
+        job.until(lambda: catches(job.process.pid, signal.SIGUSR1))
+        return job.send(signal.SIGTERM).wait(30)
+
+    for done in at_once(validating, refreshing):
+        assert_stopped(done, signal.SIGTERM, "the last checkpoint is kept")
+
+
+def lost(rank: int) -> str:
+    return f"error: process {rank} of 2 was killed by SIGKILL; the same command goes on from the last checkpoint"
+
+
+def assert_a_lost_rank_ends_it(job: Job, rank: int) -> None:
+    os.kill(job.until_it_trains().rank(rank), signal.SIGKILL)
+    done = job.wait(60)
+    assert done.code == 1
+    assert done.line() == lost(rank)
+    assert job.is_gone(1)
+
+
+def test_a_lost_process_and_a_lost_parent(tmp_path, start, pair):
+    assert_a_lost_rank_ends_it(start(tmp_path, *PAIR), 1)
+    job = start(tmp_path, *PAIR).until_it_trains().send(signal.SIGKILL)
+    job.wait()
+    assert job.is_gone(10)
+    assert not (only_run(tmp_path) / results.RESULT).exists()
+    assert "was interrupted; it goes on from step-" in start(tmp_path, *PAIR).wait().well().stdout
+    assert_same(only_run(tmp_path), pair[0])
+
+
+@pytest.mark.slow
+def test_the_first_process_lost_and_both_stopped(tmp_path, start, pair):
+    assert_a_lost_rank_ends_it(start(tmp_path, *PAIR), 0)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        job = start(tmp_path, *PAIR).until_it_trains().send(number)
+        assert_stopped(job.wait(30), number)
+        assert job.is_gone(1)
+    start(tmp_path, *PAIR).wait().well()
+    assert_same(only_run(tmp_path), pair[0])
+
+
+@pytest.mark.slow
+def test_a_lost_process_under_torchrun(tmp_path, start, pair):
+    for rank in (0, 1):
+        job = start(tmp_path, *PAIR, python=torchrun())
+        os.kill(job.until_it_trains().rank(rank), signal.SIGKILL)
+        assert job.wait(60).code != 0
+        assert job.is_gone(1)
+    assert start(tmp_path, *PAIR, python=torchrun()).wait().code == 0
+    assert_same(only_run(tmp_path), pair[0])
+
+
+@pytest.mark.slow
+def test_a_writer_is_not_disturbed(tmp_path, start):
+    """Two at once, where the first does not finish in the time that the second waits."""
+    arguments = (*LONG, "trainer.max_epochs=1000")
+    first = start(tmp_path, *arguments).until_it_trains()
+    second = start(tmp_path, *arguments).wait(60)
+    assert second.code == 2
+    assert "is being written by another process" in second.line()
+    assert_stopped(first.send(signal.SIGTERM).wait(30), signal.SIGTERM)
