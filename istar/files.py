@@ -27,6 +27,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         draft.replace(path)
         _sync_folder(path.parent)
+    except OSError as error:
+        # The operating system names the draft, which nobody knows, or for a full disk no file at all.
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
     finally:
         draft.unlink(missing_ok=True)
 

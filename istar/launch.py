@@ -177,6 +177,8 @@ def _environment(rank: int, processes: int, settings: TrainerConfig, port: int) 
         for name, value in os.environ.items()
         if not name.startswith("TORCHELASTIC") and name not in ("SLURM_NTASKS", "HYDRA_FULL_ERROR")
     }
+    # The same code as here, wherever another istar may be installed.
+    kept["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [kept.get("PYTHONPATH")])])
     if settings.num_nodes == 1:
         kept = {name: value for name, value in kept.items() if name not in _TORCHRUN}
     if processes > 1 or settings.num_nodes > 1:
@@ -191,7 +193,8 @@ def _environment(rank: int, processes: int, settings: TrainerConfig, port: int) 
 def _wait(started: Sequence["subprocess.Popen[bytes]"]) -> list[int]:
     """The numbers of the processes that ended badly by themselves, after the end of all."""
     deadline = float("inf")
-    while any(process.poll() is None for process in started):
+    # All of them are asked every time: one that waits for another that is dead will wait for long.
+    while None in [process.poll() for process in started]:
         bad = [rank for rank, process in enumerate(started) if process.returncode]
         if bad and deadline == float("inf"):
             deadline = time.monotonic() + GRACE_SECONDS

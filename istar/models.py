@@ -122,10 +122,20 @@ def load_model(
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a folder that `from_pretrained` of the task's Auto class and AutoTokenizer load."""
-    with _quiet():
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+    """Write a folder that `from_pretrained` of the task's Auto class and AutoTokenizer load.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    try:
+        with _quiet():
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+    except Exception as error:
+        # The writers in Rust have exceptions of their own, but all of them quote the operating system in this way.
+        if not isinstance(error, OSError) and "(os error " not in str(error):
+            raise
+        raise OSError(f"the model cannot be written to {folder}: {shorten(error)}") from error
 
 
 def _source(config: ModelConfig) -> dict[str, Any]:

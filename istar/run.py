@@ -39,7 +39,7 @@ from istar.training.loggers import logging_to
 from istar.training.metrics_file import MetricsFile
 from istar.training.module import from_all_processes
 from istar.training.signals import StopSignal
-from istar.training.trainer import build_trainer, check_hardware, keeps_checkpoints, quiet_lightning
+from istar.training.trainer import build_trainer, check_hardware, count_devices, keeps_checkpoints, quiet_lightning
 
 CHECKPOINTS = "checkpoints"
 T = TypeVar("T")
@@ -189,7 +189,10 @@ def _root(config: Config) -> Path:
 
 
 def _run_name(config: Config, data: str) -> str:
-    digits = results.identity(to_dict(config), data, _model_identity(config.model))
+    values = to_dict(config)
+    # Their number multiplies the batch; which ones they are does not matter.
+    values["trainer"]["devices"] = count_devices(config.trainer)
+    digits = results.identity(values, data, _model_identity(config.model))
     model = Path(config.model.name).name
     return "-".join([config.task.name, model, config.reg.name, digits])
 
@@ -447,12 +450,13 @@ def _explained(error: Exception, job: Job) -> Exception:
     """The error with what can be done about it, where that is known."""
     last = None if job.checkpoints is None else job.checkpoints.newest()
     kept = f"the last good state is {last}" if last else "there is no checkpoint yet"
+    sequel = "goes on from there" if last else "starts anew"
     if isinstance(error, NonFiniteError):
         return NonFiniteError(
             f"{error}; {kept}; lower optim.lr or reg.lambda, or skip such steps with trainer.nonfinite=skip"
         )
     if isinstance(error, OSError):
-        return UserError(f"{shorten(error)}; {kept}; mend it and send the same command, which goes on from there")
+        return UserError(f"{shorten(error)}; {kept}; mend it and send the same command, which {sequel}")
     if isinstance(error, TorchDynamoException):
         return UserError(f"model.compile=true: the model cannot be compiled here: {shorten(error)}")
     return error

@@ -18,8 +18,13 @@ from pathlib import Path
 from socket import socket
 
 import pytest
+from lightning.fabric.plugins.environments import SLURMEnvironment
 
-from istar import results
+from istar import launch, results
+from istar.config import TrainerConfig
+from istar.errors import StoppedError
+from istar.run import run
+from istar.training import FineTuningData
 from tests.training.test_resume import assert_same, outcome
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
@@ -28,7 +33,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 SECONDS = 120.0
 MARK = "ISTAR_TEST_JOB"
 NOT_THE_TESTS = re.compile(r"SLURM|TORCHELASTIC|MASTER_|(LOCAL_|NODE_|GROUP_)?RANK$|WORLD_SIZE|HYDRA_FULL_ERROR")
-LONG = ("reg.num_points=500", "task.limit_train=300", "task.limit_validation=9", "data.batch_size=2",
+LONG = ("reg.num_points=500", "task.limit_train=200", "task.limit_validation=9", "data.batch_size=2",
         "trainer.max_epochs=2", "trainer.accumulate_grad_batches=1", "trainer.checkpoint_every_n_steps=5",
         "trainer.accelerator=cpu", "trainer.progress_bar=false")  # fmt: skip
 """Two to four seconds of training: long enough to be met by a signal behind its first checkpoints."""
@@ -172,7 +177,14 @@ def starting(cache: Path) -> Iterator[Start]:
     """`start(folder, *arguments, **environment)` calls train.py; nothing of it outlives the block."""
     jobs: list[Job] = []
     kept = {name: value for name, value in os.environ.items() if not NOT_THE_TESTS.match(name)}
-    kept |= {"HF_HUB_OFFLINE": "1", "COLUMNS": "200", "OMP_NUM_THREADS": "1", "ISTAR_CACHE": str(cache)}
+    # What a killed parent leaves behind goes with the cache.
+    kept |= {
+        "TMPDIR": str(cache),
+        "HF_HUB_OFFLINE": "1",
+        "COLUMNS": "200",
+        "OMP_NUM_THREADS": "1",
+        "ISTAR_CACHE": str(cache),
+    }
 
     def start(folder: Path, *arguments: str, python: Sequence[str] = (), **environment: str) -> Job:
         command = [sys.executable, *python, str(REPOSITORY / "train.py"), *arguments]
@@ -274,19 +286,18 @@ def test_torchrun(tmp_path, start, pair):
     assert_same(only_run(tmp_path), pair[0])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (("-m", *PAIR), "-m starts the processes of its runs by itself"),
-        (LONG, "2 processes have been started, but trainer.devices=1 on trainer.num_nodes=1 are 1"),
-    ],
-    ids=["multirun", "one device"],
-)
-def test_torchrun_is_refused(tmp_path, start, arguments, told):
-    done = start(tmp_path, *arguments, python=torchrun()).wait()
-    assert done.code != 0
-    [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert told in line
+def test_torchrun_is_refused(tmp_path, start):
+    cases = {
+        "-m starts the processes of its runs by itself": ("-m", *PAIR),
+        "2 processes have been started, but trainer.devices=1 on trainer.num_nodes=1 are 1": LONG,
+    }
+    jobs = [start(tmp_path, *arguments, python=torchrun()) for arguments in cases.values()]
+    for job, told in zip(jobs, cases, strict=True):
+        done = job.wait()
+        assert done.code != 0
+        # torchrun itself says more.
+        [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+        assert told in line
     assert not list(tmp_path.glob("runs/demo-*"))
 
 
@@ -314,6 +325,28 @@ def test_nodes_that_cannot_meet(tmp_path, start):
     assert "trainer.num_nodes=2 needs MASTER_ADDR, MASTER_PORT, NODE_RANK in the environment" in done.line()
 
 
+@pytest.mark.parametrize(
+    ("environment", "devices", "wanted", "tasks"),
+    [
+        pytest.param(IN_SBATCH, 2, 2, None, id="sbatch"),
+        pytest.param({**IN_SBATCH, "SLURM_STEP_NUM_TASKS": "1"}, 2, 2, None, id="srun --ntasks=1"),
+        pytest.param(through_srun(0, "1"), 1, 1, "2", id="srun"),
+        pytest.param({**through_srun(0, "1"), "SLURM_NTASKS": "8"}, 1, 1, "2", id="srun --preserve-env"),
+        pytest.param({**through_srun(0, "1"), "SLURM_JOB_NAME": "interactive"}, 1, 1, "2", id="salloc, srun"),
+    ],
+)
+def test_lightning_sees_srun_where_it_is(monkeypatch, environment, devices, wanted, tasks):
+    for name in [name for name in os.environ if NOT_THE_TESTS.match(name)]:
+        monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    launch.tell_slurm_apart()
+    nodes = int(tasks or 1) // wanted
+    assert launch.processes_to_start(TrainerConfig(devices=devices, num_nodes=nodes, strategy="ddp")) == wanted
+    assert SLURMEnvironment.detect() == launch.is_one_of_many() == (tasks is not None)
+    assert os.environ.get("SLURM_NTASKS") == tasks
+
+
 def test_two_at_once_do_not_disturb_each_other(twins):
     folder, done = twins
     [first, second] = sorted(done, key=lambda done: "is finished" in done.stdout or done.code)
@@ -329,9 +362,8 @@ def test_two_at_once_do_not_disturb_each_other(twins):
 def test_a_stopped_run_is_saved_and_goes_on_exactly(tmp_path, start, alone):
     """Within sbatch, as one process although the job has two tasks, and by `-m`, too."""
     cases: list[tuple[int, tuple[str, ...], dict[str, str]]] = [
-        (signal.SIGTERM, (), {}),
-        (signal.SIGUSR1, (), IN_SBATCH),
         (signal.SIGINT, (), {}),
+        (signal.SIGUSR1, (), IN_SBATCH),
         (signal.SIGTERM, ("-m",), IN_SBATCH),
     ]
 
@@ -361,14 +393,28 @@ def test_a_signal_where_nothing_is_to_be_saved(tmp_path, start):
 
     def refreshing() -> Done:
         job = start(tmp_path / "refreshing", *LONG, "reg.num_points=1000000", "data.eval_batch_size=1")
-        job.until(lambda: any(job.folder.glob("runs/*/metrics.csv")))
-        # The validation has been, with its own handler; the training's is the next.
-        job.until(lambda: not catches(job.process.pid, signal.SIGUSR1))
-        job.until(lambda: catches(job.process.pid, signal.SIGUSR1))
+        job.until(lambda: "the shrinkage covariance uses all" in job.files[0].read_text())
         return job.send(signal.SIGTERM).wait(30)
 
     for done in at_once(validating, refreshing):
         assert_stopped(done, signal.SIGTERM, "the last checkpoint is kept")
+
+
+def test_a_signal_that_lightning_hears_first(small, monkeypatch):
+    """It listens a moment before the callbacks do, and would leave with exit code 0."""
+    original, before = FineTuningData.val_dataloader, signal.signal(signal.SIGTERM, lambda *_: None)
+
+    def interrupted(data: FineTuningData) -> object:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return original(data)
+
+    monkeypatch.setattr(FineTuningData, "val_dataloader", interrupted)
+    try:
+        with pytest.raises(StoppedError, match="stopped by SIGTERM: the last checkpoint is kept") as stopped:
+            run(small("reg=none"))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert stopped.value.exit_code == 143
 
 
 def lost(rank: int) -> str:
@@ -388,8 +434,9 @@ def test_a_lost_process_and_a_lost_parent(tmp_path, start, pair):
     job = start(tmp_path, *PAIR).until_it_trains().send(signal.SIGKILL)
     job.wait()
     assert job.is_gone(10)
-    assert not (only_run(tmp_path) / results.RESULT).exists()
-    assert "was interrupted; it goes on from step-" in start(tmp_path, *PAIR).wait().well().stdout
+    record = only_run(tmp_path) / results.RESULT
+    assert not record.exists() or results.read(record.parent).status != "finished"
+    assert "was interrupted; it goes on from step-" in start(tmp_path, *PAIR, **IN_SBATCH).wait().well().stdout
     assert_same(only_run(tmp_path), pair[0])
 
 
@@ -400,6 +447,9 @@ def test_the_first_process_lost_and_both_stopped(tmp_path, start, pair):
         job = start(tmp_path, *PAIR).until_it_trains().send(number)
         assert_stopped(job.wait(30), number)
         assert job.is_gone(1)
+    job = start(tmp_path, *PAIR).until_it_trains()
+    os.kill(job.rank(1), signal.SIGTERM)
+    assert_stopped(job.wait(30), signal.SIGTERM)
     start(tmp_path, *PAIR).wait().well()
     assert_same(only_run(tmp_path), pair[0])
 
@@ -424,3 +474,47 @@ def test_a_writer_is_not_disturbed(tmp_path, start):
     assert second.code == 2
     assert "is being written by another process" in second.line()
     assert_stopped(first.send(signal.SIGTERM).wait(30), signal.SIGTERM)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
+def test_stopped_by_slurm(tmp_path, start, pair, number):
+    """It tells every process of a step; Lightning would requeue the job by itself."""
+    for is_second in (False, True):
+        port = free_port()
+        jobs = [start(tmp_path, *NODES, **through_srun(rank, port)) for rank in range(2)]
+        if not is_second:
+            for job in jobs:
+                job.until_it_trains()
+            first, second = [job.wait(30) for job in [job.send(number) for job in jobs]]
+            assert_stopped(first, number)
+            assert (second.code, second.stderr) == (128 + number, "")
+        else:
+            for job in jobs:
+                job.wait().well()
+    assert_same_but_for_the_name(only_run(tmp_path), pair[0])
+
+
+@pytest.mark.slow
+def test_stopped_through_torchrun(tmp_path, start, pair):
+    job = start(tmp_path, *PAIR, python=torchrun()).until_it_trains().send(signal.SIGTERM)
+    done = job.wait(60)
+    assert done.code != 0
+    assert "error: stopped by SIGTERM: saved at step" in done.stderr
+    assert job.is_gone(1)
+    assert start(tmp_path, *PAIR, python=torchrun()).wait().code == 0
+    assert_same(only_run(tmp_path), pair[0])
+
+
+@pytest.mark.slow
+def test_two_nodes_of_two_processes_are_one_of_four(tmp_path, start):
+    four = ("trainer=ddp", "seed=1", *LONG)
+    start(tmp_path / "one", *four, "trainer.devices=4").wait().well()
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    jobs = [
+        start(tmp_path / "two", *four, "trainer.devices=2", "trainer.num_nodes=2", NODE_RANK=str(rank), **meeting)
+        for rank in range(2)
+    ]
+    for job in jobs:
+        job.wait().well()
+    assert_same_but_for_the_name(only_run(tmp_path / "two"), only_run(tmp_path / "one"))

@@ -736,6 +736,12 @@ def test_limits_beyond_the_data(small: Build) -> None:
     assert record.data["train"] == demo.SIZES["train"]
 
 
+def test_devices_count_for_the_name_by_their_number(small: Build) -> None:
+    names = {run_module._run_name(small(f"trainer.devices={devices}"), "data") for devices in ("1", "auto", "'1'")}
+    assert len(names) == 1
+    assert run_module._run_name(small("trainer.devices=2"), "data") not in names
+
+
 def test_examples_are_the_first_ones(small: Build) -> None:
     config = small("task.limit_train=3", "task.limit_validation=2")
     examples = run_module.load_examples(TASKS["demo"], config.task)

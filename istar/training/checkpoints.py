@@ -42,7 +42,9 @@ class AtomicCheckpointIO(CheckpointIO):
                 torch.save(checkpoint, file)
         # torch hides the reason of a failed write behind a RuntimeError of its own.
         except (OSError, RuntimeError) as error:
-            raise OSError(f"the checkpoint {path} cannot be written: {shorten(_reason(error))}") from error
+            reason = _reason(error)
+            said = reason.strerror if isinstance(reason, OSError) and reason.strerror else shorten(reason)
+            raise OSError(f"the checkpoint {path} cannot be written: {said}") from error
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = True) -> dict[str, Any]:
         return load(Path(path))
@@ -236,14 +238,25 @@ def keep_newest(folder: Path, best: Path) -> None:
 
 
 def _inspect(path: Path, run: str) -> tuple[int, int]:
-    """How many epochs a checkpoint has behind it, and how many processes wrote it."""
-    callbacks = load(path).get("callbacks", {})
-    state = callbacks.get("Checkpoints")
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise UserError(f"{path} is not a checkpoint of this version of istar")
-    if state["run"] != run:
-        raise UserError(f"{path} is of another run, {state['run']}")
-    return len(callbacks["History"]["epochs"]), len(state["random"])
+    """How many epochs a checkpoint has behind it, and how many processes wrote it.
+
+    Raises:
+        UserError: if it cannot be used, or the weights of the best epoch before it cannot.
+    """
+    content = load(path)
+    try:
+        state, history = content["callbacks"]["Checkpoints"], content["callbacks"]["History"]
+        written, owner, epochs, processes = state["format"], state["run"], len(history["epochs"]), len(state["random"])
+        best = history["best"]
+    except (KeyError, TypeError, IndexError) as error:
+        raise UserError(f"{path} is not a checkpoint that istar wrote") from error
+    if written != FORMAT:
+        raise UserError(f"{path} has format {written}; this version reads {FORMAT}")
+    if owner != run:
+        raise UserError(f"{path} is of another run, {owner}")
+    if best:
+        load(path.with_name(f"best-epoch-{best}.ckpt"))
+    return epochs, processes
 
 
 def _numbered(folder: Path, kind: str) -> list[Path]:

@@ -3,13 +3,14 @@
 import logging
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.loggers import Logger
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.loggers import WandbLogger
 
 from istar.config import Config, WandbConfig
 from istar.errors import UserError, shorten
@@ -40,27 +41,56 @@ def logging_to(trainer: L.Trainer, metrics: MetricsFile, config: Config, folder:
             # What ended the run is the reason to tell, not that a full disk does not take the last rows either.
             with suppress(OSError):
                 metrics.finalize(status)
-        for logger in trainer.loggers[1:]:
-            _finish_wandb(logger, status)
+        for logger in trainer.loggers:
+            if isinstance(logger, Wandb):
+                logger.finish(exit_code=0 if status == "success" else 1)
 
 
-def _finish_wandb(logger: Logger, status: str) -> None:
-    """Without this the process's next run would write into this one."""
-    import wandb
+class Wandb(WandbLogger):
+    """W&B, whose service is a process of its own: should that die, it is missed, but the run goes on.
 
-    logger.finalize(status)
-    wandb.finish(exit_code=0 if status == "success" else 1)
+    Args:
+        experiment: what `wandb.init` gave.
+        save_dir: the run's folder.
+    """
+
+    def __init__(self, experiment: Any, save_dir: Path) -> None:
+        super().__init__(experiment=experiment, save_dir=save_dir)
+        self._is_lost = False
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        self._attempt(lambda: WandbLogger.log_metrics(self, metrics, step))
+
+    def finish(self, exit_code: int) -> None:
+        """Close W&B's run, or the process's next run would write into it."""
+        import wandb
+
+        self._attempt(lambda: wandb.finish(exit_code=exit_code))
+        if self._is_lost:
+            # It could not be closed, so it is left behind together with its service.
+            with suppress(Exception):
+                wandb.teardown(exit_code=exit_code)
+            wandb.run = None
+
+    def _attempt(self, call: Callable[[], object]) -> None:
+        if self._is_lost:
+            return
+        try:
+            call()
+        except Exception as error:  # whatever its connection and its service come upon
+            self._is_lost = True
+            reason = shorten(f"{type(error).__name__}: {error}")
+            log.warning("Weights & Biases has failed (%s); the run goes on without it, metrics.csv has all", reason)
 
 
-def _wandb_logger(settings: WandbConfig, config: Config, folder: Path) -> Logger:
-    # Its reports about itself would go to its server from an offline run, too, and hold up the end of the process.
+def _wandb_logger(settings: WandbConfig, config: Config, folder: Path) -> Wandb:
+    # Reports on W&B itself would go to the server from an offline run, too, and hold up the end of the process; whose
+    # account it is has been asked by `_obstacle`, and would be asked twice more with retries.
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    os.environ.setdefault("WANDB_X_DISABLE_VIEWER", "true")
     import wandb
-    from lightning.pytorch.loggers import WandbLogger
 
-    mode = _mode(settings.mode)
-    if mode == "online" and (reason := _obstacle()):
-        mode = _offline(reason, folder)
     init: dict[str, Any] = {
         "id": _run_id(folder),
         "resume": "allow",
@@ -74,8 +104,12 @@ def _wandb_logger(settings: WandbConfig, config: Config, folder: Path) -> Logger
         "settings": wandb.Settings(init_timeout=_INIT_SECONDS, finish_timeout=_FINISH_SECONDS),
     }
     try:
+        mode = _mode(settings.mode)
+        if mode == "online" and (reason := _obstacle()):
+            mode = _offline(reason, folder)
         run = wandb.init(mode=mode, **init)  # type: ignore[arg-type]
-    except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
+    # A ValueError is one of the environment's settings.
+    except (wandb.errors.UsageError, wandb.errors.AuthenticationError, ValueError) as error:
         raise UserError(f"Weights & Biases: {shorten(error)}; logger.mode=offline needs no key") from error
     except wandb.errors.CommError as error:
         # The service still holds the id of the run that it could not start.
@@ -84,7 +118,7 @@ def _wandb_logger(settings: WandbConfig, config: Config, folder: Path) -> Logger
     # The step of the training, not the count of calls, which differs between a resumed and an undisturbed run.
     run.define_metric("trainer/global_step")
     run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
-    return WandbLogger(experiment=run, save_dir=folder)
+    return Wandb(run, folder)
 
 
 def _mode(wanted: str) -> str:
@@ -93,17 +127,17 @@ def _mode(wanted: str) -> str:
     import wandb
 
     session = wandb.setup().settings
-    if session.mode != "online":
+    if session.mode not in ("online", "run"):
         return str(session.mode)
     return "online" if session.identity_token_file or _key(session) else "offline"
 
 
 def _key(session: Any) -> str | None:
     """The API key, looked for where W&B does; neither the terminal nor the server is asked."""
-    from requests.utils import get_netrc_auth
+    from wandb.sdk.lib.wbauth import read_netrc_auth
 
-    login = get_netrc_auth(session.base_url)
-    return session.api_key or (login and login[1])
+    key: str | None = session.api_key or read_netrc_auth(host=session.base_url)
+    return key
 
 
 def _obstacle() -> str:
@@ -130,7 +164,8 @@ def _obstacle() -> str:
             f"Weights & Biases: {session.base_url} refuses the API key; mend WANDB_API_KEY or call `wandb login`, "
             "or go without a key by logger.mode=offline"
         )
-    return reason or (f"HTTP status {status}" if status >= 400 else "")
+    # Without a key, W&B asks for one or says that it needs one.
+    return reason or (f"HTTP status {status}" if status >= 400 and status != 401 else "")
 
 
 def _offline(reason: str, folder: Path) -> str:

@@ -2,6 +2,7 @@
 
 import signal
 import threading
+import time
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -10,6 +11,8 @@ import lightning as L
 from istar.errors import StoppedError
 
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_SECONDS_APART = 1.0
+"""How long the processes of a run may take to get a signal that is sent to all of them."""
 
 
 class StopSignal(L.Callback):
@@ -26,10 +29,10 @@ class StopSignal(L.Callback):
         self.number: int | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._listen()
+        self._listen(trainer)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._listen()
+        self._listen(trainer)
 
     def on_validation_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -51,16 +54,24 @@ class StopSignal(L.Callback):
         Raises:
             StoppedError: always.
         """
-        assert self.number is not None
-        name = signal.Signals(self.number).name
-        raise StoppedError(f"stopped by {name}: {what}; the same command goes on from there", self.number)
+        # Processes stop together as soon as one of them has a signal: this one's may be on its way, or never come.
+        deadline = time.monotonic() + _SECONDS_APART
+        while self.number is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        number = self.number or signal.SIGTERM
+        name = signal.Signals(number).name
+        raise StoppedError(f"stopped by {name}: {what}; the same command goes on from there", number)
 
-    def _listen(self) -> None:
+    def _listen(self, trainer: L.Trainer) -> None:
         # Behind Lightning's own handlers, which would end the training without a checkpoint; Lightning puts back
         # what there was before when it is done. Only the main thread may.
         if threading.current_thread() is threading.main_thread():
             for number in STOPPING:
                 signal.signal(number, self._note)
+        # One that came while only Lightning listened: it would leave later, with exit code 0 and no result.
+        if trainer.received_sigterm:
+            self.number = signal.SIGTERM
+            self.interrupt_if_asked()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.number = number

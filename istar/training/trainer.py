@@ -67,6 +67,17 @@ def processes_to_start(settings: TrainerConfig) -> int:
     return 1 if environment is None or environment.creates_processes_externally else trainer.num_devices
 
 
+def count_devices(settings: TrainerConfig) -> int:
+    """What `auto`, -1 or a list of devices comes to on this machine.
+
+    Raises:
+        UserError: if Lightning refuses the settings.
+    """
+    if type(settings.devices) is int and settings.devices > 0:
+        return settings.devices
+    return _trainer(settings, enable_checkpointing=False, enable_progress_bar=False).num_devices
+
+
 def check_hardware(settings: TrainerConfig) -> None:
     """Refuse what Lightning would change with no more than a warning: 16-mixed becomes bf16-mixed on a CPU.
 
