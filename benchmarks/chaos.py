@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=50, help="in all, at least (default: 50)")
     parser.add_argument("--processes", default="1,2", help="numbers of processes of a run (default: 1,2)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments (default: 0)")
+    parser.add_argument("overrides", nargs="*", help="settings of the run, as for train.py, e.g. reg=cosreg")
     options = parser.parse_args(arguments)
     console = Console()
     generator = random.Random(options.seed)
@@ -67,7 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for number, world in enumerate(worlds):
             share = (options.kills - sum(tally.kills for tally in tallies)) // (len(worlds) - number)
             folder = Path(name) / str(world)
-            tallies.append(torment(folder, world, share, generator, lambda: progress.advance(bar)))
+            command = _command(world, options.overrides)
+            tallies.append(torment(folder, command, world, share, generator, lambda: progress.advance(bar)))
     console.print(table(tallies))
     for tally in tallies:
         for trouble in tally.troubles:
@@ -75,19 +77,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(any(tally.lost or tally.identical < tally.runs for tally in tallies))
 
 
-def torment(folder: Path, world: int, kills: int, generator: random.Random, on_kill: Any = lambda: None) -> Tally:
+def torment(
+    folder: Path, command: Sequence[str], world: int, kills: int, generator: random.Random, on_kill: Callable[[], None]
+) -> Tally:
     """Undisturbed once; then run after run is killed until there were enough kills."""
     tally = Tally(world)
     began = time.monotonic()
-    wait(start(folder / "undisturbed", world))
+    if start(folder / "undisturbed", command).wait() != 0:
+        raise SystemExit(f"the undisturbed run failed: {told(folder / 'undisturbed')}")
     duration = time.monotonic() - began
-    expected = outcome(folder / "undisturbed")
+    expected = outcome(only_run(folder / "undisturbed"))
     while tally.kills < kills:
         root = folder / f"run-{tally.runs}"
         tally.runs += 1
-        trouble = _kill_until_done(root, tally, duration, kills, generator, on_kill)
+        trouble = _kill_until_done(root, command, tally, duration, kills, generator, on_kill)
         if trouble is None:
-            unequal = differences(outcome(root), expected)
+            unequal = differences(outcome(only_run(root)), expected)
             tally.identical += not unequal
             trouble = f"{root.name} differs in {', '.join(unequal)}" if unequal else None
         else:
@@ -99,11 +104,17 @@ def torment(folder: Path, world: int, kills: int, generator: random.Random, on_k
 
 
 def _kill_until_done(
-    root: Path, tally: Tally, duration: float, kills: int, generator: random.Random, on_kill: Any
+    root: Path,
+    command: Sequence[str],
+    tally: Tally,
+    duration: float,
+    kills: int,
+    generator: random.Random,
+    on_kill: Callable[[], None],
 ) -> str | None:
     """Why the run cannot end; None when it has ended well."""
     while True:
-        process = start(root, tally.processes)
+        process = start(root, command)
         # A run resumed near its end is short, so that some end before they are hit.
         moment = generator.uniform(0, duration) if tally.kills < kills else float("inf")
         deadline = time.monotonic() + moment
@@ -129,27 +140,24 @@ def _kill(process: "subprocess.Popen[bytes]", root: Path, generator: random.Rand
     drafts = [path for path in root.rglob(".*") if path.parent.name != root.name and path.name != ".locks"]
     if drafts:
         return "writing a file"
-    if not any(root.glob("demo-*/config.yaml")):
+    if not any(root.glob("*/config.yaml")):
         return "loading"
-    if any(root.glob("demo-*/model")):
+    if any(root.glob("*/model")):
         return "closing"
-    return "training" if any(root.glob("demo-*/checkpoints/step-*.ckpt")) else "before a checkpoint"
+    return "training" if any(root.glob("*/checkpoints/step-*.ckpt")) else "before a checkpoint"
 
 
-def start(root: Path, world: int) -> "subprocess.Popen[bytes]":
-    """The command of a run, what it says in a file beside its folder."""
-    root.mkdir(parents=True, exist_ok=True)
+def _command(world: int, overrides: Sequence[str]) -> list[str]:
     processes = ["trainer=ddp", f"trainer.devices={world}"] if world > 1 else []
-    command = [sys.executable, str(REPOSITORY / "train.py"), *processes, *SETTINGS, f"run.root={root}"]
+    return [sys.executable, str(REPOSITORY / "train.py"), *processes, *SETTINGS, *overrides]
+
+
+def start(root: Path, command: Sequence[str]) -> "subprocess.Popen[bytes]":
+    """Start a run below a folder; what it says goes into a file beside that."""
+    root.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "ISTAR_CACHE": str(root.parent / "cache"), "OMP_NUM_THREADS": "1"}
     with root.with_suffix(".log").open("wb") as log:
-        return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-
-
-def wait(process: "subprocess.Popen[bytes]") -> None:
-    """Wait for a run that nothing should stop."""
-    if process.wait() != 0:
-        raise SystemExit(f"the undisturbed run ended with exit code {process.returncode}")
+        return subprocess.Popen([*command, f"run.root={root}"], env=environment, stdout=log, stderr=log)
 
 
 def told(root: Path) -> str:
@@ -158,9 +166,14 @@ def told(root: Path) -> str:
     return lines[-1] if lines else "nothing was said"
 
 
-def outcome(root: Path) -> dict[str, Any]:
-    """All that must be equal of the one run below a folder: everything but durations and paths."""
-    [folder] = [path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")]
+def only_run(root: Path) -> Path:
+    """The folder of the one run below a folder."""
+    [folder] = [path for path in root.iterdir() if path.name not in (".locks", "multirun")]
+    return folder
+
+
+def outcome(folder: Path) -> dict[str, Any]:
+    """All that must be equal of two runs: everything but durations and paths."""
     record = json.loads((folder / "result.json").read_text())
     del record["timing"], record["config"]["run"]
     with (folder / "metrics.csv").open(newline="") as file:
@@ -170,7 +183,7 @@ def outcome(root: Path) -> dict[str, Any]:
         "metrics.csv": rows,
         "predictions.jsonl": (folder / "predictions.jsonl").read_bytes(),
         "model": (folder / "model" / "model.safetensors").read_bytes(),
-        "files": sorted(str(path.relative_to(folder)) for path in folder.rglob("*")),
+        "files": sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.suffix != ".refused"),
     }
 
 

@@ -128,11 +128,6 @@ def run(config: Config, console: Console | None = None) -> RunRecord:
     return finished
 
 
-def place(config: Config, record: RunRecord) -> Path:
-    """The folder of a run."""
-    return _root(config) / record.name
-
-
 def build_regularizer(config: Any) -> Regularizer | None:
     """The penalty that `reg=` names; None for `reg=none`."""
     shared = ("weight", "layers", "include_padding", "sync")
@@ -360,6 +355,8 @@ def _processes(trainer: L.Trainer) -> Iterator[None]:
         # The weights come from the first process, but dropout should not be the same everywhere.
         torch.manual_seed(torch.initial_seed() + trainer.global_rank)
     yield
+    # Nobody is done before the first process has written the result.
+    trainer.strategy.barrier()
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 

@@ -3,7 +3,6 @@
 import copy
 import csv
 import errno
-import hashlib
 import http.server
 import json
 import logging
@@ -38,6 +37,7 @@ from istar.files import sole_writer
 from istar.run import run
 from istar.training import FineTuner, loggers
 from istar.training.checkpoints import AtomicCheckpointIO, load, resumable
+from tests.outcomes import assert_same, only_run
 
 Build = Callable[..., Config]
 FOUR_STEPS = ("reg=none", "task.limit_train=32", "data.batch_size=8", "trainer.checkpoint_every_n_steps=1")
@@ -50,33 +50,12 @@ class Broken(BaseException):
 
 
 def only_folder(config: Config) -> Path:
-    [folder] = [path for path in Path(config.run.root).iterdir() if not path.name.startswith(".")]
-    return folder
+    return only_run(Path(config.run.root))
 
 
 def metrics_of(folder: Path) -> list[dict[str, str]]:
     with (folder / "metrics.csv").open(newline="") as file:
         return list(csv.DictReader(file))
-
-
-def outcome(folder: Path) -> dict[str, Any]:
-    """All that must be equal: everything but durations, and what was refused."""
-    record = json.loads((folder / results.RESULT).read_text())
-    del record["timing"], record["config"]["run"]
-    names = (path.relative_to(folder) for path in folder.rglob("*"))
-    return {
-        "record": record,
-        "metrics": metrics_of(folder),
-        "predictions": (folder / "predictions.jsonl").read_text(),
-        "weights": hashlib.sha256((folder / "model" / "model.safetensors").read_bytes()).hexdigest(),
-        "files": sorted(str(name) for name in names if name.suffix != ".refused"),
-    }
-
-
-def assert_same(folder: Path, other: Path) -> None:
-    ours, theirs = outcome(folder), outcome(other)
-    for part in ours:
-        assert ours[part] == theirs[part], part
 
 
 @pytest.fixture(scope="module")
@@ -853,6 +832,8 @@ def checkpoints(good: Path, tmp_path: Path) -> Path:
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     (folder / "step-1.ckpt").hardlink_to(good)
+    for best in good.parent.glob("best-epoch-*.ckpt"):
+        (folder / best.name).hardlink_to(best)
     return folder
 
 

@@ -25,7 +25,7 @@ from istar.config import TrainerConfig
 from istar.errors import StoppedError
 from istar.run import run
 from istar.training import FineTuningData
-from tests.training.test_resume import assert_same, outcome
+from tests.outcomes import assert_same, only_run
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
 
@@ -139,11 +139,6 @@ def newest(folder: Path) -> int:
     return max((int(path.stem.removeprefix("step-")) for path in paths), default=0)
 
 
-def only_run(folder: Path) -> Path:
-    [run] = (folder / "runs").glob("demo-*")
-    return run
-
-
 def free_port() -> str:
     with socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -216,7 +211,7 @@ def twins(own_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
 @pytest.fixture(scope="module")
 def alone(twins: tuple[Path, list[Done]]) -> Path:
     """The folder of a run in one process that nothing disturbed."""
-    return only_run(twins[0])
+    return only_run(twins[0] / "runs")
 
 
 @pytest.fixture(scope="module")
@@ -227,17 +222,7 @@ def pair(own_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
         job = start(folder, *PAIR)
         done = job.wait()
         assert job.is_gone(1)
-        return only_run(folder), done
-
-
-def assert_same_but_for_the_name(folder: Path, other: Path) -> None:
-    """Another `trainer.num_nodes` is another run; everything else is equal."""
-    ours, theirs = outcome(folder), outcome(other)
-    for part in (ours["record"], theirs["record"]):
-        del part["name"], part["config"]["trainer"]
-    weights, expected = ours.pop("weights"), theirs.pop("weights")
-    assert ours == theirs
-    assert all(weights[name].equal(expected[name]) for name in expected)
+        return only_run(folder / "runs"), done
 
 
 def assert_stopped(done: Done, number: int, told: str = r"saved at step \d+") -> None:
@@ -283,7 +268,7 @@ def test_torchrun(tmp_path, start, pair):
     done = start(tmp_path, *PAIR, python=torchrun()).wait()
     assert done.code == 0, done.stderr
     assert "Traceback" not in done.stderr
-    assert_same(only_run(tmp_path), pair[0])
+    assert_same(only_run(tmp_path / "runs"), pair[0])
 
 
 def test_torchrun_is_refused(tmp_path, start):
@@ -306,7 +291,7 @@ def test_srun(tmp_path, start, pair):
     jobs = [start(tmp_path, *NODES, **through_srun(rank, port)) for rank in range(2)]
     for job in jobs:
         job.wait().well()
-    assert_same_but_for_the_name(only_run(tmp_path), pair[0])
+    assert_same(only_run(tmp_path / "runs"), pair[0], but_for_the_name=True)
 
 
 def test_nodes_by_hand(tmp_path, start, pair):
@@ -316,7 +301,7 @@ def test_nodes_by_hand(tmp_path, start, pair):
     ]
     for job in jobs:
         job.wait().well()
-    assert_same_but_for_the_name(only_run(tmp_path), pair[0])
+    assert_same(only_run(tmp_path / "runs"), pair[0], but_for_the_name=True)
 
 
 def test_nodes_that_cannot_meet(tmp_path, start):
@@ -352,8 +337,8 @@ def test_two_at_once_do_not_disturb_each_other(twins):
     [first, second] = sorted(done, key=lambda done: "is finished" in done.stdout or done.code)
     first.well()
     assert (second.code, second.stderr) == (0, "") or "is being written by another process" in second.line()
-    assert results.read(only_run(folder)).status == "finished"
-    assert len((only_run(folder) / "predictions.jsonl").read_text().splitlines()) == 9
+    assert results.read(only_run(folder / "runs")).status == "finished"
+    assert len((only_run(folder / "runs") / "predictions.jsonl").read_text().splitlines()) == 9
 
 
 # ---- signals
@@ -380,7 +365,7 @@ def test_a_stopped_run_is_saved_and_goes_on_exactly(tmp_path, start, alone):
         assert_stopped(done, number)
     for index, done in enumerate(at_once(*(lambda i=i: sent_again(i) for i in range(len(cases))))):
         assert "was interrupted; it goes on from step-" in done.well().stdout
-        assert_same(only_run(tmp_path / str(index)), alone)
+        assert_same(only_run(tmp_path / str(index) / "runs"), alone)
 
 
 def test_a_signal_where_nothing_is_to_be_saved(tmp_path, start):
@@ -434,10 +419,10 @@ def test_a_lost_process_and_a_lost_parent(tmp_path, start, pair):
     job = start(tmp_path, *PAIR).until_it_trains().send(signal.SIGKILL)
     job.wait()
     assert job.is_gone(10)
-    record = only_run(tmp_path) / results.RESULT
+    record = only_run(tmp_path / "runs") / results.RESULT
     assert not record.exists() or results.read(record.parent).status != "finished"
     assert "was interrupted; it goes on from step-" in start(tmp_path, *PAIR, **IN_SBATCH).wait().well().stdout
-    assert_same(only_run(tmp_path), pair[0])
+    assert_same(only_run(tmp_path / "runs"), pair[0])
 
 
 @pytest.mark.slow
@@ -451,7 +436,7 @@ def test_the_first_process_lost_and_both_stopped(tmp_path, start, pair):
     os.kill(job.rank(1), signal.SIGTERM)
     assert_stopped(job.wait(30), signal.SIGTERM)
     start(tmp_path, *PAIR).wait().well()
-    assert_same(only_run(tmp_path), pair[0])
+    assert_same(only_run(tmp_path / "runs"), pair[0])
 
 
 @pytest.mark.slow
@@ -462,7 +447,7 @@ def test_a_lost_process_under_torchrun(tmp_path, start, pair):
         assert job.wait(60).code != 0
         assert job.is_gone(1)
     assert start(tmp_path, *PAIR, python=torchrun()).wait().code == 0
-    assert_same(only_run(tmp_path), pair[0])
+    assert_same(only_run(tmp_path / "runs"), pair[0])
 
 
 @pytest.mark.slow
@@ -492,7 +477,7 @@ def test_stopped_by_slurm(tmp_path, start, pair, number):
         else:
             for job in jobs:
                 job.wait().well()
-    assert_same_but_for_the_name(only_run(tmp_path), pair[0])
+    assert_same(only_run(tmp_path / "runs"), pair[0], but_for_the_name=True)
 
 
 @pytest.mark.slow
@@ -503,7 +488,7 @@ def test_stopped_through_torchrun(tmp_path, start, pair):
     assert "error: stopped by SIGTERM: saved at step" in done.stderr
     assert job.is_gone(1)
     assert start(tmp_path, *PAIR, python=torchrun()).wait().code == 0
-    assert_same(only_run(tmp_path), pair[0])
+    assert_same(only_run(tmp_path / "runs"), pair[0])
 
 
 @pytest.mark.slow
@@ -517,4 +502,4 @@ def test_two_nodes_of_two_processes_are_one_of_four(tmp_path, start):
     ]
     for job in jobs:
         job.wait().well()
-    assert_same_but_for_the_name(only_run(tmp_path / "two"), only_run(tmp_path / "one"))
+    assert_same(only_run(tmp_path / "two" / "runs"), only_run(tmp_path / "one" / "runs"), but_for_the_name=True)

@@ -121,15 +121,11 @@ class Checkpoints(Checkpoint):
         if trainer.global_step == self._step or is_last:
             return
         self._step = trainer.global_step
-        # All processes must come to the same answer; their clocks and signals do not.
-        overdue, stopped = self._is_overdue(), self.stop.number is not None
-        if trainer.world_size > 1:
-            overdue, stopped = (
-                trainer.strategy.reduce_boolean_decision(said, all=False) for said in (overdue, stopped)
-            )
-        if stopped or overdue or (self.every_n_steps and self._step % self.every_n_steps == 0):
+        is_overdue = self._agree(trainer, pl_module.device)
+        is_stopped = self.stop.number is not None
+        if is_stopped or is_overdue or (self.every_n_steps and self._step % self.every_n_steps == 0):
             self._save(trainer)
-        if stopped:
+        if is_stopped:
             self.stop.interrupt(f"saved at step {self._step}")
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -149,9 +145,15 @@ class Checkpoints(Checkpoint):
         found = _numbered(self.folder, "step")
         return found[-1] if found else None
 
-    def _is_overdue(self) -> bool:
+    def _agree(self, trainer: L.Trainer, device: torch.device) -> bool:
+        """Whether the time for a checkpoint has come; processes, whose clocks and signals differ, take each other's."""
         minutes = (time.monotonic() - self._saved_at) / 60
-        return self.every_n_minutes is not None and minutes >= self.every_n_minutes
+        is_overdue = self.every_n_minutes is not None and minutes >= self.every_n_minutes
+        if trainer.world_size > 1:
+            own = torch.tensor([is_overdue, self.stop.number or 0], device=device)
+            latest, number = trainer.strategy.reduce(own, reduce_op="max").tolist()
+            is_overdue, self.stop.number = bool(latest), number or None
+        return is_overdue
 
     def _save(self, trainer: L.Trainer) -> None:
         trainer.save_checkpoint(self.folder / f"step-{trainer.global_step}.ckpt")
@@ -216,7 +218,7 @@ def resumable(folder: Path, run: str, processes: int) -> Path | None:
             epochs, written_by = _inspect(path, run)
         except UserError as error:
             path.rename(path.with_name(f"{path.name}.refused"))
-            log.warning("%s; it is kept as %s.refused and not used", error, path.name)
+            log.warning("%s; %s is not used and kept as %s.refused", error, path.name, path.name)
             continue
         if written_by != processes:
             raise UserError(

@@ -2,7 +2,6 @@
 
 import signal
 import threading
-import time
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -11,8 +10,6 @@ import lightning as L
 from istar.errors import StoppedError
 
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-_SECONDS_APART = 1.0
-"""How long the processes of a run may take to get a signal that is sent to all of them."""
 
 
 class StopSignal(L.Callback):
@@ -54,13 +51,9 @@ class StopSignal(L.Callback):
         Raises:
             StoppedError: always.
         """
-        # Processes stop together as soon as one of them has a signal: this one's may be on its way, or never come.
-        deadline = time.monotonic() + _SECONDS_APART
-        while self.number is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        number = self.number or signal.SIGTERM
-        name = signal.Signals(number).name
-        raise StoppedError(f"stopped by {name}: {what}; the same command goes on from there", number)
+        assert self.number is not None
+        name = signal.Signals(self.number).name
+        raise StoppedError(f"stopped by {name}: {what}; the same command goes on from there", self.number)
 
     def _listen(self, trainer: L.Trainer) -> None:
         # Behind Lightning's own handlers, which would end the training without a checkpoint; Lightning puts back

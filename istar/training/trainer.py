@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import EarlyStopping, RichProgressBar
 
@@ -51,7 +52,6 @@ def build_trainer(
         num_sanity_val_steps=0,
         use_distributed_sampler=False,
         callbacks=[*callbacks, *monitoring, *last],
-        plugins=[AtomicCheckpointIO()],
         default_root_dir=folder,
     )
 
@@ -133,10 +133,17 @@ def _trainer(settings: TrainerConfig, **arguments: Any) -> L.Trainer:
                 strategy=settings.strategy,
                 logger=False,
                 enable_model_summary=False,
+                plugins=_plugins(),
                 **arguments,
             )
         except (MisconfigurationException, ValueError, TypeError, RuntimeError) as error:
             raise UserError(f"the trainer refuses its settings: {shorten(error)}") from error
+
+
+def _plugins() -> list[Any]:
+    # By itself Lightning would answer SLURM's signals with a checkpoint and a requeue of its own.
+    slurm = [SLURMEnvironment(auto_requeue=False)] if SLURMEnvironment.detect() else []
+    return [AtomicCheckpointIO(), *slurm]
 
 
 def _settings_callbacks(settings: TrainerConfig, headline: str) -> list[L.Callback]:

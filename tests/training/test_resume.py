@@ -1,14 +1,10 @@
 """A run that breaks anywhere and is sent again ends bit by bit as the undisturbed one."""
 
-import csv
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from istar import files, models, results
 from istar import run as run_module
@@ -16,6 +12,7 @@ from istar.config import Config
 from istar.run import run
 from istar.training import FineTuner, ShrinkageCovariance
 from istar.training.checkpoints import AtomicCheckpointIO
+from tests.outcomes import assert_same, only_run
 
 Build = Callable[..., Config]
 SETTINGS = (
@@ -29,39 +26,6 @@ class Broken(BaseException):
     """Passes by whatever handles exceptions, as a kill does."""
 
 
-def outcome(folder: Path) -> dict[str, Any]:
-    """All that must be equal: everything but durations."""
-    record = json.loads((folder / results.RESULT).read_text())
-    del record["timing"], record["config"]["run"]
-    with (folder / "metrics.csv").open(newline="") as file:
-        rows = [
-            {key: value for key, value in row.items() if key != "shrinkage/seconds"} for row in csv.DictReader(file)
-        ]
-    return {
-        "record": record,
-        "metrics": rows,
-        "predictions": (folder / "predictions.jsonl").read_text(),
-        "weights": load_file(folder / "model" / "model.safetensors"),
-        "files": sorted(str(path.relative_to(folder)) for path in folder.rglob("*")),
-    }
-
-
-def assert_same(folder: Path, other: Path) -> None:
-    ours, theirs = outcome(folder), outcome(other)
-    weights, expected = ours.pop("weights"), theirs.pop("weights")
-    for index, (row, wanted) in enumerate(zip(ours["metrics"], theirs["metrics"], strict=True)):
-        assert row == wanted, index
-    for part in ours:
-        assert ours[part] == theirs[part], part
-    assert weights.keys() == expected.keys()
-    assert all(torch.equal(weights[name], expected[name]) for name in weights)
-
-
-def only_folder(config: Config) -> Path:
-    [folder] = [path for path in Path(config.run.root).iterdir() if not path.name.startswith(".")]
-    return folder
-
-
 @pytest.fixture(scope="module")
 def undisturbed(composed: Build, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """The folder of a run that nothing disturbed."""
@@ -71,7 +35,7 @@ def undisturbed(composed: Build, tmp_path_factory: pytest.TempPathFactory) -> Ca
         if overrides not in known:
             config = composed(*SMALL, *SETTINGS, f"run.root={tmp_path_factory.mktemp('undisturbed')}", *overrides)
             run(config)
-            known[overrides] = only_folder(config)
+            known[overrides] = only_run(Path(config.run.root))
         return known[overrides]
 
     return get
@@ -102,7 +66,7 @@ def disturbed(small: Build, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pa
             run(config)
         monkeypatch.setattr(owner, name, original)
         run(config)
-        return only_folder(config)
+        return only_run(Path(config.run.root))
 
     return go
 
