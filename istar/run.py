@@ -116,7 +116,7 @@ def run(config: Config, console: Console | None = None) -> RunRecord:
     finished = None if config.run.overwrite else _finished(folder, config)
     if finished is None:
         job = _assemble(config, spec, folder, examples, tokenizer)
-        _check_shards(job)
+        _check_processes(job)
         with _processes(job.trainer), sole_writer(folder) if job.trainer.is_global_zero else nullcontext():
             start = _agreed(job.trainer, lambda: _prepare(job))
             if start.finished is None:
@@ -338,7 +338,13 @@ def _refresh(config: Config, module: FineTuner, data: FineTuningData, stop: Stop
     )
 
 
-def _check_shards(job: Job) -> None:
+def _check_processes(job: Job) -> None:
+    if job.trainer.strategy.launcher is not None:
+        # Lightning would start them by calling this script again, whatever that is.
+        raise UserError(
+            f"trainer.devices={job.config.trainer.devices} needs more processes than this one: train.py and "
+            "istar.launch.launch(config, processes) start them"
+        )
     smallest = min(len(features) for features in (*job.features.validation, *job.features.test))
     if smallest < job.trainer.world_size:
         raise UserError(

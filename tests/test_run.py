@@ -696,6 +696,7 @@ REFUSED = [
     (["trainer.devices=0"], "refuses its settings"),
     (["trainer.devices=abc"], "refuses its settings"),
     (["trainer.num_nodes=0"], "refuses its settings"),
+    (["trainer.devices=2", "trainer.strategy=ddp"], "needs more processes than this one"),
     (["logger=wandb", "trainer.accelerator=foo"], "refuses its settings"),
 ]
 

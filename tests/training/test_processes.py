@@ -40,7 +40,9 @@ CASES = {  # penalty, sync, micro-batches per step
     "cosreg": ("cosreg", True, 1),
     "istar-apart": ("istar", False, 1),
     "cosreg-apart": ("cosreg", False, 1),
+    "istar-skipped": ("istar", True, 1),
 }
+SKIPPED = 3  # the step whose loss is NaN, on the first process alone
 TOGETHER = [name for name, (_, sync, _) in CASES.items() if sync]
 APART = [name for name, (_, sync, _) in CASES.items() if not sync]
 REDUCED = {  # numbers in each of a micro-batch's all-reduces, forward and backward
@@ -54,6 +56,13 @@ VALIDATIONS = ("demo", "demo_regression", "demo_span")
 class Sgd(FineTuner):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=self.optim.lr)
+
+
+class Skipping(Sgd):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        is_broken = self.trainer.global_step == SKIPPED and self.trainer.global_rank == 0
+        return loss * torch.nan if is_broken else loss
 
 
 class Shrinkage(ShrinkageCovariance):
@@ -132,7 +141,10 @@ def trainer_of(world_size, *callbacks, **settings):
 def train(name, world_size):
     penalty, sync, accumulate = CASES[name]
     given, regularizer = parts("demo"), PENALTIES[penalty](sync)
-    module = Sgd(copy.deepcopy(given.model), regularizer, OptimConfig(lr=0.02), given.evaluators)
+    skips = name.endswith("skipped")
+    module = (Skipping if skips else Sgd)(
+        copy.deepcopy(given.model), regularizer, OptimConfig(lr=0.02), given.evaluators, skip_nonfinite=skips
+    )
     start = parameters_to_vector(module.parameters()).detach().clone()
     shrinkage = Shrinkage(regularizer, given.train, given.collate, 5_000, 8, seed=3, progress_bar=False)
     with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
@@ -147,6 +159,7 @@ def train(name, world_size):
     return {
         "start": start,
         "end": parameters_to_vector(module.parameters()).detach(),
+        "skipped": module.skipped_steps,
         "tokens": torch.tensor(witness.tokens),
         "reduced": (witness.forward, witness.backward),
         "computed": shrinkage.computed,
@@ -211,6 +224,13 @@ def test_ten_steps_lead_to_the_parameters_of_one_process(results, name, world_si
         assert torch.equal(rank["start"], alone["start"])
         assert_close(rank["end"], alone["end"], **CLOSE)
     assert (alone["end"] - alone["start"]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("world_size", TRAINED)
+def test_a_step_that_is_not_finite_on_one_process_is_skipped_on_all(results, world_size):
+    ranks, alone = compared(results, "istar-skipped", world_size)
+    assert [rank["skipped"] for rank in (*ranks, alone)] == [1] * (world_size + 1)
+    assert not torch.equal(alone["end"], results[1][0]["istar"]["end"])
 
 
 @pytest.mark.parametrize("world_size", TRAINED)

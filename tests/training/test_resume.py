@@ -107,6 +107,27 @@ def test_whatever_the_settings(disturbed, undisturbed, count, overrides):
     assert_same(disturbed(FineTuner, "training_step", count, *overrides), undisturbed(*overrides))
 
 
+@pytest.mark.parametrize(
+    ("interval", "steps"),
+    [
+        (("n_steps=null", "n_minutes=null"), [6, 12, 18]),
+        (("n_steps=4", "n_minutes=null"), [4, 6, 8, 12, 16, 18]),
+        (("n_steps=null", "n_minutes=1e-9"), list(range(1, 19))),
+    ],
+)
+def test_when_checkpoints_are_written(small, monkeypatch, interval, steps):
+    """After every epoch of six steps, and as often as the settings say."""
+    original, written = AtomicCheckpointIO.save_checkpoint, []
+
+    def save(self, checkpoint, path, storage_options=None):
+        written.append(Path(path).name)
+        original(self, checkpoint, path, storage_options)
+
+    monkeypatch.setattr(AtomicCheckpointIO, "save_checkpoint", save)
+    run(small(*SETTINGS, *(f"trainer.checkpoint_every_{setting}" for setting in interval)))
+    assert [name for name in written if name.startswith("step")] == [f"step-{step}.ckpt" for step in steps]
+
+
 def test_a_run_that_had_stopped_early_stays_stopped(disturbed, undisturbed):
     overrides = ("trainer.early_stopping=1", "trainer.max_epochs=6", "optim.lr=1e-9")
     folder = disturbed(models, "save", 1, *overrides)
