@@ -43,6 +43,7 @@ class Tally:
     """What happened to the runs of one number of processes."""
 
     processes: int
+    seconds: float
     kills: int = 0
     runs: int = 0
     identical: int = 0
@@ -81,16 +82,15 @@ def torment(
     folder: Path, command: Sequence[str], world: int, kills: int, generator: random.Random, on_kill: Callable[[], None]
 ) -> Tally:
     """Undisturbed once; then run after run is killed until there were enough kills."""
-    tally = Tally(world)
     began = time.monotonic()
     if start(folder / "undisturbed", command).wait() != 0:
         raise SystemExit(f"the undisturbed run failed: {told(folder / 'undisturbed')}")
-    duration = time.monotonic() - began
+    tally = Tally(world, time.monotonic() - began)
     expected = outcome(only_run(folder / "undisturbed"))
     while tally.kills < kills:
         root = folder / f"run-{tally.runs}"
         tally.runs += 1
-        trouble = _kill_until_done(root, command, tally, duration, kills, generator, on_kill)
+        trouble = _kill_until_done(root, command, tally, kills, generator, on_kill)
         if trouble is None:
             unequal = differences(outcome(only_run(root)), expected)
             tally.identical += not unequal
@@ -107,24 +107,28 @@ def _kill_until_done(
     root: Path,
     command: Sequence[str],
     tally: Tally,
-    duration: float,
     kills: int,
     generator: random.Random,
     on_kill: Callable[[], None],
 ) -> str | None:
     """Why the run cannot end; None when it has ended well."""
+    is_first = True
     while True:
         process = start(root, command)
         # A run resumed near its end is short, so that some end before they are hit.
-        moment = generator.uniform(0, duration) if tally.kills < kills else float("inf")
-        deadline = time.monotonic() + moment
-        while process.poll() is None and time.monotonic() < deadline:
+        moment = generator.uniform(0, tally.seconds) if tally.kills < kills else float("inf")
+        began = time.monotonic()
+        while process.poll() is None and time.monotonic() - began < moment:
             time.sleep(0.005)
         if process.poll() is None:
             tally.moments[_kill(process, root, generator)] += 1
             tally.kills += 1
             on_kill()
+            is_first = False
         elif process.returncode == 0:
+            if is_first:
+                # Or most would end unhurt on a machine that was busy only at first.
+                tally.seconds = min(tally.seconds, time.monotonic() - began)
             return None
         else:
             return f"{root.name} ended with exit code {process.returncode}: {told(root)}"

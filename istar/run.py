@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from istar import models, results
 from istar.config import Config, CosRegConfig, IStarConfig, ModelConfig, TaskConfig, TrainerConfig
 from istar.errors import NonFiniteError, StoppedError, UserError, did_you_mean, shorten
-from istar.files import sole_writer, write_text
+from istar.files import remove_drafts, sole_writer, write_text
 from istar.regularizers import CosReg, IStar, Regularizer, layer_numbers
 from istar.reports.tables import summary
 from istar.results import RunRecord
@@ -395,6 +395,7 @@ def _prepare(job: Job) -> Start:
         # Another process may have finished it while this one was loading.
         elif (finished := _finished(folder, config)) is not None:
             return Start(finished=finished)
+        remove_drafts(folder)
         checkpoint = None
         if job.checkpoints is not None:
             checkpoint = resumable(folder / CHECKPOINTS, folder.name, job.trainer.world_size)
