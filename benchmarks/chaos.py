@@ -3,7 +3,7 @@
     python -m benchmarks.chaos --kills 50
 
 Every kill is a SIGKILL, to all processes of the run at once or (where there are several) to one of them, at a random
-moment between the start of the interpreter and the end of the run. Equal means: weights, predictions, logged metrics
+moment: one in four while it loads, the others while it trains, validates, writes or closes. Equal means: weights, predictions, logged metrics
 and `result.json` byte for byte, durations and paths aside.
 """
 
@@ -43,7 +43,8 @@ class Tally:
     """What happened to the runs of one number of processes."""
 
     processes: int
-    seconds: float
+    loading: float
+    training: float
     kills: int = 0
     runs: int = 0
     identical: int = 0
@@ -82,10 +83,11 @@ def torment(
     folder: Path, command: Sequence[str], world: int, kills: int, generator: random.Random, on_kill: Callable[[], None]
 ) -> Tally:
     """Undisturbed once; then run after run is killed until there were enough kills."""
-    began = time.monotonic()
+    began = time.time()
     if start(folder / "undisturbed", command).wait() != 0:
         raise SystemExit(f"the undisturbed run failed: {told(folder / 'undisturbed')}")
-    tally = Tally(world, time.monotonic() - began)
+    ready = prepared(folder / "undisturbed", began)
+    tally = Tally(world, loading=ready - began, training=time.time() - ready)
     expected = outcome(only_run(folder / "undisturbed"))
     while tally.kills < kills:
         root = folder / f"run-{tally.runs}"
@@ -112,26 +114,40 @@ def _kill_until_done(
     on_kill: Callable[[], None],
 ) -> str | None:
     """Why the run cannot end; None when it has ended well."""
-    is_first = True
     while True:
+        began = time.time()
         process = start(root, command)
-        # A run resumed near its end is short, so that some end before they are hit.
-        moment = generator.uniform(0, tally.seconds) if tally.kills < kills else float("inf")
-        began = time.monotonic()
-        while process.poll() is None and time.monotonic() - began < moment:
-            time.sleep(0.005)
+        if tally.kills < kills:
+            _let_run(process, root, began, tally, generator)
+        else:
+            process.wait()
         if process.poll() is None:
             tally.moments[_kill(process, root, generator)] += 1
             tally.kills += 1
             on_kill()
-            is_first = False
         elif process.returncode == 0:
-            if is_first:
-                # Or most would end unhurt on a machine that was busy only at first.
-                tally.seconds = min(tally.seconds, time.monotonic() - began)
             return None
         else:
             return f"{root.name} ended with exit code {process.returncode}: {told(root)}"
+
+
+def _let_run(
+    process: "subprocess.Popen[bytes]", root: Path, began: float, tally: Tally, generator: random.Random
+) -> None:
+    """Up to a moment while it loads, or three times as often while it trains and writes."""
+    while_loading = generator.random() < 0.25
+    moment = generator.uniform(0, tally.loading if while_loading else tally.training)
+    reference = began if while_loading else float("inf")
+    while process.poll() is None and time.time() - reference < moment:
+        time.sleep(0.005)
+        if reference == float("inf"):
+            reference = prepared(root, began)
+
+
+def prepared(root: Path, began: float) -> float:
+    """When the run that began then was ready to train; infinity before."""
+    written = [path.stat().st_mtime for path in root.glob("*/config.yaml")]
+    return max((at for at in written if at > began), default=float("inf"))
 
 
 def _kill(process: "subprocess.Popen[bytes]", root: Path, generator: random.Random) -> str:

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 import yaml
 from omegaconf import OmegaConf
@@ -142,7 +143,7 @@ def launch(config: Config, processes: int, show_trace: bool = False) -> RunRecor
         return results.read(folder)
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> NoReturn:
     """One process of a run: leaves the record, or what went wrong, in files for the one that started it."""
     config, folder, parent = arguments
     rank = os.environ.get("LOCAL_RANK", "0")
@@ -160,13 +161,16 @@ def main(arguments: Sequence[str]) -> int:
         if rank == "0":
             # Not where the run lies: on another node than the first, its result may not have been written yet.
             results.write(record, Path(folder))
-        return 0
+        message, code, trace = "", 0, ""
     except UserError as error:
         message, code, trace = str(error), error.exit_code, traceback.format_exc()
     except Exception as error:
         message, code, trace = f"{type(error).__name__}: {shorten(error)}", UNFORESEEN, traceback.format_exc()
-    write_text(Path(folder) / f"error-{rank}.json", json.dumps({"message": message, "code": code, "trace": trace}))
-    # Not through the exit of the interpreter, where a process group without its other processes may hang.
+    if code:
+        write_text(Path(folder) / f"error-{rank}.json", json.dumps({"message": message, "code": code, "trace": trace}))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not through the exit of the interpreter, where what is left of a process group may hang or abort.
     os._exit(code)
 
 
@@ -279,4 +283,4 @@ def _free_port() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

@@ -339,7 +339,8 @@ def _refresh(config: Config, module: FineTuner, data: FineTuningData, stop: Stop
 
 
 def _check_processes(job: Job) -> None:
-    if job.trainer.strategy.launcher is not None:
+    environment = getattr(job.trainer.strategy, "cluster_environment", None)
+    if environment is not None and job.trainer.num_devices > 1 and not environment.creates_processes_externally:
         # Lightning would start them by calling this script again, whatever that is.
         raise UserError(
             f"trainer.devices={job.config.trainer.devices} needs more processes than this one: train.py and "

@@ -271,6 +271,7 @@ def test_torchrun(tmp_path, start, pair):
     assert_same(only_run(tmp_path / "runs"), pair[0])
 
 
+@pytest.mark.slow
 def test_torchrun_is_refused(tmp_path, start):
     cases = {
         "-m starts the processes of its runs by itself": ("-m", *PAIR),
@@ -294,6 +295,7 @@ def test_srun(tmp_path, start, pair):
     assert_same(only_run(tmp_path / "runs"), pair[0], but_for_the_name=True)
 
 
+@pytest.mark.slow
 def test_nodes_by_hand(tmp_path, start, pair):
     port = free_port()
     jobs = [
@@ -304,6 +306,7 @@ def test_nodes_by_hand(tmp_path, start, pair):
     assert_same(only_run(tmp_path / "runs"), pair[0], but_for_the_name=True)
 
 
+@pytest.mark.slow
 def test_nodes_that_cannot_meet(tmp_path, start):
     done = start(tmp_path, *NODES).wait()
     assert done.code == 2
