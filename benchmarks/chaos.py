@@ -3,8 +3,8 @@
     python -m benchmarks.chaos --kills 50
 
 Every kill is a SIGKILL, to all processes of the run at once or (where there are several) to one of them, at a random
-moment: one in four while it loads, the others while it trains, validates, writes or closes. Equal means: weights, predictions, logged metrics
-and `result.json` byte for byte, durations and paths aside.
+moment: one in four while it loads, the others while it trains, validates, writes or closes. Equal means: weights,
+predictions, logged metrics and `result.json` byte for byte, durations and paths aside.
 """
 
 import argparse
