@@ -18,7 +18,7 @@ lint:  ## ruff and mypy
 	$(PYTHON) -m mypy
 
 test: lint  ## Linters and the fast tests
-	$(PYTHON) -m pytest
+	$(PYTHON) -m pytest -n auto --dist loadfile
 
 slow:  ## The slow tests
 	$(PYTHON) -m pytest -m slow

@@ -6,6 +6,8 @@ from pathlib import Path
 
 # Before the libraries are imported, which read it once: no test may wait for a network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# The models are too small for more threads, which stand in the way of other processes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("WANDB_SILENT", "true")
 
