@@ -12,6 +12,7 @@ from istar.errors import UserError, shorten
 from istar.files import write_text
 
 RESULT = "result.json"
+CONFIG = "config.yaml"
 FORMAT = 1
 _VERSIONS = ("istar", "torch", "lightning", "transformers", "datasets", "numpy", "scikit-learn")
 

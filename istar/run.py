@@ -402,7 +402,7 @@ def _prepare(job: Job) -> Start:
             checkpoint = resumable(folder / CHECKPOINTS, folder.name, job.trainer.world_size)
         if checkpoint is not None:
             log.warning("%s was interrupted; it goes on from %s", folder, checkpoint.name)
-        write_text(folder / "config.yaml", yaml.safe_dump(to_dict(config), sort_keys=False))
+        write_text(folder / results.CONFIG, yaml.safe_dump(to_dict(config), sort_keys=False))
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {shorten(error)}") from error
     return Start(checkpoint=checkpoint)

@@ -61,7 +61,7 @@ LIBRARIES = {
     "errors": set(),
     "files": {"filelock"},
     "results": set(),
-    "reports": {"matplotlib", "rich"},
+    "reports": {"matplotlib", "pandas", "rich", "yaml"},
 }
 
 

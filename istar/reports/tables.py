@@ -2,11 +2,15 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from istar.files import write_text
 from istar.results import RunRecord
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 def summary(record: RunRecord) -> Table:
@@ -71,6 +75,35 @@ def comparison_row(record: RunRecord) -> list[str]:
         f"{before:.4f} → {after:.4f}",
         f"{record.timing['total']:.0f}",
     ]
+
+
+def runs(frame: "pd.DataFrame") -> Table:
+    """The rows of `istar.reports.runs.Runs.frame` that a reader looks at first; values are of the validation set."""
+    counts = frame["status"].value_counts()
+    title = f"{len(frame)} runs: " + ", ".join(f"{count} {status}" for status, count in counts.items())
+    table = Table(title=title, title_justify="left", caption=_COMPARISON_CAPTION, caption_justify="left")
+    for column in ("task", "model", "method", "seed", "value", "constant", "epoch", "IsoScore*", "seconds", "status"):
+        table.add_column(column, justify="left" if column in ("task", "model", "method", "status") else "right")
+    for run in frame.to_dict("records"):
+        collapsed = " (collapsed)" if run["collapsed"] is True else ""
+        metric = f", {run['metric']}" if run["metric"] else ""
+        table.add_row(
+            f"{run['task']}{metric}",
+            run["model"],
+            run["method"],
+            str(run["seed"]),
+            _shown(run["value"], 100, ".2f") + collapsed,
+            _shown(run["constant"], 100, ".2f"),
+            _shown(run["epoch"], 1, ".0f"),
+            f"{_shown(run['isoscore_before'], 1, '.4f')} → {_shown(run['isoscore_after'], 1, '.4f')}",
+            _shown(run["seconds"], 1, ".0f"),
+            run["status"] if not run["error"] else f"{run['status']}: {run['error']}",
+        )
+    return table
+
+
+def _shown(value: float | None, scale: float, form: str) -> str:
+    return "-" if value is None or value != value else format(scale * value, form)
 
 
 def by_task(records: Sequence[RunRecord]) -> dict[tuple[str, str], list[RunRecord]]:
