@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from istar import launch, schema
 from istar.config import Config
-from istar.errors import UserError
+from istar.errors import StoppedError, UserError
 
 SHOW_TRACE = os.environ.get("HYDRA_FULL_ERROR") == "1"
 
@@ -35,13 +35,26 @@ def start(settings: Config) -> object:
     if is_multirun and launch.is_one_of_many():
         raise UserError("-m starts the processes of its runs by itself; call it without torchrun or srun")
     processes = launch.processes_to_start(settings.trainer)
-    if is_multirun or processes > 1:
+    if is_multirun:
+        return one_of_many_runs(settings, processes)
+    if processes > 1:
         return launch.launch(settings, processes, SHOW_TRACE)
     from rich.console import Console
 
     from istar.run import run
 
     return run(settings, Console())
+
+
+def one_of_many_runs(settings: Config, processes: int) -> object:
+    """A run of a multirun: should it fail, it is told, and the others have their turn; a signal ends them all."""
+    try:
+        return launch.launch(settings, processes, SHOW_TRACE)
+    except StoppedError:
+        raise
+    except UserError as error:
+        print(f"error: {' '.join(HydraConfig.get().overrides.task)}: {error}", file=sys.stderr)
+        return error
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")

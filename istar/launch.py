@@ -33,6 +33,8 @@ from istar.results import RunRecord
 
 UNFORESEEN = 1
 """Exit code of an error that is no mistake of the user's."""
+STOPPED = 128
+"""Exit codes of what a signal has stopped are its number and this."""
 GRACE_SECONDS = 10.0
 """How long the other processes may go on when one has ended badly."""
 _TORCHRUN = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "ROLE_RANK", "LOCAL_WORLD_SIZE",
@@ -234,6 +236,9 @@ def _error(folder: Path, codes: dict[int, int], processes: int, signals: Sequenc
 
 
 def _user_error(message: str, code: int) -> UserError:
+    """The exception that a process has left with."""
+    if code > STOPPED:
+        return StoppedError(message, code - STOPPED)
     error = UserError(message)
     error.exit_code = code
     return error
