@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from istar.errors import UserError
+from istar.errors import UserError, did_you_mean
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,7 +30,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _results(options: argparse.Namespace) -> None:
     # Only here, so that --help need not wait for the libraries.
-    from istar.errors import did_you_mean
     from istar.reports import runs, tables
 
     found = runs.load_runs(options.folder)

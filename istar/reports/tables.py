@@ -84,7 +84,8 @@ def runs(frame: "pd.DataFrame") -> Table:
     table = Table(title=title, title_justify="left", caption=_COMPARISON_CAPTION, caption_justify="left")
     for column in ("task", "model", "method", "seed", "value", "constant", "epoch", "IsoScore*", "seconds", "status"):
         table.add_column(column, justify="left" if column in ("task", "model", "method", "status") else "right")
-    for run in frame.to_dict("records"):
+    # pandas says NaN for whatever is missing, of which a text would make a word.
+    for run in frame.astype(object).where(frame.notna(), None).to_dict("records"):
         collapsed = " (collapsed)" if run["collapsed"] is True else ""
         metric = f", {run['metric']}" if run["metric"] else ""
         table.add_row(
@@ -103,7 +104,7 @@ def runs(frame: "pd.DataFrame") -> Table:
 
 
 def _shown(value: float | None, scale: float, form: str) -> str:
-    return "-" if value is None or value != value else format(scale * value, form)
+    return "-" if value is None else format(scale * value, form)
 
 
 def by_task(records: Sequence[RunRecord]) -> dict[tuple[str, str], list[RunRecord]]:

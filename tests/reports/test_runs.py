@@ -158,6 +158,8 @@ def test_the_command(make: Callable[..., RunRecord], tmp_path: Path, capsys: Any
     shown = capsys.readouterr().out
     assert "3 runs: 2 finished, 1 failed" in shown
     assert shown.index("75.00 (collapsed)") < shown.index("25.00") < shown.index("failed: out of luck")
+    assert "nan" not in shown
+    assert "rte, accuracy" in shown
     assert f"not read: {tmp_path / 'foreign'} holds no run" in shown
     assert list(pd.read_csv(out)["name"]) == ["high", "low", "broken"]
     assert cli.main(["results", str(tmp_path / "nowhere")]) == 2
