@@ -23,12 +23,14 @@ class StoppedError(UserError):
 
     Args:
         message: what was saved.
-        signal_number: which signal; the exit code is 128 + its number, as shells have it.
+        signal_number: which signal; it is added to the exit code, as shells have it.
     """
+
+    exit_code = 128
 
     def __init__(self, message: str, signal_number: int) -> None:
         super().__init__(message)
-        self.exit_code = 128 + signal_number
+        self.exit_code += signal_number
 
 
 def shorten(text: object, length: int = 200) -> str:

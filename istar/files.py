@@ -1,6 +1,7 @@
 """Writing files so that a reader finds the old one or the new one, never half of one."""
 
 import os
+import re
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,10 +42,13 @@ def write_text(path: Path, text: str) -> None:
 
 
 def remove_drafts(folder: Path) -> None:
-    """Remove what a process that was killed while writing left behind in a folder."""
-    for path in folder.glob(".*.*"):
-        if len(path.suffix) == 33 and path.is_file():
+    """Remove what a process that was killed while writing left behind in a folder and those in it."""
+    for path in folder.rglob(".*"):
+        if _DRAFT.fullmatch(path.name):
             path.unlink(missing_ok=True)
+
+
+_DRAFT = re.compile(r"\..+\.[0-9a-f]{32}")
 
 
 def _sync_folder(folder: Path) -> None:

@@ -1,7 +1,8 @@
 """A run in processes of its own: as many as it has devices, started afresh from its resolved config and watched.
 
-`python -m istar.launch <config.yaml> <folder>` is one such process. A run that train.py starts by itself must not be
-started again from the command line, as Lightning would do: with `-m` that is the command line of the whole sweep.
+`python -m istar.launch <config.yaml> <folder> <parent's pid>` is one such process. A run that train.py starts by itself
+must not be started again from the command line, as Lightning would do: with `-m` that is the command line of the whole
+sweep.
 """
 
 import json
@@ -33,8 +34,6 @@ from istar.results import RunRecord
 
 UNFORESEEN = 1
 """Exit code of an error that is no mistake of the user's."""
-STOPPED = 128
-"""Exit codes of what a signal has stopped are its number and this."""
 GRACE_SECONDS = 10.0
 """How long the other processes may go on when one has ended badly."""
 _TORCHRUN = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "ROLE_RANK", "LOCAL_WORLD_SIZE",
@@ -81,9 +80,9 @@ def processes_to_start(settings: TrainerConfig) -> int:
         # Seconds faster than Lightning, which has to be asked for what only the hardware or a scheduler knows.
         if isinstance(settings.devices, int) and settings.devices > 0:
             return settings.devices
-    from istar.training.trainer import processes_to_start
+    from istar.training import trainer
 
-    return processes_to_start(settings)
+    return trainer.processes_to_start(trainer.bare_trainer(settings))
 
 
 def _check_number(settings: TrainerConfig) -> None:
@@ -237,8 +236,8 @@ def _error(folder: Path, codes: dict[int, int], processes: int, signals: Sequenc
 
 def _user_error(message: str, code: int) -> UserError:
     """The exception that a process has left with."""
-    if code > STOPPED:
-        return StoppedError(message, code - STOPPED)
+    if code > StoppedError.exit_code:
+        return StoppedError(message, code - StoppedError.exit_code)
     error = UserError(message)
     error.exit_code = code
     return error

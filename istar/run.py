@@ -39,7 +39,14 @@ from istar.training.loggers import logging_to
 from istar.training.metrics_file import MetricsFile
 from istar.training.module import from_all_processes
 from istar.training.signals import StopSignal
-from istar.training.trainer import build_trainer, check_hardware, count_devices, keeps_checkpoints, quiet_lightning
+from istar.training.trainer import (
+    build_trainer,
+    check_hardware,
+    count_devices,
+    keeps_checkpoints,
+    processes_to_start,
+    quiet_lightning,
+)
 
 CHECKPOINTS = "checkpoints"
 T = TypeVar("T")
@@ -95,7 +102,7 @@ def run(config: Config, console: Console | None = None) -> RunRecord:
     `checkpoints/`.
 
     Args:
-        config: from `istar.config.load`.
+        config: from `istar.schema.load`.
         console: where the closing table is printed; None prints nothing.
 
     Raises:
@@ -339,8 +346,7 @@ def _refresh(config: Config, module: FineTuner, data: FineTuningData, stop: Stop
 
 
 def _check_processes(job: Job) -> None:
-    environment = getattr(job.trainer.strategy, "cluster_environment", None)
-    if environment is not None and job.trainer.num_devices > 1 and not environment.creates_processes_externally:
+    if processes_to_start(job.trainer) > 1:
         # Lightning would start them by calling this script again, whatever that is.
         raise UserError(
             f"trainer.devices={job.config.trainer.devices} needs more processes than this one: train.py and "

@@ -68,6 +68,18 @@ def undisturbed(composed: Build, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return only_folder(config)
 
 
+def test_drafts_are_removed_wherever_they_are_and_nothing_else(tmp_path: Path) -> None:
+    draft = f".RTE.tsv.{'0f' * 16}"
+    for name in ("RTE.tsv", draft, ".notes.txt", f"x{draft}"):
+        for folder in (tmp_path, tmp_path / "submission"):
+            folder.mkdir(exist_ok=True)
+            (folder / name).write_text("mine")
+    files.remove_drafts(tmp_path)
+    kept = [".notes.txt", "RTE.tsv", f"x{draft}"]
+    assert sorted(path.name for path in tmp_path.glob("*.*")) == kept
+    assert sorted(path.name for path in (tmp_path / "submission").iterdir()) == kept
+
+
 def break_at(monkeypatch: pytest.MonkeyPatch, count: int, error: BaseException) -> Callable[[], None]:
     """Let the count-th training step raise; the function given back mends it."""
     original, calls = FineTuner.training_step, 0

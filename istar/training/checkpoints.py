@@ -15,7 +15,7 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
 
 from istar.errors import UserError, shorten
-from istar.files import remove_drafts, replacing
+from istar.files import replacing
 from istar.training.history import History
 from istar.training.metrics_file import MetricsFile
 from istar.training.module import gathered
@@ -212,7 +212,6 @@ def resumable(folder: Path, run: str, processes: int) -> Path | None:
     """
     if not folder.is_dir():
         return None
-    remove_drafts(folder)
     for path in reversed(_numbered(folder, "step")):
         try:
             epochs, written_by = _inspect(path, run)

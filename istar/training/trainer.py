@@ -56,13 +56,17 @@ def build_trainer(
     )
 
 
-def processes_to_start(settings: TrainerConfig) -> int:
-    """How many processes this machine has to start for a run; 1 where torchrun or SLURM have started them.
+def bare_trainer(settings: TrainerConfig) -> L.Trainer:
+    """One that trains nothing, but knows the hardware.
 
     Raises:
         UserError: if Lightning refuses the settings.
     """
-    trainer = _trainer(settings, enable_checkpointing=False, enable_progress_bar=False)
+    return _trainer(settings, enable_checkpointing=False, enable_progress_bar=False)
+
+
+def processes_to_start(trainer: L.Trainer) -> int:
+    """How many processes this machine has to start for a trainer; 1 where torchrun or SLURM have started them."""
     environment = getattr(trainer.strategy, "cluster_environment", None)
     return 1 if environment is None or environment.creates_processes_externally else trainer.num_devices
 
@@ -75,7 +79,7 @@ def count_devices(settings: TrainerConfig) -> int:
     """
     if type(settings.devices) is int and settings.devices > 0:
         return settings.devices
-    return _trainer(settings, enable_checkpointing=False, enable_progress_bar=False).num_devices
+    return bare_trainer(settings).num_devices
 
 
 def check_hardware(settings: TrainerConfig) -> None:
