@@ -70,3 +70,16 @@ def streamed_about_the_origin(batches: Sequence[Tensor]) -> Tensor:
         mean = mean + batch.sum(0) / n
         second = second + batch.T @ batch / n
     return (second - torch.outer(mean, mean)) * (n / (n - 1))
+
+
+def two_nn(points: np.ndarray, discard: float = 0.1) -> float:
+    """Facco et al. (2017), steps 1 to 5, for points `(n, d)` without duplicates."""
+    ratios = []
+    for i, point in enumerate(points):
+        distances = sorted(math.dist(point, other) for j, other in enumerate(points) if j != i)
+        ratios.append(distances[1] / distances[0])
+    n = len(ratios)
+    kept = sorted(ratios)[: int(n * (1 - discard))]
+    x = np.log(kept)
+    y = np.array([-math.log(1 - (i + 1) / n) for i in range(len(kept))])
+    return float(np.linalg.lstsq(x[:, None], y, rcond=None)[0][0])

@@ -3,7 +3,8 @@
 Needs torch alone: no Lightning, no transformers, no Hydra.
 """
 
+from istar.measures.dimension import two_nn
 from istar.measures.isoscore import isoscore, isoscore_from_covariance, isoscore_star, shrink
 from istar.measures.moments import Moments
 
-__all__ = ["Moments", "isoscore", "isoscore_from_covariance", "isoscore_star", "shrink"]
+__all__ = ["Moments", "isoscore", "isoscore_from_covariance", "isoscore_star", "shrink", "two_nn"]
