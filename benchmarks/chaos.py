@@ -4,7 +4,7 @@
 
 Every kill is a SIGKILL, to all processes of the run at once or (where there are several) to one of them, at a random
 moment: one in four while it loads, the others while it trains, validates, writes or closes. Equal means: weights,
-predictions, logged metrics and `result.json` byte for byte, durations and paths aside.
+predictions, geometry, logged metrics and `result.json` byte for byte, durations and paths aside.
 """
 
 import argparse
@@ -202,6 +202,7 @@ def outcome(folder: Path) -> dict[str, Any]:
         "result.json": record,
         "metrics.csv": rows,
         "predictions.jsonl": (folder / "predictions.jsonl").read_bytes(),
+        "geometry.json": (folder / "geometry.json").read_bytes(),
         "model": (folder / "model" / "model.safetensors").read_bytes(),
         "files": sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.suffix != ".refused"),
     }

@@ -248,6 +248,8 @@ class RunConfig:
     """Start anew although the run is finished or could be resumed; the old folder is kept aside."""
     save_model: bool = True
     """Write `model/`, a `save_pretrained` folder with the tokenizer."""
+    geometry: bool = True
+    """Write `geometry.json`: mean activation and intrinsic dimensions, from one pass over 1,000 validation features."""
 
     def __post_init__(self) -> None:
         if not self.root.strip():

@@ -8,7 +8,7 @@ __all__ = ["assert_same", "only_run"]
 
 
 def assert_same(folder: Path, other: Path, but_for_the_name: bool = False) -> None:
-    """Two run folders hold the same weights, predictions, rows of metrics, `result.json` and names of files.
+    """Two run folders hold the same weights, predictions, geometry, rows of metrics, `result.json` and names of files.
 
     Args:
         folder: of a run.

@@ -94,7 +94,7 @@ def test_what_a_run_leaves(done: Callable[..., Any], task: str, reg: str) -> Non
     config, record, folder = done(f"task={task}", f"reg={reg}")
     spec = TASKS[task]
     assert folders_in(folder) == [
-        "checkpoints", "config.yaml", "metrics.csv", "model", "predictions.jsonl", "result.json",
+        "checkpoints", "config.yaml", "geometry.json", "metrics.csv", "model", "predictions.jsonl", "result.json",
     ]  # fmt: skip
     assert record == results.read(folder)
     assert record.status == "finished"
@@ -660,7 +660,7 @@ def test_a_failing_training_is_told_and_goes_on(small: Build, monkeypatch: pytes
     assert record.error == "out of luck"
     assert record.config == to_dict(config)
     assert folders_in(folder / "checkpoints") == ["step-2.ckpt", "step-3.ckpt"]
-    assert not {"model", ".model", "predictions.jsonl"} & set(folders_in(folder))
+    assert not {"model", ".model", "predictions.jsonl", "geometry.json"} & set(folders_in(folder))
     again = run(config)
     assert again.status == "finished"
     assert folders_in(Path(config.run.root)) == [again.name] == [name]
@@ -738,9 +738,9 @@ def test_limits_beyond_the_data(small: Build) -> None:
 
 
 def test_devices_count_for_the_name_by_their_number(small: Build) -> None:
-    names = {run_module._run_name(small(f"trainer.devices={devices}"), "data") for devices in ("1", "auto", "'1'")}
+    names = {run_module._run_name(small(f"trainer.devices={devices}"), "data", "model") for devices in ("1", "auto", "'1'")}
     assert len(names) == 1
-    assert run_module._run_name(small("trainer.devices=2"), "data") not in names
+    assert run_module._run_name(small("trainer.devices=2"), "data", "model") not in names
 
 
 def test_examples_are_the_first_ones(small: Build) -> None:
