@@ -1,4 +1,4 @@
-"""`istar results runs/`: what lies in a folder of runs. Training is started by train.py."""
+"""`istar results runs/`, `istar report runs/`: what lies in a folder of runs. Training is started by train.py."""
 
 import argparse
 import sys
@@ -19,6 +19,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results.add_argument("--out", type=Path, help="also write all columns to a .csv, .parquet or .json file")
     results.add_argument("--sort", default="name", help="column to sort by, best first (default: name)")
     results.set_defaults(command=_results)
+    report = commands.add_parser("report", help="the paper's tables and figures from these runs, as a page")
+    report.add_argument("folder", type=Path, help="that holds the runs, as run.root")
+    report.add_argument("--out", type=Path, default=Path("report"), help="folder to write (default: report)")
+    report.set_defaults(command=_report)
     options = parser.parse_args(arguments)
     try:
         options.command(options)
@@ -46,6 +50,14 @@ def _results(options: argparse.Namespace) -> None:
     if options.out is not None:
         runs.export(frame, options.out)
         console.print(str(options.out), highlight=False, soft_wrap=True)
+
+
+def _report(options: argparse.Namespace) -> None:
+    from istar.reports import report
+
+    written = report.write(options.folder, options.out, Console(stderr=True))
+    told = f"{written.page}: {written.runs} runs, {written.holes} rows of missing ones"
+    Console().print(told, highlight=False, soft_wrap=True, markup=False)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ ALLOWED = {
     "models": {"tasks", "tiny", "config", "errors", "hub"},
     "training": {"training", "tasks", "regularizers", "measures", "config", "schema", "errors", "files", "hub"},
     "results": {"files", "errors"},
-    "reports": {"reports", "results", "files", "errors"},
+    "reports": {"reports", "results", "measures", "files", "errors"},
 }
 ASSEMBLING = {"run", "launch", "sweeps", "cli"}
 LIBRARIES = {
@@ -61,7 +61,7 @@ LIBRARIES = {
     "errors": set(),
     "files": {"filelock"},
     "results": set(),
-    "reports": {"matplotlib", "pandas", "rich", "yaml"},
+    "reports": {"jinja2", "markupsafe", "matplotlib", "numpy", "pandas", "rich", "scipy", "torch", "yaml"},
 }
 
 

@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from istar.reports.tables import method
 from istar.results import CONFIG, RESULT, RunRecord, read
 
 _SET_ASIDE = re.compile(r"\.old-\d+$")
-_NO_RUNS = ("multirun",)
+_NO_RUNS = ("multirun", "sweeps")
 
 
 @dataclass(frozen=True)
@@ -27,19 +27,23 @@ class Runs:
         frame: a row for each run: `folder`, `name`, `status` (finished, failed, unfinished), `task`, `model`, `method`,
             `seed`, `metric`, `value` (the headline metric on the validation set, a fraction), `epoch`, `constant` (what
             a constant prediction earns), `collapsed`, `isoscore_before`, `isoscore_after`, `seconds`,
-            `skipped_steps`, `error`, and each key of the config under its name on the command line.
+            `skipped_steps`, `error`, `fingerprint` (of the data), each metric as `validation.<name>`, and each key of
+            the config under its name on the command line.
         troubles: why a folder is none of them, by its path.
+        records: the runs whole, by their folder, where they were asked for.
     """
 
     frame: pd.DataFrame
     troubles: dict[str, str]
+    records: dict[str, RunRecord] = field(default_factory=dict)
 
 
-def load_runs(root: Path) -> Runs:
+def load_runs(root: Path, keep_records: bool = False) -> Runs:
     """Read every run below a folder; folders that were set aside by `run.overwrite=true` do not count.
 
     Args:
         root: as `run.root`; runs may lie in folders of folders.
+        keep_records: also keep what is no figure of a row: epochs, layers. Some 50 kB a run.
 
     Raises:
         UserError: if there is no such folder.
@@ -48,9 +52,13 @@ def load_runs(root: Path) -> Runs:
         raise UserError(f"{root} is not a folder; name the one that holds the runs, as run.root does")
     rows: list[dict[str, Any]] = []
     troubles: dict[str, str] = {}
+    records: dict[str, RunRecord] = {}
     for folder in _folders(root):
         try:
-            rows.append({"folder": str(folder), **row(_record(folder))})
+            record = _record(folder)
+            rows.append({"folder": str(folder), **row(record)})
+            if keep_records:
+                records[str(folder)] = record
         except UserError as error:
             troubles[str(folder)] = str(error)
         except (KeyError, TypeError, AttributeError) as error:
@@ -60,7 +68,7 @@ def load_runs(root: Path) -> Runs:
     for folder in _children(root):
         if folder not in accounted_for:
             troubles[str(folder)] = f"{folder} holds no run"
-    return Runs(pd.DataFrame(rows, columns=None if rows else ["folder", *_COLUMNS]), troubles)
+    return Runs(pd.DataFrame(rows, columns=None if rows else ["folder", *_COLUMNS]), troubles, records)
 
 
 def row(record: RunRecord) -> dict[str, Any]:
@@ -84,19 +92,21 @@ def row(record: RunRecord) -> dict[str, Any]:
         record.timing.get("total"),
         record.skipped_steps,
         record.error,
+        record.data.get("fingerprint"),
     )
+    metrics = {f"validation.{name}": value for name, value in record.metrics.items()}
     keys = {
         f"{group}.{key}": value
         for group, settings in config.items()
         if isinstance(settings, dict)
         for key, value in settings.items()
     }
-    return {**dict(zip(_COLUMNS, values, strict=True)), **keys}
+    return {**dict(zip(_COLUMNS, values, strict=True)), **metrics, **keys}
 
 
 _COLUMNS = (
     "name", "status", "task", "model", "method", "seed", "metric", "value", "epoch", "constant", "collapsed",
-    "isoscore_before", "isoscore_after", "seconds", "skipped_steps", "error",
+    "isoscore_before", "isoscore_after", "seconds", "skipped_steps", "error", "fingerprint",
 )  # fmt: skip
 
 

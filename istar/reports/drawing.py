@@ -1,0 +1,218 @@
+"""Plots to pictures: one style, SVG whose text is text, and a variant that takes its colours from the page."""
+
+import io
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, ScalarFormatter
+
+from istar.reports.figures import COLOURS
+from istar.reports.plots import BASE, Line, Panel, Plot
+
+INK, PAPER, RED = "#101418", "#ffffff", "#c2260c"
+"""Colours that stand for the page's own in `inline`; INK is no pure black, which SVG leaves unsaid."""
+PALETTE = tuple(colour.lower() for colour in COLOURS[:6])
+_MARKERS = "osD^vPX*"
+_COLUMNS = 3
+_STYLE: dict[str, Any] = {
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial", "sans-serif"],
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.alpha": 0.15,
+    "grid.color": INK,
+    "legend.frameon": False,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 5,
+    # Names of tasks and models may hold dollars.
+    "text.parse_math": False,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "istar",
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
+    **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), PAPER),
+}
+
+
+def render(plot: Plot) -> dict[str, bytes]:
+    """The picture by its suffix: `svg` and `png`; the same plot gives the same bytes."""
+    with matplotlib.rc_context(_STYLE):
+        figure = _draw(plot)
+        FigureCanvasAgg(figure)
+        # The layout is found once for both files.
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")
+        pictures = {}
+        for suffix, metadata in (("svg", {"Date": None}), ("png", {"Software": None})):
+            file = io.BytesIO()
+            figure.savefig(file, format=suffix, dpi=110, metadata=metadata)
+            pictures[suffix] = file.getvalue()
+    return pictures
+
+
+def inline(svg: bytes, name: str, title: str, description: str) -> str:
+    """The SVG to stand within a page: ids of its own, colours from CSS variables, and words for those who cannot see it.
+
+    Args:
+        svg: as `render` gives it.
+        name: makes the ids differ from those of the page's other pictures.
+        title: short.
+        description: what is to be seen.
+    """
+    text = svg.decode()
+    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+    text = re.sub(r'(\sid="|url\(#|href="#)', lambda found: f"{found[0]}{name}-", text)
+    text = text.replace(INK, "currentColor").replace(PAPER, "var(--paper)").replace(RED, "var(--red)")
+    for number, colour in enumerate(PALETTE):
+        text = text.replace(colour, f"var(--c{number})")
+    width, height = re.findall(r'(?:width|height)="([\d.]+)pt"', text)[:2]
+    opening = (
+        f'<svg role="img" aria-labelledby="{name}-title {name}-desc" viewBox="0 0 {width} {height}" '
+        f'style="--natural:{float(width) * 4 / 3:.0f}px" xmlns="http://www.w3.org/2000/svg" '
+        f'xmlns:xlink="http://www.w3.org/1999/xlink"><title id="{name}-title">{escape(title)}</title>'
+        f'<desc id="{name}-desc">{escape(description)}</desc>'
+    )
+    return opening + text[text.index(">", text.index("<svg")) + 1 :]
+
+
+def escape(text: str) -> str:
+    """Text within XML."""
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;")
+
+
+def describe(plot: Plot) -> str:
+    """The plot in words: for each panel its lines, and from where to where they go."""
+    told = []
+    for panel in plot.panels:
+        lines = "; ".join(_told(line) for line in panel.lines)
+        marks = [f"; {name} at {at:g}" for at, name in filter(None, (panel.level, panel.mark))]
+        where = ", ".join(filter(None, (panel.task, panel.model)))
+        told.append(f"{where}{': ' * bool(where)}{panel.y_label} by {plot.x_label}: {lines}{''.join(marks)}.")
+    return " ".join(told)
+
+
+def _told(line: Line) -> str:
+    known = [(x, y) for x, y in zip(line.x, line.y, strict=True) if math.isfinite(x) and math.isfinite(y)]
+    if not known:
+        return f"{line.label} without a number"
+    if len(known) == 1:
+        return f"{line.label} {known[0][1]:.4g} at {known[0][0]:.4g}"
+    return f"{line.label} from {known[0][1]:.4g} at {known[0][0]:g} to {known[-1][1]:.4g} at {known[-1][0]:g}"
+
+
+def _draw(plot: Plot) -> Figure:
+    columns = min(_COLUMNS, len(plot.panels))
+    rows = math.ceil(len(plot.panels) / columns)
+    width = {1: 6.5, 2: 8.5, 3: 11.0}[columns]
+    looks = _looks(plot)
+    legend_rows = math.ceil(len(looks) / _legend_columns(columns, looks)) if len(looks) > 1 else 0
+    height = rows * (3.0 if columns > 1 else 3.6) + 0.25 * legend_rows
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for number, place in enumerate(axes.flat):
+        if number < len(plot.panels):
+            _draw_panel(place, plot, plot.panels[number], looks)
+        else:
+            place.set_visible(False)
+    handles: dict[str, Any] = {}
+    for place in axes.flat:
+        handles.update({label: handle for handle, label in zip(*place.get_legend_handles_labels(), strict=True)})
+    if len(handles) > 1:
+        ordered = [label for label in (*looks, *handles) if label in handles]
+        ordered = list(dict.fromkeys(ordered))
+        figure.legend(
+            [handles[label] for label in ordered],
+            ordered,
+            loc="outside lower center",
+            ncols=_legend_columns(columns, ordered),
+        )
+    return figure
+
+
+def _legend_columns(columns: int, labels: Iterable[str]) -> int:
+    longest = max((len(label) for label in labels), default=1)
+    return max(1, min(8, int((40, 62, 84)[columns - 1] / (longest + 5))))
+
+
+def _looks(plot: Plot) -> dict[str, dict[str, Any]]:
+    """A colour, and for points a marker, by label, the same in all panels; Base is drawn in ink."""
+    labels = list(dict.fromkeys(line.label for panel in plot.panels for line in panel.lines))
+    labels.sort(key=_order)
+    others = [label for label in labels if label != BASE]
+    looks = {BASE: {"color": INK, "marker": "s"}} if BASE in labels else {}
+    for number, label in enumerate(others):
+        looks[label] = {
+            "color": PALETTE[number % len(PALETTE)],
+            "marker": _MARKERS[number % len(_MARKERS)],
+            "linestyle": ("-", "--", ":")[number // len(PALETTE) % 3],
+        }
+    return looks
+
+
+def _order(label: str) -> tuple[int, float, str]:
+    number = re.search(r"-?[\d.]+(e-?\d+)?$", label)
+    return (0 if label == BASE else 1, float(number[0]) if number else 0.0, label)
+
+
+def _draw_panel(axes: Axes, plot: Plot, panel: Panel, looks: Mapping[str, Mapping[str, Any]]) -> None:
+    for line in sorted(panel.lines, key=lambda line: _order(line.label)):
+        _DRAWERS[plot.kind](axes, line, dict(looks[line.label]))
+    if panel.level is not None:
+        axes.axhline(panel.level[0], color=RED, linestyle="--", linewidth=1.3, label=panel.level[1])
+    if panel.mark is not None:
+        axes.axvline(panel.mark[0], color=RED, linestyle="--", linewidth=1.3, label=panel.mark[1])
+    axes.set_title(panel.task or "")
+    axes.set_xlabel(plot.x_label)
+    axes.set_ylabel(panel.y_label)
+    if plot.log_x:
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(ScalarFormatter())
+    elif all(x == round(x) for line in panel.lines for x in line.x if math.isfinite(x)):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, min_n_ticks=1))
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6))
+    if panel.y_label.startswith("IsoScore"):
+        axes.set_ylim(bottom=0)
+    axes.margins(x=0.06 if plot.kind != "line" else 0.03)
+    axes.ticklabel_format(axis="y", useOffset=False)
+
+
+def _draw_line(axes: Axes, line: Line, look: dict[str, Any]) -> None:
+    # So many points would hide the line.
+    few = len(line.x) <= _FEW
+    look["marker"] = look["marker"] if few else ""
+    axes.plot(line.x, line.y, label=line.label, linewidth=1.6 if few else 0.8, **{"linestyle": "-", **look})
+    if any(line.y_error):
+        low = [y - error for y, error in zip(line.y, line.y_error, strict=True)]
+        high = [y + error for y, error in zip(line.y, line.y_error, strict=True)]
+        axes.fill_between(line.x, low, high, color=look["color"], alpha=0.15, linewidth=0)
+
+
+_FEW = 40
+
+
+def _draw_point(axes: Axes, line: Line, look: dict[str, Any]) -> None:
+    look.pop("linestyle", None)
+    axes.errorbar(
+        line.x, line.y, line.y_error, line.x_error, label=line.label, linestyle="", capsize=3, elinewidth=1.1,
+        markersize=7, **look,
+    )  # fmt: skip
+
+
+def _draw_bars(axes: Axes, line: Line, look: dict[str, Any]) -> None:
+    axes.errorbar(
+        line.x, line.y, line.y_error, label=line.label, capsize=3, elinewidth=1.1, **{"linestyle": "-", **look}
+    )
+
+
+_DRAWERS = {"line": _draw_line, "points": _draw_point, "bars": _draw_bars}

@@ -1,0 +1,179 @@
+"""What is missing, and the command that makes it."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from istar.reports import commands, paper
+from istar.reports.cells import Cell, models, tasks
+from istar.reports.plots import BASE, Panel, Plot
+from istar.reports.sheets import Entry, Sheet
+
+
+@dataclass(frozen=True)
+class Hole:
+    """An artefact's missing runs for a model and a task."""
+
+    artefact: str
+    model: str
+    task: str
+    missing: str
+    command: str
+
+
+Command = Callable[[str, str, str], str]
+"""Sweep, task and model to a command."""
+
+
+def command_for(frame: pd.DataFrame, root: str) -> Command:
+    """How to run a sweep for a model and task as the runs found were run: same folder, same data, same model."""
+
+    def build(sweep: str, task: str, model: str) -> str:
+        own = frame[frame["model"] == model]
+        first = own.iloc[0].to_dict()
+        same = own[own["task"] == task]
+        if same.empty:
+            same = frame[frame["task"] == task]
+        data = same.iloc[0].to_dict() if len(same) else first
+        option = commands.model_option(str(first["model.name"]), bool(first.get("model.pretrained", True)))
+        return commands.sweep(sweep, task, option, *commands.where(data, root))
+
+    return build
+
+
+def of_table1(
+    cells: Iterable[Cell], found_models: Sequence[str], found_tasks: Sequence[str], how: Command
+) -> list[Hole]:
+    """Methods without a run, and with fewer than five seeds, in the grid of found models and tasks."""
+    known = {(cell.model, cell.task, cell.family): cell.seeds for cell in cells}
+    holes = []
+    for model in found_models:
+        for task in found_tasks:
+            told = [
+                lack
+                for family, name in paper.FAMILIES.items()
+                if (lack := lacking(name, known.get((model, task, family), [])))
+            ]
+            if told:
+                holes.append(Hole("Table 1", model, task, "; ".join(told), how("table1", task, model)))
+    return holes
+
+
+def of_plot(plot: Plot, frame: pd.DataFrame, how: Command) -> list[Hole]:
+    """Values that the paper varies and nobody has run, and values with fewer than five seeds."""
+    panels = {(panel.model, panel.task): panel for panel in plot.panels}
+    holes = []
+    for model in models(frame):
+        for task in _expected_tasks(plot, frame, model, [task for at, task in panels if at == model]):
+            told = _plot_lacks(plot, panels.get((model, task)))
+            if told:
+                title = plot.title.split(":")[0]
+                holes.append(Hole(title, model, task, "; ".join(told), how(plot.sweep, task, model)))
+    return holes
+
+
+def without_geometry(plot: Plot, frame: pd.DataFrame, measured: Iterable[str], how: Command) -> list[Hole]:
+    """Finished runs that a figure could use, had they measured their geometry."""
+    name = "cosreg" if plot.name == "figure4" else "istar"
+    bare = frame[frame["usable"] & frame["family"].isin(("base", name)) & ~frame["folder"].isin(list(measured))]
+    title = plot.title.split(":")[0]
+    return [
+        Hole(
+            title,
+            str(model),
+            str(task),
+            f"{len(group)} finished run{'s' * (len(group) > 1)} without geometry.json, which run.overwrite=true makes",
+            f"{how(plot.sweep, str(task), str(model))} run.overwrite=true",
+        )
+        for (model, task), group in bare.groupby(["model", "task"])
+        if not plot.task or task == plot.task or (model, task) in {(panel.model, panel.task) for panel in plot.panels}
+    ]
+
+
+def of_the_paper(frame: pd.DataFrame) -> tuple[str, str] | None:
+    """The paper's models and tasks without a single run, in a sentence, and the command for them; None if none is."""
+    names = {full: short for full, short in paper.MODELS.items()}
+    tried = set(zip(frame["model"], frame["task"], strict=True))
+    missing = [(full, task) for full in names for task in paper.TASKS if (full, task) not in tried]
+    if not missing:
+        return None
+    wanted_models = [names[full] for full in names if any(full == at for at, _ in missing)]
+    wanted_tasks = [task for task in paper.TASKS if any(task == at for _, at in missing)]
+    total = len(names) * len(paper.TASKS)
+    told = f"{len(missing)} of the paper's {total} pairs of model and task have no run."
+    return told, (f"python train.py -m +sweep=table1 task={','.join(wanted_tasks)} model={','.join(wanted_models)}")
+
+
+def sheet(holes: Sequence[Hole]) -> Sheet:
+    """A row per hole."""
+    frame = pd.DataFrame([vars(hole) for hole in holes], columns=["artefact", "model", "task", "missing", "command"])
+    groups: dict[str, list[list[Entry]]] = {}
+    for hole in holes:
+        entries = [Entry(hole.artefact), Entry(hole.task), Entry(hole.missing), Entry(hole.command, code=True)]
+        groups.setdefault(hole.model, []).append(entries)
+    return Sheet(
+        "missing",
+        "What is missing",
+        "Runs that tables and figures still want, with the command that makes them; what is finished it does not repeat.",
+        ("artefact", "task", "missing", "command"),
+        groups,
+        frame,
+        row_headers=2,
+    )
+
+
+def lacking(name: str, seeds: Sequence[int]) -> str:
+    """`Base: seeds 4, 5`, `Base: no run`, or nothing for five seeds or more."""
+    want = len(paper.SEEDS) - len(set(seeds))
+    if want <= 0:
+        return ""
+    if not seeds:
+        return f"{name}: no run"
+    absent = [seed for seed in paper.SEEDS if seed not in seeds][:want]
+    return f"{name}: seed{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
+
+
+def _expected_tasks(plot: Plot, frame: pd.DataFrame, model: str, drawn: Sequence[str]) -> list[str]:
+    """Tasks in which something is drawn, the paper's if it has runs, else the one with the most runs."""
+    found = tasks(frame)
+    if not plot.task:
+        return tasks(frame[frame["model"] == model])
+    if plot.task in found:
+        return [task for task in found if task in drawn or task == plot.task]
+    counts = frame[frame["model"] == model]["task"].value_counts()
+    return list(drawn) or [min(counts.index, key=lambda task: (-counts[task], found.index(task)))]
+
+
+def _plot_lacks(plot: Plot, panel: Panel | None) -> list[str]:
+    seeds: dict[Any, tuple[int, ...]] = dict(panel.seeds or {}) if panel is not None else {}
+    if plot.symbol == "layer":
+        return _told(seeds, plot.symbol) if panel is not None else ["no run with a single layer"]
+    # A model that is trained with weights of its own lacks none of the paper's.
+    own = [value for value in seeds if value != BASE]
+    wanted: list[Any] = list(plot.values) if not own or set(own) & set(plot.values) else sorted(own)
+    if plot.symbol == "λ":
+        wanted = [BASE, *wanted]
+    return _told({value: seeds.get(value, ()) for value in wanted}, plot.symbol)
+
+
+def _told(seeds: dict[Any, tuple[int, ...]], symbol: str) -> list[str]:
+    """Values that lack the same are told together."""
+    by_lack: dict[str, list[str]] = {}
+    for value, found in seeds.items():
+        lack = lacking("", found).removeprefix(": ")
+        if lack:
+            by_lack.setdefault(lack, []).append(value if isinstance(value, str) else f"{value:g}")
+    told = []
+    for lack, names in by_lack.items():
+        words = [name for name in names if not _is_number(name)]
+        numbers = [name for name in names if _is_number(name)]
+        if numbers:
+            words.append(f"{symbol} {', '.join(numbers)}" if symbol == "layer" else f"{symbol} = {', '.join(numbers)}")
+        told.append(f"{' and '.join(words)}: {lack}")
+    return told
+
+
+def _is_number(text: str) -> bool:
+    return text.lstrip("-").replace(".", "", 1).isdigit()

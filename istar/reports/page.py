@@ -1,0 +1,80 @@
+"""The report as one HTML page."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from istar.reports.plots import Panel
+from istar.reports.sheets import Sheet
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure of the page.
+
+    Attributes:
+        name: of its files.
+        model: whose runs it shows; empty for none.
+        svg: as `drawing.inline` gives it, safe to stand in the page.
+        panels: what is held fixed in each.
+    """
+
+    name: str
+    model: str
+    svg: str
+    panels: Sequence[Panel]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading with what stands below it.
+
+    Attributes:
+        anchor: the heading's id.
+        text: paragraphs.
+        empty: said in place of sheets and pictures where there are none.
+        commands: that make what is shown.
+    """
+
+    anchor: str
+    title: str
+    text: Sequence[str] = ()
+    sheet: Sheet | None = None
+    pictures: Sequence[Picture] = ()
+    empty: str = ""
+    commands: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Page:
+    """All of the report.
+
+    Attributes:
+        summary: what was found, as (number, what).
+    """
+
+    title: str
+    root: str
+    version: str
+    summary: Sequence[tuple[str, str]]
+    sections: Sequence[Section]
+
+
+GENERATOR = "istar report"
+"""In the page's `meta`, by which a report of ours is known."""
+
+
+def html(page: Page) -> str:
+    """The page; all text is escaped, pictures stand as they are."""
+    environment = Environment(
+        loader=PackageLoader("istar.reports"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["picture"] = Markup
+    return environment.get_template("report.html").render(page=page, generator=GENERATOR)

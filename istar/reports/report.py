@@ -1,0 +1,347 @@
+"""`istar report`: from a folder of runs to a page with the paper's tables and figures, and their files."""
+
+import shlex
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+
+import pandas as pd
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from istar.errors import UserError, shorten
+from istar.reports import drawing, geometry, holes, page, plots, results_tables, sheets, stability
+from istar.reports.cells import Cell, cells, models, prepare, tasks
+from istar.reports.geometry import Geometry
+from istar.reports.holes import Command, Hole
+from istar.reports.page import Page, Picture, Section
+from istar.reports.plots import Plot
+from istar.reports.runs import Runs, load_runs
+from istar.reports.sheets import Sheet
+
+INDEX, TABLES, FIGURES = "index.html", "tables", "figures"
+_SUFFIXES = {TABLES: (".csv", ".md", ".tex"), FIGURES: (".svg", ".png")}
+
+
+@dataclass(frozen=True)
+class Written:
+    """What `write` has left.
+
+    Attributes:
+        page: the page's path.
+        runs: how many were found.
+        holes: rows of what is missing.
+    """
+
+    page: Path
+    runs: int
+    holes: int
+
+
+def write(root: Path, out: Path, console: Console | None = None) -> Written:
+    """Write the report of the runs below a folder; all of it or nothing.
+
+    Args:
+        root: as `run.root`.
+        out: a folder: new, empty, or an earlier report, which is replaced.
+        console: where progress is shown.
+
+    Raises:
+        UserError: if there are no runs, if `out` holds anything that is no report, or cannot be written.
+    """
+    _refuse_foreign(out)
+    with _progress(console) as step:
+        step("reading runs")
+        found = load_runs(root, keep_records=True)
+        found = replace(found, troubles={at: why for at, why in found.troubles.items() if Path(at) != root / out.name})
+        if found.frame.empty:
+            unread = f"; {len(found.troubles)} folders there are none" if found.troubles else ""
+            raise UserError(f"{root} holds no runs{unread}; train.py leaves them below run.root")
+        data = _gather(found, root)
+        pictures = {}
+        for plot in data.plots:
+            step(f"drawing {plot.name}")
+            pictures.update(_pictures(plot))
+        step("writing")
+        text = page.html(_page(data, pictures))
+        files = {INDEX: text.encode(), **_table_files(data.sheets), **_picture_files(pictures)}
+        _replace_folder(out, files)
+    return Written(out / INDEX, len(found.frame), len(data.holes))
+
+
+@dataclass(frozen=True)
+class _Data:
+    """All that is shown, as numbers."""
+
+    root: Path
+    found: Runs
+    frame: pd.DataFrame
+    cells: list[Cell]
+    sheets: dict[str, Sheet]
+    plots: list[Plot]
+    holes: list[Hole]
+    how: Command
+
+
+def _gather(found: Runs, root: Path) -> _Data:
+    frame = prepare(found)
+    measured, troubles = _geometries(frame)
+    filled = cells(frame)
+    drawn = _plots(found, frame, filled, measured)
+    how = holes.command_for(frame, str(root))
+    missing = holes.of_table1(filled, models(frame), tasks(frame), how)
+    for plot in (plot for plot in drawn if plot.sweep):
+        missing += holes.of_plot(plot, frame, how)
+        if plot.name in ("figure4", "figure5"):
+            missing += holes.without_geometry(plot, frame, measured, how)
+    refreshes = {folder: record.timing.get("shrinkage") or () for folder, record in found.records.items()}
+    tables = (
+        results_tables.table1(filled),
+        results_tables.table2(filled, frame),
+        results_tables.costs(frame, refreshes),
+        holes.sheet(missing),
+        results_tables.left_out(frame, {**found.troubles, **troubles}, str(root)),
+    )
+    return _Data(root, found, frame, filled, {table.name: table for table in tables}, drawn, missing, how)
+
+
+def _plots(found: Runs, frame: pd.DataFrame, filled: list[Cell], measured: dict[str, Geometry]) -> list[Plot]:
+    return [
+        plots.minibatch_stability(stability.stability()),
+        plots.isotropy_and_performance(frame),
+        plots.mean_activations(frame, measured),
+        plots.intrinsic_dimensions(frame, measured),
+        plots.layer_isotropy(frame, found.records),
+        plots.zeta_ablation(frame),
+        plots.layer_ablation(frame, found.records),
+        *plots.curves(filled, found.records),
+    ]
+
+
+def _geometries(frame: pd.DataFrame) -> tuple[dict[str, Geometry], dict[str, str]]:
+    measured, troubles = {}, {}
+    for folder in frame[frame["usable"]]["folder"]:
+        try:
+            if (own := geometry.read(Path(folder))) is not None:
+                measured[folder] = own
+        except UserError as error:
+            troubles[folder] = str(error)
+    return measured, troubles
+
+
+def _pictures(plot: Plot) -> dict[str, tuple[Plot, dict[str, bytes]]]:
+    """A picture for each model, by the name of its files."""
+    by_model = list(dict.fromkeys(panel.model for panel in plot.panels))
+    pictures = {}
+    for model in by_model:
+        own = replace(plot, panels=tuple(panel for panel in plot.panels if panel.model == model))
+        name = f"{plot.name}-{_file_name(model, by_model)}" if model else plot.name
+        pictures[name] = (own, drawing.render(own))
+    return pictures
+
+
+def _file_name(model: str, among: list[str]) -> str:
+    """Fit for a file; two models whose names differ in nothing else are told apart by a number."""
+
+    def plain(name: str) -> str:
+        return "".join(letter if letter.isascii() and (letter.isalnum() or letter in "-.") else "-" for letter in name)
+
+    same = [other for other in among if plain(other).lower() == plain(model).lower()]
+    return plain(model) if len(same) == 1 else f"{plain(model)}-{same.index(model) + 1}"
+
+
+def _page(data: _Data, pictures: dict[str, tuple[Plot, dict[str, bytes]]]) -> Page:
+    counts = data.frame["status"].value_counts()
+    collapsed = int((data.frame["collapsed"] == True).sum())  # noqa: E712
+    summary = [(str(len(data.frame)), "runs"), *((str(count), str(status)) for status, count in counts.items())]
+    summary += [(str(collapsed), "collapsed")] if collapsed else []
+    summary += [(str(len(data.found.troubles)), "folders not read")] if data.found.troubles else []
+    summary += [(str(len(data.holes)), "rows of missing runs")]
+    sections = [
+        Section("reading", "How to read this", _READING),
+        _table_section(data, "table1", "table1"),
+        _table_section(data, "table2", "figure3" if False else "table1"),
+        *(_plot_section(data, plot, pictures) for plot in data.plots if not plot.name.startswith("curves")),
+        *(_plot_section(data, plot, pictures) for plot in data.plots if plot.name.startswith("curves")),
+        _table_section(data, "cost", ""),
+        _missing_section(data),
+        _table_section(data, "left_out", ""),
+        Section("reproduce", "This page", ("This page and its files:",), commands=[_own_command(data.root)]),
+    ]
+    return Page("Isotropy and fine-tuning: report", str(data.root), version("istar"), summary, sections)
+
+
+_READING = (
+    "All metrics are of validation sets (GLUE's own, and the paper's, are its development sets), in percent, from the "
+    "epoch with the best headline metric of each run. Nothing on this page has seen a test set.",
+    "Which configuration stands for a task, model and method: among the finished runs, grouped by everything that names a "
+    "run but its seed (settings, data, model), the group with the most seeds; among equals the one with the highest "
+    "mean of the headline metric on the validation set. I-STAR counts with its penalty on all layers, CosReg with its "
+    "penalty on the last layer and λ > 0; λ = 0 is Base. A method that was tried in many configurations is chosen by the "
+    "numbers that are then reported, so its mean is flattered by chance: the remarks say out of how many.",
+    "Tests are paired: the same seeds with and without the penalty. p is two-sided, of the paired t-test "
+    "(scipy.stats.ttest_rel) and of the exact permutation test that flips the signs of the differences; with five pairs "
+    "the latter cannot fall below 0.0625, with three below 0.25. Neither is corrected for the choice of the "
+    "configuration or for the number of rows; a p above 0.05 means that the seeds alone may explain the difference.",
+    "Collapsed runs (constant predictions) count in the means and are told; failed, unfinished and pruned ones do not "
+    "count and are told.",
+)
+
+
+def _table_section(data: _Data, name: str, sweep: str) -> Section:
+    sheet = data.sheets[name]
+    empty = "" if sheet.rows else _NOTHING.get(name, "Nothing to show yet.")
+    commands = _commands(data, sweep, [(cell.model, cell.task) for cell in data.cells]) if sweep else []
+    return Section(name, sheet.title, sheet=sheet, empty=empty, commands=commands)
+
+
+_NOTHING = {
+    "left_out": "Every run counts.",
+    "missing": "Nothing: every cell has its five seeds.",
+    "cost": "No run has finished.",
+}
+
+
+def _plot_section(data: _Data, plot: Plot, pictures: dict[str, tuple[Plot, dict[str, bytes]]]) -> Section:
+    own = [
+        Picture(
+            name,
+            part.panels[0].model,
+            drawing.inline(files["svg"], name, f"{plot.title} {part.panels[0].model}".strip(), drawing.describe(part)),
+            part.panels,
+        )
+        for name, (part, files) in pictures.items()
+        if part.name == plot.name
+    ]
+    title = plot.title.split(":")[0]
+    pairs = [(panel.model, panel.task) for panel in plot.panels]
+    pairs += [(hole.model, hole.task) for hole in data.holes if hole.artefact == title]
+    sweep = plot.sweep or ("table1" if plot.name.startswith("curves") else "")
+    return Section(
+        plot.name,
+        plot.title,
+        [plot.caption],
+        pictures=own,
+        empty="" if own else f"No runs for it yet; see below what is missing for {title}.",
+        commands=_commands(data, sweep, pairs) if sweep else [],
+    )
+
+
+def _commands(data: _Data, sweep: str, pairs: list[tuple[str, str]]) -> list[str]:
+    return [data.how(sweep, task, model) for model, task in dict.fromkeys(pairs)]
+
+
+def _missing_section(data: _Data) -> Section:
+    text = [
+        "Expected are five seeds of each method for each model and task found here, and what the paper varies in each "
+        "figure. A command repeats nothing that is finished with the same settings; it fills a row with the sweep's "
+        "settings, which may differ from those of the runs found."
+    ]
+    rest = holes.of_the_paper(data.frame)
+    sheet = data.sheets["missing"]
+    return Section(
+        "missing",
+        sheet.title,
+        text + ([rest[0]] if rest else []),
+        sheet,
+        empty="" if sheet.rows else _NOTHING["missing"],
+        commands=[rest[1]] if rest else [],
+    )
+
+
+def _own_command(root: Path) -> str:
+    return f"istar report {shlex.quote(str(root))} --out report"
+
+
+def _table_files(tables: dict[str, Sheet]) -> dict[str, bytes]:
+    writers: dict[str, Callable[[Sheet], str]] = {"csv": sheets.csv, "md": sheets.markdown, "tex": sheets.latex}
+    return {
+        f"{TABLES}/{name}.{suffix}": writer(sheet).encode()
+        for name, sheet in tables.items()
+        for suffix, writer in writers.items()
+    }
+
+
+def _picture_files(pictures: dict[str, tuple[Plot, dict[str, bytes]]]) -> dict[str, bytes]:
+    return {
+        f"{FIGURES}/{name}.{suffix}": content
+        for name, (_, files) in pictures.items()
+        for suffix, content in files.items()
+    }
+
+
+def _refuse_foreign(out: Path) -> None:
+    """Only a report of ours is replaced, and only if nobody has put anything beside it."""
+    if not out.exists() and not out.is_symlink():
+        return
+    if out.is_symlink() or not out.is_dir():
+        raise UserError(f"--out {out} is not a folder; name a new one, or an earlier report")
+    strange = next(_strange(out), None)
+    if strange is not None:
+        raise UserError(f"--out {out} holds {strange}, which is no part of a report; name a new folder")
+    inside = list(out.iterdir())
+    if inside and not _is_ours(out / INDEX):
+        raise UserError(f"--out {out} is not an earlier report; name a new folder")
+
+
+def _strange(out: Path) -> Iterator[str]:
+    for path in sorted(out.rglob("*")):
+        parts = path.relative_to(out).parts
+        ours = parts == (INDEX,) or (path.is_dir() and len(parts) == 1 and parts[0] in _SUFFIXES)
+        ours |= len(parts) == 2 and path.is_file() and path.suffix in _SUFFIXES.get(parts[0], ())
+        if not ours or path.is_symlink():
+            yield "/".join(parts)
+
+
+def _is_ours(index: Path) -> bool:
+    try:
+        with index.open(encoding="utf-8") as file:
+            return f'<meta name="generator" content="{page.GENERATOR}">' in file.read(2_000)
+    except (OSError, ValueError):
+        return False
+
+
+def _replace_folder(out: Path, files: dict[str, bytes]) -> None:
+    """Write a folder beside `out` and let it take its place."""
+    draft = out.absolute().with_name(f".{out.absolute().name}.{uuid.uuid4().hex}")
+    aside = draft.with_name(f"{draft.name}-old")
+    try:
+        for name, content in files.items():
+            path = draft / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        _refuse_foreign(out)
+        if out.exists():
+            out.rename(aside)
+        draft.rename(out)
+    except OSError as error:
+        if aside.exists() and not out.exists():
+            aside.rename(out)
+        raise UserError(f"--out {out} cannot be written: {shorten(error)}") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+class _progress:  # noqa: N801
+    """A line that says what is being done, on a terminal; `step(what)` goes on to the next."""
+
+    def __init__(self, console: Console | None) -> None:
+        shown = console is not None and console.is_terminal
+        self.bar = Progress(
+            TextColumn("{task.description}"), BarColumn(), console=console, transient=True, disable=not shown
+        )
+
+    def __enter__(self) -> Callable[[str], None]:
+        self.bar.start()
+        task = self.bar.add_task("", total=_STEPS)
+        return lambda what: self.bar.update(task, description=what, advance=1)
+
+    def __exit__(self, *exception: object) -> None:
+        self.bar.stop()
+
+
+_STEPS = 11
