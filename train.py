@@ -13,9 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from istar import launch, schema
 from istar.config import Config
-from istar.errors import StoppedError, UserError
-
-SHOW_TRACE = os.environ.get("HYDRA_FULL_ERROR") == "1"
+from istar.errors import SHOW_TRACE, StoppedError, UserError
 
 schema.register()
 
@@ -28,32 +26,28 @@ def refuse(message: str, code: int = 2) -> NoReturn:
     sys.exit(code)
 
 
-def start(settings: Config) -> object:
-    """Here, or in processes of its own: each run of a multirun, and each that has several devices."""
+def start(settings: Config, search: str | None) -> object:
+    """Here, or in processes of its own: each run of a sweep, and each that has several devices."""
     launch.tell_slurm_apart()
-    is_multirun = HydraConfig.get().mode == RunMode.MULTIRUN
-    if is_multirun and launch.is_one_of_many():
-        raise UserError("-m starts the processes of its runs by itself; call it without torchrun or srun")
     processes = launch.processes_to_start(settings.trainer)
-    if is_multirun:
-        return one_of_many_runs(settings, processes)
+    if HydraConfig.get().mode == RunMode.MULTIRUN:
+        return one_of_many_runs(settings, processes, search)
     if processes > 1:
-        return launch.launch(settings, processes, SHOW_TRACE)
+        return launch.launch(settings, processes, SHOW_TRACE, search)
     from rich.console import Console
 
     from istar.run import run
 
-    return run(settings, Console())
+    return run(settings, Console(), search)
 
 
-def one_of_many_runs(settings: Config, processes: int) -> object:
-    """A run of a multirun: should it fail, it is told, and the others have their turn; a signal ends them all."""
+def one_of_many_runs(settings: Config, processes: int, search: str | None) -> object:
+    """A run of a sweep in a place that one of Hydra's launchers has found: should it fail, the sweep is told."""
     try:
-        return launch.launch(settings, processes, SHOW_TRACE)
+        return launch.launch(settings, processes, SHOW_TRACE, search)
     except StoppedError:
         raise
     except UserError as error:
-        print(f"error: {' '.join(HydraConfig.get().overrides.task)}: {error}", file=sys.stderr)
         return error
 
 
@@ -62,7 +56,7 @@ def main(config: DictConfig) -> object:
     """One run, or one of a multirun."""
     try:
         # Libraries are imported later, so that --help and mistakes in the config need not wait for them.
-        return start(schema.load(config))
+        return start(schema.load(config), config.sweep.trial)
     except UserError as error:
         if SHOW_TRACE:
             raise
@@ -73,8 +67,13 @@ def main(config: DictConfig) -> object:
 if __name__ == "__main__":
     # Makes Hydra hand its errors on rather than print them over many lines.
     os.environ["HYDRA_FULL_ERROR"] = "1"
+    sys.argv[1:] = ["sweep.dry_run=true" if argument == "--dry-run" else argument for argument in sys.argv[1:]]
     try:
         main()
+    except UserError as error:
+        if SHOW_TRACE:
+            raise
+        refuse(str(error), error.exit_code)
     except (HydraException, OmegaConfBaseException) as error:
         if SHOW_TRACE:
             raise

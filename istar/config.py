@@ -5,6 +5,7 @@ classes what Hydra checks keys and types by.
 """
 
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -254,6 +255,55 @@ class RunConfig:
     def __post_init__(self) -> None:
         if not self.root.strip():
             raise UserError("run.root is empty; expected the folder that is to hold the run folders")
+
+
+@dataclass
+class SweepConfig:
+    """Many runs: what `-m` does beside Hydra's lists of values. No part of a run."""
+
+    name: str = "sweep"
+    """Beginning of the name of the sweep's folder below `<run.root>/sweeps`, and of its group in W&B."""
+    jobs: int = 1
+    """Runs at a time on this machine; GPUs are dealt out to them."""
+    fail_fast: bool = False
+    """Stop the others when a run fails."""
+    dry_run: bool = False
+    """Say what would be run and what it may cost, and run nothing; `--dry-run` is the same."""
+    grids: Any = None
+    """Grids beside each other: a name for each, with lists of values by key. None: only that of the command line."""
+    only: list[str] = field(default_factory=list)
+    """Names of the grids that count; empty for all."""
+    seeds: list[int] = field(default_factory=list)
+    """When the others are done, run the best of each task, model and method with these seeds."""
+    search: str = "grid"
+    """grid: all combinations; optuna: `trials` of them, chosen by what the ones before have shown."""
+    trials: int = 20
+    """Optuna: how many, failed ones aside."""
+    sampler: str = "tpe"
+    """Optuna: tpe or random."""
+    sampler_seed: int = 0
+    pruner: str = "none"
+    """Optuna: none, median, or asha (successive halving); looks at the headline metric after every epoch."""
+    storage: str | None = None
+    """Optuna: database URL; None is a SQLite file in the sweep's folder. Several calls may share it."""
+    trial: str | None = None
+    """Of which search a run is a trial; set by the sweep itself."""
+
+    def __post_init__(self) -> None:
+        _at_least(1, "sweep.jobs", self.jobs)
+        _at_least(1, "sweep.trials", self.trials)
+        one_of("sweep.search", self.search, ("grid", "optuna"))
+        one_of("sweep.sampler", self.sampler, ("tpe", "random"))
+        one_of("sweep.pruner", self.pruner, ("none", "median", "asha"))
+        if not re.fullmatch(r"[\w.-]+", self.name) or self.name.startswith("."):
+            raise UserError(f"sweep.name={self.name!r} names a folder; expected letters, digits, '.', '_' and '-'")
+        grids = {} if self.grids is None else self.grids
+        if not isinstance(grids, dict) or not all(isinstance(grid, dict) for grid in grids.values()):
+            raise UserError(f"sweep.grids={grids} is not a grid by its name, e.g. {{base: {{reg: none}}}}")
+        for name in self.only:
+            one_of("sweep.only", name, tuple(grids))
+        if not all(type(seed) is int and 0 <= seed < 2**32 for seed in self.seeds):
+            raise UserError(f"sweep.seeds={self.seeds} are not whole numbers in [0, 2^32), e.g. [1,2,3,4,5]")
 
 
 @dataclass

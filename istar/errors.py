@@ -1,7 +1,11 @@
 """The exceptions that are told to the user in one line, and what their messages are made with."""
 
 import difflib
+import os
 from collections.abc import Iterable
+
+SHOW_TRACE = os.environ.get("HYDRA_FULL_ERROR") == "1"
+"""Whether the user wants stack traces; train.py sets the variable for Hydra's sake later on."""
 
 
 class UserError(Exception):

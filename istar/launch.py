@@ -1,8 +1,8 @@
 """A run in processes of its own: as many as it has devices, started afresh from its resolved config and watched.
 
-`python -m istar.launch <config.yaml> <folder> <parent's pid>` is one such process. A run that train.py starts by itself
-must not be started again from the command line, as Lightning would do: with `-m` that is the command line of the whole
-sweep.
+`python -m istar.launch <config.yaml> <folder> <parent's pid> [trial]` is one such process. A run that train.py starts by
+itself must not be started again from the command line, as Lightning would do: with `-m` that is the command line of the
+whole sweep.
 """
 
 import json
@@ -15,8 +15,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
@@ -111,13 +111,14 @@ def _check_meeting(settings: TrainerConfig) -> None:
         )
 
 
-def launch(config: Config, processes: int, show_trace: bool = False) -> RunRecord:
+def launch(config: Config, processes: int, show_trace: bool = False, search: str | None = None) -> RunRecord:
     """Carry out a run in fresh processes and wait for them.
 
     Args:
         config: of the run.
         processes: how many on this machine.
         show_trace: with the stack trace, if it fails.
+        search: the trial of a search that may prune the run; see `istar.training.pruning`.
 
     Returns:
         The run's record.
@@ -126,27 +127,94 @@ def launch(config: Config, processes: int, show_trace: bool = False) -> RunRecor
         UserError: what ended the first of the processes that ended badly; the others are ended, too.
         StoppedError: if a signal, which is handed on to the processes, has stopped it.
     """
-    with tempfile.TemporaryDirectory(prefix="istar-") as name:
-        folder = Path(name)
-        write_text(folder / "config.yaml", yaml.safe_dump(schema.to_dict(config)))
-        command = [sys.executable, "-m", "istar.launch", str(folder / "config.yaml"), name, str(os.getpid())]
+    runs: list[StartedRun] = []
+    with handing_on_signals(runs) as signals:
+        with held_back():
+            runs.append(StartedRun(config, processes, search))
+            for number in signals:
+                runs[0].send_signal(number)
+        while not runs[0].has_ended():
+            time.sleep(0.05)
+    return runs[0].record(signals, show_trace)
+
+
+class StartedRun:
+    """A run in fresh processes that nobody waits for yet; to be started within `held_back()`.
+
+    Args:
+        config: of the run.
+        processes: how many on this machine.
+        search: see `launch`.
+        variables: of the environment, beside those of this process.
+        log: file that takes what the processes print; None leaves it to the terminal.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        processes: int,
+        search: str | None = None,
+        variables: Mapping[str, str] | None = None,
+        log: Path | None = None,
+    ) -> None:
+        self._place = tempfile.TemporaryDirectory(prefix="istar-")
+        self._folder = Path(self._place.name)
+        self._deadline = float("inf")
+        self._bad: list[int] = []
+        write_text(self._folder / "config.yaml", yaml.safe_dump(schema.to_dict(config)))
+        command = [sys.executable, "-m", "istar.launch", str(self._folder / "config.yaml"), str(self._folder)]
+        command += [str(os.getpid()), *([search] if search else [])]
         port = _free_port()
-        started: list[subprocess.Popen[bytes]] = []
-        with _handing_on_signals(started) as signals:
+        self._processes: list[subprocess.Popen[bytes]] = []
+        with log.open("ab") if log is not None else nullcontext() as output:
             for rank in range(processes):
-                environment = _environment(rank, processes, config.trainer, port)
-                started.append(subprocess.Popen(command, env=environment, start_new_session=True))
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
-            bad = _wait(started)
-        if bad:
-            codes = {rank: started[rank].returncode for rank in bad}
-            raise _error(folder, codes, processes, signals, show_trace)
-        return results.read(folder)
+                environment = _environment(rank, processes, config.trainer, port) | dict(variables or {})
+                started = subprocess.Popen(
+                    command, env=environment, start_new_session=True, stdout=output, stderr=output
+                )  # fmt: skip
+                self._processes.append(started)
+
+    def send_signal(self, number: int) -> None:
+        for process in self._processes:
+            process.send_signal(number)
+
+    def has_ended(self) -> bool:
+        """Whether all processes have; when one has ended badly, the others may go on for `GRACE_SECONDS`."""
+        # All of them are asked every time: one that waits for another that is dead will wait for long.
+        codes = [process.poll() for process in self._processes]
+        bad = [rank for rank, code in enumerate(codes) if code]
+        if None not in codes:
+            self._bad = self._bad or bad
+            return True
+        if bad and self._deadline == float("inf"):
+            self._deadline = time.monotonic() + GRACE_SECONDS
+        if time.monotonic() > self._deadline:
+            self._bad = bad
+            for process in self._processes:
+                process.kill()
+                process.wait()
+        return bool(self._bad)
+
+    def record(self, signals: Sequence[int], show_trace: bool = False) -> RunRecord:
+        """What came out of it, when it has ended.
+
+        Args:
+            signals: that the processes were sent.
+            show_trace: with the stack trace, if it failed.
+
+        Raises:
+            UserError: see `launch`.
+        """
+        with self._place:
+            if self._bad:
+                codes = {rank: self._processes[rank].returncode for rank in self._bad}
+                raise _error(self._folder, codes, len(self._processes), signals, show_trace)
+            return results.read(self._folder)
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
     """One process of a run: leaves the record, or what went wrong, in files for the one that started it."""
-    config, folder, parent = arguments
+    config, folder, parent, *search = arguments
     rank = os.environ.get("LOCAL_RANK", "0")
     # Until the training listens, Ctrl-C ends this process as it would end one that is not Python.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -158,7 +226,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
         from istar.run import run
 
         settings = schema.load(OmegaConf.load(config))  # type: ignore[arg-type]
-        record = run(settings, Console())
+        record = run(settings, Console(), *search)
         if rank == "0":
             # Not where the run lies: on another node than the first, its result may not have been written yet.
             results.write(record, Path(folder))
@@ -195,23 +263,6 @@ def _environment(rank: int, processes: int, settings: TrainerConfig, port: int) 
     return kept
 
 
-def _wait(started: Sequence["subprocess.Popen[bytes]"]) -> list[int]:
-    """The numbers of the processes that ended badly by themselves, after the end of all."""
-    deadline = float("inf")
-    # All of them are asked every time: one that waits for another that is dead will wait for long.
-    while None in [process.poll() for process in started]:
-        bad = [rank for rank, process in enumerate(started) if process.returncode]
-        if bad and deadline == float("inf"):
-            deadline = time.monotonic() + GRACE_SECONDS
-        if time.monotonic() > deadline:
-            for process in started:
-                process.kill()
-                process.wait()
-            return bad
-        time.sleep(0.05)
-    return [rank for rank, process in enumerate(started) if process.returncode]
-
-
 def _error(folder: Path, codes: dict[int, int], processes: int, signals: Sequence[int], show_trace: bool) -> UserError:
     """What ended the run: a mistake of the user's, else a process that was killed, else an unforeseen error.
 
@@ -244,27 +295,32 @@ def _user_error(message: str, code: int) -> UserError:
 
 
 @contextmanager
-def _handing_on_signals(started: Sequence["subprocess.Popen[bytes]"]) -> Iterator[list[int]]:
-    """Signals go to the processes; which ones there were is in the list.
-
-    They are held back, here and in each new process, until the block and that process are ready for them.
-    """
+def handing_on_signals(runs: Sequence[StartedRun]) -> Iterator[list[int]]:
+    """Signals go to the processes of the runs; which ones there were is in the list."""
     signals: list[int] = []
 
     def hand_on(number: int, frame: FrameType | None) -> None:
         signals.append(number)
-        for process in started:
-            process.send_signal(number)
+        for run in runs:
+            run.send_signal(number)
 
     is_main = threading.current_thread() is threading.main_thread()
-    signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
     before = {number: signal.signal(number, hand_on) for number in _PASSED_ON if is_main}
     try:
         yield signals
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Signals wait until the block is over, here, and in a process started in it until that is ready for them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _end_with(parent: int) -> None:

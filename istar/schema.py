@@ -25,6 +25,7 @@ from istar.config import (
     NoRegConfig,
     OptimConfig,
     RunConfig,
+    SweepConfig,
     TaskConfig,
     TrainerConfig,
     WandbConfig,
@@ -49,7 +50,7 @@ _LOGGERS: dict[str, Any] = {"csv": LoggerConfig, "wandb": WandbConfig}
 def register() -> None:
     """Give Hydra the schemas as a group of its own, `schema/task`, `schema/istar` and so on."""
     store = ConfigStore.instance()
-    for name, kind in {**_GROUPS, **_REGS, **_LOGGERS}.items():
+    for name, kind in {**_GROUPS, **_REGS, **_LOGGERS, "sweep": SweepConfig}.items():
         store.store(group="schema", name=name, node=_schema(kind))
 
 
@@ -60,6 +61,7 @@ def load(config: DictConfig) -> Config:
         UserError: naming the key, the value and what was expected.
     """
     values = _resolved(config)
+    values.pop("sweep", None)
     for key in ("seed", *_GROUPS, "reg", "logger"):
         if key not in values:
             raise UserError(f"{key} is missing; give it on the command line: {key}=<value>")
@@ -67,6 +69,15 @@ def load(config: DictConfig) -> Config:
     _refuse_unknown("", values, ["seed", *groups])
     built = {name: _build(name, kind, values[name]) for name, kind in groups.items()}
     return Config(seed=values["seed"], **built)
+
+
+def load_sweep(config: DictConfig) -> SweepConfig:
+    """The `sweep` keys of a composed config, every rule checked.
+
+    Raises:
+        UserError: naming the key, the value and what was expected.
+    """
+    return _build("sweep", SweepConfig, OmegaConf.to_container(config.sweep, resolve=True))  # type: ignore[arg-type]
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -118,6 +129,7 @@ def _explain_option(wanted: str, options: Iterable[str]) -> str:
 def _known_keys() -> list[str]:
     kinds = [
         *_GROUPS.items(),
+        ("sweep", SweepConfig),
         *(("reg", kind) for kind in _REGS.values()),
         *(("logger", kind) for kind in _LOGGERS.values()),
     ]

@@ -179,7 +179,8 @@ class Checkpoints(Checkpoint):
         }
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        checkpoint["callbacks"][self.state_key]["stopped"] = trainer.should_stop
+        stopped = trainer.should_stop and not self.history.pruned
+        checkpoint["callbacks"][self.state_key]["stopped"] = stopped
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._resumed = state_dict
@@ -192,7 +193,7 @@ class Checkpoints(Checkpoint):
             return
         set_random_state(self._resumed["random"][trainer.global_rank])
         # Lightning forgets that it stopped early.
-        trainer.should_stop = self._resumed["stopped"]
+        trainer.should_stop = trainer.should_stop or self._resumed["stopped"]
         self._resumed = None
 
 

@@ -24,6 +24,7 @@ class History(L.Callback):
         epochs: one entry per validation during training; `epoch` counts from 1.
         best: number of the best epoch, 0 before the first.
         best_evaluations: predictions of the best epoch, by suffix of the validation set.
+        pruned: a search has given the run up; another time it may go on, so no checkpoint keeps this.
     """
 
     def __init__(self, headline: str, isotropy: LayerIsotropy, keep_best: bool = True) -> None:
@@ -34,6 +35,7 @@ class History(L.Callback):
         self.epochs: list[dict[str, Any]] = []
         self.best = 0
         self.best_evaluations: dict[str, Evaluation] = {}
+        self.pruned = False
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, FineTuner)

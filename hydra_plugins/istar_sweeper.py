@@ -1,0 +1,82 @@
+"""Hands Hydra's `-m` over to `istar.sweeps`. Hydra finds its plugins in this package and nowhere else."""
+
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
+from hydra.plugins.sweeper import Sweeper
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf
+
+_HERE = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
+
+
+class IstarSweeper(Sweeper):
+    """What `-m` does: see `istar.sweeps.sweep`.
+
+    Args:
+        params: values to sweep over by key, as in Hydra's own sweeper; the command line goes before them.
+    """
+
+    def __init__(self, params: Mapping[str, Any] | None = None) -> None:
+        self.params = dict(params or {})
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        self.config, self.hydra_context = config, hydra_context
+        self.launcher = None
+        if config.hydra.launcher._target_ != _HERE:
+            self.launcher = Plugins.instance().instantiate_launcher(
+                hydra_context=hydra_context, task_function=task_function, config=config
+            )
+        self._launched = 0
+
+    def sweep(self, arguments: list[str]) -> None:
+        from rich.console import Console
+
+        from istar import launch, schema
+        from istar.errors import SHOW_TRACE, UserError
+        from istar.sweeps.sweep import Request, sweep
+
+        launch.tell_slurm_apart()
+        if launch.is_one_of_many():
+            raise UserError("-m starts the processes of its runs by itself; call it without torchrun or srun")
+        request = Request(
+            schema.load_sweep(self.config),
+            arguments,
+            self.params,
+            shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
+            Path(self.config.run.root).expanduser(),
+            self._compose,
+            self._launch if self.launcher is not None else None,
+            SHOW_TRACE,
+        )
+        sys.exit(sweep(request, Console()))
+
+    def _compose(self, overrides: Sequence[str]) -> DictConfig:
+        composed = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
+        return OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
+
+    def _launch(self, wanted: Sequence[Sequence[str]]) -> list[Any]:
+        from istar.errors import UserError, shorten
+
+        assert self.launcher is not None
+        returned = self.launcher.launch([list(overrides) for overrides in wanted], initial_job_idx=self._launched)
+        self._launched += len(wanted)
+        outcomes: list[Any] = []
+        for job in returned:
+            try:
+                outcomes.append(job.return_value)
+            except Exception as error:
+                outcomes.append(UserError(f"{type(error).__name__}: {shorten(error)}"))
+        return outcomes
+
+
+ConfigStore.instance().store(
+    group="hydra/sweeper",
+    name="istar",
+    node={"_target_": f"{__name__}.{IstarSweeper.__name__}", "params": None},
+)
