@@ -182,6 +182,11 @@ def cells(frame: pd.DataFrame) -> list[Cell]:
     ]
 
 
+def rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """The rows by the columns' names; what is missing may be NaN, as pandas has it."""
+    return [{str(key): value for key, value in row.items()} for row in frame.to_dict("records")]
+
+
 def models(frame: pd.DataFrame) -> list[str]:
     """Found models, by name."""
     return sorted(frame["model"].unique())
@@ -196,8 +201,8 @@ def tasks(frame: pd.DataFrame) -> list[str]:
 _SHOWN = {
     "optim.lr": "lr {:g}",
     "data.batch_size": "batch {}",
-    "trainer.accumulate_grad_batches": "× {} accumulated",
-    "trainer.devices": "× {} devices",
+    "trainer.accumulate_grad_batches": "{} accumulated",
+    "trainer.devices": "{} devices",
     "trainer.max_epochs": "{} epochs",
     "trainer.precision": "{}",
 }
@@ -215,7 +220,7 @@ def describe(run: Mapping[str, Any]) -> str:
             continue
         parts.append(form.format(int(value) if isinstance(value, float) and key != "optim.lr" else value))
     limits = [f"{key.removeprefix('task.')}={run[key]:g}" for key in _LIMITS if _is_number(run.get(key))]
-    return ", ".join([*parts, *limits]).replace(", ×", " ×")
+    return ", ".join([*parts, *limits])
 
 
 _LIMITS = ("task.limit_train", "task.limit_validation")

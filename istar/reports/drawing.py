@@ -9,6 +9,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, ScalarFormatter
 
@@ -20,7 +21,7 @@ INK, PAPER, RED = "#101418", "#ffffff", "#c2260c"
 PALETTE = tuple(colour.lower() for colour in COLOURS[:6])
 _MARKERS = "osD^vPX*"
 _COLUMNS = 3
-_STYLE: dict[str, Any] = {
+_STYLE: Any = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial", "sans-serif"],
     "font.size": 10,
@@ -61,7 +62,7 @@ def render(plot: Plot) -> dict[str, bytes]:
 
 
 def inline(svg: bytes, name: str, title: str, description: str) -> str:
-    """The SVG to stand within a page: ids of its own, colours from CSS variables, and words for those who cannot see it.
+    """The SVG to stand within a page: ids of its own, colours from CSS variables, words for who cannot see it.
 
     Args:
         svg: as `render` gives it.
@@ -126,7 +127,9 @@ def _draw(plot: Plot) -> Figure:
             place.set_visible(False)
     handles: dict[str, Any] = {}
     for place in axes.flat:
-        handles.update({label: handle for handle, label in zip(*place.get_legend_handles_labels(), strict=True)})
+        handles.update(
+            {label: _without_bars(handle) for handle, label in zip(*place.get_legend_handles_labels(), strict=True)}
+        )
     if len(handles) > 1:
         ordered = [label for label in (*looks, *handles) if label in handles]
         ordered = list(dict.fromkeys(ordered))
@@ -139,9 +142,14 @@ def _draw(plot: Plot) -> Figure:
     return figure
 
 
+def _without_bars(handle: Any) -> Any:
+    """Error bars would cover the marker in a legend."""
+    return handle[0] if isinstance(handle, ErrorbarContainer) else handle
+
+
 def _legend_columns(columns: int, labels: Iterable[str]) -> int:
     longest = max((len(label) for label in labels), default=1)
-    return max(1, min(8, int((40, 62, 84)[columns - 1] / (longest + 5))))
+    return max(1, min(8, int((66, 90, 120)[columns - 1] / (longest + 6))))
 
 
 def _looks(plot: Plot) -> dict[str, dict[str, Any]]:
@@ -177,14 +185,23 @@ def _draw_panel(axes: Axes, plot: Plot, panel: Panel, looks: Mapping[str, Mappin
     if plot.log_x:
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(ScalarFormatter())
-    elif all(x == round(x) for line in panel.lines for x in line.x if math.isfinite(x)):
+    elif plot.kind == "bars" and len(set(_xs(panel))) <= _TICKS:
+        axes.set_xticks(sorted(set(_xs(panel))))
+    elif all(x == round(x) for x in _xs(panel)):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, min_n_ticks=1))
     else:
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=6))
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=5))
     if panel.y_label.startswith("IsoScore"):
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(bottom=0, top=axes.get_ylim()[1] * 1.03)
     axes.margins(x=0.06 if plot.kind != "line" else 0.03)
     axes.ticklabel_format(axis="y", useOffset=False)
+
+
+def _xs(panel: Panel) -> list[float]:
+    return [x for line in panel.lines for x in line.x if math.isfinite(x)]
+
+
+_TICKS = 12
 
 
 def _draw_line(axes: Axes, line: Line, look: dict[str, Any]) -> None:

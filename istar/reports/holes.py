@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 
 from istar.reports import commands, paper
-from istar.reports.cells import Cell, models, tasks
+from istar.reports.cells import Cell, models, rows, tasks
 from istar.reports.plots import BASE, Panel, Plot
 from istar.reports.sheets import Entry, Sheet
 
@@ -32,11 +32,11 @@ def command_for(frame: pd.DataFrame, root: str) -> Command:
 
     def build(sweep: str, task: str, model: str) -> str:
         own = frame[frame["model"] == model]
-        first = own.iloc[0].to_dict()
+        first = rows(own.head(1))[0]
         same = own[own["task"] == task]
         if same.empty:
             same = frame[frame["task"] == task]
-        data = same.iloc[0].to_dict() if len(same) else first
+        data = rows(same.head(1))[0] if len(same) else first
         option = commands.model_option(str(first["model.name"]), bool(first.get("model.pretrained", True)))
         return commands.sweep(sweep, task, option, *commands.where(data, root))
 
@@ -94,7 +94,7 @@ def without_geometry(plot: Plot, frame: pd.DataFrame, measured: Iterable[str], h
 
 def of_the_paper(frame: pd.DataFrame) -> tuple[str, str] | None:
     """The paper's models and tasks without a single run, in a sentence, and the command for them; None if none is."""
-    names = {full: short for full, short in paper.MODELS.items()}
+    names = paper.MODELS
     tried = set(zip(frame["model"], frame["task"], strict=True))
     missing = [(full, task) for full in names for task in paper.TASKS if (full, task) not in tried]
     if not missing:
@@ -116,7 +116,7 @@ def sheet(holes: Sequence[Hole]) -> Sheet:
     return Sheet(
         "missing",
         "What is missing",
-        "Runs that tables and figures still want, with the command that makes them; what is finished it does not repeat.",
+        "Runs that tables and figures still want, and the command that makes them.",
         ("artefact", "task", "missing", "command"),
         groups,
         frame,

@@ -9,6 +9,7 @@ import pandas as pd
 
 from istar.reports import geometry, paper
 from istar.reports.cells import Cell, choose, describe, models, tasks
+from istar.reports.cells import rows as as_rows
 from istar.reports.geometry import Geometry
 from istar.reports.stability import Stability
 from istar.reports.statistics import spread
@@ -99,11 +100,11 @@ def minibatch_stability(found: Stability) -> Plot:
         )
         for zeta, scores in found.scores.items()
     ]
-    panel = Panel("", "", tuple(lines), "", "IsoScore*", level=(found.truth, f"the distribution: {found.truth:.2f}"))
+    panel = Panel("", "", tuple(lines), "", "IsoScore*", level=(found.truth, f"truth ({found.truth:.2f})"))
     return Plot(
         "figure2",
         "Figure 2: mini-batch stability",
-        "IsoScore* of batches of a synthetic Gaussian cloud in 768 dimensions with variances 10, 6, 4, 4, 1, ..., 1, by "
+        "IsoScore* of batches of a synthetic Gaussian cloud in 768 dimensions, variances 10, 6, 4, 4, 1, ..., 1, by "
         "batch size and ζ; Σ_S is the covariance of 75,000 other points. Mean and standard deviation of three batches "
         "each; dashed: the score of the distribution itself. No run is needed for it.",
         "line",
@@ -130,8 +131,9 @@ def isotropy_and_performance(frame: pd.DataFrame) -> Plot:
     return Plot(
         "figure3",
         "Figure 3: isotropy and performance",
-        "IsoScore* of layers 1 to L on the validation set (ζ = 0, all its tokens) against the headline metric on the same "
-        "set, at the epoch that counts: a point per λ of I-STAR, means over seeds with the standard deviations of both.",
+        "IsoScore* of layers 1 to L on the validation set (ζ = 0, all its tokens) against the headline metric on the "
+        "same set, at the epoch that counts: a point per λ of I-STAR, mean over seeds, bars: standard deviations. "
+        "The paper has ζ = 0.2 in this figure, so its x axis is another one.",
         "points",
         "IsoScore*",
         _panels(frame, panel),
@@ -145,8 +147,8 @@ def mean_activations(frame: pd.DataFrame, measured: Mapping[str, Geometry]) -> P
     plot = Plot(
         "figure4",
         "Figure 4: mean activations and CosReg",
-        "Mean activation of each dimension of the last layer over the tokens of (at most 1,000 texts of) the validation "
-        "set, mean over seeds: without a penalty, and with CosReg on the last layer.",
+        "Mean activation of each dimension of the last layer over the tokens of at most 1,000 validation texts, "
+        "mean over seeds: without a penalty, and with CosReg on the last layer.",
         "line",
         "dimension of the last layer",
         (),
@@ -166,7 +168,7 @@ def intrinsic_dimensions(frame: pd.DataFrame, measured: Mapping[str, Geometry]) 
     plot = Plot(
         "figure5",
         "Figure 5: intrinsic dimension",
-        "TwoNN dimension of the first token's states by layer over (at most 1,000 texts of) the validation set, mean over "
+        "TwoNN dimension of the first token's states by layer over at most 1,000 validation texts, mean over "
         "seeds: without a penalty, and with I-STAR.",
         "line",
         "layer (0: embeddings)",
@@ -187,8 +189,8 @@ def layer_isotropy(frame: pd.DataFrame, records: Mapping[str, RunRecord]) -> Plo
     plot = Plot(
         "figure6",
         "Figure 6: isotropy layer by layer",
-        "IsoScore* of each layer on the validation set (ζ = 0, all its tokens) at the epoch that counts, mean over seeds: "
-        "without a penalty, and with I-STAR.",
+        "IsoScore* of each layer on the validation set (ζ = 0, all its tokens) at the epoch that counts, mean over "
+        "seeds: without a penalty, and with I-STAR.",
         "line",
         "layer (0: embeddings)",
         (),
@@ -212,19 +214,18 @@ def zeta_ablation(frame: pd.DataFrame) -> Plot:
         chosen = _hold(runs, "zeta", 2)
         if chosen is None:
             return None
-        groups = {float(zeta): group for zeta, group in chosen.groupby("reg.zeta")}
+        groups = _grouped(chosen, "reg.zeta")
         line = _along("mean ± std", groups)
         best = max(groups, key=lambda zeta: float(groups[zeta]["value"].mean()))
-        return Panel(
-            model, task, (line,), _held(chosen, runs, "zeta"), _metric_label(chosen), None, (best, "best ζ"),
-            _seeds(groups),
-        )  # fmt: skip
+        held = _held(chosen, _least(runs, "zeta", 2), "zeta")
+        mark = (best, "best ζ")
+        return Panel(model, task, (line,), held, _metric_label(chosen), mark=mark, seeds=_seeds(groups))
 
     return Plot(
         "figure7",
         "Figure 7: ζ ablation",
         "Headline metric on the validation set by ζ of I-STAR, mean ± standard deviation over seeds; ζ = 0 is no "
-        "shrinkage, ζ = 1 only Σ_S. Dashed: the best mean.",
+        "shrinkage, ζ = 1 only Σ_S. Points without bars have one seed. Dashed: the best mean.",
         "bars",
         "ζ",
         _panels(frame, panel),
@@ -247,22 +248,22 @@ def layer_ablation(frame: pd.DataFrame, records: Mapping[str, RunRecord]) -> Plo
             return None
         held = choose(singles, "beside layers")
         chosen = runs[runs["beside layers"] == held]
-        groups: dict[Any, pd.DataFrame] = {int(layer): group for layer, group in chosen.groupby("layer")}
+        groups: dict[Any, pd.DataFrame] = {int(layer): group for layer, group in _grouped(chosen, "layer").items()}
         whole = chosen[chosen["layer"].isna()]
         level = (100 * float(whole["value"].mean()), "all layers") if len(whole) else None
         line = _along("mean ± std", groups)
         count = _layer_count(records, chosen)
-        seeds: dict[Any, tuple[int, ...]] = {layer: () for layer in range(1, count + 1)}
+        seeds: dict[Any, tuple[int, ...]] = dict.fromkeys(range(1, count + 1), ())
         seeds |= {**_seeds(groups), "all": _numbers(whole["seed"])}
         return Panel(
-            model, task, (line,), _held(chosen, runs, "layers"), _metric_label(chosen), level, None, seeds
+            model, task, (line,), _held(chosen, singles, "layers"), _metric_label(chosen), level, None, seeds
         )  # fmt: skip
 
     return Plot(
         "figure8",
         "Figure 8: layer ablation",
         "Headline metric on the validation set with I-STAR on one layer alone, mean ± standard deviation over seeds. "
-        "Dashed: I-STAR on all layers.",
+        "Points without bars have one seed. Dashed: I-STAR on all layers.",
         "bars",
         "layer that is penalized",
         _panels(frame, panel),
@@ -346,7 +347,7 @@ def _layers_like(
         groups = _by_value(frame, chosen, "reg.lambda")
         lines = []
         for value, group in groups.items():
-            rows = [tuple(one(run)) for run in group.to_dict("records")]
+            rows = [tuple(one(run)) for run in as_rows(group)]
             rows = [row for row in rows if row and len(row) == len(rows[0])]
             if rows:
                 xs = tuple(float(start + number) for number in range(len(rows[0])))
@@ -387,19 +388,29 @@ def _hold(runs: pd.DataFrame, varied: str, least: int) -> pd.DataFrame | None:
         varied: a key of `cells.VARIED`.
         least: so many different values of it at the least.
     """
-    beside, key = f"beside {varied}", f"reg.{varied}"
-    if runs.empty:
-        return None
-    counts = runs.groupby(beside)[key].nunique()
-    fit = runs[runs[beside].isin(counts[counts >= least].index)]
+    beside = f"beside {varied}"
+    fit = _least(runs, varied, least)
     return None if fit.empty else fit[fit[beside] == choose(fit, beside)]
+
+
+def _least(runs: pd.DataFrame, varied: str, least: int) -> pd.DataFrame:
+    """The runs that others join in all but `varied`, with so many different values of it at the least."""
+    if runs.empty:
+        return runs
+    beside = f"beside {varied}"
+    counts = runs.groupby(beside)[f"reg.{varied}"].nunique()
+    return runs[runs[beside].isin(counts[counts >= least].index)]
 
 
 def _by_value(frame: pd.DataFrame, chosen: pd.DataFrame, key: str) -> dict[Any, pd.DataFrame]:
     """Runs by the value of a key, before them the runs without a penalty that are equal in everything else."""
     same = frame[(frame["family"] == "base") & (frame["beside method"] == chosen["beside method"].iloc[0])]
     base = {BASE: same} if len(same) else {}
-    return {**base, **{float(value): group for value, group in chosen.groupby(key)}}
+    return {**base, **_grouped(chosen, key)}
+
+
+def _grouped(runs: pd.DataFrame, key: str) -> dict[Any, pd.DataFrame]:
+    return {value: runs[runs[key] == value] for value in sorted(map(float, runs[key].dropna().unique()))}
 
 
 def _point(label: str, group: pd.DataFrame) -> Line:
@@ -435,7 +446,7 @@ def _numbers(values: Iterable[Any]) -> tuple[int, ...]:
 
 def _held(chosen: pd.DataFrame, runs: pd.DataFrame, varied: str) -> str:
     """`λ = -1, ζ = 0.4, lr 3e-05, batch 32, 3 epochs; 30 runs, 2 other configurations not shown`."""
-    first = chosen.iloc[0].to_dict()
+    first = as_rows(chosen.head(1))[0]
     symbols = {"lambda": "λ", "zeta": "ζ"}
     parts = [
         f"{symbol} = {first[f'reg.{key}']:g}"

@@ -163,7 +163,7 @@ def _page(data: _Data, pictures: dict[str, tuple[Plot, dict[str, bytes]]]) -> Pa
     sections = [
         Section("reading", "How to read this", _READING),
         _table_section(data, "table1", "table1"),
-        _table_section(data, "table2", "figure3" if False else "table1"),
+        _table_section(data, "table2", "table2"),
         *(_plot_section(data, plot, pictures) for plot in data.plots if not plot.name.startswith("curves")),
         *(_plot_section(data, plot, pictures) for plot in data.plots if plot.name.startswith("curves")),
         _table_section(data, "cost", ""),
@@ -177,17 +177,18 @@ def _page(data: _Data, pictures: dict[str, tuple[Plot, dict[str, bytes]]]) -> Pa
 _READING = (
     "All metrics are of validation sets (GLUE's own, and the paper's, are its development sets), in percent, from the "
     "epoch with the best headline metric of each run. Nothing on this page has seen a test set.",
-    "Which configuration stands for a task, model and method: among the finished runs, grouped by everything that names a "
-    "run but its seed (settings, data, model), the group with the most seeds; among equals the one with the highest "
-    "mean of the headline metric on the validation set. I-STAR counts with its penalty on all layers, CosReg with its "
-    "penalty on the last layer and λ > 0; λ = 0 is Base. A method that was tried in many configurations is chosen by the "
-    "numbers that are then reported, so its mean is flattered by chance: the remarks say out of how many.",
+    "Which configuration stands for a task, model and method: among the finished runs, grouped by everything that "
+    "names a run but its seed (settings, data, model), the group with the most seeds; among equals the one with the "
+    "highest mean of the headline metric on the validation set. I-STAR counts with its penalty on all layers, CosReg "
+    "with its penalty on the last layer and λ > 0; λ = 0 is Base. A method that was tried in many configurations is "
+    "chosen by the very numbers that are then reported, so chance flatters its mean: the remarks say out of how many.",
     "Tests are paired: the same seeds with and without the penalty. p is two-sided, of the paired t-test "
-    "(scipy.stats.ttest_rel) and of the exact permutation test that flips the signs of the differences; with five pairs "
-    "the latter cannot fall below 0.0625, with three below 0.25. Neither is corrected for the choice of the "
-    "configuration or for the number of rows; a p above 0.05 means that the seeds alone may explain the difference.",
+    "(scipy.stats.ttest_rel) and of the exact permutation test that flips the signs of the differences; with five "
+    "pairs the latter cannot fall below 0.0625, with three not below 0.25. Neither is corrected for the choice of the "
+    "configuration or for the number of rows. Where p is above 0.05, seeds alone may well explain the difference.",
     "Collapsed runs (constant predictions) count in the means and are told; failed, unfinished and pruned ones do not "
-    "count and are told.",
+    "count and are told. In a figure the runs of a line differ in nothing but what its axis or legend varies and the "
+    "seed; where several configurations could be drawn, it is the one with the most runs, then the best mean.",
 )
 
 

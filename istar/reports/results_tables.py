@@ -9,29 +9,39 @@ import pandas as pd
 
 from istar.reports import paper
 from istar.reports.cells import Cell, describe, differing, is_candidate
+from istar.reports.cells import rows as as_rows
 from istar.reports.sheets import Entry, Sheet
 from istar.reports.statistics import Paired, Spread, paired, spread
 
-NONE = "–"
+NONE = "-"
 
 
 def table1(cells: Sequence[Cell]) -> Sheet:
     """Mean and deviation over seeds per model, task and method, beside the paper's and with a paired test."""
     rows = [row for group in _by_task(cells) for row in _table1_rows(group)]
     groups: dict[str, list[list[Entry]]] = {}
+    common = _common(rows)
     for row in rows:
-        groups.setdefault(row["model"], []).append(_table1_entries(row))
+        groups.setdefault(row["model"], []).append(_table1_entries(row, common))
     return Sheet(
         "table1",
         "Table 1: performance",
         "Metric on the validation set in percent, mean ± standard deviation (ddof = 1) over seeds; the best mean per "
         "model and task is bold. Paper: Table 1 of Rudman and Eickhoff (2024), five seeds, development sets. "
-        "− Base: mean difference from Base over the seeds that both have; p: two-sided, paired over these seeds.",
-        ("task, metric", "method", "λ", "ζ", "mean ± std", "seeds", "paper", "− paper", "− Base", "pairs", "p, t-test",
-         "p, sign-flip", "remarks"),
+        "Minus Base: mean difference from Base over the seeds that both have; p: two-sided, paired over these seeds.",
+        ("task, metric", "method", "λ", "ζ", "mean ± std", "seeds", "paper", "minus paper", "minus Base", "pairs",
+         "p, t-test", "p, sign-flip", "remarks"),
         groups,
         pd.DataFrame([{key: value for key, value in row.items() if key != "best"} for row in rows]),
+        (f"All runs: {common}.",) if common else (),
+        row_headers=2,
     )  # fmt: skip
+
+
+def _common(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Hyperparameters that all rows share, which need not stand in each; else nothing."""
+    told = {row["hyperparameters"] for row in rows} - {""}
+    return told.pop() if len(told) == 1 else ""
 
 
 def _by_task(cells: Iterable[Cell]) -> list[list[Cell]]:
@@ -98,7 +108,7 @@ def _compared(result: Paired | None) -> dict[str, Any]:
     }
 
 
-def _table1_entries(row: Mapping[str, Any]) -> list[Entry]:
+def _table1_entries(row: Mapping[str, Any], common: str) -> list[Entry]:
     return [
         Entry(f"{row['task']}, {row['metric']}" if row["metric"] else row["task"]),
         Entry(row["method"]),
@@ -112,17 +122,17 @@ def _table1_entries(row: Mapping[str, Any]) -> list[Entry]:
         Entry(shown(row["pairs"], "d"), number=True),
         Entry(probability(row["p_t_test"]), number=True),
         Entry(probability(row["p_sign_flip"]), number=True),
-        Entry(_remarks(row)),
+        Entry(_remarks(row, common)),
     ]
 
 
-def _remarks(row: Mapping[str, Any]) -> str:
+def _remarks(row: Mapping[str, Any], common: str) -> str:
     parts = [] if row["seeds"] else ["no finished run"]
     parts += [f"{row[what]} {what}" for what in ("collapsed", "failed", "pruned") if row[what]]
     parts += [f"best of {row['configurations']} configurations"] if row["configurations"] > 1 else []
     parts += [row["no_test"]] if row["no_test"] else []
     parts += [f"differs from Base in {row['differs_from_base']}"] if row["differs_from_base"] else []
-    parts += [row["hyperparameters"]] if row["hyperparameters"] else []
+    parts += [row["hyperparameters"]] if row["hyperparameters"] not in ("", common) else []
     return "; ".join(parts)
 
 
@@ -140,8 +150,8 @@ def table2(cells: Sequence[Cell], frame: pd.DataFrame) -> Sheet:
     return Sheet(
         "table2",
         "Table 2: best λ | ζ",
-        "λ | ζ of I-STAR with the most seeds, among these with the best mean on the validation set, out of so many pairs "
-        "tried. Paper: Table 2, searched over λ in -5, -3, -1, 1, 3, 5 and ζ in 0.2, 0.4, 0.6, 0.8.",
+        "λ | ζ of I-STAR with the most seeds, among these with the best mean on the validation set, out of so many "
+        "pairs tried. Paper: Table 2, searched over λ in -5, -3, -1, 1, 3, 5 and ζ in 0.2, 0.4, 0.6, 0.8.",
         ("task", "λ | ζ", "seeds", "mean, percent", "pairs tried", "paper", "agreement"),
         groups,
         pd.DataFrame(rows),
@@ -178,25 +188,29 @@ def costs(frame: pd.DataFrame, refreshes: Mapping[str, Sequence[float]]) -> Shee
     """
     done = frame[frame["usable"] & frame["seconds"].notna()]
     rows = [
-        _cost_row(model, task, name, group, refreshes)
+        _cost_row(str(model), str(task), str(name), group, refreshes)
         for (model, task, name), group in done.groupby(["model", "task", "family"])
     ]
     groups: dict[str, list[list[Entry]]] = {}
     for row in rows:
         groups.setdefault(row["model"], []).append(_cost_entries(row))
-    sums = pd.DataFrame(rows).groupby("method", sort=False)["seconds_sum"].sum() if rows else {}
-    notes = tuple(f"{name}: {clock(seconds)} in all." for name, seconds in sums.items())
+    sums = {name: math.fsum(row["seconds_sum"] for row in rows if row["method"] == name) for name in _methods(rows)}
+    notes = tuple(f"{name}: {clock(seconds)} (hours:minutes) in all." for name, seconds in sums.items())
     return Sheet(
         "cost",
         "Cost",
-        "Seconds per finished run (of the process that finished it), mean ± standard deviation; Σ_S: seconds per run for "
-        "the shrinkage covariance, and its share. Which machine they were measured on the runs do not say: compare only "
+        "Seconds per finished run (of the process that finished it), mean ± standard deviation; Σ_S: seconds per run "
+        "for the shrinkage covariance, and its share. The runs do not say which machine they ran on: compare only "
         "what ran side by side.",
         ("task", "method", "runs", "seconds a run", "hours:minutes in all", "Σ_S seconds a run", "Σ_S share"),
         groups,
         pd.DataFrame(rows),
         notes,
     )
+
+
+def _methods(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(row["method"] for row in rows))
 
 
 def _cost_row(
@@ -234,7 +248,7 @@ def left_out(frame: pd.DataFrame, troubles: Mapping[str, str], root: str) -> She
     """Runs that no table counts: failed, unfinished, pruned, repeated, without a value; and folders that are no run."""
     rows = [
         {"folder": _below(run["folder"], root), "what": _what(run), "method": run["method"], "why": _why(run)}
-        for run in frame[~frame["usable"]].astype(object).to_dict("records")
+        for run in as_rows(frame[~frame["usable"]].astype(object))
     ]
     rows += [
         {"folder": _below(folder, root), "what": "not read", "method": "", "why": why.replace(folder, "it")}
@@ -274,8 +288,8 @@ def plus_minus(mean: float | None, std: float | None, form: str = ".2f") -> str:
 
 
 def probability(p: float | None) -> str:
-    """Three digits, or what is below them."""
-    return NONE if p is None else "<0.001" if p < 0.001 else f"{p:.3f}"
+    """Four digits, or what is below them."""
+    return NONE if p is None else "<0.001" if p < 0.001 else f"{p:.4f}"
 
 
 def shown(value: float | None, form: str) -> str:
@@ -294,7 +308,7 @@ def _pair(weight: float | None, zeta: float | None) -> str:
 
 
 def _first(cell: Cell) -> dict[str, Any]:
-    return {} if cell.runs is None else {str(key): value for key, value in cell.runs.iloc[0].items()}
+    return {} if cell.runs is None else as_rows(cell.runs.head(1))[0]
 
 
 def _number(value: Any) -> float | None:
