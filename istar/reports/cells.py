@@ -105,6 +105,25 @@ def prepare(found: Runs) -> pd.DataFrame:
     return frame
 
 
+def flaw(record: RunRecord) -> str:
+    """Why a finished run's result cannot be shown, or nothing: a file may be of our format and yet not of our making."""
+    if record.status != "finished":
+        return ""
+    try:
+        int(record.config["seed"])
+        layers = record.isotropy["after"].values()
+        values = [*layers, record.isotropy["after"]["union"], *(record.timing.get("shrinkage") or [])]
+        values += [entry["epoch"] for entry in record.epochs]
+        values += [value for entry in record.epochs for value in entry["metrics"].values()]
+        if not isinstance(record.headline["metric"], str) or record.headline["metric"] not in record.metrics:
+            return "its headline metric is none of its metrics"
+        if not all(isinstance(value, int | float) for value in (*values, *record.metrics.values())):
+            return "some of its figures are no numbers"
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        return f"its result lacks what a finished run has: {error!r}"
+    return ""
+
+
 def family(record: RunRecord) -> str:
     """`base`, `cosreg` or `istar`; a weight of 0 is Base, to the bit."""
     reg = record.config["reg"]

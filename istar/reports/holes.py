@@ -1,6 +1,7 @@
 """What is missing, and the command that makes it."""
 
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import pandas as pd
 from istar.reports import commands, paper
 from istar.reports.cells import Cell, models, rows, tasks
 from istar.reports.plots import BASE, Panel, Plot
+from istar.reports.results_tables import tried_pairs
 from istar.reports.sheets import Entry, Sheet
 
 
@@ -61,8 +63,24 @@ def of_table1(
     return holes
 
 
-def of_plot(plot: Plot, frame: pd.DataFrame, how: Command) -> list[Hole]:
-    """Values that the paper varies and nobody has run, and values with fewer than five seeds."""
+def of_table2(cells: Iterable[Cell], frame: pd.DataFrame, how: Command) -> list[Hole]:
+    """Pairs of the paper's lambdas and zetas that nobody has tried, for the paper's models."""
+    grid = set(itertools.product(paper.WEIGHTS, paper.ZETAS))
+    holes = []
+    for cell in cells:
+        missing = len(grid - tried_pairs(frame, cell)) if cell.family == "istar" else 0
+        if missing and paper.tuned(cell.model, cell.task) is not None:
+            told = f"I-STAR: {missing} of the {len(grid)} pairs of λ and ζ"
+            holes.append(Hole("Table 2", cell.model, cell.task, told, how("table2", cell.task, cell.model)))
+    return holes
+
+
+def of_plot(plot: Plot, frame: pd.DataFrame, layers: Mapping[str, int], how: Command) -> list[Hole]:
+    """Values that the paper varies and nobody has run, and values with fewer seeds than the paper has.
+
+    Args:
+        layers: how many a model has.
+    """
     panels = {(panel.model, panel.task): panel for panel in plot.panels}
     holes = []
     for model in models(frame):
@@ -70,8 +88,19 @@ def of_plot(plot: Plot, frame: pd.DataFrame, how: Command) -> list[Hole]:
             told = _plot_lacks(plot, panels.get((model, task)))
             if told:
                 title = plot.title.split(":")[0]
-                holes.append(Hole(title, model, task, "; ".join(told), how(plot.sweep, task, model)))
+                command = how(plot.sweep, task, model) + _more(plot, model, task, layers.get(model))
+                holes.append(Hole(title, model, task, "; ".join(told), command))
     return holes
+
+
+def _more(plot: Plot, model: str, task: str, layers: int | None) -> str:
+    """What the layer ablation's file cannot know: how many layers, and Table 2's lambda and zeta."""
+    if plot.symbol != "layer":
+        return ""
+    tuned = paper.tuned(model, task)
+    own = f" reg.lambda={tuned.weight:g} reg.zeta={tuned.zeta:g}" if tuned is not None else ""
+    numbers = ",".join(f"[{layer}]" for layer in range(1, (layers or 0) + 1))
+    return own + (f" 'reg.layers={numbers},all'" if numbers else "")
 
 
 def without_geometry(plot: Plot, frame: pd.DataFrame, measured: Iterable[str], how: Command) -> list[Hole]:
@@ -124,9 +153,9 @@ def sheet(holes: Sequence[Hole]) -> Sheet:
     )
 
 
-def lacking(name: str, seeds: Sequence[int]) -> str:
-    """`Base: seeds 4, 5`, `Base: no run`, or nothing for five seeds or more."""
-    want = len(paper.SEEDS) - len(set(seeds))
+def lacking(name: str, seeds: Sequence[int], wanted: int = len(paper.SEEDS)) -> str:
+    """`Base: seeds 4, 5`, `Base: no run`, or nothing for as many seeds as are wanted."""
+    want = wanted - len(set(seeds))
     if want <= 0:
         return ""
     if not seeds:
@@ -149,20 +178,20 @@ def _expected_tasks(plot: Plot, frame: pd.DataFrame, model: str, drawn: Sequence
 def _plot_lacks(plot: Plot, panel: Panel | None) -> list[str]:
     seeds: dict[Any, tuple[int, ...]] = dict(panel.seeds or {}) if panel is not None else {}
     if plot.symbol == "layer":
-        return _told(seeds, plot.symbol) if panel is not None else ["no run with a single layer"]
+        return _told(seeds, plot) if panel is not None else ["no run with a single layer"]
     # A model that is trained with weights of its own lacks none of the paper's.
     own = [value for value in seeds if value != BASE]
     wanted: list[Any] = list(plot.values) if not own or set(own) & set(plot.values) else sorted(own)
-    if plot.symbol == "λ":
+    if plot.with_base:
         wanted = [BASE, *wanted]
-    return _told({value: seeds.get(value, ()) for value in wanted}, plot.symbol)
+    return _told({value: seeds.get(value, ()) for value in wanted}, plot)
 
 
-def _told(seeds: dict[Any, tuple[int, ...]], symbol: str) -> list[str]:
+def _told(seeds: dict[Any, tuple[int, ...]], plot: Plot) -> list[str]:
     """Values that lack the same are told together."""
     by_lack: dict[str, list[str]] = {}
     for value, found in seeds.items():
-        lack = lacking("", found).removeprefix(": ")
+        lack = lacking("", found, plot.seeds).removeprefix(": ")
         if lack:
             by_lack.setdefault(lack, []).append(value if isinstance(value, str) else f"{value:g}")
     told = []
@@ -170,7 +199,8 @@ def _told(seeds: dict[Any, tuple[int, ...]], symbol: str) -> list[str]:
         words = [name for name in names if not _is_number(name)]
         numbers = [name for name in names if _is_number(name)]
         if numbers:
-            words.append(f"{symbol} {', '.join(numbers)}" if symbol == "layer" else f"{symbol} = {', '.join(numbers)}")
+            equals = " " if plot.symbol == "layer" else " = "
+            words.append(f"{plot.symbol}{equals}{', '.join(numbers)}")
         told.append(f"{' and '.join(words)}: {lack}")
     return told
 

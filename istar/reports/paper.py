@@ -18,6 +18,9 @@ FAMILIES = {"base": "Base", "cosreg": "CosReg", "istar": "I-STAR"}
 SEEDS = (1, 2, 3, 4, 5)
 """The paper averages over five; which, it does not say."""
 
+WEIGHTS, ZETAS = (-5.0, -3.0, -1.0, 1.0, 3.0, 5.0), (0.2, 0.4, 0.6, 0.8)
+"""What Table 2 was searched over."""
+
 
 @dataclass(frozen=True)
 class Score:

@@ -69,6 +69,8 @@ class Plot:
         task: the paper's task; empty for all.
         values: what the paper varies.
         symbol: the name of what is varied.
+        with_base: the sweep also makes runs without a penalty.
+        seeds: how many seeds of each the paper, and the sweep, has.
         log_x: logarithmic x axis.
     """
 
@@ -82,6 +84,8 @@ class Plot:
     task: str = ""
     values: tuple[float, ...] = ()
     symbol: str = "λ"
+    with_base: bool = False
+    seeds: int = 5
     log_x: bool = False
 
 
@@ -155,6 +159,8 @@ def mean_activations(frame: pd.DataFrame, measured: Mapping[str, Geometry]) -> P
         "figure4",
         "qnli",
         (-1, 1),
+        with_base=True,
+        seeds=1,
     )
 
     def one(run: Mapping[str, Any]) -> Sequence[float]:
@@ -176,6 +182,8 @@ def intrinsic_dimensions(frame: pd.DataFrame, measured: Mapping[str, Geometry]) 
         "figure5",
         "sst2",
         (-5, -3, 3, 5),
+        with_base=True,
+        seeds=1,
     )
 
     def one(run: Mapping[str, Any]) -> Sequence[float]:
@@ -197,6 +205,8 @@ def layer_isotropy(frame: pd.DataFrame, records: Mapping[str, RunRecord]) -> Plo
         "figure6",
         "qnli",
         (-1, 1),
+        with_base=True,
+        seeds=1,
     )
 
     def one(run: Mapping[str, Any]) -> Sequence[float]:
@@ -252,7 +262,7 @@ def layer_ablation(frame: pd.DataFrame, records: Mapping[str, RunRecord]) -> Plo
         whole = chosen[chosen["layer"].isna()]
         level = (100 * float(whole["value"].mean()), "all layers") if len(whole) else None
         line = _along("mean ± std", groups)
-        count = _layer_count(records, chosen)
+        count = layer_count(records[chosen["folder"].iloc[0]])
         seeds: dict[Any, tuple[int, ...]] = dict.fromkeys(range(1, count + 1), ())
         seeds |= {**_seeds(groups), "all": _numbers(whole["seed"])}
         return Panel(
@@ -470,6 +480,7 @@ def _single_layer(layers: Any) -> int | None:
     return layers[0] if isinstance(layers, list) and len(layers) == 1 else None
 
 
-def _layer_count(records: Mapping[str, RunRecord], chosen: pd.DataFrame) -> int:
-    after = records[chosen["folder"].iloc[0]].isotropy.get("after", {})
+def layer_count(record: RunRecord) -> int:
+    """How many transformer layers a finished run has measured."""
+    after = record.isotropy.get("after", {})
     return max((int(layer) for layer in after if layer.isdigit()), default=0)

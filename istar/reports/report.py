@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from istar.errors import UserError, shorten
-from istar.reports import drawing, geometry, holes, page, plots, results_tables, sheets, stability
-from istar.reports.cells import Cell, cells, models, prepare, tasks
+from istar.reports import cells, drawing, geometry, holes, page, plots, results_tables, sheets, stability
+from istar.reports.cells import Cell, models, prepare, tasks
 from istar.reports.geometry import Geometry
 from istar.reports.holes import Command, Hole
 from istar.reports.page import Page, Picture, Section
@@ -56,9 +56,9 @@ def write(root: Path, out: Path, console: Console | None = None) -> Written:
     with _progress(console) as step:
         step("reading runs")
         found = load_runs(root, keep_records=True)
-        found = replace(found, troubles={at: why for at, why in found.troubles.items() if Path(at) != root / out.name})
+        found = _without_flaws(found, out)
         if found.frame.empty:
-            unread = f"; {len(found.troubles)} folders there are none" if found.troubles else ""
+            unread = f"; {len(found.troubles)} folders could not be read as one" if found.troubles else ""
             raise UserError(f"{root} holds no runs{unread}; train.py leaves them below run.root")
         data = _gather(found, root)
         pictures = {}
@@ -70,6 +70,14 @@ def write(root: Path, out: Path, console: Console | None = None) -> Written:
         files = {INDEX: text.encode(), **_table_files(data.sheets), **_picture_files(pictures)}
         _replace_folder(out, files)
     return Written(out / INDEX, len(found.frame), len(data.holes))
+
+
+def _without_flaws(found: Runs, out: Path) -> Runs:
+    """Runs that can be shown; the others, but for an earlier report, become troubles."""
+    flaws = {folder: why for folder, record in found.records.items() if (why := cells.flaw(record))}
+    troubles = {at: why for at, why in found.troubles.items() if Path(at).resolve() != out.resolve()}
+    kept = found.frame[~found.frame["folder"].isin(list(flaws))].reset_index(drop=True)
+    return Runs(kept, {**troubles, **flaws}, found.records)
 
 
 @dataclass(frozen=True)
@@ -89,12 +97,13 @@ class _Data:
 def _gather(found: Runs, root: Path) -> _Data:
     frame = prepare(found)
     measured, troubles = _geometries(frame)
-    filled = cells(frame)
+    filled = cells.cells(frame)
     drawn = _plots(found, frame, filled, measured)
     how = holes.command_for(frame, str(root))
     missing = holes.of_table1(filled, models(frame), tasks(frame), how)
+    missing += holes.of_table2(filled, frame, how)
     for plot in (plot for plot in drawn if plot.sweep):
-        missing += holes.of_plot(plot, frame, how)
+        missing += holes.of_plot(plot, frame, _layer_counts(found, frame), how)
         if plot.name in ("figure4", "figure5"):
             missing += holes.without_geometry(plot, frame, measured, how)
     refreshes = {folder: record.timing.get("shrinkage") or () for folder, record in found.records.items()}
@@ -106,6 +115,15 @@ def _gather(found: Runs, root: Path) -> _Data:
         results_tables.left_out(frame, {**found.troubles, **troubles}, str(root)),
     )
     return _Data(root, found, frame, filled, {table.name: table for table in tables}, drawn, missing, how)
+
+
+def _layer_counts(found: Runs, frame: pd.DataFrame) -> dict[str, int]:
+    """Layers of each model that has a finished run."""
+    done = frame[frame["usable"]].drop_duplicates("model")
+    return {
+        model: plots.layer_count(found.records[folder])
+        for model, folder in zip(done["model"], done["folder"], strict=True)
+    }
 
 
 def _plots(found: Runs, frame: pd.DataFrame, filled: list[Cell], measured: dict[str, Geometry]) -> list[Plot]:
@@ -196,7 +214,19 @@ def _table_section(data: _Data, name: str, sweep: str) -> Section:
     sheet = data.sheets[name]
     empty = "" if sheet.rows else _NOTHING.get(name, "Nothing to show yet.")
     commands = _commands(data, sweep, [(cell.model, cell.task) for cell in data.cells]) if sweep else []
-    return Section(name, sheet.title, sheet=sheet, empty=empty, commands=commands)
+    return Section(name, sheet.title, sheet=_cut(sheet), empty=empty, commands=commands)
+
+
+def _cut(sheet: Sheet) -> Sheet:
+    """No longer than a reader reads; the files hold it all."""
+    more = len(sheet.rows) - _MOST_ROWS
+    if more <= 0 or any(sheet.groups):
+        return sheet
+    note = f"{more} more rows are in the files."
+    return replace(sheet, groups={"": sheet.rows[:_MOST_ROWS]}, notes=(*sheet.notes, note))
+
+
+_MOST_ROWS = 300
 
 
 _NOTHING = {

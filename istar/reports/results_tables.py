@@ -29,8 +29,8 @@ def table1(cells: Sequence[Cell]) -> Sheet:
         "Metric on the validation set in percent, mean ± standard deviation (ddof = 1) over seeds; the best mean per "
         "model and task is bold. Paper: Table 1 of Rudman and Eickhoff (2024), five seeds, development sets. "
         "Minus Base: mean difference from Base over the seeds that both have; p: two-sided, paired over these seeds.",
-        ("task, metric", "method", "λ", "ζ", "mean ± std", "seeds", "paper", "minus paper", "minus Base", "pairs",
-         "p, t-test", "p, sign-flip", "remarks"),
+        ("task, metric", "method", "λ", "ζ", "mean ± std", "seeds", "paper", "minus\npaper", "minus\nBase", "pairs",
+         "p,\nt-test", "p,\nsign-flip", "remarks"),
         groups,
         pd.DataFrame([{key: value for key, value in row.items() if key != "best"} for row in rows]),
         (f"All runs: {common}.",) if common else (),
@@ -138,8 +138,7 @@ def _remarks(row: Mapping[str, Any], common: str) -> str:
 
 def table2(cells: Sequence[Cell], frame: pd.DataFrame) -> Sheet:
     """The lambda and zeta that Table 1 shows for I-STAR, beside the paper's."""
-    candidates = frame[is_candidate(frame) & frame["usable"] & (frame["family"] == "istar")]
-    rows = [_table2_row(cell, candidates) for cell in cells if cell.family == "istar"]
+    rows = [_table2_row(cell, tried_pairs(frame, cell)) for cell in cells if cell.family == "istar"]
     groups: dict[str, list[list[Entry]]] = {}
     for row in rows:
         own, theirs = _pair(row["lambda"], row["zeta"]), _pair(row["paper_lambda"], row["paper_zeta"])
@@ -158,11 +157,16 @@ def table2(cells: Sequence[Cell], frame: pd.DataFrame) -> Sheet:
     )
 
 
-def _table2_row(cell: Cell, candidates: pd.DataFrame) -> dict[str, Any]:
+def tried_pairs(frame: pd.DataFrame, cell: Cell) -> set[tuple[float, float]]:
+    """Every lambda and zeta with which a run of the cell's task, model and method has finished."""
+    own = frame[is_candidate(frame) & frame["usable"] & (frame["family"] == cell.family)]
+    own = own[(own["model"] == cell.model) & (own["task"] == cell.task)]
+    return {(float(run["reg.lambda"]), float(run["reg.zeta"])) for run in as_rows(own)}
+
+
+def _table2_row(cell: Cell, tried: set[tuple[float, float]]) -> dict[str, Any]:
     first = _first(cell)
     theirs = paper.tuned(cell.model, cell.task)
-    own = candidates[(candidates["model"] == cell.model) & (candidates["task"] == cell.task)]
-    tried = own[["reg.lambda", "reg.zeta"]].drop_duplicates() if len(own) else own
     metric = cell.metrics[0] if cell.metrics else ""
     return {
         "model": cell.model,

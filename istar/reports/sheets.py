@@ -24,7 +24,7 @@ class Sheet:
         name: of its files.
         title: short, for the heading.
         caption: what its numbers are, with units and split.
-        header: the columns' names.
+        header: the columns' names; a line break is where a narrow column may break.
         groups: rows under a name each; one group without a name for a plain table.
         frame: the same numbers unrounded, for CSV.
         notes: sentences below it.
@@ -53,7 +53,7 @@ def csv(sheet: Sheet) -> str:
 
 def markdown(sheet: Sheet) -> str:
     """A GitHub-flavoured table under its caption; groups become the first column."""
-    header = _with_group(sheet, list(sheet.header))
+    header = _with_group(sheet, [_escape_markdown(name) for name in sheet.header])
     lines = [f"**{_escape_markdown(sheet.title)}.** {_escape_markdown(sheet.caption)}", ""]
     lines += [_markdown_row(header), _markdown_row(["---"] * len(header))]
     for group, rows in sheet.groups.items():

@@ -1,5 +1,6 @@
 """Run folders that nobody has trained: what `istar report` would find after weeks of work."""
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -61,7 +62,8 @@ def record(
         keys: as in `config`.
     """
     settings = config(task, model, reg, seed, **keys)
-    name = name or f"{task}-{Path(model).name}-{reg['name']}-{abs(hash(json.dumps(settings, sort_keys=True))):x}"
+    digest = hashlib.sha256(json.dumps([settings, status], sort_keys=True).encode()).hexdigest()[:12]
+    name = name or f"{task}-{Path(model).name}-{reg['name']}-{digest}"
     if status in ("failed", "unfinished"):
         return RunRecord(name, status, settings, error="loss is NaN at step 7" if status == "failed" else None)
     metric = METRICS.get(task, "accuracy")
