@@ -1,17 +1,24 @@
 """Hands Hydra's `-m` over to `istar.sweeps`. Hydra finds its plugins in this package and nowhere else."""
 
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
+_VALUE = re.compile(r"(?!hydra\.)(seed|\w+\.[\w.]+)=")
+"""An override that sets a value, rather than choosing the option of a group or adding or removing a key."""
 _HERE = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 
 
@@ -33,6 +40,7 @@ class IstarSweeper(Sweeper):
                 hydra_context=hydra_context, task_function=task_function, config=config
             )
         self._launched = 0
+        self._composed: dict[tuple[str, ...], DictConfig] = {}
 
     def sweep(self, arguments: list[str]) -> None:
         from rich.console import Console
@@ -57,8 +65,19 @@ class IstarSweeper(Sweeper):
         sys.exit(sweep(request, Console()))
 
     def _compose(self, overrides: Sequence[str]) -> DictConfig:
-        composed = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
-        return OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
+        """As Hydra does, but what several runs have in common, the choice of the groups' options, only once."""
+        values = [override for override in overrides if _VALUE.match(override)]
+        common = tuple(override for override in overrides if not _VALUE.match(override))
+        if common not in self._composed:
+            composed = self.hydra_context.config_loader.load_sweep_config(self.config, list(common))
+            self._composed[common] = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
+        config = deepcopy(self._composed[common])
+        for override in OverridesParser.create().parse_overrides(values):
+            try:
+                OmegaConf.update(config, override.key_or_group, override.value(), merge=True)
+            except OmegaConfBaseException as error:
+                raise HydraException(f"Error merging override {override.input_line}") from error
+        return config
 
     def _launch(self, wanted: Sequence[Sequence[str]]) -> list[Any]:
         from istar.errors import UserError, shorten

@@ -1,6 +1,6 @@
 """A run in processes of its own: as many as it has devices, started afresh from its resolved config and watched.
 
-`python -m istar.launch <config.yaml> <folder> <parent's pid> [trial]` is one such process. A run that train.py starts by
+`python -m istar.launch <config.yaml> <folder> <parent> [trial]` is one such process. A run that train.py starts by
 itself must not be started again from the command line, as Lightning would do: with `-m` that is the command line of the
 whole sweep.
 """

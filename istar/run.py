@@ -8,7 +8,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,7 +37,7 @@ from istar.tasks.specs import TASKS, TaskSpec
 from istar.training import FineTuner, FineTuningData, History, LayerIsotropy, ShrinkageCovariance, merge_outputs
 from istar.training.checkpoints import Checkpoints, keep_newest, load, resumable
 from istar.training.geometry import geometry
-from istar.training.loggers import logging_to
+from istar.training.loggers import answer_agent, log_outcome, logging_to
 from istar.training.metrics_file import MetricsFile
 from istar.training.module import from_all_processes
 from istar.training.signals import StopSignal
@@ -95,7 +95,7 @@ class Start:
     finished: RunRecord | None = None
 
 
-def run(config: Config, console: Console | None = None) -> RunRecord:
+def run(config: Config, console: Console | None = None, search: str | None = None) -> RunRecord:
     """Train and evaluate what the config says.
 
     A finished run of an equal config is returned as it is, a broken one goes on from its last checkpoint and ends as
@@ -107,6 +107,7 @@ def run(config: Config, console: Console | None = None) -> RunRecord:
     Args:
         config: from `istar.schema.load`.
         console: where the closing table is printed; None prints nothing.
+        search: the trial of a search that may prune the run, as `sweep.trial` has it.
 
     Raises:
         UserError: for anything in the config, the data or the model that the user can mend. Nothing is written
@@ -122,10 +123,10 @@ def run(config: Config, console: Console | None = None) -> RunRecord:
     examples = load_examples(spec, config.task)
     digest = fingerprint(examples.train, *examples.validation)
     tokenizer = models.load_tokenizer(config.model)
-    folder = _root(config) / _run_name(config, digest)
-    finished = None if config.run.overwrite else _finished(folder, config)
+    folder = _root(config) / _run_name(config, digest, _model_identity(config.model))
+    finished = None if config.run.overwrite else finished_run(folder, config)
     if finished is None:
-        job = _assemble(config, spec, folder, examples, tokenizer)
+        job = _assemble(config, spec, folder, examples, tokenizer, search)
         _check_processes(job)
         with _processes(job.trainer), sole_writer(folder) if job.trainer.is_global_zero else nullcontext():
             start = _agreed(job.trainer, lambda: _prepare(job))
@@ -134,6 +135,7 @@ def run(config: Config, console: Console | None = None) -> RunRecord:
                 _tell(console, record, f"{folder}{os.sep}")
                 return record
         finished = start.finished
+    answer_agent(config, asdict(finished), folder)
     _tell(console, finished, f"{folder} is finished; run.overwrite=true runs it again")
     return finished
 
@@ -193,13 +195,45 @@ def _root(config: Config) -> Path:
     return Path(config.run.root).expanduser()
 
 
-def _run_name(config: Config, data: str) -> str:
+def _run_name(config: Config, data: str, model: str) -> str:
     values = to_dict(config)
     # Their number multiplies the batch; which ones they are does not matter.
     values["trainer"]["devices"] = count_devices(config.trainer)
-    digits = results.identity(values, data, _model_identity(config.model))
-    model = Path(config.model.name).name
-    return "-".join([config.task.name, model, config.reg.name, digits])
+    digits = results.identity(values, data, model)
+    return "-".join([config.task.name, Path(config.model.name).name, config.reg.name, digits])
+
+
+class Folders:
+    """Where runs lie that need not have been started: reads each data set and hashes each model once.
+
+    Attributes:
+        sizes: number of training examples, by the key of `data_of`.
+    """
+
+    def __init__(self) -> None:
+        self.sizes: dict[str, int] = {}
+        self._data: dict[str, str] = {}
+        self._models: dict[str, str] = {}
+
+    def __call__(self, config: Config) -> Path:
+        """The run's folder.
+
+        Raises:
+            UserError: if its data cannot be loaded.
+        """
+        data, model = self.data_of(config), repr(config.model)
+        if data not in self._data:
+            examples = load_examples(_task_spec(config.task), config.task)
+            self.sizes[data] = len(examples.train)
+            self._data[data] = fingerprint(examples.train, *examples.validation)
+        if model not in self._models:
+            self._models[model] = _model_identity(config.model)
+        return _root(config) / _run_name(config, self._data[data], self._models[model])
+
+    @staticmethod
+    def data_of(config: Config) -> str:
+        """What tells the data of one run from those of another."""
+        return repr(replace(config.task, max_length=None, submission=False))
 
 
 def _model_identity(config: ModelConfig) -> str:
@@ -215,7 +249,7 @@ def _model_identity(config: ModelConfig) -> str:
     return digest.hexdigest()
 
 
-def _finished(folder: Path, config: Config) -> RunRecord | None:
+def finished_run(folder: Path, config: Config) -> RunRecord | None:
     """The finished run of this config, if there is one.
 
     Raises:
@@ -287,7 +321,12 @@ def _evaluators(
 
 
 def _assemble(
-    config: Config, spec: TaskSpec, folder: Path, examples: Examples, tokenizer: PreTrainedTokenizerBase
+    config: Config,
+    spec: TaskSpec,
+    folder: Path,
+    examples: Examples,
+    tokenizer: PreTrainedTokenizerBase,
+    search: str | None,
 ) -> Job:
     model_config = models.load_config(config.model, spec, tokenizer)
     if config.reg.name != "none":
@@ -307,7 +346,7 @@ def _assemble(
     history = History(spec.headline, isotropy, keep_best=keeps_checkpoints(config.trainer))
     stop, metrics = StopSignal(), MetricsFile(folder / "metrics.csv")
     refresh = _refresh(config, module, data, stop)
-    callbacks = [stop, isotropy, history, *([refresh] if refresh is not None else [])]
+    callbacks = [stop, isotropy, history, *_pruning(search, history), *([refresh] if refresh is not None else [])]
     checkpoints = _checkpoints(config.trainer, folder, history, metrics, stop)
     trainer = build_trainer(config.trainer, spec.headline, folder, callbacks, checkpoints)
     return Job(
@@ -330,6 +369,14 @@ def _checkpoints(
         settings.checkpoint_every_n_steps,
         settings.checkpoint_every_n_minutes,
     )
+
+
+def _pruning(search: str | None, history: History) -> list[L.Callback]:
+    if search is None:
+        return []
+    from istar.training.pruning import Pruning, TrialOfStudy
+
+    return [Pruning(TrialOfStudy.parse(search), history)]
 
 
 def _refresh(config: Config, module: FineTuner, data: FineTuningData, stop: StopSignal) -> ShrinkageCovariance | None:
@@ -403,7 +450,7 @@ def _prepare(job: Job) -> Start:
         if config.run.overwrite:
             _set_aside(folder)
         # Another process may have finished it while this one was loading.
-        elif (finished := _finished(folder, config)) is not None:
+        elif (finished := finished_run(folder, config)) is not None:
             return Start(finished=finished)
         remove_drafts(folder)
         checkpoint = None
@@ -439,12 +486,16 @@ def _carry_out(job: Job, start: Start, digest: str, started: float) -> RunRecord
         with quiet_lightning(), logging_to(job.trainer, job.metrics, job.config, folder):
             timing = _fit(job, start.checkpoint)
             _save(job)
-        timing = {"total": time.perf_counter() - started, **timing}
-        record = replace(record, status="finished", timing=timing, **_outcome(job, digest))
-        if job.trainer.is_global_zero:
-            if job.checkpoints is not None:
-                keep_newest(folder / CHECKPOINTS, job.checkpoints.best_path())
-            results.write(record, folder)
+            timing = {"total": time.perf_counter() - started, **timing}
+            status = "pruned" if job.history.pruned else "finished"
+            record = replace(record, status=status, timing=timing, **_outcome(job, digest))
+            if job.trainer.is_global_zero:
+                if job.checkpoints is not None:
+                    keep_newest(folder / CHECKPOINTS, job.checkpoints.best_path())
+                # The result is the last file: behind it nobody looks at the others again.
+                job.metrics.finalize("success")
+                log_outcome(job.trainer, asdict(record))
+                results.write(record, folder)
     except StoppedError:
         raise
     except Exception as error:
@@ -453,7 +504,7 @@ def _carry_out(job: Job, start: Start, digest: str, started: float) -> RunRecord
         told = _explained(error, job)
         if job.trainer.is_global_zero:
             with suppress(OSError):
-                results.write(replace(record, error=shorten(told, 500)), folder)
+                results.write(replace(record, status="failed", error=shorten(told, 500)), folder)
         if told is error:
             raise
         raise told from error

@@ -1,1 +1,1 @@
-"""Many runs from one command: which ones (`trials`, `study`), N at a time (`pool`), watched (`board`), what they cost."""
+"""Many runs from one command: which (`trials`, `study`), N at a time (`pool`), watched (`board`), at what `cost`."""

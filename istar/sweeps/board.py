@@ -205,7 +205,7 @@ def epochs_done(folder: Path) -> int:
 
 def seconds_left(state: State) -> float | None:
     """Until the end, if the runs to come take as long as those that this call has seen, `jobs` at a time."""
-    seen = [found.ended - found.started for found in _with(state, "finished") if found.started and found.ended]
+    seen = [seconds for found in _with(state, "finished") if (seconds := took(found))]
     each = sum(seen) / len(seen) if seen else state.expected
     if each is None:
         return None
@@ -221,8 +221,15 @@ def line(state: State, found: Entry) -> str:
     if found.value is not None and found.error is None:
         collapsed = ", collapsed" if found.collapsed else ""
         pruned = ", pruned" if found.status == "pruned" else ""
-        return f"{what}{found.metric} {100 * found.value:.2f}{collapsed}{pruned} ({duration((found.ended or 0) - (found.started or 0))})"
+        return f"{what}{found.metric} {100 * found.value:.2f}{collapsed}{pruned} ({duration(took(found))})"
+    if found.status == "stopped":
+        return f"{what}{found.error}"
     return f"{what}{found.status}: {found.error}" + (f" ({found.log})" if found.log else "")
+
+
+def took(found: Entry) -> float | None:
+    """Seconds in this call, the start of its processes among them."""
+    return found.ended - found.started if found.started and found.ended else None
 
 
 def render(state: State) -> Group:

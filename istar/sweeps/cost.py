@@ -43,22 +43,21 @@ def estimate(wanted: Sequence[tuple[Config, int]], known: Iterable[RunRecord]) -
     """
     rates: dict[tuple[str, ...], list[float]] = {}
     for record in known:
-        config = record.config
-        work = record.data.get("train", 0) * config["trainer"]["max_epochs"]
+        said = record.config
+        work = record.data.get("train", 0) * said["trainer"]["max_epochs"]
         if work:
-            for kind in _kinds(config["model"]["name"], config["task"]["name"], config["reg"]["name"]):
+            for kind in _kinds(said["model"]["name"], said["task"]["name"], said["reg"]["name"]):
                 rates.setdefault(kind, []).append(record.timing["total"] / work)
     total, used = 0.0, set()
     for config, examples in wanted:
         kinds = _kinds(config.model.name, config.task.name, config.reg.name)
-        kind = next((kind for kind in kinds if kind in rates), None)
-        if kind is None:
+        alike = [kind for kind in kinds if kind in rates]
+        if not alike:
             return Estimate(None, "no finished run of this model to estimate by")
-        used.add(kind)
-        total += median(rates[kind]) * examples * config.trainer.max_epochs
+        used.add(alike[0])
+        total += median(rates[alike[0]]) * examples * config.trainer.max_epochs
     count = sum(len(rates[kind]) for kind in used)
-    alike = {len(kind) for kind in used}
-    what = {3: "model, task and method", 2: "model and task", 1: "model"}[min(alike, default=3)]
+    what = {3: "model, task and method", 2: "model and task", 1: "model"}[min(map(len, used), default=3)]
     return Estimate(total, f"by {count} finished run{'s' if count != 1 else ''} of the same {what}")
 
 

@@ -166,5 +166,5 @@ def device_count(settings: TrainerConfig) -> int:
     if isinstance(settings.devices, str) and settings.devices.isdigit() and int(settings.devices) > 0:
         return int(settings.devices)
     raise UserError(
-        f"trainer.devices={settings.devices}: with sweep.jobs the sweep deals out the devices, so say how many a run gets"
+        f"trainer.devices={settings.devices}: with sweep.jobs above 1 say how many devices a run gets, not which"
     )

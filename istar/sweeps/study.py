@@ -1,4 +1,4 @@
-"""Which values to try next, by what the ones before have shown: Optuna's samplers and pruners over a space of trials."""
+"""Which values to try next, by what the ones before have shown: Optuna's samplers and pruners."""
 
 import logging
 import uuid
@@ -45,13 +45,15 @@ class Study:
             self._study = optuna.create_study(
                 study_name=self.name,
                 storage=self.storage,
-                sampler=_sampler(settings),
                 pruner=_PRUNERS[settings.pruner](),
                 direction="maximize",
                 load_if_exists=True,
             )
         except Exception as error:
             raise UserError(f"sweep.storage={self.storage} cannot be used: {shorten(error)}") from error
+        # Begun again at its seed, a sampler would ask for what it has asked for before.
+        begun = len(self._study.get_trials(deepcopy=False))
+        self._study.sampler = _SAMPLERS[settings.sampler](seed=settings.sampler_seed + begun)
         self._lock = FileLock(self._place(self._worker))
         Path(self._lock.lock_file).parent.mkdir(parents=True, exist_ok=True)
         self._lock.acquire()
@@ -87,11 +89,10 @@ class Study:
     def tell(self, number: int, outcome: RunRecord | UserError) -> None:
         """Hand on what came out of a trial."""
         self._own.discard(number)
-        if isinstance(outcome, RunRecord):
-            value, state = outcome.headline["value"], _STATES[outcome.status]
-        else:
-            value, state = None, TrialState.FAIL
-        self._study.tell(number, None if state == TrialState.FAIL else value, state)
+        state = _STATES[outcome.status] if isinstance(outcome, RunRecord) else TrialState.FAIL
+        # A pruned trial's value is the last that it has reported.
+        value = outcome.headline["value"] if state == TrialState.COMPLETE else None  # type: ignore[union-attr]
+        self._study.tell(number, value, state)
 
     def leave(self, number: int) -> None:
         """A trial was stopped and may be taken over."""
@@ -143,21 +144,21 @@ def _suggest(trial: optuna.trial.Trial, override: Override) -> str:
         return override.input_line or ""
     key, sweep = override.get_key_element(), override.value()
     if isinstance(sweep, IntervalSweep):
-        is_log = "log" in sweep.tags
+        is_log, start, end = "log" in sweep.tags, sweep.start or 0, sweep.end or 0
         # interval(1,5) has floats for ends, int(interval(1,5)) has not.
-        if "int" in sweep.tags or isinstance(sweep.start, int):
-            return f"{key}={trial.suggest_int(key, int(sweep.start), int(sweep.end), log=is_log)}"
-        return f"{key}={trial.suggest_float(key, sweep.start, sweep.end, log=is_log)}"
+        if "int" in sweep.tags or isinstance(start, int):
+            return f"{key}={trial.suggest_int(key, int(start), int(end), log=is_log)}"
+        return f"{key}={trial.suggest_float(key, start, end, log=is_log)}"
     return f"{key}={trial.suggest_categorical(key, list(override.sweep_string_iterator()))}"
 
 
-def _sampler(settings: SweepConfig) -> optuna.samplers.BaseSampler:
-    kinds = {"tpe": optuna.samplers.TPESampler, "random": optuna.samplers.RandomSampler}
-    return kinds[settings.sampler](seed=settings.sampler_seed)
-
-
+_SAMPLERS: dict[str, Callable[..., optuna.samplers.BaseSampler]] = {
+    "tpe": optuna.samplers.TPESampler,
+    "random": optuna.samplers.RandomSampler,
+}
 _PRUNERS: dict[str, Callable[[], optuna.pruners.BasePruner]] = {
     "none": optuna.pruners.NopPruner,
     "median": optuna.pruners.MedianPruner,
-    "asha": optuna.pruners.SuccessiveHalvingPruner,
+    # Fine-tuning has few epochs: after each of 1, 2, 4, ... the better half goes on.
+    "asha": lambda: optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=2),
 }

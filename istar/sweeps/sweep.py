@@ -278,8 +278,10 @@ def announce(runs: Runs) -> None:
         told = [f"{state.name}: a search of {settings.trials} trials"]
     if settings.seeds:
         told.append(f"then {len(settings.seeds)} seeds of the best of each of {len(kinds) or 'the'} methods")
-        wanted += [_priced(runs, name) for name in kinds.values() for _ in settings.seeds]
-        state.to_come = len(kinds) * len(settings.seeds)
+        # The best has been run with its own seed.
+        others = set(settings.seeds) - {entry.seed for entry in state.entries}
+        wanted += [_priced(runs, name) for name in kinds.values() for _ in others]
+        state.to_come = len(kinds) * len(others)
     expected = cost.estimate(wanted, cost.finished_runs(runs.request.root))
     if expected.seconds is not None and wanted:
         state.expected = expected.seconds / len(wanted)
@@ -288,7 +290,9 @@ def announce(runs: Runs) -> None:
         told.append(f"duration unknown: {expected.basis}")
     runs.console.print("; ".join(told), highlight=False, soft_wrap=True, markup=False)
     for entry in state.entries if settings.dry_run else ():
-        runs.console.print(f"  {entry.status}: {' '.join(entry.overrides)}", highlight=False, soft_wrap=True, markup=False)
+        runs.console.print(
+            f"  {entry.status}: {' '.join(entry.overrides)}", highlight=False, soft_wrap=True, markup=False
+        )
 
 
 def _priced(runs: Runs, name: str) -> tuple[Config, int]:

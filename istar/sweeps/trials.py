@@ -99,7 +99,9 @@ def combinations(space: Space) -> list[Overrides]:
         elif override.is_discrete_sweep():
             choices.append([f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()])
         else:
-            raise UserError(f"{override.input_line}: an interval is for sweep.search=optuna; a grid needs a list of values")
+            raise UserError(
+                f"{override.input_line}: an interval is for sweep.search=optuna; a grid needs a list of values"
+            )
     return list(dict.fromkeys(itertools.product(*choices)))
 
 

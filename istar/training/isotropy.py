@@ -8,6 +8,11 @@ from istar.errors import NonFiniteError
 from istar.measures import Moments, isoscore
 
 
+def isotropy_key(layer: str) -> str:
+    """The name that a layer's IsoScore* is logged by; `union` is that of layers 1 to L."""
+    return "isotropy/isoscore_star" if layer == "union" else f"isotropy/layer_{layer}/isoscore_star"
+
+
 class LayerIsotropy(L.Callback):
     r"""IsoScore\* of each layer, and of the union of all layers, over the tokens of the first validation set.
 
@@ -58,11 +63,11 @@ class LayerIsotropy(L.Callback):
         except NonFiniteError as error:
             raise NonFiniteError(f"validation after step {trainer.global_step}: {error}") from error
         pl_module.log_dict(
-            {f"isotropy/layer_{number}/isoscore_star": score for number, score in self.scores.items()},
+            {isotropy_key(number): score for number, score in self.scores.items()},
             sync_dist=True,
         )
         self.scores["union"] = isoscore(union).item()
-        pl_module.log("isotropy/isoscore_star", self.scores["union"], sync_dist=True)
+        pl_module.log(isotropy_key("union"), self.scores["union"], sync_dist=True)
         self._moments = []
 
     def state_dict(self) -> dict[str, Any]:

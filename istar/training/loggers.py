@@ -17,6 +17,7 @@ from istar.errors import UserError, shorten
 from istar.files import write_text
 from istar.hub import PROBE_SECONDS, answer
 from istar.schema import to_dict
+from istar.training.isotropy import isotropy_key
 from istar.training.metrics_file import MetricsFile
 
 _INIT_SECONDS = 10.0
@@ -27,23 +28,42 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def logging_to(trainer: L.Trainer, metrics: MetricsFile, config: Config, folder: Path) -> Iterator[None]:
-    """Attach the run's loggers to the trainer, and tell them how the run ended."""
+    """Attach the run's loggers to the trainer, and tell W&B how the run ended.
+
+    Whoever ends well finalizes `metrics` within the block; here only what a broken run has logged is saved.
+    """
     trainer.loggers = [metrics]
     if isinstance(config.logger, WandbConfig) and trainer.is_global_zero:
-        trainer.loggers.append(_wandb_logger(config.logger, config, folder))
-    status = "failed"
+        trainer.loggers.append(_wandb_logger(config.logger, config, folder, _run_id(folder)))
+    exit_code = 1
     try:
         yield
-        metrics.finalize("success")
-        status = "success"
+        exit_code = 0
     finally:
-        if status == "failed":
+        if exit_code:
             # What ended the run is the reason to tell, not that a full disk does not take the last rows either.
             with suppress(OSError):
-                metrics.finalize(status)
+                metrics.finalize("failed")
         for logger in trainer.loggers:
             if isinstance(logger, Wandb):
-                logger.finish(exit_code=0 if status == "success" else 1)
+                logger.finish(exit_code)
+
+
+def log_outcome(trainer: L.Trainer, record: Mapping[str, Any]) -> None:
+    """Send what `result.json` will say to W&B, where that is used."""
+    for logger in trainer.loggers:
+        if isinstance(logger, Wandb):
+            logger.log_outcome(record)
+
+
+@rank_zero_only
+def answer_agent(config: Config, record: Mapping[str, Any], folder: Path) -> None:
+    """Tell an agent of a W&B sweep, which waits for a run that it has named, the outcome of one finished before."""
+    agents = _id_of_agent()
+    if agents is not None and isinstance(config.logger, WandbConfig):
+        logger = _wandb_logger(config.logger, config, folder, agents)
+        logger.log_outcome(record)
+        logger.finish(exit_code=0)
 
 
 class Wandb(WandbLogger):
@@ -62,11 +82,20 @@ class Wandb(WandbLogger):
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         self._attempt(lambda: WandbLogger.log_metrics(self, metrics, step))
 
+    def log_outcome(self, record: Mapping[str, Any]) -> None:
+        """Log a run's record: tables, and the summary that stands for the run in W&B's own tables.
+
+        Args:
+            record: the fields of `result.json`.
+        """
+        self._attempt(lambda: self.experiment.log(_figures(record)))
+        self._attempt(lambda: self.experiment.summary.update(_summary(record)))
+
     def finish(self, exit_code: int) -> None:
-        """Close W&B's run, or the process's next run would write into it."""
+        """Close W&B's run; an exit code other than 0 makes it a failed one."""
         import wandb
 
-        self._attempt(lambda: wandb.finish(exit_code=exit_code))
+        self._attempt(lambda: self.experiment.finish(exit_code=exit_code))
         if self._is_lost:
             # It could not be closed, so it is left behind together with its service.
             with suppress(Exception):
@@ -84,20 +113,57 @@ class Wandb(WandbLogger):
             log.warning("Weights & Biases has failed (%s); the run goes on without it, metrics.csv has all", reason)
 
 
-def _wandb_logger(settings: WandbConfig, config: Config, folder: Path) -> Wandb:
+def _summary(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The headline's epoch under the names that every epoch was logged by: left alone, W&B would show the last one."""
+    after, before = record["isotropy"]["after"], record["isotropy"]["before"]
+    return {
+        "status": record["status"],
+        **{f"headline/{name}": value for name, value in record["headline"].items()},
+        **{f"val/{name}": value for name, value in record["metrics"].items()},
+        **{f"constant/{name}": value for name, value in record["baseline"].items()},
+        "collapsed": any(record["collapsed"].values()),
+        **{isotropy_key(layer): score for layer, score in after.items()},
+        **{f"before/{isotropy_key(layer)}": score for layer, score in before.items()},
+        "skipped_steps": record["skipped_steps"],
+        "seconds/total": record["timing"]["total"],
+    }
+
+
+def _figures(record: Mapping[str, Any]) -> dict[str, Any]:
+    """IsoScore* by layer, before training and at the headline's epoch: a table, and a figure of it."""
+    import wandb
+
+    before, after = record["isotropy"]["before"], record["isotropy"]["after"]
+    layers = [layer for layer in after if layer != "union"]
+    rows: list[Any] = [[layer, before[layer], after[layer]] for layer in after]
+    curves = [[scores[layer] for layer in layers] for scores in (before, after)]
+    title = f"IsoScore* by layer (0: embeddings), {record['name']}"
+    return {
+        "trainer/global_step": record["epochs"][-1]["step"],
+        "isotropy/by_layer": wandb.Table(columns=["layer", "before", "after"], data=rows),
+        "isotropy/figure": wandb.plot.line_series(
+            [int(layer) for layer in layers], curves, keys=["before", "after"], title=title, xname="layer"
+        ),
+    }
+
+
+def _wandb_logger(settings: WandbConfig, config: Config, folder: Path, run_id: str) -> Wandb:
     # Reports on W&B itself would go to the server from an offline run, too, and hold up the end of the process; whose
     # account it is has been asked by `_obstacle`, and would be asked twice more with retries.
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     os.environ.setdefault("WANDB_X_DISABLE_VIEWER", "true")
     import wandb
 
+    # An agent has them in the environment, and W&B warns of others.
+    place = {"id": run_id, "project": settings.project, "entity": settings.entity} if _id_of_agent() is None else {}
     init: dict[str, Any] = {
-        "id": _run_id(folder),
+        **place,
         "resume": "allow",
+        # Never into a run that the same process has open, another trial's or the caller's.
+        "reinit": "create_new",
         "name": folder.name,
-        "project": settings.project,
-        "entity": settings.entity,
         "group": settings.group,
+        "job_type": config.reg.name,
         "tags": settings.tags,
         "dir": folder,
         "config": to_dict(config),
@@ -178,8 +244,19 @@ def _offline(reason: str, folder: Path) -> str:
 
 
 def _run_id(folder: Path) -> str:
-    """One W&B run for a run, however often it is resumed, and another one when it is started anew."""
+    """One W&B run for a run, however often it is resumed, and another one when it is started anew.
+
+    In a W&B sweep it is the one that the agent has named, and stays that if the run is resumed without an agent.
+    """
     path = folder / "wandb" / "run-id"
-    if not path.exists():
+    agents = _id_of_agent()
+    if agents is not None:
+        write_text(path, agents)
+    elif not path.exists():
         write_text(path, uuid.uuid4().hex[:12])
     return path.read_text()
+
+
+def _id_of_agent() -> str | None:
+    """The W&B run that an agent of a sweep has started this process for."""
+    return os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
