@@ -56,7 +56,7 @@ def _report(options: argparse.Namespace) -> None:
     from istar.reports import report
 
     written = report.write(options.folder, options.out, Console(stderr=True))
-    told = f"{written.page}: {written.runs} runs, {written.holes} rows of missing ones"
+    told = f"{written.page}: {written.runs} run{'s' * (written.runs != 1)}, {written.holes} rows of missing ones"
     Console().print(told, highlight=False, soft_wrap=True, markup=False)
 
 

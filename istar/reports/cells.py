@@ -106,7 +106,7 @@ def prepare(found: Runs) -> pd.DataFrame:
 
 
 def flaw(record: RunRecord) -> str:
-    """Why a finished run's result cannot be shown, or nothing: a file may be of our format and yet not of our making."""
+    """Why a finished run's result cannot be shown, or nothing: a file may have our format and not our content."""
     if record.status != "finished":
         return ""
     try:

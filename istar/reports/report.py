@@ -58,7 +58,8 @@ def write(root: Path, out: Path, console: Console | None = None) -> Written:
         found = load_runs(root, keep_records=True)
         found = _without_flaws(found, out)
         if found.frame.empty:
-            unread = f"; {len(found.troubles)} folders could not be read as one" if found.troubles else ""
+            many = len(found.troubles)
+            unread = f"; {many} folder{'s' * (many > 1)} could not be read as one" if many else ""
             raise UserError(f"{root} holds no runs{unread}; train.py leaves them below run.root")
         data = _gather(found, root)
         pictures = {}

@@ -67,8 +67,8 @@ def _table1_row(cell: Cell, base: Cell, metric: str) -> dict[str, Any]:
     own = cell.spread(metric) if has else Spread(None, None, 0)
     theirs = paper.score(cell.model, cell.task, metric, cell.family)
     compared = None
-    if cell.family != "base" and has and metric in base.metrics:
-        compared = paired(cell.by_seed(metric), base.by_seed(metric))
+    if cell.family != "base" and has:
+        compared = paired(cell.by_seed(metric), base.by_seed(metric) if metric in base.metrics else {})
     first = _first(cell)
     return {
         "model": cell.model,
@@ -91,7 +91,7 @@ def _table1_row(cell: Cell, base: Cell, metric: str) -> dict[str, Any]:
         "pruned": cell.pruned,
         "configurations": cell.configurations,
         "hyperparameters": describe(first) if first else "",
-        "differs_from_base": " ".join(differing(_first(base), first)) if compared else "",
+        "differs_from_base": " ".join(differing(_first(base), first)) if compared and base.seeds else "",
     }
 
 

@@ -1,0 +1,227 @@
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from istar.reports import cells, results_tables
+from istar.reports.runs import load_runs
+from istar.results import RunRecord
+from tests.reports.synthetic import BASE, cosreg, istar, record, save
+
+BERT = "google-bert/bert-base-cased"
+Prepare = Callable[..., pd.DataFrame]
+
+
+@pytest.fixture
+def prepare(tmp_path: Path) -> Prepare:
+    """`prepare(record, ...)`: these runs written, read and grouped."""
+
+    def build(*runs: RunRecord) -> pd.DataFrame:
+        for number, run in enumerate(runs):
+            save(run, tmp_path / f"{number:04d}")
+        return cells.prepare(load_runs(tmp_path, keep_records=True))
+
+    return build
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_table1_is_what_pandas_says(prepare: Prepare, seed: int) -> None:
+    """Random runs; the oracle groups plain dictionaries and knows nothing of hashes."""
+    random = np.random.default_rng(seed)
+    runs, plain = [], []
+    choices: list[Any] = [BASE, istar(-1, 0.2), istar(-1, 0.4), istar(3, 0.4), cosreg(1), cosreg(2)]
+    for task in ("rte", "squad"):
+        for number, reg in enumerate(choices):
+            for lr in (1e-5, 3e-5):
+                for run_seed in random.choice(np.arange(1, 9), size=random.integers(1, 6), replace=False):
+                    value = float(random.uniform(0.4, 0.9))
+                    runs.append(record(task, BERT, reg, int(run_seed), value, optim__lr=lr))
+                    plain.append((task, reg["name"], number, lr, int(run_seed), value))
+    order = random.permutation(len(runs))
+    frame = prepare(*(runs[place] for place in order))
+    oracle = pd.DataFrame(plain, columns=["task", "reg", "number", "lr", "seed", "value"])
+    sheet = results_tables.table1(cells.cells(frame))
+    names = {"Base": "none", "CosReg": "cosreg", "I-STAR": "istar"}
+    for row in sheet.frame.to_dict("records"):
+        own = oracle[(oracle["task"] == row["task"]) & (oracle["reg"] == names[row["method"]])]
+        groups = own.groupby(["number", "lr"])["value"].agg(["size", "mean", "std"])
+        best = groups.sort_values(["size", "mean"], ascending=False).iloc[0]
+        scale = 90 if row["metric"] == "exact_match" else 100
+        assert row["mean"] == pytest.approx(scale * best["mean"], rel=1e-12)
+        assert row["std"] == pytest.approx(scale * best["std"], rel=1e-9, nan_ok=True)
+        assert row["seeds"] == best["size"]
+        assert row["configurations"] == len(groups)
+    assert [row["metric"] for row in sheet.frame.to_dict("records")] == ["accuracy"] * 3 + ["f1"] * 3 + [
+        "exact_match"
+    ] * 3
+
+
+def test_most_seeds_then_mean(prepare: Prepare) -> None:
+    frame = prepare(
+        *(record("rte", BERT, istar(-1), seed, 0.60) for seed in (1, 2, 3)),
+        *(record("rte", BERT, istar(-3), seed, 0.62) for seed in (1, 2, 3)),
+        *(record("rte", BERT, istar(-5), seed, 0.90) for seed in (1, 2)),
+    )
+    cell = cells.cell(frame, "rte", BERT.split("/")[1], "istar")
+    assert cell.seeds == [1, 2, 3]
+    assert cell.runs is not None
+    assert set(cell.runs["reg.lambda"]) == {-3.0}
+    assert cell.configurations == 3
+
+
+def test_selection_sees_the_validation_headline_alone(prepare: Prepare) -> None:
+    """Other columns, however good they look, change nothing."""
+    runs = [record("squad", BERT, istar(weight), 1, value) for weight, value in ((-1, 0.5), (-3, 0.6), (-5, 0.4))]
+    frame = prepare(*runs)
+    [chosen] = cells.cell(frame, "squad", "bert-base-cased", "istar").runs["reg.lambda"]  # type: ignore[index]
+    assert chosen == -3
+    tempting = {-1.0: 0.99, -3.0: 0.01, -5.0: 0.5}
+    others = [name for name in frame if name.startswith("validation.") or name.startswith("isoscore")]
+    for name in [*others, "test.f1", "constant", "seconds", "epoch"]:
+        frame[name] = frame["reg.lambda"].map(tempting)
+    [still] = cells.cell(frame, "squad", "bert-base-cased", "istar").runs["reg.lambda"]  # type: ignore[index]
+    assert still == -3
+    frame["value"] = frame["reg.lambda"].map(tempting)
+    [other] = cells.cell(frame, "squad", "bert-base-cased", "istar").runs["reg.lambda"]  # type: ignore[index]
+    assert other == -1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"optim__lr": 1e-5},
+        {"data__batch_size": 16},
+        {"task__limit_train": 10},
+        {"trainer__max_epochs": 4},
+        {"model__revision": "other"},
+        {"trainer__devices": 2},
+    ],
+)
+def test_what_makes_another_configuration(prepare: Prepare, changes: dict[str, Any]) -> None:
+    frame = prepare(record("rte", BERT, BASE, 1), record("rte", BERT, BASE, 2, **changes))
+    assert frame["configuration"].nunique() == 2
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"task__data_dir": "elsewhere"}, {"data__num_workers": 4}, {"run__root": "other"}, {"run__save_model": False}],
+)
+def test_what_does_not(prepare: Prepare, changes: dict[str, Any]) -> None:
+    frame = prepare(record("rte", BERT, BASE, 1), record("rte", BERT, BASE, 2, **changes))
+    assert frame["configuration"].nunique() == 1
+
+
+def test_other_data_and_other_weights_are_another_configuration(prepare: Prepare) -> None:
+    frame = prepare(
+        record("rte", BERT, BASE, 1),
+        record("rte", BERT, BASE, 2, changes={"data": {"fingerprint": "other"}}),
+        record("rte", "mine/bert-base-cased", BASE, 3),
+    )
+    assert frame["configuration"].nunique() == 3
+
+
+def test_a_seed_counts_once(prepare: Prepare) -> None:
+    frame = prepare(*(record("rte", BERT, BASE, 1, 0.5) for _ in range(3)), record("rte", BERT, BASE, 2, 0.7))
+    cell = cells.cell(frame, "rte", "bert-base-cased", "base")
+    assert cell.seeds == [1, 2]
+    assert cell.spread("accuracy").mean == pytest.approx(60)
+    assert frame["repeated"].sum() == 2
+
+
+def test_collapsed_failed_and_pruned_are_told(prepare: Prepare) -> None:
+    frame = prepare(
+        record("rte", BERT, istar(), 1, 0.6),
+        record("rte", BERT, istar(), 2, 0.5, changes={"collapsed": {"validation": True}}),
+        record("rte", BERT, istar(), 3, status="failed"),
+        record("rte", BERT, istar(-5), 3, status="failed"),
+        record("rte", BERT, istar(-5), 4, 0.99, status="pruned"),
+        record("rte", BERT, istar(-5), 5, status="unfinished"),
+        record("rte", BERT, cosreg(), 5, status="failed"),
+    )
+    cell = cells.cell(frame, "rte", "bert-base-cased", "istar")
+    assert (cell.seeds, cell.collapsed, cell.failed, cell.pruned) == ([1, 2], 1, 1, 1)
+    assert cell.spread("accuracy").mean == pytest.approx(55)
+    lost = cells.cell(frame, "rte", "bert-base-cased", "cosreg")
+    assert (lost.runs, lost.failed) == (None, 1)
+    remarks = {row[1].text: row[-1].text for row in results_tables.table1(cells.cells(frame)).rows}
+    assert remarks["I-STAR"].startswith("1 collapsed; 1 failed; 1 pruned; no test: no common seed")
+    assert remarks["CosReg"] == "no finished run; 1 failed"
+    sheet = results_tables.left_out(frame, {"x/y": "x/y holds no run"}, "x")
+    assert sorted(row[1].text for row in sheet.rows) == ["failed"] * 3 + ["not read", "pruned", "unfinished"]
+
+
+def test_ablations_do_not_fill_table1(prepare: Prepare) -> None:
+    frame = prepare(
+        record("rte", BERT, istar(-1), 1, 0.5),
+        record("rte", BERT, istar(-1, layers=[1]), 1, 0.9),
+        record("rte", BERT, cosreg(1), 1, 0.5),
+        record("rte", BERT, cosreg(-1), 1, 0.9),
+        record("rte", BERT, cosreg(1, "all"), 1, 0.9),
+        record("rte", BERT, istar(0.0), 1, 0.4),
+    )
+    found = {cell.family: cell.spread("accuracy").mean for cell in cells.cells(frame)}
+    # A weight of 0 is no penalty.
+    assert found == {"istar": pytest.approx(50), "cosreg": pytest.approx(50), "base": pytest.approx(40)}
+
+
+def test_a_value_that_is_no_number_is_not_averaged(prepare: Prepare) -> None:
+    frame = prepare(record("rte", BERT, BASE, 1, 0.5), record("rte", BERT, BASE, 2, float("nan")))
+    assert cells.cell(frame, "rte", "bert-base-cased", "base").seeds == [1]
+    [row] = results_tables.left_out(frame, {}, "").rows
+    assert row[1].text == "without a value"
+
+
+def test_beside_the_paper_and_base(prepare: Prepare) -> None:
+    frame = prepare(
+        *(record("rte", BERT, BASE, seed, 0.60 + 0.01 * seed) for seed in (1, 2, 3)),
+        *(record("rte", BERT, istar(-1, 0.8), seed, 0.62 + 0.01 * seed**2, optim__lr=1e-5) for seed in (2, 3, 4)),
+    )
+    rows = results_tables.table1(cells.cells(frame)).frame.set_index("method")
+    assert rows.loc["Base", "paper_mean"] == 62.24
+    assert rows.loc["Base", "minus_paper"] == pytest.approx(62 - 62.24)
+    assert rows.loc["I-STAR", ["paper_mean", "paper_std"]].tolist() == [62.53, 0.70]
+    assert rows.loc["I-STAR", "pairs"] == 2
+    assert rows.loc["I-STAR", "minus_base"] == pytest.approx((66 - 62 + 71 - 63) / 2)
+    assert rows.loc["I-STAR", "differs_from_base"] == "optim.lr"
+    assert rows["split"].unique().tolist() == ["validation"]
+    second = results_tables.table2(cells.cells(frame), frame).rows
+    assert [entry.text for entry in second[0]] == ["rte", "-1 | 0.8", "3", "71.67", "1", "-1 | 0.8", "same"]
+
+
+def test_the_best_mean_is_bold(prepare: Prepare) -> None:
+    frame = prepare(
+        record("rte", BERT, BASE, 1, 0.61234),
+        record("rte", BERT, istar(), 1, 0.612341),
+        record("rte", BERT, cosreg(), 1, 0.60),
+    )
+    bold = {row[1].text: row[4].bold for row in results_tables.table1(cells.cells(frame)).rows}
+    assert bold == {"Base": True, "I-STAR": True, "CosReg": False}
+
+
+def test_costs(prepare: Prepare) -> None:
+    frame = prepare(*(record("rte", BERT, istar(), seed) for seed in (1, 2, 3)), record("rte", BERT, BASE, 9))
+    refreshes = {folder: [1.0, 2.0] for folder in frame["folder"]}
+    rows = results_tables.costs(frame, refreshes).frame.set_index("method")
+    assert rows.loc["I-STAR", ["runs", "seconds_mean", "seconds_std", "seconds_sum"]].tolist() == [3, 62, 1, 186]
+    assert rows.loc["I-STAR", "shrinkage_seconds_mean"] == 3
+    assert rows.loc["I-STAR", "shrinkage_share"] == pytest.approx(9 / 186)
+    assert rows.loc["Base", "seconds_sum"] == 69
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"isotropy": {}},
+        {"isotropy": {"after": {"1": "x", "union": 0.1}}},
+        {"epochs": [{"epoch": 1}]},
+        {"epochs": ["one"]},
+        {"headline": {"metric": None, "value": 0.5, "epoch": 1}},
+        {"metrics": {}},
+    ],
+)
+def test_results_that_are_not_whole(changes: dict[str, Any]) -> None:
+    assert cells.flaw(record("rte", BERT, istar(), 1)) == ""
+    assert cells.flaw(record("rte", BERT, istar(), 1, changes=changes))

@@ -1,0 +1,561 @@
+import itertools
+import json
+import re
+import time
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from istar import cli
+from istar.errors import UserError
+from istar.reports import cells, geometry, holes, plots, report, results_tables, sheets, stability
+from istar.reports.runs import load_runs
+from istar.reports.sheets import Entry, Sheet
+from istar.results import RunRecord
+from tests.reports.synthetic import BASE, cosreg, fifty, istar, measured, record, save
+
+BERT = "google-bert/bert-base-cased"
+VOID = {"meta", "link", "br", "hr", "img", "input"}
+
+
+@pytest.fixture(scope="module")
+def quick() -> Any:
+    """A cloud whose scores take no time; the real one is drawn once, in `written`."""
+    return stability.stability((10, 50), (0.0, 1.0), draws=2, shrinkage_points=800)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("fifty")
+    fifty(folder / "runs")
+    start = time.perf_counter()
+    told = report.write(folder / "runs", folder / "report")
+    assert time.perf_counter() - start < 10
+    assert told.page == folder / "report" / "index.html"
+    assert told.runs == 50
+    return folder / "report"
+
+
+class Reader(HTMLParser):
+    """Every tag is closed where it should be; what it refers to, and what it says, is kept."""
+
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.references: list[tuple[str, str]] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self.ids += [value or "" for name, value in attrs if name == "id"]
+        self.references += [
+            (name, value or "") for name, value in attrs if name in ("href", "src", "xlink:href", "action", "data")
+        ]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.open.pop() if tag not in VOID else None
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def parsed(page: Path) -> Reader:
+    reader = Reader()
+    reader.feed(page.read_text(encoding="utf-8"))
+    reader.close()
+    assert reader.open == []
+    return reader
+
+
+def test_page_is_whole_and_needs_nothing_else(written: Path) -> None:
+    page = parsed(written / "index.html")
+    text = (written / "index.html").read_text(encoding="utf-8")
+    assert len(page.ids) == len(set(page.ids))
+    for _, target in page.references:
+        assert not re.match(r"(https?:)?//", target)
+        if target.startswith("#"):
+            assert target[1:] in page.ids
+        else:
+            assert (written / target).is_file()
+    assert not [tag for tag, _ in page.tags if tag in ("script", "link", "iframe", "object", "embed", "img")]
+    assert not re.search(r"@import|url\((?!#)", text)
+    for used in re.findall(r"url\(#([^)]+)\)", text):
+        assert used in page.ids
+
+
+def test_page_can_be_read_by_everyone(written: Path) -> None:
+    page = parsed(written / "index.html")
+    text = (written / "index.html").read_text(encoding="utf-8")
+    assert "prefers-color-scheme: dark" in text
+    assert "@media print" in text
+    assert ("html", {"lang": "en"}) in page.tags
+    tags = [tag for tag, _ in page.tags]
+    assert tags.count("table") == tags.count("caption") == 5
+    assert tags.count("h1") == 1
+    levels = [int(tag[1]) for tag in tags if re.fullmatch(r"h[1-6]", tag)]
+    assert all(after - before <= 1 for before, after in itertools.pairwise(levels))
+    for tag, attributes in page.tags:
+        if tag == "svg":
+            assert attributes["role"] == "img"
+            for name in (attributes["aria-labelledby"] or "").split():
+                assert name in page.ids
+    # Colours come from the page, so that dark is dark.
+    pictures = re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL)
+    assert len(pictures) >= 10
+    for picture in pictures:
+        assert not re.search(r"(?:fill|stroke): #", picture)
+    contents = [target[1:] for _, target in page.references if target.startswith("#") and target != "#content"]
+    assert {"table1", "table2", *(f"figure{number}" for number in range(2, 9)), "cost", "missing"} <= set(contents)
+
+
+def test_every_file(written: Path) -> None:
+    names = {"table1", "table2", "cost", "missing", "left_out"}
+    assert {path.name for path in (written / "tables").iterdir()} == {
+        f"{name}.{suffix}" for name in names for suffix in ("csv", "md", "tex")
+    }
+    for name in names:
+        assert len(pd.read_csv(written / "tables" / f"{name}.csv")) > 0
+        balanced((written / "tables" / f"{name}.tex").read_text(encoding="utf-8"))
+    pictures = {path.stem for path in (written / "figures").iterdir()}
+    assert {f"figure{number}-bert-base-cased" for number in range(3, 9)} | {"figure2"} <= pictures
+    for name in pictures:
+        assert (written / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        ElementTree.parse(written / "figures" / f"{name}.svg")
+
+
+def test_what_the_page_says(written: Path) -> None:
+    said = " ".join(" ".join(parsed(written / "index.html").text).split())
+    for told in (
+        "50 runs", "44 finished", "2 failed", "2 pruned", "2 unfinished", "1 collapsed",
+        "25 of the paper's 27 pairs of model and task have no run.",
+        "python train.py -m +sweep=table1 task=sst2,qnli,rte,mrpc,qqp,cola,stsb,sst5,squad "
+        "model=albert,bert,distilbert",
+        "loss is NaN at step 7", "it holds no run", "stopped early by a search",
+    ):  # fmt: skip
+        assert told in said or told in " ".join(reversed_pairs(said)), told
+
+
+def reversed_pairs(said: str) -> list[str]:
+    """The summary has its words before its numbers."""
+    return [f"{number} {word}" for word, number in re.findall(r"(\w+) (\d+)", said)]
+
+
+def balanced(tex: str) -> None:
+    """Braces close, environments nest, and all rows have as many cells as there are columns."""
+    plain = re.sub(r"\\[{}%&#_$]", "", re.sub(r"(?m)^%.*$", "", tex))
+    plain = plain.replace(r"\\", "")
+    depth = 0
+    for letter in plain:
+        depth += {"{": 1, "}": -1}.get(letter, 0)
+        assert depth >= 0
+    assert depth == 0
+    assert plain.count("$") % 2 == 0
+    assert "%" not in plain.replace("{!}{%", "")
+    assert "#" not in plain
+    assert not re.search(r"_", re.sub(r"\\label\{.*\}", "", plain))
+    opened: list[str] = []
+    for what, name in re.findall(r"\\(begin|end)\{([a-z*]+)\}", tex):
+        if what == "begin":
+            opened.append(name)
+        else:
+            assert opened.pop() == name
+    assert opened == []
+    columns = len(re.search(r"\\begin\{tabular\}\{([lr]+)\}", tex)[1])  # type: ignore[index]
+    body = tex[tex.index(r"\toprule") : tex.index(r"\bottomrule")]
+    rows = [row for row in body.replace("\n", " ").split(r" \\") if "multicolumn" not in row and row.strip()]
+    assert all(len(re.findall(r"(?<!\\)&", row)) == columns - 1 for row in rows)
+    assert all(ord(letter) < 128 for letter in tex)
+
+
+NASTY = r"""<script>alert('x')</script> & "q" _a% #1 ~ ^ $x$ {y} \z | `t` λ ± <img src=//evil>"""
+
+
+def test_hostile_words(tmp_path: Path) -> None:
+    model = 'mine/<b onclick="x()">$a_1$ & 100%\'s'
+    for seed in (1, 2):
+        save(record("rte", model, BASE, seed, 0.5), tmp_path / "runs")
+        save(record("rte", model, istar(), seed, 0.5 + seed / 100), tmp_path / "runs")
+    save(RunRecord("failed", "failed", record("rte", model, BASE, 3).config, error=NASTY), tmp_path / "runs")
+    (tmp_path / "runs" / "<i>no & run").mkdir()
+    report.write(tmp_path / "runs", tmp_path / "report")
+    page = parsed(tmp_path / "report" / "index.html")
+    said = "".join(page.text)
+    assert " ".join(NASTY.split()) in said
+    assert "<i>no & run" in said
+    assert '<b onclick="x()">$a_1$ & 100%\'s' in said
+    assert not [tag for tag, _ in page.tags if tag in ("script", "i", "img")]
+    assert not [attributes for _, attributes in page.tags if "onclick" in attributes]
+    for path in (tmp_path / "report").rglob("*.svg"):
+        ElementTree.parse(path)
+    for path in (tmp_path / "report" / "tables").glob("*.tex"):
+        balanced(path.read_text(encoding="utf-8").replace("λ", ""))
+    told = (tmp_path / "report" / "tables" / "left_out.md").read_text(encoding="utf-8")
+    assert r"\<script\>alert('x')\</script\>" in told
+    assert r"\| \`t\`" in told
+
+
+def test_latex_and_markdown_of_a_table() -> None:
+    rows = [[Entry("a_b & 5%"), Entry("1.0 ± 0.1", bold=True, number=True), Entry("x=$y", code=True)]]
+    sheet = Sheet("one_two", "T", "50% of #1", ("n", "v", "c"), {"m_1": rows}, pd.DataFrame())
+    tex = sheets.latex(sheet)
+    balanced(tex)
+    assert r"a\_b \& 5\% & \textbf{1.0 $\pm$ 0.1} & \texttt{x=\$y} \\" in tex
+    assert r"\caption{50\% of \#1}" in tex
+    assert r"\begin{tabular}{lrl}" in tex
+    lines = sheets.markdown(sheet).splitlines()
+    assert lines[2:] == [
+        "| model | n | v | c |",
+        "| --- | --- | --- | --- |",
+        r"| m\_1 | a\_b & 5% | **1.0 ± 0.1** | `x=$y` |",
+    ]
+
+
+# Holes.
+
+
+def lacks(root: Path, folder: str = "runs") -> dict[tuple[str, str, str], tuple[str, str]]:
+    """What is missing, and its command, by artefact, model and task."""
+    found = load_runs(root, keep_records=True)
+    frame = cells.prepare(found)
+    how = holes.command_for(frame, folder)
+    filled = cells.cells(frame)
+    missing = holes.of_table1(filled, cells.models(frame), cells.tasks(frame), how)
+    missing += holes.of_table2(filled, frame, how)
+    drawn = [
+        plots.isotropy_and_performance(frame),
+        plots.layer_isotropy(frame, found.records),
+        plots.zeta_ablation(frame),
+        plots.layer_ablation(frame, found.records),
+    ]
+    for plot in drawn:
+        missing += holes.of_plot(plot, frame, {"bert-base-cased": 4}, how)
+    return {(hole.artefact, hole.model, hole.task): (hole.missing, hole.command) for hole in missing}
+
+
+def test_holes_are_named_with_their_commands(tmp_path: Path) -> None:
+    for seed in (1, 2, 4):
+        save(record("rte", BERT, BASE, seed), tmp_path)
+    for seed in range(1, 6):
+        save(record("rte", BERT, istar(-1, 0.2), seed), tmp_path)
+    save(record("cola", "here/my model", cosreg(), 7), tmp_path)
+    found = lacks(tmp_path)
+    assert found["Table 1", "bert-base-cased", "rte"] == (
+        "Base: seeds 3, 5; CosReg: no run",
+        "python train.py -m +sweep=table1 task=rte model=bert",
+    )
+    assert found["Table 1", "bert-base-cased", "cola"][0] == "Base: no run; CosReg: no run; I-STAR: no run"
+    assert found["Table 1", "my model", "cola"] == (
+        "Base: no run; CosReg: seeds 1, 2, 3, 4; I-STAR: no run",
+        "python train.py -m +sweep=table1 task=cola model=auto 'model.name=here/my model'",
+    )
+    assert found["Table 2", "bert-base-cased", "rte"][0] == "I-STAR: 23 of the 24 pairs of λ and ζ"
+    assert ("Table 2", "my model", "cola") not in found
+    assert found["Figure 3", "bert-base-cased", "rte"] == (
+        "λ = -5, -3, 0.5, 1, 3, 5: no run",
+        "python train.py -m +sweep=figure3 task=rte model=bert",
+    )
+    # One seed is as many as the paper has there.
+    assert found["Figure 6", "bert-base-cased", "rte"][0] == "λ = 1: no run"
+    assert found["Figure 7", "bert-base-cased", "rte"] == (
+        "ζ = 0, 0.2, 0.4, 0.6, 0.8, 1: no run",
+        "python train.py -m +sweep=zeta_ablation task=rte model=bert",
+    )
+    assert found["Figure 8", "bert-base-cased", "cola"] == (
+        "no run with a single layer",
+        "python train.py -m +sweep=layer_ablation task=cola model=bert reg.lambda=-1 reg.zeta=0.8 "
+        "'reg.layers=[1],[2],[3],[4],all'",
+    )
+
+
+def test_what_is_there_is_no_hole(tmp_path: Path) -> None:
+    for seed in range(1, 6):
+        for reg in (BASE, cosreg(), istar(-1, 0.8)):
+            save(record("rte", BERT, reg, seed), tmp_path)
+        for zeta in (0, 0.2, 0.4, 0.6, 1):
+            save(record("rte", BERT, istar(-1, zeta), seed), tmp_path)
+        for weight in (-5, -3, 0.5, 1, 3, 5):
+            save(record("rte", BERT, istar(weight, 0.8), seed), tmp_path)
+        for layer in range(1, 5):
+            save(record("rte", BERT, istar(-1, 0.8, [layer]), seed), tmp_path)
+    found = lacks(tmp_path)
+    assert list(found) == [("Table 2", "bert-base-cased", "rte")]
+    assert found["Table 2", "bert-base-cased", "rte"][0] == "I-STAR: 15 of the 24 pairs of λ and ζ"
+
+
+def test_commands_name_the_data_and_the_folder(tmp_path: Path) -> None:
+    save(record("rte", "tiny", BASE, 1, model__pretrained=False, task__data_dir="my data"), tmp_path)
+    _, command = lacks(tmp_path, "elsewhere")["Table 1", "tiny", "rte"]
+    assert command == (
+        "python train.py -m +sweep=table1 task=rte model=tiny 'task.data_dir=my data' run.root=elsewhere"
+    )
+
+
+def test_of_the_paper() -> None:
+    frame = pd.DataFrame({"model": ["mine"], "task": ["rte"]})
+    assert holes.of_the_paper(frame)[0] == "27 of the paper's 27 pairs of model and task have no run."  # type: ignore[index]
+    pairs = [(model, task) for model in holes.paper.MODELS for task in holes.paper.TASKS]
+    assert holes.of_the_paper(pd.DataFrame(pairs, columns=["model", "task"])) is None
+    rest = holes.of_the_paper(pd.DataFrame(pairs[1:], columns=["model", "task"]))
+    assert rest == (
+        "1 of the paper's 27 pairs of model and task have no run.",
+        "python train.py -m +sweep=table1 task=sst2 model=albert",
+    )
+
+
+# Figures.
+
+
+def frame_of(root: Path) -> tuple[Any, pd.DataFrame]:
+    found = load_runs(root, keep_records=True)
+    return found, cells.prepare(found)
+
+
+def test_lines_differ_in_nothing_but_what_they_vary(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        for weight in (-1, 1):
+            save(record("rte", BERT, istar(weight, 0.4), seed, 0.5 + weight / 10), tmp_path)
+        # Better, but alone: one lambda of another zeta and learning rate.
+        save(record("rte", BERT, istar(-5, 0.8), seed, 0.99), tmp_path)
+        save(record("rte", BERT, istar(3, 0.4), seed, 0.99, optim__lr=1e-5), tmp_path)
+        save(record("rte", BERT, BASE, seed, 0.55), tmp_path)
+        save(record("rte", BERT, BASE, seed, 0.95, optim__lr=1e-5), tmp_path)
+    _, frame = frame_of(tmp_path)
+    [panel] = plots.isotropy_and_performance(frame).panels
+    assert {line.label: line.y[0] for line in panel.lines} == pytest.approx({"Base": 55, "λ = -1": 40, "λ = 1": 60})
+    assert all(line.seeds == (1, 2) for line in panel.lines)
+    assert (
+        panel.held
+        == "ζ = 0.4, lr 3e-05, batch 32, 2 accumulated, 3 epochs, 32-true; 4 runs, 2 other configurations not shown"
+    )
+
+
+def test_points_have_both_deviations(tmp_path: Path) -> None:
+    values = {seed: 0.6 + seed**2 / 100 for seed in range(1, 6)}
+    runs = [record("rte", BERT, istar(-1), seed, value) for seed, value in values.items()]
+    for run in runs:
+        save(run, tmp_path)
+    _, frame = frame_of(tmp_path)
+    [panel] = plots.isotropy_and_performance(frame).panels
+    [line] = panel.lines
+    scores = [run.isotropy["after"]["union"] for run in runs]
+    assert line.x[0] == pytest.approx(np.mean(scores), rel=1e-12)
+    assert line.x_error[0] == pytest.approx(np.std(scores, ddof=1), rel=1e-9)
+    assert line.y[0] == pytest.approx(100 * np.mean(list(values.values())), rel=1e-12)
+    assert line.y_error[0] == pytest.approx(100 * np.std(list(values.values()), ddof=1), rel=1e-9)
+
+
+def test_ablations(tmp_path: Path) -> None:
+    for zeta, value in ((0, 0.5), (0.4, 0.7), (1, 0.6)):
+        for seed in (1, 2):
+            save(record("rte", BERT, istar(-1, zeta), seed, value + seed / 100), tmp_path)
+    for layer in (1, 3):
+        save(record("rte", BERT, istar(-1, 0.4, [layer]), 1, 0.6 + layer / 100), tmp_path)
+    found, frame = frame_of(tmp_path)
+    [panel] = plots.zeta_ablation(frame).panels
+    assert panel.lines[0].x == (0, 0.4, 1)
+    assert panel.lines[0].y == pytest.approx((51.5, 71.5, 61.5))
+    assert panel.lines[0].y_error == pytest.approx([np.std([1, 2], ddof=1)] * 3)
+    assert panel.mark == (0.4, "best ζ")
+    [panel] = plots.layer_ablation(frame, found.records).panels
+    assert (panel.lines[0].x, panel.lines[0].y) == ((1, 3), pytest.approx((61, 63)))
+    assert panel.level == (pytest.approx(71.5), "all layers")
+    assert panel.seeds == {1: (1,), 2: (), 3: (1,), 4: (), "all": (1, 2)}
+
+
+def test_layers_and_dimensions_are_means_over_seeds(tmp_path: Path) -> None:
+    runs = [record("rte", BERT, reg, seed) for reg in (BASE, cosreg(1), istar(-1)) for seed in (1, 2)]
+    for run in runs:
+        save(run, tmp_path)
+    found, frame = frame_of(tmp_path)
+    read = {folder: geometry.read(Path(folder)) for folder in frame["folder"]}
+    known = {folder: own for folder, own in read.items() if own is not None}
+    [panel] = plots.mean_activations(frame, known).panels
+    assert [line.label for line in panel.lines] == ["Base", "λ = 1"]
+    means = np.mean([measured(run)["mean_activation"] for run in runs[2:4]], axis=0)
+    assert panel.lines[1].y == pytest.approx(means, rel=1e-12)
+    [panel] = plots.intrinsic_dimensions(frame, known).panels
+    assert panel.lines[1].label == "λ = -1"
+    assert np.isnan(panel.lines[1].y[0])
+    assert panel.lines[1].y[1:] == pytest.approx(measured(runs[4])["two_nn"][1:])
+    [panel] = plots.layer_isotropy(frame, found.records).panels
+    after = [[run.isotropy["after"][str(layer)] for layer in range(5)] for run in runs[4:]]
+    assert panel.lines[1].y == pytest.approx(np.mean(after, axis=0), rel=1e-12)
+    # Without the file there is no line, and a hole.
+    assert plots.mean_activations(frame, {}).panels == ()
+    how = holes.command_for(frame, "runs")
+    [hole] = holes.without_geometry(plots.intrinsic_dimensions(frame, {}), frame.assign(task="sst2"), {}, how)
+    assert hole.missing == "4 finished runs without geometry.json, which run.overwrite=true makes"
+    assert hole.command == "python train.py -m +sweep=figure5 task=sst2 model=bert run.overwrite=true"
+
+
+def test_curves_follow_the_runs_of_table1(tmp_path: Path) -> None:
+    runs = [record("rte", BERT, BASE, seed, 0.5 + seed / 10) for seed in (1, 2)]
+    for run in (*runs, record("rte", BERT, BASE, 1, 0.9, optim__lr=1e-5)):
+        save(run, tmp_path)
+    found, frame = frame_of(tmp_path)
+    losses, metrics = plots.curves(cells.cells(frame), found.records)
+    [[line]] = [panel.lines for panel in losses.panels]
+    expected = [np.mean([run.epochs[epoch]["metrics"]["loss"] for run in runs]) for epoch in range(3)]
+    assert line.y == pytest.approx(expected, rel=1e-12)
+    [[line]] = [panel.lines for panel in metrics.panels]
+    assert line.y == pytest.approx([0.8 * 65, 0.9 * 65, 65])
+
+
+def test_stability(quick: Any) -> None:
+    assert quick.truth == pytest.approx(0.86734, abs=1e-5)
+    assert quick.scores[0.0][0].mean < quick.scores[0.0][1].mean < 0.1
+    assert quick.scores[1.0][0].mean == quick.scores[1.0][1].mean
+    again = stability.stability((10, 50), (0.0, 1.0), draws=2, shrinkage_points=800)
+    assert again == quick
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"mean_activation": [1], "two_nn": 3}', '{"mean', '{"two_nn": [1]}'])
+def test_a_broken_geometry_is_told(tmp_path: Path, text: str) -> None:
+    (tmp_path / "geometry.json").write_text(text)
+    with pytest.raises(UserError, match=r"geometry\.json is not a geometry that istar wrote"):
+        geometry.read(tmp_path)
+    assert geometry.read(tmp_path / "nowhere") is None
+
+
+# Writing.
+
+
+@pytest.fixture
+def one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: Any) -> Path:
+    monkeypatch.setattr(stability, "stability", lambda: quick)
+    save(record("rte", BERT, BASE, 1), tmp_path / "runs")
+    return tmp_path
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_same_runs_give_the_same_files(one_run: Path) -> None:
+    report.write(one_run / "runs", one_run / "report")
+    first = contents(one_run / "report")
+    report.write(one_run / "runs", one_run / "report")
+    assert contents(one_run / "report") == first
+    assert sorted(path.name for path in one_run.iterdir()) == ["report", "runs"]
+
+
+def test_a_report_below_its_runs_is_no_trouble(one_run: Path) -> None:
+    for _ in range(2):
+        report.write(one_run / "runs", one_run / "runs" / "report")
+    assert "not read" not in (one_run / "runs" / "report" / "tables" / "left_out.csv").read_text()
+
+
+def foreign(out: Path, kind: str) -> None:
+    if kind == "a file":
+        out.write_text("mine")
+        return
+    out.mkdir()
+    if kind == "someone's folder":
+        (out / "thesis.tex").write_text("mine")
+    if kind == "someone's page":
+        (out / "index.html").write_text("<html>mine</html>")
+    if kind == "someone's tables":
+        (out / "tables").mkdir()
+        (out / "tables" / "mine.csv").write_text("1")
+
+
+@pytest.mark.parametrize("kind", ["a file", "someone's folder", "someone's page", "someone's tables"])
+def test_nobody_loses_files(one_run: Path, kind: str, capsys: Any) -> None:
+    out = one_run / "report"
+    foreign(out, kind)
+    before = contents(out) if out.is_dir() else out.read_text()
+    assert cli.main(["report", str(one_run / "runs"), "--out", str(out)]) == 2
+    [told] = capsys.readouterr().err.splitlines()
+    assert told.startswith(f"error: --out {out} ")
+    assert (contents(out) if out.is_dir() else out.read_text()) == before
+
+
+def test_a_file_put_beside_a_report_is_kept(one_run: Path) -> None:
+    out = one_run / "report"
+    report.write(one_run / "runs", out)
+    (out / "figures" / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"holds figures/notes\.txt, which is no part of a report"):
+        report.write(one_run / "runs", out)
+    assert (out / "figures" / "notes.txt").read_text() == "mine"
+
+
+def test_an_interrupted_report_leaves_the_old_one(one_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = one_run / "report"
+    report.write(one_run / "runs", out)
+    before = contents(out)
+    save(record("rte", BERT, BASE, 2), one_run / "runs")
+    writes = iter(range(4))
+    real = Path.write_bytes
+
+    def full(path: Path, data: bytes) -> int:
+        if next(writes, None) is None:
+            raise OSError(28, "No space left on device")
+        return real(path, data)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(UserError, match=r"cannot be written: .*No space left"):
+        report.write(one_run / "runs", out)
+    assert contents(out) == before
+    assert sorted(path.name for path in one_run.iterdir()) == ["report", "runs"]
+
+
+def test_nothing_to_report(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "runs").mkdir()
+    assert cli.main(["report", str(tmp_path / "runs"), "--out", str(tmp_path / "report")]) == 2
+    (tmp_path / "runs" / "foreign").mkdir()
+    assert cli.main(["report", str(tmp_path / "runs"), "--out", str(tmp_path / "report")]) == 2
+    assert cli.main(["report", str(tmp_path / "nowhere"), "--out", str(tmp_path / "report")]) == 2
+    first, second, third = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"error: {tmp_path / 'runs'} holds no runs;")
+    assert "1 folder could not be read as one" in second
+    assert "is not a folder" in third
+    assert not (tmp_path / "report").exists()
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        [record("rte", BERT, BASE, 1, status="failed")],
+        [record("rte", BERT, BASE, 1, status="unfinished")],
+        [record("rte", BERT, BASE, 1, status="pruned")],
+        [record("rte", BERT, cosreg(), 1)],
+        [record("demo", "tiny", istar(-0.2), 1, changes={"collapsed": {}, "timing": {}})],
+        [record("rte", BERT, istar(-1, layers=[1]), 1)],
+        [record("rte", BERT, istar(), 1, changes={"isotropy": {}}), record("rte", BERT, BASE, 1)],
+    ],
+    ids=["failed", "unfinished", "pruned", "cosreg", "demo", "layer", "flawed"],
+)
+def test_whatever_there_is_makes_a_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: Any, runs: list[RunRecord]
+) -> None:
+    monkeypatch.setattr(stability, "stability", lambda: quick)
+    for run in runs:
+        save(run, tmp_path / "runs", geometry=False)
+    report.write(tmp_path / "runs", tmp_path / "report")
+    parsed(tmp_path / "report" / "index.html")
+
+
+def test_the_command(one_run: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(one_run)
+    (one_run / "runs" / "sweeps" / "a").mkdir(parents=True)
+    (one_run / "runs" / "sweeps" / "a" / "result.json").write_text(json.dumps({}))
+    assert cli.main(["report", "runs"]) == 0
+    assert capsys.readouterr().out.startswith("report/index.html: 1 run, ")
+    frame = pd.read_csv("report/tables/table1.csv")
+    assert frame.loc[0, "mean"] == pytest.approx(50)
+    assert not pd.read_csv("report/tables/missing.csv")["command"].str.contains("run.root").any()
+    assert list(pd.read_csv("report/tables/left_out.csv")["folder"]) == []
+    assert results_tables.NONE not in frame.columns
