@@ -203,7 +203,8 @@ def cells(frame: pd.DataFrame) -> list[Cell]:
 
 def rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
     """The rows by the columns' names; what is missing may be NaN, as pandas has it."""
-    return [{str(key): value for key, value in row.items()} for row in frame.to_dict("records")]
+    columns = [frame[name].tolist() for name in frame]
+    return [dict(zip(map(str, frame), values, strict=True)) for values in zip(*columns, strict=True)]
 
 
 def models(frame: pd.DataFrame) -> list[str]:

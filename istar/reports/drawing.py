@@ -9,6 +9,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, ScalarFormatter
@@ -21,6 +22,7 @@ INK, PAPER, RED = "#101418", "#ffffff", "#c2260c"
 PALETTE = tuple(colour.lower() for colour in COLOURS[:6])
 _MARKERS = "osD^vPX*"
 _COLUMNS = 3
+_DPI = 110
 _STYLE: Any = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial", "sans-serif"],
@@ -49,16 +51,16 @@ def render(plot: Plot) -> dict[str, bytes]:
     """The picture by its suffix: `svg` and `png`; the same plot gives the same bytes."""
     with matplotlib.rc_context(_STYLE):
         figure = _draw(plot)
-        FigureCanvasAgg(figure)
-        # The layout is found once for both files.
-        figure.draw_without_rendering()
+        # The layout is found once, and the canvases are asked themselves: savefig would draw each picture twice.
+        layout = figure.get_layout_engine()
+        assert layout is not None
+        png, svg = FigureCanvasAgg(figure), FigureCanvasSVG(figure)
+        layout.execute(figure)
         figure.set_layout_engine("none")
-        pictures = {}
-        for suffix, metadata in (("svg", {"Date": None}), ("png", {"Software": None})):
-            file = io.BytesIO()
-            figure.savefig(file, format=suffix, dpi=110, metadata=metadata)
-            pictures[suffix] = file.getvalue()
-    return pictures
+        pictures = {"svg": io.BytesIO(), "png": io.BytesIO()}
+        svg.print_svg(pictures["svg"], metadata={"Date": None})
+        png.print_png(pictures["png"], metadata={"Software": None})
+    return {suffix: file.getvalue() for suffix, file in pictures.items()}
 
 
 def inline(svg: bytes, name: str, title: str, description: str) -> str:
@@ -118,7 +120,7 @@ def _draw(plot: Plot) -> Figure:
     looks = _looks(plot)
     legend_rows = math.ceil(len(looks) / _legend_columns(columns, looks)) if len(looks) > 1 else 0
     height = rows * (3.0 if columns > 1 else 3.6) + 0.25 * legend_rows
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = Figure(figsize=(width, height), dpi=_DPI, layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False)
     for number, place in enumerate(axes.flat):
         if number < len(plot.panels):

@@ -33,9 +33,10 @@ def quick() -> Any:
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fifty")
     fifty(folder / "runs")
-    start = time.perf_counter()
+    # Of this process: others may keep the machine busy.
+    start = time.process_time()
     told = report.write(folder / "runs", folder / "report")
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
     assert told.page == folder / "report" / "index.html"
     assert told.runs == 50
     return folder / "report"
