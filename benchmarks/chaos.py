@@ -188,7 +188,7 @@ def told(root: Path) -> str:
 
 def only_run(root: Path) -> Path:
     """The folder of the one run below a folder."""
-    [folder] = [path for path in root.iterdir() if path.name not in (".locks", "multirun")]
+    [folder] = [path for path in root.iterdir() if path.name not in (".locks", "sweeps")]
     return folder
 
 

@@ -1,4 +1,4 @@
-"""`istar results runs/`, `istar report runs/`: what lies in a folder of runs. Training is started by train.py."""
+"""`istar results`, `istar report` and `istar watch`: what lies in a folder of runs. Training is started by train.py."""
 
 import argparse
 import sys
@@ -23,6 +23,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report.add_argument("folder", type=Path, help="that holds the runs, as run.root")
     report.add_argument("--out", type=Path, default=Path("report"), help="folder to write (default: report)")
     report.set_defaults(command=_report)
+    watch = commands.add_parser("watch", help="the live table of the sweeps that run in a folder, here or elsewhere")
+    watch.add_argument("folder", type=Path, help="that holds the runs, as run.root")
+    watch.add_argument("--sweep", help="name of one; default: those that are not over, else the latest")
+    watch.add_argument("--once", action="store_true", help="show it as it is now, and leave")
+    watch.set_defaults(command=_watch)
     options = parser.parse_args(arguments)
     try:
         options.command(options)
@@ -58,6 +63,12 @@ def _report(options: argparse.Namespace) -> None:
     written = report.write(options.folder, options.out, Console(stderr=True))
     told = f"{written.page}: {written.runs} run{'s' * (written.runs != 1)}, {written.holes} rows of missing ones"
     Console().print(told, highlight=False, soft_wrap=True, markup=False)
+
+
+def _watch(options: argparse.Namespace) -> None:
+    from istar.sweeps.watch import watch
+
+    watch(options.folder, Console(), options.sweep, options.once)
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ def test_smoke(tmp_path: Path) -> None:
 def test_the_methods_are_compared(tmp_path: Path) -> None:
     done = call("-m", "experiment=demo", *TINY, cwd=tmp_path, ISTAR_CACHE=str(tmp_path / "cache"))
     assert done.returncode == 0, done.stderr
-    [sweep] = (tmp_path / "runs" / "multirun").iterdir()
+    [sweep] = (tmp_path / "runs" / "sweeps").iterdir()
     # Each run is told, then all of them together.
     comparison = done.stdout[done.stdout.index("demo, accuracy · tiny") :]
     for method in ("Base", r"I-STAR λ=-[\d.]+", r"I-STAR λ=[\d.]+", "CosReg λ=1"):
@@ -98,4 +98,5 @@ def test_the_methods_are_compared(tmp_path: Path) -> None:
     # Sent again, it finds what is there.
     again = call("-m", "experiment=demo", *TINY, cwd=tmp_path, ISTAR_CACHE=str(tmp_path / "cache"))
     assert again.returncode == 0, again.stderr
-    assert again.stdout.count("is finished; run.overwrite=true runs it again") == 4
+    assert "4 runs, 0 of them to do" in again.stdout
+    assert again.stdout.endswith(comparison)

@@ -6,14 +6,7 @@ Starting a process costs seconds, so calls that need no order are made at once, 
 import os
 import re
 import signal
-import subprocess
-import sys
-import time
-import uuid
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from socket import socket
 
@@ -25,14 +18,11 @@ from istar.config import TrainerConfig
 from istar.errors import StoppedError
 from istar.run import run
 from istar.training import FineTuningData
+from tests.jobs import NOT_THE_TESTS, Done, Job, Start, at_once, catches, starting
 from tests.outcomes import assert_same, only_run
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-SECONDS = 120.0
-MARK = "ISTAR_TEST_JOB"
-NOT_THE_TESTS = re.compile(r"SLURM|TORCHELASTIC|MASTER_|(LOCAL_|NODE_|GROUP_)?RANK$|WORLD_SIZE|HYDRA_FULL_ERROR")
 LONG = ("reg.num_points=500", "task.limit_train=200", "task.limit_validation=9", "data.batch_size=2",
         "trainer.max_epochs=2", "trainer.accumulate_grad_batches=1", "trainer.checkpoint_every_n_steps=5",
         "trainer.accelerator=cpu", "trainer.progress_bar=false")  # fmt: skip
@@ -41,113 +31,10 @@ PAIR = ("trainer=ddp", "trainer.devices=2", "seed=1", *LONG)
 NODES = ("trainer=ddp", "trainer.devices=1", "trainer.num_nodes=2", "seed=1", *LONG)
 
 
-@dataclass(frozen=True)
-class Done:
-    code: int
-    stdout: str
-    stderr: str
-
-    def line(self) -> str:
-        """The one line that stderr holds."""
-        [line] = self.stderr.splitlines()
-        return line
-
-    def well(self) -> "Done":
-        assert (self.code, self.stderr) == (0, "")
-        assert "Warning" not in self.stdout
-        return self
-
-
-class Job:
-    """A command in a folder of its own, and all processes that come of it: they have its mark in their environment."""
-
-    def __init__(self, folder: Path, command: Sequence[str], environment: dict[str, str]) -> None:
-        self.folder = folder
-        self.mark = uuid.uuid4().hex
-        self.files = [folder / f"{self.mark}.{kind}" for kind in ("stdout", "stderr")]
-        self.before = newest(folder)
-        folder.mkdir(exist_ok=True)
-        with self.files[0].open("w") as stdout, self.files[1].open("w") as stderr:
-            self.process = subprocess.Popen(
-                command, cwd=folder, env={**environment, MARK: self.mark}, stdout=stdout, stderr=stderr
-            )
-
-    def wait(self, seconds: float = SECONDS) -> Done:
-        code = self.process.wait(seconds)
-        return Done(code, *(file.read_text() for file in self.files))
-
-    def until(self, condition: Callable[[], bool]) -> "Job":
-        deadline = time.monotonic() + SECONDS
-        while not condition():
-            assert self.process.poll() is None, self.wait()
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
-        return self
-
-    def until_it_trains(self) -> "Job":
-        """Until there is a checkpoint that was not there before."""
-        return self.until(lambda: newest(self.folder) > self.before)
-
-    def send(self, number: int) -> "Job":
-        self.process.send_signal(number)
-        return self
-
-    def pids(self) -> list[int]:
-        return [int(path.name) for path in Path("/proc").glob("[0-9]*") if f"{MARK}={self.mark}" in environ(path)]
-
-    def rank(self, rank: int) -> int:
-        """The process of a rank."""
-        [pid] = [pid for pid in self.pids() if f"LOCAL_RANK={rank}" in environ(Path(f"/proc/{pid}"))]
-        return pid
-
-    def is_gone(self, seconds: float) -> bool:
-        deadline = time.monotonic() + seconds
-        while self.pids() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return not self.pids()
-
-    def kill(self) -> None:
-        while pids := self.pids():
-            for pid in pids:
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
-            self.process.poll()
-            time.sleep(0.05)
-        self.process.wait()
-
-
-Start = Callable[..., Job]
-
-
-def environ(process: Path) -> list[str]:
-    try:
-        return (process / "environ").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return []
-
-
-def catches(pid: int, number: int) -> bool:
-    [mask] = re.findall(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-    return bool(int(mask, 16) >> (number - 1) & 1)
-
-
-def newest(folder: Path) -> int:
-    """The step of the last checkpoint."""
-    paths = folder.glob("runs/*/checkpoints/step-*.ckpt")
-    return max((int(path.stem.removeprefix("step-")) for path in paths), default=0)
-
-
 def free_port() -> str:
     with socket() as found:
         found.bind(("127.0.0.1", 0))
         return str(found.getsockname()[1])
-
-
-def at_once(*calls: Callable[[], Done]) -> list[Done]:
-    with ThreadPoolExecutor(len(calls)) as pool:
-        return [call.result() for call in [pool.submit(call) for call in calls]]
 
 
 def through_srun(rank: int, port: str) -> dict[str, str]:
@@ -165,32 +52,6 @@ IN_SBATCH = {
     "SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
 }  # fmt: skip
 """What the one process of a script under `sbatch --ntasks=2` has, without srun."""
-
-
-@contextmanager
-def starting(cache: Path) -> Iterator[Start]:
-    """`start(folder, *arguments, **environment)` calls train.py; nothing of it outlives the block."""
-    jobs: list[Job] = []
-    kept = {name: value for name, value in os.environ.items() if not NOT_THE_TESTS.match(name)}
-    # What a killed parent leaves behind goes with the cache.
-    kept |= {
-        "TMPDIR": str(cache),
-        "HF_HUB_OFFLINE": "1",
-        "COLUMNS": "200",
-        "OMP_NUM_THREADS": "1",
-        "ISTAR_CACHE": str(cache),
-    }
-
-    def start(folder: Path, *arguments: str, python: Sequence[str] = (), **environment: str) -> Job:
-        command = [sys.executable, *python, str(REPOSITORY / "train.py"), *arguments]
-        jobs.append(Job(folder, command, {**kept, **environment}))
-        return jobs[-1]
-
-    try:
-        yield start
-    finally:
-        for job in jobs:
-            job.kill()
 
 
 @pytest.fixture
@@ -252,7 +113,7 @@ def test_a_multirun_of_two_processes_each(tmp_path, start, pair):
     assert_same(runs[1], pair[0])
     assert results.read(runs[2]).status == "finished"
     assert results.read(runs[2]).metrics != results.read(runs[1]).metrics
-    [sweep] = (tmp_path / "runs" / "multirun").iterdir()
+    [sweep] = (tmp_path / "runs" / "sweeps").iterdir()
     assert sorted(path.name for path in sweep.glob("comparison.*")) == [
         "comparison.md", "comparison.png", "comparison.svg"
     ]  # fmt: skip
@@ -261,10 +122,10 @@ def test_a_multirun_of_two_processes_each(tmp_path, start, pair):
 
 def test_a_run_that_fails_does_not_stop_the_others(tmp_path, start):
     done = start(tmp_path, "-m", "reg.layers=[7],last", "seed=1", *LONG, "trainer.max_epochs=1").wait()
-    assert done.code == 1
-    assert done.line().startswith("error: reg.layers=[7] seed=1 ")
-    assert ": layer 7 does not exist" in done.line()
-    assert "1 of 2 runs failed" in done.stdout
+    assert (done.code, done.stderr) == (1, "")
+    assert "seed 1: failed: layer 7 does not exist" in done.stdout
+    told = done.stdout[done.stdout.index("1 of 2 runs failed; the same command runs them again:") :]
+    assert re.search(r"\n  reg.layers=\[7\] seed=1 .*: layer 7 does not exist", told)
     [folder] = (tmp_path / "runs").glob("demo-*")
     assert results.read(folder).config["reg"]["layers"] == "last"
 
@@ -374,10 +235,17 @@ def test_a_stopped_run_is_saved_and_goes_on_exactly(tmp_path, start, alone):
         _, arguments, environment = cases[index]
         return start(tmp_path / str(index), *arguments, "seed=1", *LONG, **environment).wait()
 
-    for (number, *_), done in zip(cases, at_once(*(lambda i=i: stopped(i) for i in range(len(cases)))), strict=True):
-        assert_stopped(done, number)
+    for (number, arguments, _), done in zip(
+        cases, at_once(*(lambda i=i: stopped(i) for i in range(len(cases)))), strict=True
+    ):
+        if not arguments:
+            assert_stopped(done, number)
+            continue
+        assert (done.code, done.line()) == (128 + number, "error: stopped by SIGTERM; the same command goes on")
+        assert re.search(r"seed 1: stopped by SIGTERM: saved at step \d+; the same command goes on", done.stdout)
     for index, done in enumerate(at_once(*(lambda i=i: sent_again(i) for i in range(len(cases))))):
-        assert "was interrupted; it goes on from step-" in done.well().stdout
+        logs = [path.read_text() for path in (tmp_path / str(index)).glob("runs/sweeps/*/logs/*")]
+        assert "was interrupted; it goes on from step-" in "".join([done.well().stdout, *logs])
         assert_same(only_run(tmp_path / str(index) / "runs"), alone)
 
 

@@ -1,8 +1,10 @@
 """What is known of a sweep while it runs: a file that others can watch, and a table of it."""
 
 import json
+import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,8 @@ from istar.results import RunRecord
 from istar.schema import to_dict
 from istar.sweeps.trials import Trial
 
-STATE = "sweep.json"
+FOLDER, STATE = "sweeps", "sweep.json"
+"""Below the folder of the runs, and below that in a folder for each sweep."""
 FORMAT = 1
 _HEARTBEAT_SECONDS = 10.0
 _ENDED = ("finished", "pruned", "failed", "stopped")
@@ -154,9 +157,7 @@ class Board:
         now = time.time()
         if now - self._looked > 1:
             self._looked = now
-            for found in self.state.entries:
-                if found.status == "running":
-                    found.epochs = (epochs_done(Path(self.state.root) / found.name), found.epochs[1])
+            look(self.state, Path(self.state.root))
             if self._live is not None:
                 self._live.update(render(self.state), refresh=True)
             if now - self.state.seen > _HEARTBEAT_SECONDS:
@@ -165,6 +166,30 @@ class Board:
     def _write(self) -> None:
         self.state.seen = time.time()
         write_text(self.folder / STATE, json.dumps(asdict(self.state), indent=1))
+
+    @contextmanager
+    def ticking(self) -> Iterator[None]:
+        """`tick` while the block waits for something else."""
+        over = threading.Event()
+
+        def tick() -> None:
+            while not over.wait(1):
+                self.tick()
+
+        ticker = threading.Thread(target=tick, daemon=True)
+        ticker.start()
+        try:
+            yield
+        finally:
+            over.set()
+            ticker.join()
+
+
+def look(state: State, root: Path) -> None:
+    """See how far the running runs are, by their folders."""
+    for found in state.entries:
+        if found.status == "running":
+            found.epochs = (epochs_done(root / found.name), found.epochs[1])
 
 
 def note_record(found: Entry, record: RunRecord) -> None:
@@ -185,10 +210,14 @@ def read(path: Path) -> State:
         values = json.loads(path.read_text(encoding="utf-8"))
         if values["format"] != FORMAT:
             raise UserError(f"{path} has format {values['format']}; this version reads {FORMAT}")
-        entries = [Entry(**found) for found in values.pop("entries")]
+        entries = [_entry(**found) for found in values.pop("entries")]
         return State(**values, entries=entries)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, LookupError) as error:
         raise UserError(f"{path} is not a sweep that istar wrote: {shorten(error)}") from error
+
+
+def _entry(overrides: Sequence[str], epochs: Sequence[int], **values: Any) -> Entry:
+    return Entry(overrides=tuple(overrides), epochs=(epochs[0], epochs[1]), **values)
 
 
 def epochs_done(folder: Path) -> int:
@@ -234,7 +263,7 @@ def took(found: Entry) -> float | None:
 
 def render(state: State) -> Group:
     """The live table: a line for the whole, a row for each task, model and method, and the runs under way."""
-    table = Table(title=headline(state), title_justify="left")
+    table = Table()
     for column in ("task", "model", "method", "done", "running", "failed", "left", "best so far", "by"):
         table.add_column(column, justify="right" if column in ("done", "running", "failed", "left") else "left")
     for (task, model, family), group in _families(state.entries).items():
@@ -244,7 +273,7 @@ def render(state: State) -> Group:
         told = ("-", "-") if best is None else (f"{best.metric} {100 * (best.value or 0):.2f}", _by(best, group))
         table.add_row(task, model, family, *map(str, counts), *told)
     running = [Text(f"  {_label(found)}: {_progress(found)}") for found in _with(state, "running")]
-    return Group(table, *([Text("running:")] if running else []), *running)
+    return Group(Text(headline(state)), table, *([Text("running:")] if running else []), *running)
 
 
 _COLUMNS = (("finished", "pruned"), ("running",), ("failed",), ("waiting", "stopped"))
@@ -272,8 +301,9 @@ def duration(seconds: float | None) -> str:
     minutes = round(seconds / 60)
     if minutes < 100:
         return f"{minutes} min"
-    hours = round(minutes / 60)
-    return f"{minutes // 60} h {minutes % 60} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+    if minutes < 48 * 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes // 1440} d {minutes % 1440 // 60} h"
 
 
 def family(found: Entry) -> str:

@@ -21,7 +21,6 @@ from istar.sweeps.board import Board, Entry, State, duration
 from istar.sweeps.study import Study
 from istar.sweeps.trials import Overrides, Trial
 
-FOLDER = "sweeps"
 SEARCH, SEEDS = "search", "seeds"
 _COMPARED = 24
 """So many runs fit into a table and a picture; of more, the best of each method are compared."""
@@ -105,7 +104,7 @@ class Runs:
         self.request, self.console = request, console
         self.spaces = trials.spaces(request.arguments, request.params, settings.grids or {}, settings.only)
         digits = trials.identity(self.spaces, settings.seeds, settings.search, settings.sampler_seed)
-        self.folder = request.root / FOLDER / f"{settings.name}-{digits}"
+        self.folder = request.root / board.FOLDER / f"{settings.name}-{digits}"
         self.state = State(self.folder.name, request.command, str(request.root), settings.jobs)
         self.trials: dict[str, Trial] = {}
         self.entries: dict[str, Entry] = {}
@@ -248,7 +247,9 @@ def carry_out(request: Request, queue: Queue) -> None:
     limit = settings.jobs if isinstance(queue, Searched) else None
     while batch := _batch(queue, limit):
         wanted = [(*trial.overrides, *_told(trial)) for trial in batch]
-        for trial, outcome in zip(batch, request.elsewhere(wanted), strict=True):
+        with queue.shown.ticking():
+            outcomes = request.elsewhere(wanted)
+        for trial, outcome in zip(batch, outcomes, strict=True):
             queue.ended(trial, outcome)
 
 

@@ -1,0 +1,148 @@
+"""train.py called for real, in processes of its own that can be found, disturbed and ended."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+SECONDS = 120.0
+MARK = "ISTAR_TEST_JOB"
+NOT_THE_TESTS = re.compile(r"SLURM|TORCHELASTIC|MASTER_|(LOCAL_|NODE_|GROUP_)?RANK$|WORLD_SIZE|HYDRA_FULL_ERROR")
+
+
+@dataclass(frozen=True)
+class Done:
+    code: int
+    stdout: str
+    stderr: str
+
+    def line(self) -> str:
+        """The one line that stderr holds."""
+        [line] = self.stderr.splitlines()
+        return line
+
+    def well(self) -> "Done":
+        assert (self.code, self.stderr) == (0, "")
+        assert "Warning" not in self.stdout
+        return self
+
+
+class Job:
+    """A command in a folder of its own, and all processes that come of it: they have its mark in their environment."""
+
+    def __init__(self, folder: Path, command: Sequence[str], environment: dict[str, str]) -> None:
+        self.folder = folder
+        self.mark = uuid.uuid4().hex
+        self.files = [folder / f"{self.mark}.{kind}" for kind in ("stdout", "stderr")]
+        self.before = newest(folder)
+        folder.mkdir(exist_ok=True)
+        with self.files[0].open("w") as stdout, self.files[1].open("w") as stderr:
+            self.process = subprocess.Popen(
+                command, cwd=folder, env={**environment, MARK: self.mark}, stdout=stdout, stderr=stderr
+            )
+
+    def wait(self, seconds: float = SECONDS) -> Done:
+        code = self.process.wait(seconds)
+        return Done(code, *(file.read_text() for file in self.files))
+
+    def until(self, condition: Callable[[], bool]) -> "Job":
+        deadline = time.monotonic() + SECONDS
+        while not condition():
+            assert self.process.poll() is None, self.wait()
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        return self
+
+    def until_it_trains(self) -> "Job":
+        """Until there is a checkpoint that was not there before."""
+        return self.until(lambda: newest(self.folder) > self.before)
+
+    def send(self, number: int) -> "Job":
+        self.process.send_signal(number)
+        return self
+
+    def pids(self) -> list[int]:
+        return [int(path.name) for path in Path("/proc").glob("[0-9]*") if f"{MARK}={self.mark}" in environ(path)]
+
+    def rank(self, rank: int) -> int:
+        """The process of a rank."""
+        [pid] = [pid for pid in self.pids() if f"LOCAL_RANK={rank}" in environ(Path(f"/proc/{pid}"))]
+        return pid
+
+    def is_gone(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while self.pids() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return not self.pids()
+
+    def kill(self) -> None:
+        while pids := self.pids():
+            for pid in pids:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+            self.process.poll()
+            time.sleep(0.05)
+        self.process.wait()
+
+
+Start = Callable[..., Job]
+
+
+def environ(process: Path) -> list[str]:
+    try:
+        return (process / "environ").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return []
+
+
+def catches(pid: int, number: int) -> bool:
+    [mask] = re.findall(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+def newest(folder: Path) -> int:
+    """The step of the last checkpoint."""
+    paths = folder.glob("runs/*/checkpoints/step-*.ckpt")
+    return max((int(path.stem.removeprefix("step-")) for path in paths), default=0)
+
+
+def at_once(*calls: Callable[[], Done]) -> list[Done]:
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [call.result() for call in [pool.submit(call) for call in calls]]
+
+
+@contextmanager
+def starting(cache: Path) -> Iterator[Start]:
+    """`start(folder, *arguments, **environment)` calls train.py; nothing of it outlives the block."""
+    jobs: list[Job] = []
+    kept = {name: value for name, value in os.environ.items() if not NOT_THE_TESTS.match(name)}
+    # What a killed parent leaves behind goes with the cache.
+    kept |= {
+        "TMPDIR": str(cache),
+        "HF_HUB_OFFLINE": "1",
+        "COLUMNS": "200",
+        "OMP_NUM_THREADS": "1",
+        "ISTAR_CACHE": str(cache),
+    }
+
+    def start(folder: Path, *arguments: str, python: Sequence[str] = (), **environment: str) -> Job:
+        command = [sys.executable, *python, str(REPOSITORY / "train.py"), *arguments]
+        jobs.append(Job(folder, command, {**kept, **environment}))
+        return jobs[-1]
+
+    try:
+        yield start
+    finally:
+        for job in jobs:
+            job.kill()

@@ -1,0 +1,198 @@
+"""What is told of a sweep: in its file, in the live table, and by `istar watch`."""
+
+import io
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from istar.cli import main
+from istar.errors import UserError
+from istar.results import RunRecord
+from istar.schema import to_dict
+from istar.sweeps import board
+from istar.sweeps.board import (
+    FOLDER,
+    STATE,
+    Board,
+    Entry,
+    State,
+    duration,
+    epochs_done,
+    line,
+    read,
+    render,
+    seconds_left,
+)
+from istar.sweeps.trials import Trial
+
+
+def entry(number: int = 1, **values: Any) -> Entry:
+    known = {"task": "rte", "model": "bert", "method": "I-STAR λ=-1 ζ=0.4", "seed": number, "stage": "search"}
+    return Entry(f"run{number}", [f"seed={number}", "task=rte"], **{**known, **values})
+
+
+def shown(state: State) -> str:
+    console = Console(width=200, file=io.StringIO())
+    console.print(render(state))
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def state(*entries: Entry, **values: Any) -> State:
+    return State(
+        **{"name": "sweep-1", "command": "python train.py -m", "root": "runs", "jobs": 2, **values},
+        entries=list(entries),
+    )
+
+
+def finished(config: Any, value: float, collapsed: bool = False) -> RunRecord:
+    headline = {"metric": "accuracy", "value": value, "epoch": 2}
+    return RunRecord(
+        "run1", "finished", to_dict(config), headline, collapsed={"validation": collapsed}, epochs=[{}, {}, {}]
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [(None, "-"), (0.4, "0 s"), (99, "99 s"), (100, "2 min"), (5940, "99 min"), (6060, "1 h 41 min"),
+     (172700, "47 h 58 min"), (176400, "2 d 1 h")],
+)  # fmt: skip
+def test_duration(seconds: float | None, told: str) -> None:
+    assert duration(seconds) == told
+
+
+def test_epochs_are_counted_in_the_metrics_file(tmp_path: Path) -> None:
+    assert epochs_done(tmp_path) == 0
+    rows = ["epoch,step,train/loss,val/accuracy,val/loss", "0,0,,0.5,1", "0,10,0.7,,", "0,20,,0.6,0.9", "1,30,0.6,,"]
+    (tmp_path / "metrics.csv").write_text("\n".join(rows[:2]) + "\n")
+    # The one before training.
+    assert epochs_done(tmp_path) == 0
+    (tmp_path / "metrics.csv").write_text("\n".join(rows) + "\n")
+    assert epochs_done(tmp_path) == 1
+    (tmp_path / "metrics.csv").write_text("\n".join([*rows, "1,40,,0.7,0.8"]) + "\n")
+    assert epochs_done(tmp_path) == 2
+
+
+def test_the_time_to_go() -> None:
+    now = time.time()
+    done = [
+        entry(1, status="finished", started=now - 100, ended=now - 40),
+        entry(2, status="finished", started=0, ended=0),
+    ]
+    waiting = [entry(number, status="waiting") for number in range(3, 6)]
+    running = entry(6, status="running", started=now - 20)
+    # One of 60 s was seen; a run found finished says nothing. 40 s are left of the running one.
+    assert seconds_left(state(*done, *waiting, running)) == pytest.approx((40 + 3 * 60) / 2, abs=1)
+    assert seconds_left(state(*waiting)) is None
+    assert seconds_left(state(*waiting, expected=10, jobs=1, to_come=2)) == pytest.approx(50)
+
+
+def test_the_table() -> None:
+    entries = [
+        entry(1, status="finished", metric="accuracy", value=0.6),
+        entry(2, status="finished", metric="accuracy", value=0.7),
+        entry(3, status="pruned", metric="accuracy", value=0.9),
+        entry(4, status="failed", error="it broke"),
+        entry(5, status="running", started=time.time() - 65, epochs=(1, 3)),
+        entry(6),
+        entry(7, method="Base", status="stopped"),
+    ]
+    text = shown(state(*entries, to_come=4))
+    assert "sweep-1: 2 of 11 runs finished · 1 running · 1 failed · 1 pruned · 1 stopped · 5 left" in text
+    [row] = [row for row in text.splitlines() if "│ I-STAR" in row]
+    # A pruned run's score does not count.
+    assert [cell.strip() for cell in row.strip("│ ").split("│")] == [
+        "rte", "bert", "I-STAR", "3", "1", "1", "1", "accuracy 70.00", "seed=2",
+    ]  # fmt: skip
+    assert "rte · bert · I-STAR λ=-1 ζ=0.4 · seed 5: epoch 2 of 3, 65 s" in text
+
+
+def test_lines() -> None:
+    good = entry(1, status="finished", metric="accuracy", value=0.625, started=10, ended=70, collapsed=True)
+    whole = state(good, entry(2))
+    assert line(whole, good) == "[1/2] rte · bert · I-STAR λ=-1 ζ=0.4 · seed 1: accuracy 62.50, collapsed (60 s)"
+    bad = entry(2, status="failed", error="no such layer", log="logs/run2.log")
+    assert line(state(good, bad), bad).endswith("seed 2: failed: no such layer (logs/run2.log)")
+
+
+def test_the_file_is_kept_up_to_date(composed: Any, tmp_path: Path) -> None:
+    config = composed("task=rte")
+    own = board.entry(Trial(("task=rte",), config, "run1"), "search")
+    whole = state(own, root=str(tmp_path))
+    console = Console(file=io.StringIO())
+    with Board(tmp_path / "s", whole, console) as shown:
+        assert read(tmp_path / "s" / STATE) == whole
+        shown.started(own, tmp_path / "log")
+        assert read(tmp_path / "s" / STATE).entries[0].status == "running"
+        shown.ended(own, finished(config, 0.7))
+        kept = read(tmp_path / "s" / STATE)
+        assert (kept.entries[0].status, kept.entries[0].value, kept.entries[0].epochs) == ("finished", 0.7, (3, 3))
+        assert not kept.is_over
+        shown.ended(own, UserError("it broke"))
+        assert read(tmp_path / "s" / STATE).entries[0].error == "it broke"
+    assert read(tmp_path / "s" / STATE).is_over
+
+
+def test_on_a_terminal_the_table_lives(composed: Any, tmp_path: Path) -> None:
+    own = board.entry(Trial(("task=rte",), composed("task=rte"), "run1"), "search")
+    console = Console(file=io.StringIO(), force_terminal=True, width=150)
+    with Board(tmp_path / "s", state(own, root=str(tmp_path)), console) as shown:
+        shown.started(own, None)
+        shown.tick()
+        shown.ended(own, UserError("it broke"))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "epoch 1 of 3" in text
+    assert "1 failed" in text
+    assert "[1/1]" not in text
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{}", "[]", '{"format": 1}', '{"format": 99, "entries": []}', '{"format": 1, "entries": [{}]}']
+)
+def test_a_broken_file_is_one_line(tmp_path: Path, content: str) -> None:
+    (tmp_path / STATE).write_text(content)
+    with pytest.raises(UserError, match=r"sweep\.json (is not a sweep that istar wrote|has format 99)") as error:
+        read(tmp_path / STATE)
+    assert "\n" not in str(error.value)
+
+
+# ---- istar watch
+
+
+def put(root: Path, name: str, **values: Any) -> None:
+    folder = root / FOLDER / name
+    folder.mkdir(parents=True)
+    whole = state(entry(1, status="running", started=time.time()), **{"name": name, "seen": time.time(), **values})
+    from dataclasses import asdict
+
+    (folder / STATE).write_text(json.dumps(asdict(whole)))
+
+
+def test_watch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    put(tmp_path, "old-1", is_over=True)
+    put(tmp_path, "now-2")
+    assert main(["watch", str(tmp_path), "--once"]) == 0
+    told = capsys.readouterr().out
+    assert "now-2: 0 of 1 runs finished" in told
+    assert "old-1" not in told
+    assert "nothing heard" not in told
+    assert main(["watch", str(tmp_path), "--once", "--sweep", "old-1"]) == 0
+    assert "old-1: 0 of 1" in capsys.readouterr().out
+
+
+def test_watch_tells_a_dead_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    put(tmp_path, "dead-1", seen=time.time() - 3600)
+    assert main(["watch", str(tmp_path), "--once"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "nothing heard of it for 60 min; if it was killed, this goes on with it: python train.py -m" in told
+
+
+def test_watch_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["watch", str(tmp_path), "--once"]) == 2
+    assert "holds no sweep; name the folder that holds the runs" in capsys.readouterr().err
+    put(tmp_path, "now-1")
+    assert main(["watch", str(tmp_path), "--once", "--sweep", "later"]) == 2
+    assert "holds no sweep later; there are now-1" in capsys.readouterr().err

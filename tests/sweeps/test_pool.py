@@ -1,0 +1,148 @@
+"""N runs at a time. The runs are stand-ins that end when they are told to; real ones are in test_sweep.py."""
+
+import signal
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from istar.config import Config, TrainerConfig
+from istar.errors import StoppedError, UserError
+from istar.results import RunRecord
+from istar.sweeps import pool
+from istar.sweeps.pool import Settings, carry_out, share
+from istar.sweeps.trials import Trial
+
+
+class Run:
+    """Lasts so many looks; ends as its name says."""
+
+    alive: ClassVar[list["Run"]] = []
+    most = 0
+
+    def __init__(self, config: Any, processes: int, study: str | None, variables: dict[str, str], log: Path) -> None:
+        self.name, self.looks, self.signals = log.stem, 3, []
+        self.variables = variables
+        Run.alive.append(self)
+        Run.most = max(Run.most, len(Run.alive))
+
+    def send_signal(self, number: int) -> None:
+        self.signals.append(number)
+
+    def has_ended(self) -> bool:
+        self.looks -= 1
+        ended = bool(self.signals) or self.looks <= 0
+        if ended:
+            Run.alive.remove(self)
+        return ended
+
+    def record(self, signals: Any, show_trace: bool) -> RunRecord:
+        if self.signals:
+            raise StoppedError("stopped by SIGTERM: saved", signal.SIGTERM)
+        if self.name.startswith("bad"):
+            raise UserError("it broke")
+        return RunRecord(self.name, "finished", {})
+
+
+class Source:
+    def __init__(self, config: Config, *names: str) -> None:
+        self.waiting = [Trial((), config, name) for name in names]
+        self.running: list[str] = []
+        self.told: dict[str, str] = {}
+
+    def next(self) -> Trial | None:
+        return self.waiting.pop(0) if self.waiting else None
+
+    def started(self, trial: Trial, log: Path | None) -> None:
+        self.running.append(trial.name)
+
+    def ended(self, trial: Trial, outcome: RunRecord | UserError, status: str | None = None) -> None:
+        assert trial.name not in self.told
+        self.told[trial.name] = status or (outcome.status if isinstance(outcome, RunRecord) else f"failed: {outcome}")
+
+    def tick(self) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    Run.alive, Run.most = [], 0
+    monkeypatch.setattr(pool, "StartedRun", Run)
+    monkeypatch.setattr(pool, "visible_gpus", list)
+
+
+def settings(tmp_path: Path, jobs: int = 2, fail_fast: bool = False) -> Settings:
+    return Settings(jobs, fail_fast, False, tmp_path / "logs")
+
+
+@pytest.mark.parametrize("jobs", [1, 2, 3, 20])
+def test_so_many_at_a_time_and_each_of_them_once(composed: Any, tmp_path: Path, jobs: int) -> None:
+    names = [f"run{number}" for number in range(7)]
+    source = Source(composed(), *names)
+    carry_out(source, settings(tmp_path, jobs))
+    assert source.told == dict.fromkeys(names, "finished")
+    assert sorted(source.running) == names
+    assert Run.most == min(jobs, 7)
+
+
+def test_one_that_fails_does_not_stop_the_others(composed: Any, tmp_path: Path) -> None:
+    source = Source(composed(), "a", "bad1", "b", "bad2", "c")
+    carry_out(source, settings(tmp_path))
+    assert source.told == {"a": "finished", "b": "finished", "c": "finished"} | dict.fromkeys(
+        ("bad1", "bad2"), "failed: it broke"
+    )
+
+
+def test_fail_fast(composed: Any, tmp_path: Path) -> None:
+    source = Source(composed(), "bad", "b", "c", "d")
+    carry_out(source, settings(tmp_path, fail_fast=True))
+    # Its neighbour is stopped, or was done at the same moment; what waits is not begun.
+    assert source.told["bad"] == "failed: it broke"
+    assert source.told.keys() == {"bad", "b"}
+    assert [trial.name for trial in source.waiting] == ["c", "d"]
+
+
+def test_one_that_cannot_be_started(composed: Any, tmp_path: Path) -> None:
+    source = Source(composed("trainer.devices=[0,1]"), "a", "b")
+    carry_out(source, settings(tmp_path))
+    assert all("say how many devices a run gets" in told for told in source.told.values())
+    assert source.running == []
+
+
+def test_a_signal_stops_all_and_begins_no_other(composed: Any, tmp_path: Path) -> None:
+    class Stopping(Source):
+        def tick(self) -> None:
+            if not self.told:
+                signal.raise_signal(signal.SIGINT)
+
+    source = Stopping(composed(), "a", "b", "c")
+    with pytest.raises(StoppedError, match=r"stopped by SIGINT; the same command goes on") as error:
+        carry_out(source, settings(tmp_path))
+    assert error.value.exit_code == 128 + signal.SIGINT
+    assert source.told == {"a": "stopped", "b": "stopped"}
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize(
+    ("slot", "jobs", "devices", "gpus", "expected"),
+    [
+        (0, 1, 1, ["0", "1"], {}),
+        (0, 2, 1, ["0", "1"], {"CUDA_VISIBLE_DEVICES": "0"}),
+        (1, 2, 1, ["0", "1"], {"CUDA_VISIBLE_DEVICES": "1"}),
+        (1, 2, 2, ["4", "5", "6", "7"], {"CUDA_VISIBLE_DEVICES": "6,7"}),
+        (3, 4, 1, ["0", "1"], {"CUDA_VISIBLE_DEVICES": "1"}),
+        (1, 2, 2, ["GPU-a", "GPU-b", "GPU-c"], {"CUDA_VISIBLE_DEVICES": "GPU-c,GPU-a"}),
+    ],
+)
+def test_gpus_are_dealt_out(slot: int, jobs: int, devices: int, gpus: list[str], expected: dict[str, str]) -> None:
+    assert share(slot, jobs, TrainerConfig(devices=devices), gpus) == expected
+
+
+def test_threads_are_dealt_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 16)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert share(0, 4, TrainerConfig(devices=2), []) == {"OMP_NUM_THREADS": "2"}
+    assert share(0, 4, TrainerConfig(accelerator="cpu"), ["0"]) == {"OMP_NUM_THREADS": "4"}
+    assert share(0, 99, TrainerConfig(), []) == {"OMP_NUM_THREADS": "1"}
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert share(0, 4, TrainerConfig(), []) == {}

@@ -1,0 +1,140 @@
+"""Searches: what is asked for, what is kept, and what a later or a neighbouring call makes of it."""
+
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+
+from istar.config import SweepConfig
+from istar.errors import UserError
+from istar.results import RunRecord
+from istar.sweeps.study import Study
+from istar.sweeps.trials import spaces
+from istar.training.pruning import TrialOfStudy
+
+ARGUMENTS = ["reg=istar", "reg.lambda=interval(-5,5)", "optim.lr=tag(log,interval(1e-5,1e-3))", "reg.zeta=0.2,0.4",
+             "data.batch_size=int(interval(8,32))"]  # fmt: skip
+
+
+def study(folder: Path, arguments: list[str] = ARGUMENTS, grids: Any = None, **settings: Any) -> Study:
+    folder.mkdir(exist_ok=True)
+    values = {"search": "optuna", "trials": 4, **settings}
+    return Study(SweepConfig(**values), spaces(arguments, {}, grids or {}, []), folder)
+
+
+def record(value: float, status: str = "finished") -> RunRecord:
+    return RunRecord("r", status, {}, {"metric": "accuracy", "value": value, "epoch": 1})
+
+
+def values(overrides: tuple[str, ...]) -> dict[str, str]:
+    return dict(override.split("=") for override in overrides)
+
+
+def test_values_lie_in_their_ranges(tmp_path: Path) -> None:
+    found = study(tmp_path, trials=15)
+    seen = []
+    while asked := found.ask():
+        seen.append(values(asked[1]))
+        found.tell(asked[0], record(0.5))
+    assert len(seen) == 15
+    assert all(-5 <= float(own["reg.lambda"]) <= 5 and 1e-5 <= float(own["optim.lr"]) <= 1e-3 for own in seen)
+    assert {own["reg.zeta"] for own in seen} == {"0.2", "0.4"}
+    assert all(8 <= int(own["data.batch_size"]) <= 32 for own in seen)
+    assert all(own["reg"] == "istar" for own in seen)
+    # On a logarithmic scale half of them are below 1e-4.
+    assert 3 <= sum(float(own["optim.lr"]) < 1e-4 for own in seen) <= 12
+    assert len({own["reg.lambda"] for own in seen}) == 15
+
+
+def test_grids_are_a_choice(tmp_path: Path) -> None:
+    grids = {"base": {"reg": "none"}, "istar": {"reg": "istar", "reg.lambda": "interval(-1,1)"}}
+    found = study(tmp_path, ["seed=1"], grids, trials=12)
+    asked = [found.ask() for _ in range(12)]
+    kinds = [set(values(own[1])) for own in asked if own]
+    assert {"reg", "seed"} in kinds
+    assert {"reg", "seed", "reg.lambda"} in kinds
+
+
+def test_what_is_told_is_kept(tmp_path: Path) -> None:
+    found = study(tmp_path)
+    for outcome in (record(0.25), record(0.75, "pruned"), UserError("it broke")):
+        asked = found.ask()
+        assert asked
+        found.tell(asked[0], outcome)
+    known = optuna.load_study(study_name=tmp_path.name, storage=found.storage).trials
+    assert [trial.state.name for trial in known] == ["COMPLETE", "PRUNED", "FAIL"]
+    assert known[0].value == 0.25
+    # Failed ones do not count, yet each call has so many attempts at most.
+    assert found.to_come() == 2
+    asked = found.ask()
+    assert asked
+    found.tell(asked[0], UserError("it broke"))
+    assert found.to_come() == 2
+    assert found.ask() is None
+    assert [number for number, _ in found.ended_trials()] == [0, 1]
+
+
+def test_a_dead_call_is_continued(tmp_path: Path) -> None:
+    first = study(tmp_path)
+    done, lost = first.ask(), first.ask()
+    assert done
+    assert lost
+    first.tell(done[0], record(0.5))
+    del first._lock
+    second = study(tmp_path)
+    assert second.ask() == lost
+    second.tell(lost[0], record(0.6))
+    fresh = [second.ask(), second.ask()]
+    # A sampler that begins again at its seed would ask for the same.
+    assert all(own and own[1] not in (done[1], lost[1]) for own in fresh)
+    assert second.ask() is None
+
+
+def test_a_living_call_is_left_alone(tmp_path: Path) -> None:
+    first, second = study(tmp_path), study(tmp_path)
+    mine, yours = first.ask(), second.ask()
+    assert mine
+    assert yours
+    assert mine[0] != yours[0]
+    assert second.ask() is not None
+    assert first.ask() is not None
+    # Together they have begun all four.
+    assert first.ask() is None
+    assert second.ask() is None
+    first.close()
+    assert second.ask() == mine
+
+
+def test_a_stopped_trial_is_asked_for_again(tmp_path: Path) -> None:
+    found = study(tmp_path, trials=1)
+    asked = found.ask()
+    assert asked
+    found.leave(asked[0])
+    assert found.ask() == asked
+
+
+def test_the_best_values_are_looked_for_where_good_ones_were(tmp_path: Path) -> None:
+    away = {}
+    for sampler in ("random", "tpe"):
+        found = study(tmp_path / sampler, ["reg.lambda=interval(-5,5)"], trials=50, sampler=sampler)
+        away[sampler] = []
+        while asked := found.ask():
+            away[sampler].append(abs(float(values(asked[1])["reg.lambda"]) - 2))
+            found.tell(asked[0], record(-away[sampler][-1]))
+    assert sum(away["tpe"]) < 0.75 * sum(away["random"])
+
+
+@pytest.mark.parametrize("storage", ["nonsense", "sqlite:////no/such/folder/x.db"])
+def test_a_storage_that_cannot_be_used(tmp_path: Path, storage: str) -> None:
+    with pytest.raises(UserError, match=r"sweep.storage=.* cannot be used") as error:
+        study(tmp_path, storage=storage)
+    assert "\n" not in str(error.value)
+
+
+def test_handles() -> None:
+    handle = TrialOfStudy("sqlite:///a#b.db", "table1-1", 12)
+    assert TrialOfStudy.parse(str(handle)) == handle
+    for text in ("", "a#b", "a#b#c"):
+        with pytest.raises(UserError, match=r"expected storage#study#number"):
+            TrialOfStudy.parse(text)
