@@ -186,9 +186,15 @@ def cell(frame: pd.DataFrame, task: str, model: str, family: str) -> Cell:
 
 def choose(usable: pd.DataFrame, column: str) -> str:
     """The group of runs with the most runs, then the highest mean of `value`, then the first by its runs' names."""
-    groups = usable.groupby(column).agg(count=("value", "size"), mean=("value", "mean"), name=("name", "min"))
-    ranked = groups.sort_values(["count", "mean", "name"], ascending=[False, False, True])
-    return str(ranked.index[0])
+    groups: dict[str, list[tuple[float, str]]] = {}
+    for key, value, name in zip(usable[column], usable["value"], usable["name"], strict=True):
+        groups.setdefault(key, []).append((float(value), name))
+
+    def rank(key: str) -> tuple[float, float, str]:
+        values = [value for value, _ in groups[key]]
+        return -len(values), -math.fsum(values) / len(values), min(name for _, name in groups[key])
+
+    return min(groups, key=rank)
 
 
 def cells(frame: pd.DataFrame) -> list[Cell]:

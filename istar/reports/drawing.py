@@ -19,7 +19,7 @@ from istar.reports.plots import BASE, Line, Panel, Plot
 
 INK, PAPER, RED = "#101418", "#ffffff", "#c2260c"
 """Colours that stand for the page's own in `inline`; INK is no pure black, which SVG leaves unsaid."""
-PALETTE = tuple(colour.lower() for colour in COLOURS[:6])
+PALETTE = tuple(colour.lower() for colour in (*COLOURS[:6], COLOURS[7]))
 _MARKERS = "osD^vPX*"
 _COLUMNS = 3
 _DPI = 110

@@ -129,7 +129,7 @@ def _table1_entries(row: Mapping[str, Any], common: str) -> list[Entry]:
 def _remarks(row: Mapping[str, Any], common: str) -> str:
     parts = [] if row["seeds"] else ["no finished run"]
     parts += [f"{row[what]} {what}" for what in ("collapsed", "failed", "pruned") if row[what]]
-    parts += [f"best of {row['configurations']} configurations"] if row["configurations"] > 1 else []
+    parts += [f"best of {row['configurations']}"] if row["configurations"] > 1 else []
     parts += [row["no_test"]] if row["no_test"] else []
     parts += [f"differs from Base in {row['differs_from_base']}"] if row["differs_from_base"] else []
     parts += [row["hyperparameters"]] if row["hyperparameters"] not in ("", common) else []
