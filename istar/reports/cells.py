@@ -227,9 +227,9 @@ def tasks(frame: pd.DataFrame) -> list[str]:
 _SHOWN = {
     "optim.lr": "lr {:g}",
     "data.batch_size": "batch {}",
-    "trainer.accumulate_grad_batches": "{} accumulated",
-    "trainer.devices": "{} devices",
-    "trainer.max_epochs": "{} epochs",
+    "trainer.accumulate_grad_batches": "accumulated {}",
+    "trainer.devices": "devices {}",
+    "trainer.max_epochs": "epochs {}",
     "trainer.precision": "{}",
 }
 _IGNORED = ("reg.", "logger.", "run.", "validation.", "task.name", "model.name", "task.data_dir", "beside ")

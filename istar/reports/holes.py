@@ -88,13 +88,17 @@ def of_plot(plot: Plot, frame: pd.DataFrame, layers: Mapping[str, int], how: Com
             told = _plot_lacks(plot, panels.get((model, task)))
             if told:
                 title = plot.title.split(":")[0]
-                command = how(plot.sweep, task, model) + _more(plot, model, task, layers.get(model))
+                panel = panels.get((model, task))
+                command = how(plot.sweep, task, model) + _more(plot, panel, model, task, layers.get(model))
                 holes.append(Hole(title, model, task, "; ".join(told), command))
     return holes
 
 
-def _more(plot: Plot, model: str, task: str, layers: int | None) -> str:
-    """What the layer ablation's file cannot know: how many layers, and Table 2's lambda and zeta."""
+def _more(plot: Plot, panel: Panel | None, model: str, task: str, layers: int | None) -> str:
+    """What the sweep's file cannot know: own lambdas; for single layers how many, and Table 2's lambda and zeta."""
+    if plot.name == "figure3":
+        own_values = _own_values(plot, panel)
+        return f" reg.lambda={','.join(f'{value:g}' for value in own_values)}" if own_values else ""
     if plot.symbol != "layer":
         return ""
     tuned = paper.tuned(model, task)
@@ -179,12 +183,16 @@ def _plot_lacks(plot: Plot, panel: Panel | None) -> list[str]:
     seeds: dict[Any, tuple[int, ...]] = dict(panel.seeds or {}) if panel is not None else {}
     if plot.symbol == "layer":
         return _told(seeds, plot) if panel is not None else ["no run with a single layer"]
-    # A model that is trained with weights of its own lacks none of the paper's.
-    own = [value for value in seeds if value != BASE]
-    wanted: list[Any] = list(plot.values) if not own or set(own) & set(plot.values) else sorted(own)
+    wanted: list[Any] = _own_values(plot, panel) or list(plot.values)
     if plot.with_base:
         wanted = [BASE, *wanted]
     return _told({value: seeds.get(value, ()) for value in wanted}, plot)
+
+
+def _own_values(plot: Plot, panel: Panel | None) -> list[float]:
+    """Values of a model that is trained with none of the paper's, and so lacks none of them."""
+    own = {value for value in (panel.seeds or {}) if value != BASE} if panel is not None else set()
+    return [] if own & set(plot.values) else sorted(own)
 
 
 def _told(seeds: dict[Any, tuple[int, ...]], plot: Plot) -> list[str]:

@@ -61,6 +61,7 @@ def write(root: Path, out: Path, console: Console | None = None) -> Written:
             many = len(found.troubles)
             unread = f"; {many} folder{'s' * (many > 1)} could not be read as one" if many else ""
             raise UserError(f"{root} holds no runs{unread}; train.py leaves them below run.root")
+        step("tables, and the cloud of Figure 2")
         data = _gather(found, root)
         pictures = {}
         for plot in data.plots:
@@ -377,4 +378,4 @@ class _progress:  # noqa: N801
         self.bar.stop()
 
 
-_STEPS = 11
+_STEPS = 12

@@ -297,8 +297,11 @@ def probability(p: float | None) -> str:
 
 
 def shown(value: float | None, form: str) -> str:
-    """A number, or a dash for none."""
-    return NONE if value is None else format(value, form)
+    """A number, or a dash for none; a zero has no minus."""
+    if value is None:
+        return NONE
+    text = format(value, form)
+    return text.replace("-", "+", 1) if text.startswith("-0") and not text.strip("-0.") and "+" in form else text
 
 
 def clock(seconds: float) -> str:

@@ -201,6 +201,20 @@ def test_the_best_mean_is_bold(prepare: Prepare) -> None:
     assert bold == {"Base": True, "I-STAR": True, "CosReg": False}
 
 
+@pytest.mark.parametrize(
+    ("value", "form", "text"),
+    [
+        (-0.001, "+.2f", "+0.00"),
+        (0.004, "+.2f", "+0.00"),
+        (-0.01, "+.2f", "-0.01"),
+        (None, "g", "-"),
+        (-0.5, "g", "-0.5"),
+    ],
+)
+def test_shown(value: float | None, form: str, text: str) -> None:
+    assert results_tables.shown(value, form) == text
+
+
 def test_costs(prepare: Prepare) -> None:
     frame = prepare(*(record("rte", BERT, istar(), seed) for seed in (1, 2, 3)), record("rte", BERT, BASE, 9))
     refreshes = {folder: [1.0, 2.0] for folder in frame["folder"]}

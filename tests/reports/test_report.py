@@ -184,7 +184,8 @@ def balanced(tex: str) -> None:
 NASTY = r"""<script>alert('x')</script> & "q" _a% #1 ~ ^ $x$ {y} \z | `t` λ ± <img src=//evil>"""
 
 
-def test_hostile_words(tmp_path: Path) -> None:
+def test_hostile_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: Any) -> None:
+    monkeypatch.setattr(stability, "stability", lambda: quick)
     model = 'mine/<b onclick="x()">$a_1$ & 100%\'s'
     for seed in (1, 2):
         save(record("rte", model, BASE, seed, 0.5), tmp_path / "runs")
@@ -281,6 +282,15 @@ def test_holes_are_named_with_their_commands(tmp_path: Path) -> None:
     )
 
 
+def test_a_model_with_weights_of_its_own(tmp_path: Path) -> None:
+    for weight in (-0.2, 0.2):
+        save(record("demo", "tiny", istar(weight), 1, model__pretrained=False), tmp_path)
+    assert lacks(tmp_path)["Figure 3", "tiny", "demo"] == (
+        "λ = -0.2, 0.2: seeds 2, 3, 4, 5",
+        "python train.py -m +sweep=figure3 task=demo model=tiny reg.lambda=-0.2,0.2",
+    )
+
+
 def test_what_is_there_is_no_hole(tmp_path: Path) -> None:
     for seed in range(1, 6):
         for reg in (BASE, cosreg(), istar(-1, 0.8)):
@@ -339,7 +349,7 @@ def test_lines_differ_in_nothing_but_what_they_vary(tmp_path: Path) -> None:
     assert all(line.seeds == (1, 2) for line in panel.lines)
     assert (
         panel.held
-        == "ζ = 0.4, lr 3e-05, batch 32, 2 accumulated, 3 epochs, 32-true; 4 runs, 2 other configurations not shown"
+        == "ζ = 0.4, lr 3e-05, batch 32, accumulated 2, epochs 3, 32-true; 4 runs, 2 other configurations not shown"
     )
 
 

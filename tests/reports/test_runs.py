@@ -73,10 +73,20 @@ def test_where_runs_are_looked_for(make: Callable[..., RunRecord], tmp_path: Pat
     make("inside", root=tmp_path / "again" / "wandb")
     (tmp_path / ".locks").mkdir()
     (tmp_path / "multirun").mkdir()
+    make("trial", root=tmp_path / "sweeps" / "table1")
     found = load_runs(tmp_path)
     assert sorted(found.frame["name"]) == ["again", "deeper"]
     assert found.troubles == {}
     assert list(load_runs(tmp_path / "again").frame["name"]) == ["again"]
+
+
+def test_metrics_and_records(make: Callable[..., RunRecord], tmp_path: Path) -> None:
+    record = make("one", metrics={"accuracy": 0.5, "f1": 0.25, "loss": 0.7}, data={"fingerprint": "abc"})
+    found = load_runs(tmp_path, keep_records=True)
+    [run] = found.frame.to_dict("records")
+    assert (run["validation.f1"], run["fingerprint"]) == (0.25, "abc")
+    assert found.records == {str(tmp_path / "one"): record}
+    assert load_runs(tmp_path).records == {}
 
 
 BROKEN: dict[str, dict[str, str]] = {
