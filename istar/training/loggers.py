@@ -2,6 +2,7 @@
 
 import logging
 import os
+import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -88,8 +89,19 @@ class Wandb(WandbLogger):
         Args:
             record: the fields of `result.json`.
         """
-        self._attempt(lambda: self.experiment.log(_figures(record)))
         self._attempt(lambda: self.experiment.summary.update(_summary(record)))
+        self._attempt(lambda: self._log_figures(record))
+
+    def _log_figures(self, record: Mapping[str, Any]) -> None:
+        """Tables are asked of the server at once, and again for as long as it fails: another thread may wait for it."""
+        thread = threading.Thread(target=lambda: self._attempt(lambda: self.experiment.log(_figures(record))))
+        thread.daemon = True
+        thread.start()
+        thread.join(_FINISH_SECONDS)
+        if thread.is_alive():
+            log.warning(
+                "Weights & Biases does not answer; the tables of this run are missing there, its metrics are not"
+            )
 
     def finish(self, exit_code: int) -> None:
         """Close W&B's run; an exit code other than 0 makes it a failed one."""
