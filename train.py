@@ -1,6 +1,7 @@
 """Fine-tune an encoder: `python train.py task=rte reg=istar reg.lambda=-1`; `--help` shows the choices."""
 
 import os
+import signal
 import sys
 from typing import NoReturn
 
@@ -45,8 +46,12 @@ def one_of_many_runs(settings: Config, processes: int, search: str | None) -> ob
     """A run of a sweep in a place that one of Hydra's launchers has found: should it fail, the sweep is told."""
     try:
         return launch.launch(settings, processes, SHOW_TRACE, search)
-    except StoppedError:
-        raise
+    except StoppedError as error:
+        if not launch.in_queue():
+            raise
+        if error.exit_code == StoppedError.exit_code + signal.SIGTERM:
+            launch.wait_for_slurm()
+        return error
     except UserError as error:
         return error
 

@@ -83,7 +83,14 @@ class IstarSweeper(Sweeper):
         from istar.errors import UserError, shorten
 
         assert self.launcher is not None
-        returned = self.launcher.launch([list(overrides) for overrides in wanted], initial_job_idx=self._launched)
+        try:
+            returned = self.launcher.launch([list(overrides) for overrides in wanted], initial_job_idx=self._launched)
+        except Exception as error:
+            # What submitit says of a job that was killed ends with all that it has printed.
+            told = shorten(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", 500)
+            raise UserError(
+                f"{told}; jobs that still run go on, and then the same command gathers the results and runs the rest"
+            ) from error
         self._launched += len(wanted)
         outcomes: list[Any] = []
         for job in returned:

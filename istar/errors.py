@@ -3,6 +3,7 @@
 import difflib
 import os
 from collections.abc import Iterable
+from typing import Self
 
 SHOW_TRACE = os.environ.get("HYDRA_FULL_ERROR") == "1"
 """Whether the user wants stack traces; train.py sets the variable for Hydra's sake later on."""
@@ -35,6 +36,9 @@ class StoppedError(UserError):
     def __init__(self, message: str, signal_number: int) -> None:
         super().__init__(message)
         self.exit_code += signal_number
+
+    def __reduce__(self) -> tuple[type[Self], tuple[str, int]]:
+        return type(self), (str(self), self.exit_code - StoppedError.exit_code)
 
 
 def shorten(text: object, length: int = 200) -> str:

@@ -38,7 +38,7 @@ GRACE_SECONDS = 10.0
 """How long the other processes may go on when one has ended badly."""
 _TORCHRUN = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "ROLE_RANK", "LOCAL_WORLD_SIZE",
              "MASTER_ADDR", "MASTER_PORT")  # fmt: skip
-_PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 
 
 def is_one_of_many() -> bool:
@@ -61,6 +61,9 @@ def tell_slurm_apart() -> None:
         os.environ.pop("SLURM_NTASKS", None)
     else:
         os.environ["SLURM_NTASKS"] = tasks
+        # Without --ntasks-per-node Lightning would refuse.
+        per_node = os.environ.get("SLURM_STEP_TASKS_PER_NODE", tasks)
+        os.environ.setdefault("SLURM_NTASKS_PER_NODE", per_node.partition("(")[0])
         os.environ.pop("SLURM_JOB_NAME", None)
 
 
@@ -135,7 +138,27 @@ def launch(config: Config, processes: int, show_trace: bool = False, search: str
                 runs[0].send_signal(number)
         while not runs[0].has_ended():
             time.sleep(0.05)
-    return runs[0].record(signals, show_trace)
+    try:
+        return runs[0].record(signals, show_trace)
+    except StoppedError:
+        if signal.SIGUSR2 in signals and callable(signal.getsignal(signal.SIGUSR2)):
+            # submitit listens to it, and queues the job again; only now is the run saved.
+            signal.raise_signal(signal.SIGUSR2)
+        raise
+
+
+def in_queue() -> bool:
+    """Whether submitit has started this process: as one job of many."""
+    return "SUBMITIT_EXECUTOR" in os.environ
+
+
+def wait_for_slurm() -> None:
+    """In a job of SLURM that has been asked to end: wait for it to do so.
+
+    It queues a pre-empted job again only if that has not ended by itself in its time of grace.
+    """
+    while os.environ.get("SUBMITIT_EXECUTOR") == "slurm":
+        time.sleep(1)
 
 
 class StartedRun:

@@ -89,6 +89,8 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 def explain(error: Exception) -> str:
     """What Hydra and OmegaConf say over several lines and causes, as one line with the nearest right name."""
+    if isinstance(error, MissingConfigException) and "hydra/launcher/submitit_" in str(error.missing_cfg_file):
+        return "hydra/launcher=slurm and local_jobs need a package that is not installed: pip install 'istar[slurm]'"
     if isinstance(error, MissingConfigException) and error.options:
         return _explain_option(str(error.missing_cfg_file), error.options)
     if isinstance(error, OverrideParseException):

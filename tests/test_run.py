@@ -738,7 +738,8 @@ def test_limits_beyond_the_data(small: Build) -> None:
 
 
 def test_devices_count_for_the_name_by_their_number(small: Build) -> None:
-    names = {run_module._run_name(small(f"trainer.devices={devices}"), "data", "model") for devices in ("1", "auto", "'1'")}
+    settings = [small(f"trainer.devices={devices}") for devices in ("1", "auto", "'1'")]
+    names = {run_module._run_name(config, "data", "model") for config in settings}
     assert len(names) == 1
     assert run_module._run_name(small("trainer.devices=2"), "data", "model") not in names
 

@@ -11,7 +11,7 @@ from rich.progress import track
 
 from istar import results, schema
 from istar.config import Config, SweepConfig, WandbConfig
-from istar.errors import UserError
+from istar.errors import StoppedError, UserError
 from istar.files import write_text
 from istar.reports import figures, tables
 from istar.results import RunRecord
@@ -62,7 +62,7 @@ def sweep(request: Request, console: Console) -> int:
     """Carry out what is missing of a sweep, and say what came of it.
 
     Returns:
-        Exit code: 1 if a run has failed, else 0.
+        Exit code: 0 if all runs are done, 1 if some have failed or were stopped.
 
     Raises:
         UserError: for overrides that do not compose or cannot be searched; nothing has been started then.
@@ -250,7 +250,7 @@ def carry_out(request: Request, queue: Queue) -> None:
         with queue.shown.ticking():
             outcomes = request.elsewhere(wanted)
         for trial, outcome in zip(batch, outcomes, strict=True):
-            queue.ended(trial, outcome)
+            queue.ended(trial, outcome, "stopped" if isinstance(outcome, StoppedError) else None)
 
 
 def _batch(queue: Queue, limit: int | None) -> list[Trial]:
@@ -317,7 +317,12 @@ def close(runs: Runs) -> int:
         for entry in failed:
             told = f"  {' '.join(entry.overrides)}: {entry.error}"
             console.print(told, highlight=False, soft_wrap=True, markup=False)
-    return 1 if failed else 0
+    stopped = [entry for entry in runs.state.entries if entry.status in ("waiting", "stopped")]
+    if stopped and not failed:
+        console.print(
+            f"{len(stopped)} of {len(runs.state.entries)} runs are not done; the same command goes on with them"
+        )
+    return 1 if failed or stopped else 0
 
 
 def best_of_each(records: Sequence[RunRecord]) -> list[RunRecord]:

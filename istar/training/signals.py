@@ -1,7 +1,8 @@
-"""Signals that ask a run to stop: SIGTERM (schedulers), SIGUSR1 (SLURM, before the time limit) and Ctrl-C."""
+"""Signals that ask a run to stop: SIGTERM (schedulers), SIGUSR1 and 2 (SLURM, before the time limit) and Ctrl-C."""
 
 import signal
 import threading
+import time
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -9,11 +10,12 @@ import lightning as L
 
 from istar.errors import StoppedError
 
-STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+ECHO_SECONDS = 2.0
 
 
 class StopSignal(L.Callback):
-    """Takes note of the first signal; a second one of the same kind acts as it would have without this callback.
+    """Takes note of the first signal; a later one of the same kind acts as it would have without this callback.
 
     During training the run stops behind the next optimizer step, where `Checkpoints` saves; during validation and the
     refresh of the shrinkage covariance there is nothing new to save, and it stops at the next batch.
@@ -24,6 +26,7 @@ class StopSignal(L.Callback):
 
     def __init__(self) -> None:
         self.number: int | None = None
+        self._first: dict[int, float] = {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._listen(trainer)
@@ -68,4 +71,8 @@ class StopSignal(L.Callback):
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.number = number
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        now = time.monotonic()
+        # SLURM signals all processes of a step; what the one that waits for this one hands on is the same once more.
+        if now - self._first.setdefault(number, now) > ECHO_SECONDS:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            signal.raise_signal(number)

@@ -1,17 +1,12 @@
 """Which runs a sweep asks for, against products written out by hand and against Hydra's own composing."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
-from hydra._internal.callbacks import Callbacks
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.types import HydraContext
 from omegaconf import OmegaConf
 
 from hydra_plugins.istar_sweeper import IstarSweeper
@@ -101,24 +96,6 @@ def test_there_is_a_file_for_each_artefact() -> None:
     assert figures | {"table1", "table2", "zeta_ablation", "layer_ablation"} <= set(FILES)
     # Hydra chooses them in conf/, people look for them in sweep/.
     assert (CONF / "sweep").resolve() == CONF.parent / "sweep"
-
-
-@pytest.fixture
-def sweeper_for() -> Iterator[Callable[..., IstarSweeper]]:
-    """The sweeper that Hydra makes of a command line."""
-
-    def make(*arguments: str) -> IstarSweeper:
-        master = compose("config", overrides=list(arguments), return_hydra_config=True)
-        HydraConfig.instance().set_config(master)
-        sweeper = IstarSweeper(master.hydra.sweeper.params)
-        context = HydraContext(GlobalHydra.instance().config_loader(), Callbacks(master))
-        sweeper.setup(hydra_context=context, task_function=lambda config: None, config=master)
-        return sweeper
-
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        yield make
-    HydraConfig.instance().cfg = None
 
 
 COUNTS = {

@@ -1,0 +1,189 @@
+"""Sweeps as a user meets them: train.py -m called for real, killed, called again."""
+
+import json
+import random
+import re
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hydra.errors import HydraException
+
+from hydra_plugins.istar_sweeper import IstarSweeper
+from istar import results, schema
+from istar.errors import UserError
+from istar.results import RunRecord
+from istar.sweeps.board import read
+from tests.jobs import Done, Job, Start, at_once, starting
+from tests.outcomes import assert_same
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
+
+TINY = ("reg.num_points=200", "task.limit_train=32", "task.limit_validation=9", "data.batch_size=8",
+        "trainer.max_epochs=2", "trainer.accelerator=cpu", "trainer.progress_bar=false")  # fmt: skip
+GRID = ("-m", "reg=istar_scratch", "reg.lambda=-0.2,0.2", "seed=1,2", *TINY)
+
+
+@pytest.fixture
+def start(own_cache: Path) -> Iterator[Start]:
+    with starting(own_cache) as start:
+        yield start
+
+
+def records(folder: Path) -> dict[str, RunRecord]:
+    """The runs of a call made in a folder, by their names."""
+    return {path.name: results.read(path) for path in (folder / "runs").glob("demo-*")}
+
+
+def state(folder: Path):
+    [path] = (folder / "runs" / "sweeps").glob("*/sweep.json")
+    return read(path)
+
+
+def ended(job: Job) -> dict[str, int]:
+    """When the results that lie there were written."""
+    return {path.parent.name: path.stat().st_mtime_ns for path in job.folder.glob("runs/demo-*/result.json")}
+
+
+def test_a_sweep_that_is_killed_loses_and_repeats_nothing(tmp_path: Path, start: Start) -> None:
+    undisturbed = start(tmp_path / "whole", *GRID, "sweep.jobs=2").wait()
+    assert (undisturbed.code, undisturbed.stderr) == (0, "")
+    draw, written = random.Random(0), {}
+    for expected in (1, 3):
+        job = start(tmp_path / "killed", *GRID, "sweep.jobs=2")
+        job.until(lambda job=job, expected=expected: len(ended(job)) >= expected)
+        written |= {name: when for name, when in ended(job).items() if name not in written}
+        # All at once, as when a machine loses power, or the sweep alone, whose runs then stop by themselves.
+        job.kill() if draw.random() < 0.5 else job.send(signal.SIGKILL)
+        job.process.wait()
+        assert job.is_gone(15)
+        written |= {name: when for name, when in ended(job).items() if name not in written}
+    assert not state(tmp_path / "killed").is_over
+    last = start(tmp_path / "killed", *GRID, "sweep.jobs=2")
+    done = last.wait()
+    assert (done.code, done.stderr) == (0, "")
+    assert f"4 runs, {4 - len(written)} of them to do" in done.stdout
+    # What was finished was left alone, what was not is as if nothing had happened.
+    assert {name: ended(last)[name] for name in written} == written
+    assert records(tmp_path / "killed").keys() == records(tmp_path / "whole").keys()
+    for name in records(tmp_path / "whole"):
+        assert_same(tmp_path / "killed" / "runs" / name, tmp_path / "whole" / "runs" / name)
+    assert state(tmp_path / "killed").is_over
+    again = start(tmp_path / "killed", *GRID, "sweep.jobs=2").wait()
+    assert "4 runs, 0 of them to do" in again.stdout
+    assert again.stdout.count("seed 1") == done.stdout[done.stdout.index("demo, accuracy") :].count("seed 1")
+
+
+def test_the_best_of_each_method_goes_on_with_more_seeds(tmp_path: Path, start: Start) -> None:
+    search = ("+sweep=table1", "task=demo", "data.batch_size=8", "optim.lr=1e-3,1e-5", "trainer.max_epochs=2",
+              "reg.lambda=-0.2", "reg.zeta=0.4", "sweep.only=[base,istar]", "sweep.seeds=[1,2]",
+              "reg.num_points=200")  # fmt: skip
+    small = [argument for argument in TINY if argument.partition("=")[0] not in {a.partition("=")[0] for a in search}]
+    arguments = [argument for argument in (*search, *small) if not argument.startswith("reg.num_points")]
+    before = start(tmp_path, *arguments, "--dry-run").wait()
+    assert (before.code, before.stderr) == (0, "")
+    assert "4 runs, 4 of them to do; then 2 seeds of the best of each of 2 methods" in before.stdout
+    assert before.stdout.count("waiting: ") == 4
+    assert not (tmp_path / "runs").exists()
+    done = start(tmp_path, *arguments, "sweep.jobs=2").wait()
+    assert (done.code, done.stderr) == (0, "")
+    found = list(records(tmp_path).values())
+    assert len(found) == 6
+    for name in ("none", "istar"):
+        own = [record for record in found if record.config["reg"]["name"] == name]
+        first = {record.config["optim"]["lr"]: record.headline["value"] for record in own if record.config["seed"] == 1}
+        [second] = [record for record in own if record.config["seed"] == 2]
+        assert len(first) == 2
+        assert first[second.config["optim"]["lr"]] == max(first.values())
+    assert {entry.stage for entry in state(tmp_path).entries} == {"search", "seeds"}
+    assert re.search(
+        r"about \d+ (s|min), 2 at a time \(by 6 finished runs",
+        start(tmp_path, *arguments, "task.limit_train=24", "--dry-run", "sweep.jobs=2").wait().stdout,
+    )
+
+
+def test_failures_are_told_and_may_stop_all(tmp_path: Path, start: Start) -> None:
+    layers = ("-m", "seed=1", "reg=cosreg", "reg.layers=[7],[8],last", *TINY[1:])
+
+    def call(name: str, *more: str) -> Done:
+        return start(tmp_path / name, *layers, *more).wait()
+
+    going_on, stopped = at_once(lambda: call("on"), lambda: call("fast", "sweep.fail_fast=true"))
+    assert (going_on.code, going_on.stderr) == (1, "")
+    assert "2 of 3 runs failed; the same command runs them again:" in going_on.stdout
+    assert [entry.status for entry in state(tmp_path / "on").entries] == ["failed", "failed", "finished"]
+    assert all("does not exist" in (entry.error or "") for entry in state(tmp_path / "on").entries[:2])
+    assert (stopped.code, stopped.stderr) == (1, "")
+    assert [entry.status for entry in state(tmp_path / "fast").entries] == ["failed", "waiting", "waiting"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("reg.zeta=0.2,3",), "reg.zeta=3 is outside [0, 1]"),
+        (("task=rte,demo", "reg.zta=1"), "reg.zta: there is no such key; did you mean reg.zeta?"),
+        (("reg=none,istar", "reg.zeta=0.2"), "reg.zeta belongs to reg=istar, which is not the one chosen"),
+        (("reg.lambda=interval(-1,1)",), "an interval is for sweep.search=optuna"),
+        (("sweep.jobs=0",), "sweep.jobs=0 is too small"),
+        (("sweep.search=optna",), "sweep.search=optna is not known; did you mean optuna?"),
+        (("sweep.name=a/b",), "sweep.name='a/b' names a folder"),
+        (("sweep.only=[x]",), "sweep.only=x is not known"),
+        (("sweep.grids={a: 1}",), "is not a grid by its name"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_started(
+    tmp_path: Path, sweeper_for: Callable[..., IstarSweeper], arguments: tuple[str, ...], told: str
+) -> None:
+    # What is not swept over, Hydra composes before it asks the sweeper.
+    fixed = [argument for argument in arguments if "," not in argument and "interval" not in argument]
+
+    def call() -> None:
+        sweeper_for(f"run.root={tmp_path / 'runs'}", *fixed).sweep(list(arguments))
+
+    with pytest.raises((UserError, HydraException)) as error:
+        call()
+    message = str(error.value) if isinstance(error.value, UserError) else schema.explain(error.value)
+    assert told in message
+    assert "\n" not in message
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_a_search_that_is_killed_goes_on(tmp_path: Path, start: Start) -> None:
+    search = ("-m", "reg=istar_scratch", "reg.lambda=interval(-1,1)", "optim.lr=tag(log,interval(1e-4,1e-2))",
+              "sweep.search=optuna", "sweep.trials=6", "sweep.pruner=asha", "sweep.jobs=2", *TINY,
+              "trainer.max_epochs=4")  # fmt: skip
+    job = start(tmp_path, *search)
+    job.until(lambda: len(ended(job)) >= 1)
+    written = ended(job)
+    job.send(signal.SIGKILL).process.wait()
+    assert job.is_gone(15)
+    done = start(tmp_path, *search).wait()
+    assert (done.code, done.stderr) == (0, "")
+    found = records(tmp_path)
+    assert len(found) == 6
+    assert {record.status for record in found.values()} <= {"finished", "pruned"}
+    assert {name: (tmp_path / "runs" / name / "result.json").stat().st_mtime_ns for name in written} == written
+    for record in found.values():
+        assert (len(record.epochs) == 4) == (record.status == "finished")
+    assert len(json.loads((next((tmp_path / "runs" / "sweeps").glob("*/sweep.json"))).read_text())["entries"]) == 6
+    again = start(tmp_path, *search).wait()
+    assert (again.code, again.stderr) == (0, "")
+    assert len(records(tmp_path)) == 6
+
+
+@pytest.mark.slow
+def test_a_pruned_run_can_be_finished_later(tmp_path: Path, start: Start) -> None:
+    """The same run asked for by itself goes on from where the search gave it up, and ends as if it had not been."""
+    search = ("-m", "reg=none", "seed=1,2,3,4,5,6,7,8", "sweep.search=optuna", "sweep.trials=8", "sweep.pruner=asha",
+              "sweep.sampler=random", *TINY[1:], "trainer.max_epochs=3")  # fmt: skip
+    assert start(tmp_path / "search", *search, "sweep.jobs=2").wait().code == 0
+    pruned = {name: record for name, record in records(tmp_path / "search").items() if record.status == "pruned"}
+    assert pruned
+    name, record = next(iter(pruned.items()))
+    alone = ("reg=none", f"seed={record.config['seed']}", *TINY[1:], "trainer.max_epochs=3")
+    for folder in ("search", "alone"):
+        assert start(tmp_path / folder, *alone).wait().code == 0
+    assert records(tmp_path / "search")[name].status == "finished"
+    assert_same(tmp_path / "search" / "runs" / name, tmp_path / "alone" / "runs" / name)
