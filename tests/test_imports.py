@@ -50,7 +50,7 @@ ALLOWED = {
     "models": {"tasks", "tiny", "config", "errors", "hub"},
     "training": {"training", "tasks", "regularizers", "measures", "config", "schema", "errors", "files", "hub"},
     "results": {"files", "errors"},
-    "reports": {"reports", "results", "measures", "files", "errors"},
+    "reports": {"reports", "results", "config", "measures", "files", "errors"},
 }
 ASSEMBLING = {"run", "launch", "sweeps", "cli"}
 LIBRARIES = {

@@ -8,10 +8,11 @@ from typing import Any
 import pandas as pd
 
 from istar.reports import commands, paper
-from istar.reports.cells import Cell, models, rows, tasks
+from istar.reports.cells import Cell, models, tasks
 from istar.reports.plots import BASE, Panel, Plot
 from istar.reports.results_tables import tried_pairs
 from istar.reports.sheets import Entry, Sheet
+from istar.results import RunRecord
 
 
 @dataclass(frozen=True)
@@ -29,37 +30,45 @@ Command = Callable[[str, str, str], str]
 """Sweep, task and model to a command."""
 
 
-def command_for(frame: pd.DataFrame, root: str) -> Command:
-    """How to run a sweep for a model and task as the runs found were run: same folder, same data, same model."""
+def command_for(frame: pd.DataFrame, records: Mapping[str, RunRecord], root: str) -> Command:
+    """How to run a sweep for a model and task as the runs found were run: same folder, model, data and settings."""
 
     def build(sweep: str, task: str, model: str) -> str:
         own = frame[frame["model"] == model]
-        first = rows(own.head(1))[0]
         same = own[own["task"] == task]
+        same = same if len(same) else frame[frame["task"] == task]
+        found = records[(same if len(same) else own)["folder"].iloc[0]].config
+        option = commands.model_option(**commands.named(records[own["folder"].iloc[0]].config["model"]))
         if same.empty:
-            same = frame[frame["task"] == task]
-        data = rows(same.head(1))[0] if len(same) else first
-        option = commands.model_option(str(first["model.name"]), bool(first.get("model.pretrained", True)))
-        return commands.sweep(sweep, task, option, *commands.where(data, root))
+            # Of another task: where its data lie and how many are used is its own affair.
+            found = {**found, "task": {"name": task}}
+        return commands.sweep(sweep, task, option, *commands.settings(found), *commands.where(root))
 
     return build
 
 
 def of_table1(
-    cells: Iterable[Cell], found_models: Sequence[str], found_tasks: Sequence[str], how: Command
+    cells: Iterable[Cell],
+    found_models: Sequence[str],
+    found_tasks: Sequence[str],
+    how: Command,
+    records: Mapping[str, RunRecord],
+    root: str,
 ) -> list[Hole]:
     """Methods without a run, and with fewer than five seeds, in the grid of found models and tasks."""
-    known = {(cell.model, cell.task, cell.family): cell.seeds for cell in cells}
+    known = {(cell.model, cell.task, cell.family): cell for cell in cells}
     holes = []
-    for model in found_models:
-        for task in found_tasks:
-            told = [
-                lack
-                for family, name in paper.FAMILIES.items()
-                if (lack := lacking(name, known.get((model, task, family), [])))
-            ]
-            if told:
-                holes.append(Hole("Table 1", model, task, "; ".join(told), how("table1", task, model)))
+    for model, task in itertools.product(found_models, found_tasks):
+        own = {family: known.get((model, task, family)) for family in paper.FAMILIES}
+        absent = [paper.FAMILIES[family] for family, cell in own.items() if cell is None or cell.runs is None]
+        if absent:
+            told = "; ".join(f"{name}: no run" for name in absent)
+            holes.append(Hole("Table 1", model, task, told, how("table1", task, model)))
+        for family, cell in own.items():
+            if cell is not None and cell.runs is not None and (seeds := wanted_seeds(cell.seeds)):
+                command = commands.again(records[cell.runs["folder"].iloc[0]].config, seeds)
+                command = " ".join([command, *commands.where(root)])
+                holes.append(Hole("Table 1", model, task, lacking(paper.FAMILIES[family], cell.seeds), command))
     return holes
 
 
@@ -159,13 +168,17 @@ def sheet(holes: Sequence[Hole]) -> Sheet:
 
 def lacking(name: str, seeds: Sequence[int], wanted: int = len(paper.SEEDS)) -> str:
     """`Base: seeds 4, 5`, `Base: no run`, or nothing for as many seeds as are wanted."""
-    want = wanted - len(set(seeds))
-    if want <= 0:
+    absent = wanted_seeds(seeds, wanted)
+    if not absent:
         return ""
     if not seeds:
         return f"{name}: no run"
-    absent = [seed for seed in paper.SEEDS if seed not in seeds][:want]
     return f"{name}: seed{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
+
+
+def wanted_seeds(seeds: Sequence[int], wanted: int = len(paper.SEEDS)) -> list[int]:
+    """Of the paper's, as many as are missing."""
+    return [seed for seed in paper.SEEDS if seed not in seeds][: max(0, wanted - len(set(seeds)))]
 
 
 def _expected_tasks(plot: Plot, frame: pd.DataFrame, model: str, drawn: Sequence[str]) -> list[str]:

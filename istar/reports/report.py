@@ -101,8 +101,8 @@ def _gather(found: Runs, root: Path) -> _Data:
     measured, troubles = _geometries(frame)
     filled = cells.cells(frame)
     drawn = _plots(found, frame, filled, measured)
-    how = holes.command_for(frame, str(root))
-    missing = holes.of_table1(filled, models(frame), tasks(frame), how)
+    how = holes.command_for(frame, found.records, str(root))
+    missing = holes.of_table1(filled, models(frame), tasks(frame), how, found.records, str(root))
     missing += holes.of_table2(filled, frame, how)
     for plot in (plot for plot in drawn if plot.sweep):
         missing += holes.of_plot(plot, frame, _layer_counts(found, frame), how)

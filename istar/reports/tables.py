@@ -1,7 +1,9 @@
 """Tables of one run and of several."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import TYPE_CHECKING
 
 from rich.table import Table
@@ -32,21 +34,21 @@ def summary(record: RunRecord) -> Table:
     return table
 
 
-COLUMNS = ("task", "model", "method", "value", "constant", "epoch", "IsoScore*", "seconds")
-_TITLED = 2
-"""So many of the first columns go into the title where all runs agree on them."""
+COLUMNS = ("task", "model", "method", "seed", "value", "constant", "epoch", "IsoScore*", "seconds")
+_TITLED = (0, 1, 3)
+"""Columns that go into the title where all runs agree on them."""
 
 
 def comparison(records: Sequence[RunRecord]) -> Table:
-    """Several runs, a row each; what they have in common stands in the title."""
-    groups = [[comparison_row(record) for record in group] for group in by_task(records).values()]
+    """Several runs, a row for each configuration; what they have in common stands in the title."""
+    groups = [[comparison_row(runs) for runs in group] for group in by_task(records).values()]
     rows = [row for group in groups for row in group]
-    common = [number for number in range(_TITLED) if len({row[number] for row in rows}) == 1]
-    title = " · ".join(rows[0][number] for number in common)
+    common = [number for number in _TITLED if len({row[number] for row in rows}) == 1]
+    title = " · ".join(f"{'seed ' * (COLUMNS[number] == 'seed')}{rows[0][number]}" for number in common)
     table = Table(title=title, title_justify="left", caption=_COMPARISON_CAPTION, caption_justify="left")
     shown = [number for number in range(len(COLUMNS)) if number not in common]
     for number in shown:
-        table.add_column(COLUMNS[number], justify="left" if number <= _TITLED else "right")
+        table.add_column(COLUMNS[number], justify="left" if number < 3 else "right")
     for group in groups:
         for row in group:
             table.add_row(*(row[number] for number in shown))
@@ -56,25 +58,35 @@ def comparison(records: Sequence[RunRecord]) -> Table:
 
 _COMPARISON_CAPTION = (
     "Metrics in percent, beside those of a constant prediction; IsoScore* of layers 1 to L before → after training."
+    " Over seeds: mean ± standard deviation."
 )
 
 
-def comparison_row(record: RunRecord) -> list[str]:
-    """The cells of a run under `COLUMNS`; metrics in percent."""
-    metric = record.headline["metric"]
-    baseline = record.baseline.get(metric)
-    before, after = (record.isotropy[when]["union"] for when in ("before", "after"))
-    collapsed = " (collapsed)" if any(record.collapsed.values()) else ""
+def comparison_row(runs: Sequence[RunRecord]) -> list[str]:
+    """The cells, under `COLUMNS`, of runs that differ in nothing but the seed; metrics in percent, means ± std."""
+    first = runs[0]
+    metric = first.headline["metric"]
+    baseline = first.baseline.get(metric)
+    before, after = (fmean([run.isotropy[when]["union"] for run in runs]) for when in ("before", "after"))
+    collapsed = sum(any(run.collapsed.values()) for run in runs)
+    number = f"{collapsed} " if len(runs) > 1 else ""
+    epochs = sorted({run.headline["epoch"] for run in runs})
     return [
-        f"{record.config['task']['name']}, {metric}",
-        Path(record.config["model"]["name"]).name,
-        method(record),
-        f"{100 * record.headline['value']:.2f}{collapsed}",
+        f"{first.config['task']['name']}, {metric}",
+        Path(first.config["model"]["name"]).name,
+        method(first),
+        ",".join(str(run.config["seed"]) for run in runs),
+        spread([100 * run.headline["value"] for run in runs]) + (f" ({number}collapsed)" if collapsed else ""),
         "-" if baseline is None else f"{100 * baseline:.2f}",
-        str(record.headline["epoch"]),
+        "-".join(map(str, (epochs[0], epochs[-1]) if len(epochs) > 1 else epochs)),
         f"{before:.4f} → {after:.4f}",
-        f"{record.timing['total']:.0f}",
+        f"{fmean([run.timing['total'] for run in runs]):.0f}",
     ]
+
+
+def spread(values: Sequence[float]) -> str:
+    """`62.53 ± 0.70`, the deviation with n - 1; one value alone."""
+    return f"{values[0]:.2f}" if len(values) == 1 else f"{fmean(values):.2f} ± {stdev(values):.2f}"
 
 
 def runs(frame: "pd.DataFrame") -> Table:
@@ -107,18 +119,23 @@ def _shown(value: float | None, scale: float, form: str) -> str:
     return "-" if value is None else format(scale * value, form)
 
 
-def by_task(records: Sequence[RunRecord]) -> dict[tuple[str, str], list[RunRecord]]:
-    """Runs by task and model, both in the order in which they first occur."""
-    groups: dict[tuple[str, str], list[RunRecord]] = {}
+def by_task(records: Sequence[RunRecord]) -> dict[tuple[str, str], list[list[RunRecord]]]:
+    """Runs by task and model, and those that differ in nothing but the seed together, all in order of appearance."""
+    groups: dict[tuple[str, str], dict[str, list[RunRecord]]] = {}
     for record in records:
         key = (record.config["task"]["name"], Path(record.config["model"]["name"]).name)
-        groups.setdefault(key, []).append(record)
-    return groups
+        groups.setdefault(key, {}).setdefault(_without_seed(record), []).append(record)
+    return {key: list(group.values()) for key, group in groups.items()}
+
+
+def _without_seed(record: RunRecord) -> str:
+    own = {key: value for key, value in record.config.items() if key not in ("seed", "logger", "run")}
+    return json.dumps(own, sort_keys=True)
 
 
 def markdown(records: Sequence[RunRecord]) -> str:
     """`comparison` as a Markdown table."""
-    ordered = [record for group in by_task(records).values() for record in group]
+    ordered = [runs for group in by_task(records).values() for runs in group]
     rows = [list(COLUMNS), ["---"] * len(COLUMNS), *map(comparison_row, ordered)]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 

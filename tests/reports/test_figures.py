@@ -24,8 +24,8 @@ def make(number: int, value: float | None = None, baseline: bool = True) -> RunR
     return RunRecord(
         name=f"run{number}",
         status="finished",
-        config={"task": {"name": "rte"}, "model": {"name": "bert"}, "reg": REGS[number]},
-        headline={"metric": "accuracy", "value": 0.6 + 0.05 * number if value is None else value, "epoch": 1},
+        config={"task": {"name": "rte"}, "model": {"name": "bert"}, "reg": REGS[number % 6], "seed": number // 6},
+        headline={"metric": "accuracy", "value": 0.6 + 0.05 * (number % 6) if value is None else value, "epoch": 1},
         baseline={"accuracy": 0.5} if baseline else {},
         isotropy={
             "before": {**{layer: 0.1 + 0.01 * int(layer) for layer in layers}, "union": 0.2},
@@ -109,5 +109,5 @@ def test_extreme_values(tmp_path: Path, value: float) -> None:
 
 
 def test_more_runs_than_colours(tmp_path: Path) -> None:
-    figures.comparison([make(number % 6) for number in range(12)], tmp_path / "figure.png")
+    figures.comparison([make(number) for number in range(12)], tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 1000

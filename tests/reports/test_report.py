@@ -1,6 +1,7 @@
 import itertools
 import json
 import re
+import shlex
 import time
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
@@ -13,10 +14,11 @@ import pytest
 
 from istar import cli
 from istar.errors import UserError
-from istar.reports import cells, geometry, holes, plots, report, results_tables, sheets, stability
+from istar.reports import cells, commands, geometry, holes, plots, report, results_tables, sheets, stability
 from istar.reports.runs import load_runs
 from istar.reports.sheets import Entry, Sheet
 from istar.results import RunRecord
+from istar.schema import to_dict
 from tests.reports.synthetic import BASE, cosreg, fifty, istar, measured, record, save
 
 BERT = "google-bert/bert-base-cased"
@@ -232,9 +234,9 @@ def lacks(root: Path, folder: str = "runs") -> dict[tuple[str, str, str], tuple[
     """What is missing, and its command, by artefact, model and task."""
     found = load_runs(root, keep_records=True)
     frame = cells.prepare(found)
-    how = holes.command_for(frame, folder)
+    how = holes.command_for(frame, found.records, folder)
     filled = cells.cells(frame)
-    missing = holes.of_table1(filled, cells.models(frame), cells.tasks(frame), how)
+    missing = holes.of_table1(filled, cells.models(frame), cells.tasks(frame), how, found.records, folder)
     missing += holes.of_table2(filled, frame, how)
     drawn = [
         plots.isotropy_and_performance(frame),
@@ -244,7 +246,12 @@ def lacks(root: Path, folder: str = "runs") -> dict[tuple[str, str, str], tuple[
     ]
     for plot in drawn:
         missing += holes.of_plot(plot, frame, {"bert-base-cased": 4}, how)
-    return {(hole.artefact, hole.model, hole.task): (hole.missing, hole.command) for hole in missing}
+    told: dict[tuple[str, str, str], tuple[str, str]] = {}
+    for hole in missing:
+        before = told.get((hole.artefact, hole.model, hole.task), ("", ""))
+        both = tuple(f"{old}\n{new}".strip() for old, new in zip(before, (hole.missing, hole.command), strict=True))
+        told[hole.artefact, hole.model, hole.task] = both  # type: ignore[assignment]
+    return told
 
 
 def test_holes_are_named_with_their_commands(tmp_path: Path) -> None:
@@ -255,13 +262,15 @@ def test_holes_are_named_with_their_commands(tmp_path: Path) -> None:
     save(record("cola", "here/my model", cosreg(), 7), tmp_path)
     found = lacks(tmp_path)
     assert found["Table 1", "bert-base-cased", "rte"] == (
-        "Base: seeds 3, 5; CosReg: no run",
-        "python train.py -m +sweep=table1 task=rte model=bert",
+        "CosReg: no run\nBase: seeds 3, 5",
+        "python train.py -m +sweep=table1 task=rte model=bert\n"
+        "python train.py -m task=rte model=bert reg=none seed=3,5",
     )
     assert found["Table 1", "bert-base-cased", "cola"][0] == "Base: no run; CosReg: no run; I-STAR: no run"
     assert found["Table 1", "my model", "cola"] == (
-        "Base: no run; CosReg: seeds 1, 2, 3, 4; I-STAR: no run",
-        "python train.py -m +sweep=table1 task=cola model=auto 'model.name=here/my model'",
+        "Base: no run; I-STAR: no run\nCosReg: seeds 1, 2, 3, 4",
+        "python train.py -m +sweep=table1 task=cola model=auto 'model.name=here/my model'\n"
+        "python train.py -m task=cola model=auto 'model.name=here/my model' reg=cosreg seed=1,2,3,4",
     )
     assert found["Table 2", "bert-base-cased", "rte"][0] == "I-STAR: 23 of the 24 pairs of λ and ζ"
     assert ("Table 2", "my model", "cola") not in found
@@ -287,7 +296,7 @@ def test_a_model_with_weights_of_its_own(tmp_path: Path) -> None:
         save(record("demo", "tiny", istar(weight), 1, model__pretrained=False), tmp_path)
     assert lacks(tmp_path)["Figure 3", "tiny", "demo"] == (
         "λ = -0.2, 0.2: seeds 2, 3, 4, 5",
-        "python train.py -m +sweep=figure3 task=demo model=tiny reg.lambda=-0.2,0.2",
+        "python train.py -m +sweep=figure3 task=demo model=tiny optim=adamw trainer=default reg.lambda=-0.2,0.2",
     )
 
 
@@ -310,8 +319,37 @@ def test_commands_name_the_data_and_the_folder(tmp_path: Path) -> None:
     save(record("rte", "tiny", BASE, 1, model__pretrained=False, task__data_dir="my data"), tmp_path)
     _, command = lacks(tmp_path, "elsewhere")["Table 1", "tiny", "rte"]
     assert command == (
-        "python train.py -m +sweep=table1 task=rte model=tiny 'task.data_dir=my data' run.root=elsewhere"
+        "python train.py -m +sweep=table1 task=rte model=tiny optim=adamw trainer=default "
+        """'task.data_dir='"'"'my data'"'"'' run.root=elsewhere\n"""
+        "python train.py -m task=rte model=tiny reg=none optim=adamw trainer=default "
+        """'task.data_dir='"'"'my data'"'"'' seed=2,3,4,5 run.root=elsewhere"""
     )
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["task=demo"],
+        ["task=demo", "reg=none", "trainer.max_epochs=7", "optim.lr=0.01"],
+        ["task=rte", "model=bert", "reg=istar", "reg.lambda=-3", "reg.zeta=0.8", "data.batch_size=16"],
+        [
+            "task=rte",
+            "task.data_dir='my data/[a, b]'",
+            "model=auto",
+            "model.name=here/there",
+            "reg=cosreg",
+            "reg.lambda=-1",
+        ],
+        ["task=cola", "reg=istar", "reg.layers=[3,4]", "trainer.early_stopping=2", "trainer.gradient_clip_val=null"],
+        ["task=squad", "reg=istar_paper_code", "optim.schedule=linear", "optim.warmup=0.1", "optim.betas=[0.9,0.98]"],
+        ["task=stsb", "trainer.precision=bf16-mixed", "task.limit_train=1200", "data.group_by_length=false"],
+    ],
+)
+def test_a_command_makes_the_same_run_again(composed: Any, overrides: list[str]) -> None:
+    wanted = to_dict(composed(*overrides, "seed=1"))
+    command = shlex.split(commands.again(wanted, [1]))
+    assert command[:3] == ["python", "train.py", "-m"]
+    assert to_dict(composed(*command[3:])) == wanted
 
 
 def test_of_the_paper() -> None:
@@ -406,7 +444,7 @@ def test_layers_and_dimensions_are_means_over_seeds(tmp_path: Path) -> None:
     assert panel.lines[1].y == pytest.approx(np.mean(after, axis=0), rel=1e-12)
     # Without the file there is no line, and a hole.
     assert plots.mean_activations(frame, {}).panels == ()
-    how = holes.command_for(frame, "runs")
+    how = holes.command_for(frame, found.records, "runs")
     [hole] = holes.without_geometry(plots.intrinsic_dimensions(frame, {}), frame.assign(task="sst2"), {}, how)
     assert hole.missing == "4 finished runs without geometry.json, which run.overwrite=true makes"
     assert hole.command == "python train.py -m +sweep=figure5 task=sst2 model=bert run.overwrite=true"

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -19,6 +20,7 @@ def make(reg: dict[str, Any] | None = None, **changes: Any) -> RunRecord:
             "task": {"name": "rte"},
             "model": {"name": "google-bert/bert-base-cased"},
             "reg": reg or {"name": "istar", "lambda": -1.0, "zeta": 0.4, "include_padding": False},
+            "seed": 1,
         },
         headline={"metric": "accuracy", "value": 0.70758, "epoch": 3},
         metrics={"accuracy": 0.70758, "f1": 0.6543, "loss": 0.61234},
@@ -49,10 +51,11 @@ def line_of(shown: str, start: str) -> list[str]:
 
 
 def test_row() -> None:
-    assert dict(zip(COLUMNS, comparison_row(make()), strict=True)) == {
+    assert dict(zip(COLUMNS, comparison_row([make()]), strict=True)) == {
         "task": "rte, accuracy",
         "model": "bert-base-cased",
         "method": "I-STAR λ=-1 ζ=0.4",
+        "seed": "1",
         "value": "70.76",
         "constant": "52.71",
         "epoch": "3",
@@ -63,22 +66,22 @@ def test_row() -> None:
 
 def test_collapse_is_shown() -> None:
     collapsed = make(collapsed={"validation_matched": False, "validation_mismatched": True})
-    assert comparison_row(collapsed)[COLUMNS.index("value")] == "70.76 (collapsed)"
+    assert comparison_row([collapsed])[COLUMNS.index("value")] == "70.76 (collapsed)"
     shown = " ".join(text(summary(collapsed)).split())
     assert "Collapsed on validation_mismatched: all predictions are the same." in shown
     assert "validation_matched" not in shown
     assert "ollapsed" not in text(summary(make()))
-    assert "(collapsed)" in markdown([make(), collapsed]).splitlines()[3]
+    assert "(1 collapsed)" in markdown([make(), collapsed]).splitlines()[2]
 
 
 def test_no_baseline() -> None:
-    assert comparison_row(make(baseline={}))[COLUMNS.index("constant")] == "-"
+    assert comparison_row([make(baseline={})])[COLUMNS.index("constant")] == "-"
     assert "constant prediction" not in text(summary(make(baseline={})))
 
 
 def test_negative_metrics() -> None:
     record = make(headline={"metric": "matthews_correlation", "value": -0.05, "epoch": 1})
-    assert comparison_row(record)[COLUMNS.index("value")] == "-5.00"
+    assert comparison_row([record])[COLUMNS.index("value")] == "-5.00"
 
 
 @pytest.mark.parametrize(
@@ -115,18 +118,38 @@ def test_summary() -> None:
 def test_comparison() -> None:
     records = [make(), make({"name": "none"}), make({"name": "cosreg", "lambda": 1.0, "include_padding": False})]
     table = comparison(records)
-    assert table.title == "rte, accuracy · bert-base-cased"
-    assert [column.header for column in table.columns] == list(COLUMNS[2:])
-    lines = [cells(line) for line in text(table).splitlines() if len(cells(line)) == len(COLUMNS) - 2]
-    assert lines[-3:] == [comparison_row(record)[2:] for record in records]
+    assert table.title == "rte, accuracy · bert-base-cased · seed 1"
+    shown = [name for name in COLUMNS[2:] if name != "seed"]
+    assert [column.header for column in table.columns] == shown
+    lines = [cells(line) for line in text(table).splitlines() if len(cells(line)) == len(shown)]
+    assert lines[-3:] == [[row[2], *row[4:]] for row in (comparison_row([record]) for record in records)]
 
 
 def test_comparison_keeps_the_columns_in_which_runs_differ() -> None:
     other = make()
     other.config["task"] = {"name": "stsb"}
     table = comparison([make(), other])
-    assert table.title == "bert-base-cased"
-    assert [column.header for column in table.columns] == ["task", *COLUMNS[2:]]
+    assert table.title == "bert-base-cased · seed 1"
+    assert [column.header for column in table.columns] == ["task", "method", *COLUMNS[4:]]
+
+
+def test_runs_that_differ_in_nothing_but_the_seed_are_one_row() -> None:
+    records = [seeded(seed, value) for seed, value in ((1, 0.70), (2, 0.73), (4, 0.71))]
+    other = seeded(1, 0.5)
+    other.config["optim"] = {"lr": 1.0}
+    table = comparison([records[0], other, *records[1:]])
+    assert table.title == "rte, accuracy · bert-base-cased"
+    assert [column.header for column in table.columns] == list(COLUMNS[2:])
+    first, second = [row for row in (cells(line) for line in text(table).splitlines()) if row and "λ" in row[0]]
+    deviation = np.std([70, 73, 71], ddof=1)
+    assert first[1:3] == ["1,2,4", f"{np.mean([70, 73, 71]):.2f} ± {deviation:.2f}"]
+    assert second[1:3] == ["1", "50.00"]
+    assert "1 collapsed" in " ".join(comparison_row([*records, seeded(5, 0.5, collapsed={"validation": True})]))
+
+
+def seeded(seed: int, value: float, **fields: Any) -> RunRecord:
+    record = make(headline={"metric": "accuracy", "value": value, "epoch": 2}, **fields)
+    return replace(record, config={**record.config, "seed": seed})
 
 
 def test_markdown(tmp_path: Path) -> None:
@@ -135,7 +158,7 @@ def test_markdown(tmp_path: Path) -> None:
     lines = (tmp_path / "deep" / "comparison.md").read_text(encoding="utf-8").splitlines()
     assert cells(lines[0]) == list(COLUMNS)
     assert set(cells(lines[1])) == {"---"}
-    assert [cells(line) for line in lines[2:]] == [comparison_row(record) for record in records]
+    assert [cells(line) for line in lines[2:]] == [comparison_row([record]) for record in records]
     assert len({line.count("|") for line in lines}) == 1
 
 
