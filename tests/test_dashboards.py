@@ -24,7 +24,7 @@ from tests.outcomes import only_run
 from tests.wandb_records import config_of, logged_by, offline_records, start_of, summary_of
 
 Build = Callable[..., Config]
-SWEEP = Path("sweep") / "wandb" / "sweep.yaml"
+SWEEP = Path("sweep") / "wandb" / "sweep.yml"
 
 
 @pytest.fixture

@@ -201,7 +201,7 @@ _READING = (
     "names a run but its seed (settings, data, model), the group with the most seeds; among equals the one with the "
     "highest mean of the headline metric on the validation set. I-STAR counts with its penalty on all layers, CosReg "
     "with its penalty on the last layer and λ > 0; λ = 0 is Base. A method that was tried in many configurations is "
-    "chosen by the very numbers that are then reported, so chance flatters its mean; the remark *best of 9* says that "
+    "chosen by the very numbers that are then reported, so chance flatters its mean; the remark “best of 9” says that "
     "there were nine.",
     "Tests are paired: the same seeds with and without the penalty. p is two-sided, of the paired t-test "
     "(scipy.stats.ttest_rel) and of the exact permutation test that flips the signs of the differences; with five "
