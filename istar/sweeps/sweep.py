@@ -81,7 +81,7 @@ def sweep(request: Request, console: Console) -> int:
             carry_out(request, Queue(runs, shown))
         else:
             search(runs, shown)
-        if settings.seeds:
+        if settings.seeds and not (settings.fail_fast and runs.failed()):
             runs.state.to_come = 0
             runs.add_all(runs.winners_with_seeds(), SEEDS)
             carry_out(request, Queue(runs, shown))
@@ -97,7 +97,7 @@ class Runs:
         spaces: what is swept over.
         trials: by the names of their folders.
         entries: the same runs in `state`.
-        sizes: number of training examples, by run.
+        folders: where they lie.
     """
 
     def __init__(self, request: Request, console: Console) -> None:
@@ -133,7 +133,7 @@ class Runs:
         error, record = None, None
         try:
             folder = self.folders(config)
-            record = finished_run(folder, config)
+            record = None if config.run.overwrite else finished_run(folder, config)
             name = folder.name
         except UserError as mistake:
             error, name = str(mistake), f"not-started-{len(self.entries) + 1}"
@@ -149,6 +149,18 @@ class Runs:
             entry.status, entry.error = "failed", error
         return trial
 
+    def sample(self) -> tuple[Config, int]:
+        """The config of a run with the values that nobody sweeps over, and its number of training examples.
+
+        Raises:
+            UserError: if it does not compose, or its data cannot be loaded.
+        """
+        space = next(iter(self.spaces.values()))
+        fixed = tuple(own.input_line or "" for own in space.values() if not own.is_sweep_override())
+        config = schema.load(self.request.compose(fixed))
+        self.folders(config)
+        return config, self.folders.sizes[Folders.data_of(config)]
+
     def winners_with_seeds(self) -> list[Overrides]:
         """The best finished run of each task, model and method by its validation score, with each of the seeds."""
         best: dict[tuple[str, str, str], Entry] = {}
@@ -158,6 +170,10 @@ class Runs:
                 best[kind] = entry
         seeds = self.request.settings.seeds
         return [trials.with_seed(tuple(entry.overrides), seed) for entry in best.values() for seed in seeds]
+
+    def failed(self) -> list[Entry]:
+        """The runs that have."""
+        return [entry for entry in self.state.entries if entry.status == "failed"]
 
     def records(self) -> list[RunRecord]:
         """Of the finished runs."""
@@ -278,6 +294,7 @@ def announce(runs: Runs) -> None:
     told = [f"{state.name}: {len(state.entries)} runs, {len(waiting)} of them to do"]
     if settings.search == "optuna":
         told = [f"{state.name}: a search of {settings.trials} trials"]
+        wanted = [runs.sample()] * settings.trials
     if settings.seeds:
         told.append(f"then {len(settings.seeds)} seeds of the best of each of {len(kinds) or 'the'} methods")
         # The best has been run with its own seed.
@@ -313,7 +330,7 @@ def close(runs: Runs) -> int:
             figures.comparison(shown, runs.folder / f"comparison.{suffix}")
         console.print(tables.comparison(shown))
         console.print(f"{runs.folder / 'comparison.png'} and .svg, .md", highlight=False, soft_wrap=True)
-    failed = [entry for entry in runs.state.entries if entry.status == "failed"]
+    failed = runs.failed()
     if failed:
         console.print(f"{len(failed)} of {len(runs.state.entries)} runs failed; the same command runs them again:")
         for entry in failed:

@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 from hydra.errors import HydraException
+from rich.console import Console
 
 from hydra_plugins.istar_sweeper import IstarSweeper
 from istar import results, schema
 from istar.errors import UserError
 from istar.results import RunRecord
+from istar.schema import to_dict
 from istar.sweeps.board import read
+from istar.sweeps.sweep import Request, Runs
 from tests.jobs import Done, Job, Start, at_once, starting
 from tests.outcomes import assert_same
 
@@ -116,6 +119,58 @@ def test_failures_are_told_and_may_stop_all(tmp_path: Path, start: Start) -> Non
     assert all("does not exist" in (entry.error or "") for entry in state(tmp_path / "on").entries[:2])
     assert (stopped.code, stopped.stderr) == (1, "")
     assert [entry.status for entry in state(tmp_path / "fast").entries] == ["failed", "waiting", "waiting"]
+
+
+@pytest.fixture
+def runs(tmp_path: Path, sweeper_for: Callable[..., IstarSweeper]) -> Callable[..., Runs]:
+    """The runs that a command line asks for, before any is started."""
+
+    def make(*arguments: str) -> Runs:
+        arguments = (*arguments, f"run.root={tmp_path / 'runs'}")
+        sweeper = sweeper_for(*(argument for argument in arguments if "," not in argument))
+        settings = schema.load_sweep(sweeper.config)
+        request = Request(settings, arguments, {}, "python train.py", tmp_path / "runs", sweeper._compose)
+        return Runs(request, Console(quiet=True))
+
+    return make
+
+
+def test_runs_are_grouped_by_sweep_in_wandb(runs: Callable[..., Runs]) -> None:
+    plain, grouped = runs("seed=1,2", *TINY), runs("seed=1,2", "logger=wandb", *TINY)
+    own = runs("seed=1,2", "logger=wandb", "logger.group=mine", *TINY)
+    for found in (plain, grouped, own):
+        found.add_all(found.combinations(), "search")
+    assert {trial.config.logger.group for trial in grouped.trials.values()} == {grouped.folder.name}
+    assert {trial.config.logger.group for trial in own.trials.values()} == {"mine"}
+    # Wherever they are logged, they are the same runs of the same sweep.
+    assert plain.trials.keys() == grouped.trials.keys() == own.trials.keys()
+    assert plain.folder == grouped.folder
+
+
+def test_finished_runs_are_run_again_only_if_asked(runs: Callable[..., Runs], tmp_path: Path) -> None:
+    [(name, trial)] = found_again(runs("seed=1", *TINY)).trials.items()
+    headline = {"metric": "accuracy", "value": 0.5, "epoch": 1}
+    results.write(RunRecord(name, "finished", to_dict(trial.config), headline), tmp_path / "runs" / name)
+    # As every finished run has.
+    (tmp_path / "runs" / name / "model").mkdir()
+    statuses = {
+        overwrite: [entry.status for entry in found_again(runs("seed=1,2", overwrite, *TINY)).state.entries]
+        for overwrite in ("run.overwrite=false", "run.overwrite=true")
+    }
+    assert statuses == {"run.overwrite=false": ["finished", "waiting"], "run.overwrite=true": ["waiting", "waiting"]}
+
+
+def found_again(found: Runs) -> Runs:
+    found.add_all(found.combinations(), "search")
+    return found
+
+
+def test_data_that_cannot_be_loaded_fail_their_runs_alone(runs: Callable[..., Runs]) -> None:
+    found = found_again(runs("task=demo,rte", "task.data_dir=null", *TINY))
+    demo, rte = found.state.entries
+    assert (demo.status, rte.status) == ("waiting", "failed")
+    assert rte.error
+    assert found.failed() == [rte]
 
 
 @pytest.mark.parametrize(
