@@ -12,6 +12,7 @@ import torch
 import transformers
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -107,18 +108,33 @@ def load_model(
         _check_complete(config.name, model, info)
     else:
         model = head.from_config(model_config)
-    rows = model.get_input_embeddings().num_embeddings
-    tokens = max(tokenizer.get_vocab().values()) + 1
-    if tokens > rows:
-        raise UserError(
-            f"model.name={config.name}: its tokenizer has {tokens} tokens and its embedding {rows} rows; "
-            "they are not of one model"
-        )
+    _check_rows(config.name, model, tokenizer)
     if config.pretrained:
         _try_out(config.name, model, tokenizer(*["a"] * len(spec.text_columns), return_tensors="pt"))
     _apply_options(config, model)
     # from_pretrained leaves the model in eval mode and Lightning keeps modes as they are: dropout would be off.
     return model.train()
+
+
+def load_encoder(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype) -> PreTrainedModel:
+    """A model without a head, of any architecture that reads text, in eval mode.
+
+    Args:
+        config: which; the options for training do not count.
+        tokenizer: its own.
+        dtype: of the weights; by itself transformers would take the checkpoint's.
+
+    Raises:
+        UserError: if it cannot be found, lacks weights, does not fit its tokenizer, or computes no finite numbers.
+    """
+    with _clear_errors(config), _quiet():
+        model, info = AutoModel.from_pretrained(
+            config.name, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **_source(config)
+        )
+    _check_complete(config.name, model, info)
+    _check_rows(config.name, model, tokenizer)
+    _try_out(config.name, model, tokenizer("a", return_tensors="pt", return_token_type_ids=False))
+    return model.eval()
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -169,7 +185,8 @@ def _check_json(folder: Path) -> None:
 
 def _check_complete(name: str, model: PreTrainedModel, info: dict[str, Any]) -> None:
     """The head is new by design, and so is a pooler that pretraining had no use for; the rest must be there and fit."""
-    prefix = f"{model.base_model_prefix}."
+    # A model without a head has no prefix.
+    prefix = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix) else ""
     for key, stored, wanted in sorted(info["mismatched_keys"]):
         if key.startswith(prefix):
             raise UserError(
@@ -181,6 +198,16 @@ def _check_complete(name: str, model: PreTrainedModel, info: dict[str, Any]) -> 
         raise UserError(
             f"model.name={name} lacks {len(encoder)} of the encoder's weights, {sorted(encoder)[0]} for one; "
             "they would be random"
+        )
+
+
+def _check_rows(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    rows = int(model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
+    tokens = max(tokenizer.get_vocab().values()) + 1
+    if tokens > rows:
+        raise UserError(
+            f"model.name={name}: its tokenizer has {tokens} tokens and its embedding {rows} rows; "
+            "they are not of one model"
         )
 
 
