@@ -1,0 +1,99 @@
+"""Texts to blocks, against the tokens of each document by itself."""
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from istar import tiny
+from istar.errors import UserError
+from istar.geometry.corpus import Packer, Source, batches, documents, sources
+from istar.tasks import demo
+
+TEXTS = ["the cat sees a dog .", "a", " ".join(["dog cat"] * 40), "does the dog see ?"]
+
+
+def bert() -> PreTrainedTokenizerFast:
+    return tiny.tokenizer(demo.vocabulary())  # type: ignore[return-value]
+
+
+def gpt() -> PreTrainedTokenizerFast:
+    """Byte-level, with an end of text and nothing put around a text."""
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.train_from_iterator(TEXTS, trainers.BpeTrainer(special_tokens=["<end>"], show_progress=False))
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>")
+
+
+@pytest.mark.parametrize("length", [4, 7, 512])
+@pytest.mark.parametrize("make", [bert, gpt])
+def test_blocks_hold_all_tokens_in_their_order(make: object, length: int) -> None:
+    tokenizer = make()  # type: ignore[operator]
+    end = tokenizer.sep_token_id if tokenizer.sep_token_id is not None else tokenizer.eos_token_id
+    expected = list(
+        itertools.chain.from_iterable([*tokenizer(text, add_special_tokens=False)["input_ids"], end] for text in TEXTS)
+    )
+    blocks = list(Packer(tokenizer, length)(TEXTS))
+    around = 2 if tokenizer.cls_token_id is not None else 0
+    assert {len(block) for block in blocks[:-1]} <= {length}
+    assert 0 < len(blocks[-1]) <= length
+    if around:
+        assert {(block[0], block[-1]) for block in blocks} == {(tokenizer.cls_token_id, tokenizer.sep_token_id)}
+        blocks = [block[1:-1] for block in blocks]
+    assert list(itertools.chain.from_iterable(blocks)) == expected
+
+
+def test_no_room() -> None:
+    with pytest.raises(UserError, match=r"a block of 2 tokens has no room"):
+        Packer(bert(), 2)
+
+
+def test_batches() -> None:
+    blocks = [[5, 6, 7], [5, 6, 8], [9]]
+    first, last = batches(blocks, 2, 0)
+    assert first["input_ids"].tolist() == blocks[:2]
+    assert first["attention_mask"].all()
+    assert last["input_ids"].tolist() == [[9]]
+    [both] = batches([[1], [2, 3]], 8, 0)
+    assert both["input_ids"].tolist() == [[1, 0], [2, 3]]
+    assert torch.equal(both["attention_mask"], torch.tensor([[1, 0], [1, 1]]))
+    assert list(batches([], 2, 0)) == []
+
+
+def test_documents(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\n\n  two \nthree", encoding="utf-8")
+    (tmp_path / "b.jsonl").write_text('{"text": "on\\ne"}\n\n{"text": "two", "more": 1}\n', encoding="utf-8")
+    assert list(documents(Source("a", tmp_path / "a.txt"))) == ["one", "two", "three"]
+    assert list(documents(Source("b", tmp_path / "b.jsonl"))) == ["on\ne", "two"]
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '"text"', '{"texts": "a"}', '{"text": 3}', "3"])
+def test_lines_that_are_no_documents(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "b.jsonl"
+    path.write_text(f"{json.dumps({'text': 'good'})}\n{line}\n")
+    with pytest.raises(UserError, match=r"b\.jsonl, line 2: ") as error:
+        list(documents(Source("b", path)))
+    assert "\n" not in str(error.value)
+
+
+def test_other_encodings_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("Fußball".encode("utf-16"))
+    with pytest.raises(UserError, match=r"a\.txt is not UTF-8"):
+        list(documents(Source("a", tmp_path / "a.txt")))
+
+
+def test_sources(tmp_path: Path) -> None:
+    for name in ("wiki.txt", "a=b.txt"):
+        (tmp_path / name).write_text("x")
+    wiki, odd = tmp_path / "wiki.txt", tmp_path / "a=b.txt"
+    assert sources([str(wiki), f"other={wiki}", str(odd)]) == [
+        Source("wiki", wiki), Source("other", wiki), Source("a=b", odd)
+    ]  # fmt: skip
+    with pytest.raises(UserError, match=r"two sources are named wiki"):
+        sources([str(wiki), str(wiki)])
+    with pytest.raises(UserError, match=r"there is no file"):
+        sources([f"new={tmp_path / 'none.txt'}"])
