@@ -83,3 +83,14 @@ def two_nn(points: np.ndarray, discard: float = 0.1) -> float:
     x = np.log(kept)
     y = np.array([-math.log(1 - (i + 1) / n) for i in range(len(kept))])
     return float(np.linalg.lstsq(x[:, None], y, rcond=None)[0][0])
+
+
+def mean_pair_cosine(points: np.ndarray) -> float:
+    """Equation 5 of *Anisotropy is Not Inherent to Transformers*: every pair of points `(n, d)` by itself."""
+    cosines = [
+        float(np.dot(x, y)) / (math.sqrt(np.dot(x, x)) * math.sqrt(np.dot(y, y)))
+        for i, x in enumerate(points)
+        for j, y in enumerate(points)
+        if i != j
+    ]
+    return math.fsum(cosines) / len(cosines)

@@ -3,8 +3,20 @@
 Needs torch alone: no Lightning, no transformers, no Hydra.
 """
 
+from istar.measures.cosine import AverageCosine, IntraSim, average_cosine, intra_sim
 from istar.measures.dimension import two_nn
 from istar.measures.isoscore import isoscore, isoscore_from_covariance, isoscore_star, shrink
 from istar.measures.moments import Moments
 
-__all__ = ["Moments", "isoscore", "isoscore_from_covariance", "isoscore_star", "shrink", "two_nn"]
+__all__ = [
+    "AverageCosine",
+    "IntraSim",
+    "Moments",
+    "average_cosine",
+    "intra_sim",
+    "isoscore",
+    "isoscore_from_covariance",
+    "isoscore_star",
+    "shrink",
+    "two_nn",
+]

@@ -1,0 +1,237 @@
+"""Average cosines against every pair by itself and against sklearn; streams, groups, and what must not change them."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics.pairwise import cosine_similarity
+from torch.testing import assert_close
+
+from istar.errors import NonFiniteError, UserError
+from istar.measures import AverageCosine, IntraSim, average_cosine, intra_sim, rows
+from istar.regularizers.cosreg import cosine_penalty
+from tests import oracles
+
+CLOSE = {"rtol": 0, "atol": 1e-12}
+
+
+def cloud(n=40, d=5, seed=0, shift=1.0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    points = torch.randn(n, d, generator=generator, dtype=torch.float64)
+    return (points * torch.logspace(0, 1, d) + shift).to(dtype)
+
+
+def labels(n=40, types=7, seed=1):
+    return torch.randint(0, types, (n,), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("shift", [0.0, 1.0, 100.0])
+@pytest.mark.parametrize(("n", "d"), [(2, 1), (2, 3), (40, 5), (9, 30)])
+def test_it_is_the_mean_over_all_pairs(n, d, shift):
+    points = cloud(n, d, shift=shift)
+    actual = average_cosine(points).item()
+    assert actual == pytest.approx(oracles.mean_pair_cosine(points.numpy()), rel=0, abs=1e-12)
+    cosines = cosine_similarity(points.numpy())
+    assert actual == pytest.approx(cosines[~np.eye(n, dtype=bool)].mean(), rel=0, abs=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_narrow_points_are_summed_in_float64(dtype):
+    points = cloud(dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = average_cosine(points)
+    assert actual.dtype == torch.float64
+    assert actual.item() == pytest.approx(oracles.mean_pair_cosine(points.double().numpy()), rel=0, abs=1e-12)
+
+
+def exact_average(points):
+    """With the coordinates of the sum rounded once."""
+    units = points.double().numpy()
+    units = units / np.sqrt((units**2).sum(1, keepdims=True))
+    total = [math.fsum(column) for column in units.T]
+    n = len(units)
+    return (math.fsum(value**2 for value in total) - n) / (n * (n - 1))
+
+
+def stream(n, batch, dim=4):
+    generator = torch.Generator().manual_seed(0)
+    return (torch.randn(batch, dim, generator=generator) + 0.1 for _ in range(n // batch))
+
+
+def test_a_long_stream_keeps_its_digits():
+    streamed = AverageCosine(4)
+    for points in stream(200_000, 500):
+        streamed.update(points)
+    exact = exact_average(torch.cat(list(stream(200_000, 500))))
+    assert abs(streamed.compute().item() - exact) < 1e-13
+    naive = torch.cat(list(stream(200_000, 500)))
+    naive = (naive / naive.norm(dim=1, keepdim=True)).cumsum(0)[-1]  # float32, one by one
+    assert abs(((naive.square().sum() - 200_000) / (200_000 * 199_999)).item() - exact) > 1e-10
+
+
+@pytest.mark.slow
+def test_ten_million_points_keep_nine_digits():
+    streamed = AverageCosine(4)
+    for points in stream(10_000_000, 10_000):
+        streamed.update(points)
+    exact = exact_average(torch.cat(list(stream(10_000_000, 10_000))))
+    assert abs(streamed.compute().item() - exact) < 1e-9
+
+
+@pytest.mark.parametrize("block", [1, 5, 35, 10_000])
+def test_blocks_batches_and_merges_do_not_change_it(monkeypatch, block):
+    points, tokens = cloud(), labels()
+    expected, grouped = average_cosine(points), intra_sim(points, tokens)
+    monkeypatch.setattr(rows, "BLOCK", block)
+    assert_close(average_cosine(points), expected, **CLOSE)
+    assert_close(intra_sim(points, tokens), grouped, **CLOSE)
+    merged = AverageCosine(5).update(points[:11]).merge(AverageCosine(5)).merge(AverageCosine.of(points[11:]))
+    assert merged.count == 40
+    assert_close(merged.compute(), expected, **CLOSE)
+    halves = [IntraSim(7, 5).update(points[i], tokens[i]) for i in (slice(13), slice(13, 13), slice(13, 40))]
+    assert_close(halves[0].merge(halves[1]).merge(halves[2]).compute(), grouped, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda points: points @ torch.linalg.qr(cloud(5, 5, seed=4))[0],
+        lambda points: points * torch.rand(40, 1, generator=torch.Generator().manual_seed(5)).add(0.1),
+        lambda points: 1e300 * points,
+        lambda points: 1e-300 * points,
+        lambda points: -points,
+        lambda points: points.flip(0),
+        lambda points: points.reshape(4, 10, 5),
+    ],
+    ids=["rotation", "scale of each", "huge", "minute", "reflection", "order", "shape"],
+)
+def test_what_does_not_change_it(change):
+    assert_close(average_cosine(change(cloud())), average_cosine(cloud()), **CLOSE)
+
+
+def test_range():
+    assert average_cosine(torch.tensor([[1.0, 2.0], [3.0, 6.0]])).item() == pytest.approx(1)
+    simplex = torch.eye(6, dtype=torch.float64) - 1 / 6
+    assert average_cosine(simplex).item() == pytest.approx(-1 / 5)
+    assert average_cosine(torch.eye(4)).item() == 0
+
+
+def test_gradient_is_that_of_finite_differences_and_of_the_penalty():
+    points = cloud(6, 3).requires_grad_()
+    assert torch.autograd.gradcheck(average_cosine, points)
+    with_zero = torch.cat([cloud(6, 3), torch.zeros(1, 3)]).requires_grad_()
+    (actual,) = torch.autograd.grad(AverageCosine.of(with_zero).cosreg(), with_zero)
+    (expected,) = torch.autograd.grad(cosine_penalty([with_zero[None]]), with_zero)
+    assert_close(actual, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("zeros", [0, 3])
+def test_cosreg_and_mean_direction_are_the_same_sums(zeros):
+    points = torch.cat([cloud(), torch.zeros(zeros, 5)])
+    sums = AverageCosine.of(points)
+    n, m = 40, 40 + zeros
+    assert (sums.count, sums.zeros) == (n, zeros)
+    average, cosreg, norm = sums.compute(), sums.cosreg(), sums.mean_direction_norm()
+    assert_close(average, average_cosine(cloud()), **CLOSE)
+    assert_close(cosreg, oracles.cosreg(points), **CLOSE)
+    units = cloud() / cloud().norm(dim=1, keepdim=True)
+    assert_close(norm, units.mean(0).norm(), **CLOSE)
+    assert_close(cosreg, average * n * (n - 1) / m**2, **CLOSE)
+    assert_close(norm**2, ((n - 1) * average + 1) / n, **CLOSE)
+
+
+def test_masked_points_change_nothing_bit_for_bit():
+    points, tokens = cloud().reshape(4, 10, 5), labels().reshape(4, 10)
+    mask = torch.rand(4, 10, generator=torch.Generator().manual_seed(3)) < 0.6
+    expected = average_cosine(points[mask]), intra_sim(points[mask], tokens[mask])
+    points[~mask], tokens[~mask] = torch.nan, 99
+    for given in (mask, mask.long()):
+        assert torch.equal(average_cosine(points, given), expected[0])
+        assert torch.equal(intra_sim(points, tokens, given), expected[1])
+    assert torch.equal(IntraSim(7, 5).update(points, tokens, mask).compute(), expected[1])
+
+
+def grouped(points, tokens):
+    """Occurrences and IntraSim of each type with at least two."""
+    return {
+        t: (int((tokens == t).sum()), oracles.mean_pair_cosine(points[tokens == t].numpy()))
+        for t in tokens.unique().tolist()
+        if (tokens == t).sum() > 1
+    }
+
+
+@pytest.mark.parametrize("types", [2, 7, 25])
+@pytest.mark.parametrize("min_count", [2, 4])
+def test_intra_sim_is_the_average_over_types_of_the_mean_over_pairs(types, min_count):
+    points, tokens = cloud(), labels(types=types)
+    kept = {t: found for t, found in grouped(points, tokens).items() if found[0] >= min_count}
+    if not kept:
+        pytest.skip("no type occurs as often")
+    counts, values = zip(*kept.values(), strict=True)
+    by_types = intra_sim(points, 1000 * tokens - 5, min_count=min_count)
+    assert by_types.item() == pytest.approx(np.mean(values), rel=0, abs=1e-12)
+    by_occurrences = intra_sim(points, tokens, average="occurrences", min_count=min_count)
+    assert by_occurrences.item() == pytest.approx(np.average(values, weights=counts), rel=0, abs=1e-12)
+
+
+def test_per_type_knows_which_types_have_no_pair():
+    points, tokens = cloud(), labels(types=25)
+    values = IntraSim(30, 5).update(points, tokens).per_type()
+    expected = grouped(points, tokens)
+    assert set((~values.isnan()).nonzero().squeeze(1).tolist()) == set(expected)
+    for t, (_, value) in expected.items():
+        assert values[t].item() == pytest.approx(value, rel=0, abs=1e-12)
+    assert 0 < len(expected) < tokens.unique().numel()
+
+
+def test_one_type_is_inter_sim_and_equal_occurrences_are_one():
+    assert_close(intra_sim(cloud(), torch.zeros(40, dtype=torch.int32)), average_cosine(cloud()), **CLOSE)
+    tokens = torch.arange(20).repeat(2)
+    assert intra_sim(cloud(20).repeat(2, 1) * 3, tokens).item() == pytest.approx(1)
+
+
+def test_zero_vectors_are_no_occurrences():
+    points, tokens = torch.cat([cloud(), torch.zeros(3, 5)]), torch.cat([labels(), torch.tensor([0, 1, 1])])
+    sums = IntraSim(7, 5).update(points, tokens)
+    assert sums.zeros == 3
+    assert_close(sums.compute("occurrences"), intra_sim(cloud(), labels(), average="occurrences"), **CLOSE)
+
+
+WITH_NAN = cloud()
+WITH_NAN[2, 1] = math.nan
+WRONG = {
+    "empty": (lambda: average_cosine(torch.ones(0, 3)), UserError, "^0 points other than zero"),
+    "one": (lambda: average_cosine(torch.ones(1, 3)), UserError, "^1 points other than zero.*at least 2"),
+    "zeros": (lambda: average_cosine(torch.zeros(9, 3)), UserError, "^0 points other than zero"),
+    "no direction": (lambda: AverageCosine(3).mean_direction_norm(), UserError, "at least 1"),
+    "no points": (lambda: AverageCosine(3).cosreg(), UserError, "0 points have no CosReg"),
+    "nan": (lambda: average_cosine(WITH_NAN), NonFiniteError, "not finite"),
+    "infinite": (lambda: average_cosine(WITH_NAN.nan_to_num(nan=math.inf)), NonFiniteError, "not finite"),
+    "nan in cosreg": (lambda: AverageCosine.of(WITH_NAN).cosreg(), NonFiniteError, "not finite"),
+    "nan of a type": (lambda: intra_sim(WITH_NAN, labels()), NonFiniteError, "not finite"),
+    "shape": (lambda: average_cosine(torch.ones(5)), UserError, r"shape \(5,\); expected \(n, d\)"),
+    "dim": (lambda: AverageCosine(4).update(torch.ones(5, 3)), UserError, r"expected \(\.\.\., 4\)"),
+    "integers": (lambda: average_cosine(torch.ones(5, 3).long()), UserError, "int64; expected a floating"),
+    "mask": (lambda: average_cosine(torch.ones(5, 3), torch.ones(4)), UserError, r"mask has shape \(4,\)"),
+    "no dim": (lambda: AverageCosine(0), UserError, "0 dimensions"),
+    "merge": (lambda: AverageCosine(3).merge(AverageCosine(4)), UserError, "cannot merge cosines of 4"),
+    "tokens": (lambda: intra_sim(cloud(), labels(39)), UserError, r"tokens has shape \(39,\)"),
+    "token dtype": (lambda: intra_sim(cloud(), labels() / 1), UserError, "tokens are torch.float32; expected integers"),
+    "token range": (lambda: IntraSim(3, 5).update(cloud(), labels()), UserError, "tokens are 0 to 6; expected 0 to 2"),
+    "token sign": (lambda: IntraSim(9, 5).update(cloud(), labels() - 1), UserError, "tokens are -1 to 5"),
+    "token mask": (lambda: intra_sim(cloud(), labels(), torch.ones(3)), UserError, r"mask has shape \(3,\)"),
+    "no types": (lambda: IntraSim(0, 5), UserError, "0 token types"),
+    "no pair": (lambda: intra_sim(cloud(5), torch.arange(5)), UserError, "no token type occurs 2 times"),
+    "nothing": (lambda: intra_sim(torch.ones(0, 3), torch.ones(0).long()), UserError, "no token type occurs"),
+    "average": (lambda: intra_sim(cloud(), labels(), average="all"), UserError, "'all'; expected one of types, occ"),
+    "min_count": (lambda: intra_sim(cloud(), labels(), min_count=1), UserError, "min_count is 1; expected at least 2"),
+    "merge types": (lambda: IntraSim(3, 5).merge(IntraSim(4, 5)), UserError, r"\(4, 5\) into \(3, 5\)"),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "message"), WRONG.values(), ids=WRONG)
+def test_what_has_no_average_cosine_is_refused_in_one_line(call, error, message):
+    with pytest.raises(error, match=message) as caught:
+        call()
+    assert "\n" not in str(caught.value)
