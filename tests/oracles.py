@@ -94,3 +94,8 @@ def mean_pair_cosine(points: np.ndarray) -> float:
         if i != j
     ]
     return math.fsum(cosines) / len(cosines)
+
+
+def partition_values(embeddings: np.ndarray, directions: np.ndarray) -> list[float]:
+    """Z(c) for each column c of `directions`, term by term."""
+    return [math.fsum(math.exp(float(np.dot(c, w))) for w in embeddings) for c in directions.T]
