@@ -99,3 +99,9 @@ def mean_pair_cosine(points: np.ndarray) -> float:
 def partition_values(embeddings: np.ndarray, directions: np.ndarray) -> list[float]:
     """Z(c) for each column c of `directions`, term by term."""
     return [math.fsum(math.exp(float(np.dot(c, w))) for w in embeddings) for c in directions.T]
+
+
+def entropy_rank(values: Sequence[float]) -> float:
+    """Roy and Vetterli (2007), definition 1, with 0 log 0 = 0."""
+    total = math.fsum(values)
+    return math.exp(-math.fsum(v / total * math.log(v / total) for v in values if v > 0))

@@ -7,19 +7,39 @@ from istar.measures.cosine import AverageCosine, IntraSim, average_cosine, intra
 from istar.measures.dimension import two_nn
 from istar.measures.isoscore import isoscore, isoscore_from_covariance, isoscore_star, shrink
 from istar.measures.moments import Moments
+from istar.measures.norms import LayerNormSummary, Norms, NormSummary, layer_norm_summary, norm_summary
 from istar.measures.partition import PartitionIsotropy, partition_isotropy
+from istar.measures.spectrum import (
+    DimensionMoments,
+    effective_rank,
+    outlier_dimensions,
+    participation_ratio,
+    singular_values,
+    variance_shares,
+)
 
 __all__ = [
     "AverageCosine",
+    "DimensionMoments",
     "IntraSim",
+    "LayerNormSummary",
     "Moments",
+    "NormSummary",
+    "Norms",
     "PartitionIsotropy",
     "average_cosine",
+    "effective_rank",
     "intra_sim",
     "isoscore",
     "isoscore_from_covariance",
     "isoscore_star",
+    "layer_norm_summary",
+    "norm_summary",
+    "outlier_dimensions",
+    "participation_ratio",
     "partition_isotropy",
     "shrink",
+    "singular_values",
     "two_nn",
+    "variance_shares",
 ]
