@@ -105,3 +105,21 @@ def entropy_rank(values: Sequence[float]) -> float:
     """Roy and Vetterli (2007), definition 1, with 0 log 0 = 0."""
     total = math.fsum(values)
     return math.exp(-math.fsum(v / total * math.log(v / total) for v in values if v > 0))
+
+
+def top_removed(embeddings: np.ndarray, components: int, centered_in_the_sum: bool) -> np.ndarray:
+    """All-but-the-top, row by row and component by component, with sklearn's PCA."""
+    mean = embeddings.mean(0)
+    directions = PCA(n_components=components, svd_solver="full").fit(embeddings).components_
+    rows = []
+    for row in embeddings:
+        projected = row - mean if centered_in_the_sum else row
+        rows.append(row - mean - sum(np.dot(u, projected) * u for u in directions))
+    return np.array(rows)
+
+
+def scaled_centering(embeddings: np.ndarray) -> np.ndarray:
+    """*Too Much in Common*, section 5.2, row by row; no row is zero."""
+    norms = [math.sqrt(np.dot(row, row)) for row in embeddings]
+    mean = sum(row / norm for row, norm in zip(embeddings, norms, strict=True)) / len(embeddings)
+    return np.array([row - norm * mean for row, norm in zip(embeddings, norms, strict=True)])

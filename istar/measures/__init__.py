@@ -9,6 +9,7 @@ from istar.measures.isoscore import isoscore, isoscore_from_covariance, isoscore
 from istar.measures.moments import Moments
 from istar.measures.norms import LayerNormSummary, Norms, NormSummary, layer_norm_summary, norm_summary
 from istar.measures.partition import PartitionIsotropy, partition_isotropy
+from istar.measures.postprocess import all_but_the_top, centered, scaled_centered
 from istar.measures.spectrum import (
     DimensionMoments,
     effective_rank,
@@ -27,7 +28,9 @@ __all__ = [
     "NormSummary",
     "Norms",
     "PartitionIsotropy",
+    "all_but_the_top",
     "average_cosine",
+    "centered",
     "effective_rank",
     "intra_sim",
     "isoscore",
@@ -38,6 +41,7 @@ __all__ = [
     "outlier_dimensions",
     "participation_ratio",
     "partition_isotropy",
+    "scaled_centered",
     "shrink",
     "singular_values",
     "two_nn",
