@@ -48,6 +48,7 @@ ALLOWED = {
     "tiny": set(),
     "tasks": {"tasks", "errors", "files", "hub"},
     "models": {"tasks", "tiny", "config", "errors", "hub"},
+    "geometry": {"geometry", "models", "tasks", "measures", "config", "errors", "files", "hub"},
     "training": {"training", "tasks", "regularizers", "measures", "config", "schema", "errors", "files", "hub"},
     "results": {"files", "errors"},
     "reports": {"reports", "results", "config", "measures", "files", "errors"},
@@ -104,6 +105,7 @@ def test_only_assemblers_assemble() -> None:
     [
         ("istar.measures", "lightning transformers datasets hydra omegaconf evaluate matplotlib pandas"),
         ("istar.regularizers", "lightning transformers datasets hydra omegaconf evaluate matplotlib pandas"),
+        ("istar.geometry.wordsim", "lightning transformers datasets hydra omegaconf evaluate matplotlib pandas"),
         ("istar.results", "torch lightning transformers datasets hydra matplotlib"),
         ("istar.reports.tables", "torch lightning transformers datasets hydra"),
         ("istar.schema", "lightning transformers datasets evaluate"),

