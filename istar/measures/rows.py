@@ -59,13 +59,14 @@ def check_matrix(points: Tensor, name: str) -> None:
 
 def check_finite(values: Tensor, name: str) -> None:
     """Refuse NaN and infinite values, a block at a time."""
-    if not all(block.isfinite().all() for block in values.detach().reshape(-1).split(BLOCK)):
+    # By the first dimension: flattened, a transposed matrix would be copied.
+    if not all(block.isfinite().all() for block in split_rows(values.detach())):
         raise NonFiniteError(f"{name} are not finite; look for NaN or infinite values in them")
 
 
 def split_rows(rows: Tensor) -> tuple[Tensor, ...]:
-    """Rows `(n, d)` in pieces of at most `BLOCK` numbers, one row at least."""
-    pieces: tuple[Tensor, ...] = rows.split(max(1, BLOCK // rows.shape[1]))
+    """Rows `(n, ...)` in pieces of at most `BLOCK` numbers, one row at least."""
+    pieces: tuple[Tensor, ...] = rows.split(max(1, BLOCK // rows[0].numel()) if len(rows) else 1)
     return pieces
 
 
