@@ -12,6 +12,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from istar.errors import UserError, did_you_mean
+from istar.regularizers.istar import AUTO, ESTIMATORS
 from istar.regularizers.points import NAMED_LAYERS
 
 
@@ -96,19 +97,21 @@ class IStarConfig(CosRegConfig):
     weight: float = field(default=-1.0, metadata={"key": "lambda"})
     """lambda: any finite number; negative lowers isotropy, 0 skips the penalty."""
     layers: Any = "all"
-    zeta: float = 0.4
-    """Weight of the shrinkage covariance, 0 to 1."""
+    zeta: float | str = 0.4
+    """Weight of the shrinkage covariance, 0 to 1, or auto: estimated from each batch."""
     num_points: int = 250_000
     """Points behind the shrinkage covariance, counted over the union of the layers."""
+    estimator: str = "shrinkage"
+    r"""shrinkage: the paper's IsoScore\*; unbiased: IsoScore for small samples, without a shrinkage covariance."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.zeta <= 1:
-            raise UserError(
-                f"reg.zeta={self.zeta:g} is outside [0, 1]; 0 means no shrinkage, 1 only the shrinkage covariance, "
-                "the paper uses 0.2 to 0.8"
-            )
+        self.zeta = _zeta(self.zeta)
         _at_least(2, "reg.num_points", self.num_points)
+        one_of("reg.estimator", self.estimator, ESTIMATORS)
+        if self.estimator == "unbiased":
+            # What has no effect must not make two runs of one: the config says what is computed.
+            self.zeta, self.num_points = 0.0, IStarConfig.num_points
 
 
 @dataclass
@@ -341,6 +344,21 @@ def one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
         raise UserError(
             f"{key}={value} is not known{did_you_mean(value, allowed)}; expected one of {', '.join(allowed)}"
         )
+
+
+def _zeta(value: Any) -> float | str:
+    if value == AUTO:
+        return AUTO
+    try:
+        zeta = float(str(value))  # str: true is 1 to Python.
+    except ValueError:
+        raise UserError(f"reg.zeta={value} is neither a number in [0, 1] nor {AUTO}") from None
+    if not 0 <= zeta <= 1:
+        raise UserError(
+            f"reg.zeta={zeta:g} is outside [0, 1]; 0 means no shrinkage, 1 only the shrinkage covariance, "
+            "the paper uses 0.2 to 0.8"
+        )
+    return zeta
 
 
 def _check_layers(layers: Any) -> None:

@@ -144,7 +144,7 @@ def build_regularizer(config: Any) -> Regularizer | None:
     """The penalty that `reg=` names; None for `reg=none`."""
     shared = ("weight", "layers", "include_padding", "sync")
     if isinstance(config, IStarConfig):
-        return IStar(zeta=config.zeta, **{key: getattr(config, key) for key in shared})
+        return IStar(zeta=config.zeta, estimator=config.estimator, **{key: getattr(config, key) for key in shared})
     if isinstance(config, CosRegConfig):
         return CosReg(**{key: getattr(config, key) for key in shared})
     return None

@@ -8,6 +8,7 @@ the composed config into the dataclasses.
 import re
 from collections.abc import Iterable
 from dataclasses import Field, fields, is_dataclass
+from types import UnionType
 from typing import Any, TypeVar, get_args
 
 from hydra.core.config_store import ConfigStore
@@ -161,6 +162,9 @@ def _value_node(of: "Field[Any]") -> Any:
     default: Any = of.default_factory() if callable(of.default_factory) else of.default
     given = get_args(of.type)
     optional = type(None) in given
+    if isinstance(of.type, UnionType) and len(given) > 1 + optional:
+        # A number or a word: the dataclass says which.
+        return AnyNode(default)
     base = next((kind for kind in given if kind is not type(None)), of.type) if optional else of.type
     if base in _NODES:
         return _NODES[base](value=default, is_optional=optional)

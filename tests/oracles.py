@@ -44,6 +44,52 @@ def algorithm_2(points: np.ndarray) -> float:
     return float((d * phi - 1) / (d - 1))
 
 
+def unbiased_squares(points: Tensor) -> tuple[Tensor, Tensor]:
+    """tr(S^2) and tr(S)^2 of the distribution behind points `(n, d)`: means over all quadruples of distinct points.
+
+    E ((x1 - x2)^T (x3 - x4))^2 = 4 tr(S^2) and E ||x1 - x2||^2 ||x3 - x4||^2 = 4 tr(S)^2.
+    """
+    n = len(points)
+    differences = points[:, None] - points[None]
+    products = torch.einsum("ijd,kld->ijkl", differences, differences)
+    numbers = torch.arange(n)
+    i, j, k, m = torch.meshgrid(numbers, numbers, numbers, numbers, indexing="ij")
+    distinct = (i != j) & (i != k) & (i != m) & (j != k) & (j != m) & (k != m)
+    squares = differences.square().sum(-1)
+    both = squares[:, :, None, None] * squares[None, None]
+    return products[distinct].square().mean() / 4, both[distinct].mean() / 4
+
+
+def unbiased_isoscore(points: Tensor) -> Tensor:
+    """The closed form with `unbiased_squares`; differentiable."""
+    squared_norm, squared_trace = unbiased_squares(points)
+    return (squared_trace / squared_norm - 1) / (points.shape[1] - 1)
+
+
+def shrinkage_intensity(points: np.ndarray, target: np.ndarray) -> float:
+    """Schaefer and Strimmer (2005), Table 2 with a fixed target for all entries, one by one."""
+    n, d = points.shape
+    deviations = points - points.mean(0)
+    covariance = np.cov(points, rowvar=False)
+    variances = 0.0
+    for i in range(d):
+        for j in range(d):
+            products = deviations[:, i] * deviations[:, j]
+            variances += n / (n - 1) ** 3 * float(((products - products.mean()) ** 2).sum())
+    return float(min(1.0, max(0.0, variances / ((covariance - target) ** 2).sum())))
+
+
+def third_and_fourth(points: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, float]:
+    """Sums of w ||x - m||^2 (x - m) and w ||x - m||^4, in two passes, point by point."""
+    deviations = points - np.average(points, axis=0, weights=weights)
+    third, fourth = np.zeros(points.shape[1]), 0.0
+    for weight, deviation in zip(weights, deviations, strict=True):
+        square = float(deviation @ deviation)
+        third += weight * square * deviation
+        fourth += float(weight) * square**2
+    return third, fourth
+
+
 def cosreg(points: Tensor) -> Tensor:
     """Equation (1) for points `(M, d)`: cosines of all pairs i != j over M^2; 0 with a zero vector."""
     total = points.new_zeros(())

@@ -248,6 +248,14 @@ REFUSED: list[tuple[list[str], list[str]]] = [
     (["reg.zeta=2"], ["reg.zeta=2", "[0, 1]"]),
     (["reg.zeta=-0.1"], ["reg.zeta=-0.1"]),
     (["reg.zeta=nan"], ["reg.zeta=nan"]),
+    (["reg.zeta=3"], ["reg.zeta=3 is outside [0, 1]"]),
+    (["reg.zeta=high"], ["reg.zeta=high is neither a number in [0, 1] nor auto"]),
+    (["reg.zeta=null"], ["reg.zeta=None is neither a number"]),
+    (["reg.zeta=[0.2]"], ["reg.zeta=[0.2] is neither a number"]),
+    (["reg.zeta=true"], ["reg.zeta=True is neither a number"]),
+    (["reg.zeta=3", "reg.estimator=unbiased"], ["reg.zeta=3 is outside [0, 1]"]),
+    (["reg.estimator=unbaised"], ["reg.estimator=unbaised", "did you mean unbiased?"]),
+    (["reg=cosreg", "reg.estimator=unbiased"], ["reg.estimator", "belongs to reg=istar"]),
     (["reg.lambda=inf"], ["reg.lambda=inf"]),
     (["reg.lambda=nan"], ["reg.lambda=nan"]),
     (["reg.num_points=1"], ["reg.num_points=1"]),
@@ -420,6 +428,19 @@ def test_every_field_is_typed(composed: Callable[..., Config]) -> None:
                 message = refusal(composed, "task=rte", "reg=istar", "logger=wandb", f"{group.name}.{key}=nonsense")
                 assert message.startswith(f"{group.name}.{key}")
                 assert "nonsense" in message
+
+
+def test_zeta_is_a_number_or_auto(composed: Callable[..., Config]) -> None:
+    for given, expected in (("0.2", 0.2), ("1", 1.0), ("'0.4'", 0.4), ("auto", "auto")):
+        zeta = composed("reg=istar", f"reg.zeta={given}").reg.zeta
+        assert (type(zeta), zeta) == (type(expected), expected)
+
+
+def test_the_unbiased_estimator_has_one_config_whatever_shrinkage_would_be(composed: Callable[..., Config]) -> None:
+    for zeta in ("0.2", "0.8", "auto"):
+        config = composed("reg=istar", "reg.estimator=unbiased", f"reg.zeta={zeta}", "reg.num_points=999")
+        assert config.reg == composed("reg=istar", "reg.estimator=unbiased").reg
+        assert config.reg.zeta == 0
 
 
 def test_rules_hold_without_hydra() -> None:

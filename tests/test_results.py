@@ -49,6 +49,8 @@ OTHER = [
     "optim.warmup=0.1",
     "reg.lambda=1",
     "reg.zeta=0.2",
+    "reg.zeta=auto",
+    "reg.estimator=unbiased",
     "reg.layers=last",
     "reg.num_points=1000",
     "reg.include_padding=true",
@@ -87,6 +89,13 @@ def test_identity_is_a_name(composed: Callable[..., Config]) -> None:
 @pytest.mark.parametrize("override", SAME)
 def test_what_does_not_change_the_outcome_does_not_count(composed: Callable[..., Config], override: str) -> None:
     assert name_of(composed("task=rte", override)) == name_of(composed("task=rte"))
+
+
+def test_runs_from_before_a_key_was_there_keep_their_names(composed: Callable[..., Config]) -> None:
+    values = to_dict(composed("task=rte"))
+    del values["reg"]["estimator"]
+    assert identity(values, "d", "m") == name_of(composed("task=rte"))
+    assert values["reg"]["zeta"] == 0.4
 
 
 def test_what_changes_the_outcome_counts(composed: Callable[..., Config]) -> None:

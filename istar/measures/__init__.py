@@ -5,8 +5,15 @@ Needs torch alone: no Lightning, no transformers, no Hydra.
 
 from istar.measures.cosine import AverageCosine, IntraSim, average_cosine, intra_sim
 from istar.measures.dimension import two_nn
-from istar.measures.isoscore import isoscore, isoscore_from_covariance, isoscore_star, shrink
-from istar.measures.moments import Moments
+from istar.measures.isoscore import (
+    isoscore,
+    isoscore_from_covariance,
+    isoscore_star,
+    isoscore_unbiased,
+    shrink,
+    shrinkage_intensity,
+)
+from istar.measures.moments import FourthMoments, Moments
 from istar.measures.norms import LayerNormSummary, Norms, NormSummary, layer_norm_summary, norm_summary
 from istar.measures.partition import PartitionIsotropy, partition_isotropy
 from istar.measures.postprocess import all_but_the_top, centered, scaled_centered
@@ -22,6 +29,7 @@ from istar.measures.spectrum import (
 __all__ = [
     "AverageCosine",
     "DimensionMoments",
+    "FourthMoments",
     "IntraSim",
     "LayerNormSummary",
     "Moments",
@@ -36,6 +44,7 @@ __all__ = [
     "isoscore",
     "isoscore_from_covariance",
     "isoscore_star",
+    "isoscore_unbiased",
     "layer_norm_summary",
     "norm_summary",
     "outlier_dimensions",
@@ -43,6 +52,7 @@ __all__ = [
     "partition_isotropy",
     "scaled_centered",
     "shrink",
+    "shrinkage_intensity",
     "singular_values",
     "two_nn",
     "variance_shares",

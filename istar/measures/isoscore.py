@@ -12,12 +12,15 @@ singular and repeated eigenvalues too.
 """
 
 import math
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from istar.errors import NonFiniteError, UserError
-from istar.measures.moments import Moments
+from istar.measures.moments import FourthMoments, Moments
+
+M = TypeVar("M", bound=Moments)
 
 
 def isoscore(points: Tensor | Moments, mask: Tensor | None = None) -> Tensor:
@@ -65,6 +68,94 @@ def isoscore_star(
     return closed_form(shrink(covariance, shrinkage_covariance, zeta), "the shrunk covariance")
 
 
+def isoscore_unbiased(points: Tensor | FourthMoments, mask: Tensor | None = None) -> Tensor:
+    r"""IsoScore of the distribution that a small sample comes from: both squares in the closed form are unbiased.
+
+    Noise adds to :math:`\lVert C \rVert_F^2` of a sample covariance C, which is why `isoscore` of a few points is too
+    low. Himeno and Yamada (2014), *Estimations for some functions of covariance matrix in high dimension under
+    non-normality and its applications*, take it out without assuming a distribution: with
+    :math:`Q = \sum \lVert x_i - \bar x \rVert^4 / (n - 1)` and :math:`a = (n - 1) / (n (n - 2) (n - 3))`,
+
+    .. math::
+        \widehat{\operatorname{tr}(S^2)} &= a \, \bigl((n - 1)(n - 2) \lVert C \rVert_F^2
+        + \operatorname{tr}(C)^2 - n Q\bigr) \\
+        \widehat{\operatorname{tr}(S)^2} &= a \, \bigl(2 \lVert C \rVert_F^2
+        + (n^2 - 3 n + 1) \operatorname{tr}(C)^2 - n Q\bigr)
+
+    The score is (their ratio - 1) / (d - 1), as in the module's formula. A ratio of unbiased estimates is not unbiased
+    itself, but nearly so: its bias falls with the variance of the denominator.
+
+    They are the means over all quadruples of distinct points of :math:`((x_i - x_j)^T (x_k - x_l))^2 / 4` and
+    :math:`\lVert x_i - x_j \rVert^2 \lVert x_k - x_l \rVert^2 / 4`. So neither is negative, the first is at most the
+    second, and the score is never below 0. It can exceed 1, and must, or its mean could not be that of an isotropic
+    distribution: nothing is clipped.
+
+    Args:
+        points: `(..., d)` of any floating dtype, independent of each other, or `FourthMoments` of a cloud. At least 4.
+        mask: as in `isoscore`.
+
+    Returns:
+        0-d tensor in [0, inf), float64 (float32 on MPS), on the points' device, differentiable.
+
+    Raises:
+        UserError: as `isoscore`, for fewer than 4 points, for moments without the fourth-order sum, and where
+            tr(S^2) is estimated as 0, so that there is no ratio: all points but one are equal, or all differences
+            of unlike pairs are orthogonal.
+
+    >>> cross = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0]])
+    >>> round(isoscore_unbiased(cross).item(), 6), round(isoscore_unbiased(cross * torch.tensor([1.0, 0.0])).item(), 6)
+    (2.0, 0.0)
+    """
+    if isinstance(points, Moments) and not isinstance(points, FourthMoments):
+        raise UserError("Moments do not hold the fourth-order sum that the unbiased score needs; give FourthMoments")
+    return _unbiased_terms(_moments(points, mask, FourthMoments)).score
+
+
+def shrinkage_intensity(moments: FourthMoments, shrinkage_covariance: Tensor) -> Tensor:
+    r"""The zeta whose :math:`(1 - \zeta) C + \zeta T` has the least expected squared error: `reg.zeta=auto`.
+
+    For a target T that does not depend on the points and C with mean S,
+
+    .. math::
+        E \lVert (1 - \zeta) C + \zeta T - S \rVert_F^2 = (1 - \zeta)^2 V + \zeta^2 \lVert T - S \rVert_F^2,
+        \qquad V = \sum_{ij} \operatorname{Var}(C_{ij}),
+
+    is least at :math:`\zeta^* = V / (V + \lVert T - S \rVert_F^2) = V / E \lVert C - T \rVert_F^2` (Ledoit and Wolf,
+    2004; Schaefer and Strimmer, 2005, equation 7). The second form is estimated by
+    :math:`\zeta = \min(1, \hat V / \lVert C - T \rVert_F^2)`. Schaefer and Strimmer's :math:`\hat V`, from the
+    products :math:`w_{kij} = y_{ki} y_{kj}` of the centered points, is
+
+    .. math::
+        \hat V = \frac{n}{(n-1)^3} \sum_{ij} \sum_k (w_{kij} - \bar w_{ij})^2
+        = \frac{n}{(n-1)^3} \Bigl(F - \frac{(n-1)^2}{n} \lVert C \rVert_F^2\Bigr),
+        \qquad F = \sum_k \lVert y_k \rVert^4,
+
+    because :math:`\sum_{ij} w_{kij}^2 = \lVert y_k \rVert^4` and :math:`\bar w = (n-1) C / n`. No d^2 variances are
+    computed. :math:`\hat V` assumes independent points; if they come in groups that are alike, it is too small.
+
+    Args:
+        moments: of the points.
+        shrinkage_covariance: T, `(d, d)`.
+
+    Returns:
+        0-d tensor in [0, 1], detached, in the moments' dtype, on their device; 0 where C equals T.
+
+    Raises:
+        UserError: for fewer than 2 points, points that are all equal, a T that is zero or not finite, or shapes that
+            differ.
+    """
+    covariance = moments.covariance().detach()
+    _check_shapes(covariance, shrinkage_covariance)
+    _check_spread(covariance, "the covariance of the points")
+    _check_spread(shrinkage_covariance, "the shrinkage covariance")
+    normalized, trace = _normalized(covariance)
+    count = moments.count
+    fourth = moments.fourth.detach() / trace / trace
+    variance = count / (count - 1) ** 3 * fourth - normalized.square().sum() / (count - 1)
+    distance = (normalized - shrinkage_covariance.detach().to(normalized) / trace).square().sum()
+    return (variance / distance.clamp(min=torch.finfo(distance.dtype).tiny)).clamp(0, 1)
+
+
 def isoscore_from_covariance(covariance: Tensor) -> Tensor:
     """IsoScore of a covariance `(d, d)`; see `isoscore`.
 
@@ -90,11 +181,7 @@ def shrink(covariance: Tensor, shrinkage_covariance: Tensor, zeta: float) -> Ten
     """
     if not 0 <= zeta <= 1:
         raise UserError(f"zeta is {zeta}; expected a number from 0 (no shrinkage) to 1 (only the shrinkage covariance)")
-    if covariance.shape != shrinkage_covariance.shape:
-        raise UserError(
-            f"the shrinkage covariance has shape {tuple(shrinkage_covariance.shape)}; expected "
-            f"{tuple(covariance.shape)} like the covariance of the points"
-        )
+    _check_shapes(covariance, shrinkage_covariance)
     return (1 - zeta) * covariance + zeta * shrinkage_covariance.to(covariance)
 
 
@@ -112,6 +199,65 @@ def isoscore_gradient(covariance: Tensor) -> Tensor:
     return gradient.to(covariance.dtype)
 
 
+class UnbiasedGradient(NamedTuple):
+    """The derivatives of `isoscore_unbiased` by the covariance, `(d, d)`, and by the fourth-order sum, 0-d."""
+
+    covariance: Tensor
+    fourth: Tensor
+
+
+def unbiased_score_and_gradient(moments: FourthMoments) -> tuple[Tensor, UnbiasedGradient]:
+    r"""`isoscore_unbiased` of moments and its derivatives by C and F, both as if the other were constant.
+
+    With t = tr(C), R = C / t, f = ||R||_F^2, q = F / ((n - 1) t^2) and the estimates A of tr(S^2) and B of tr(S)^2,
+    both over a t^2: the score is (B / A - 1) / (d - 1), its derivatives by f and q are
+    :math:`(2 A - (n-1)(n-2) B) / A^2` and :math:`n (B - A) / A^2` over (d - 1), and
+    :math:`\partial f/\partial C = \frac{2}{t}(R - f I)`, :math:`\partial q/\partial C = -\frac{2 q}{t} I`,
+    :math:`\partial q/\partial F = 1 / ((n - 1) t^2)`.
+    """
+    terms, n = _unbiased_terms(moments), moments.count
+    below = terms.squared_norm.square() * (terms.normalized.shape[0] - 1)
+    by_norm = (2 * terms.squared_norm - (n - 1) * (n - 2) * terms.squared_trace) / below
+    by_fourth = n * (terms.squared_trace - terms.squared_norm) / below
+    covariance = terms.normalized * (2 * by_norm / terms.trace)
+    covariance.diagonal().sub_(2 * (by_norm * terms.normalized.square().sum() + by_fourth * terms.q) / terms.trace)
+    return terms.score, UnbiasedGradient(covariance, by_fourth / (n - 1) / terms.trace / terms.trace)
+
+
+class _UnbiasedTerms(NamedTuple):
+    """Of `unbiased_score_and_gradient`: R, t, q, and the estimates A and B over a t^2."""
+
+    normalized: Tensor
+    trace: Tensor
+    q: Tensor
+    squared_norm: Tensor
+    squared_trace: Tensor
+
+    @property
+    def score(self) -> Tensor:
+        return (self.squared_trace / self.squared_norm - 1) / (self.normalized.shape[0] - 1)
+
+
+def _unbiased_terms(moments: FourthMoments) -> _UnbiasedTerms:
+    if moments.count < 4:
+        raise UserError(f"{moments.count:g} points have no unbiased score; expected at least 4 points")
+    covariance, n = moments.covariance(), moments.count
+    _check_spread(covariance, "the covariance of the points")
+    normalized, trace = _normalized(covariance)
+    q = moments.fourth / (n - 1) / trace / trace
+    norm = normalized.square().sum()
+    noisy = (n - 1) * (n - 2) * norm + 1
+    squared_norm = noisy - n * q
+    squared_trace = 2 * norm + n.square() - 3 * n + 1 - n * q
+    # A smaller rest is the rounding of sums in float32.
+    if not squared_norm.detach() > 1e-6 * noisy.detach():
+        raise UserError(
+            "the squared norm of the covariance is estimated as 0, so the unbiased score is not defined; more points, "
+            "or points that are not all but one equal, have one"
+        )
+    return _UnbiasedTerms(normalized, trace, q, squared_norm, squared_trace)
+
+
 def check_covariance(covariance: Tensor, name: str) -> None:
     """Refuse what is not a covariance: the closed form needs symmetric positive semi-definite input."""
     if covariance.dim() != 2 or covariance.shape[0] != covariance.shape[1]:
@@ -127,11 +273,23 @@ def check_covariance(covariance: Tensor, name: str) -> None:
 
 
 def _covariance(points: Tensor | Moments, mask: Tensor | None) -> Tensor:
-    if isinstance(points, Moments):
-        if mask is not None:
-            raise UserError("a mask was given with moments; give it to Moments.update, with the points")
-        return points.covariance()
-    return Moments.of(points, mask).covariance()
+    return _moments(points, mask, Moments).covariance()
+
+
+def _moments(points: Tensor | M, mask: Tensor | None, kind: type[M]) -> M:
+    if isinstance(points, Tensor):
+        return kind.of(points, mask)
+    if mask is not None:
+        raise UserError("a mask was given with moments; give it to Moments.update, with the points")
+    return points
+
+
+def _check_shapes(covariance: Tensor, shrinkage_covariance: Tensor) -> None:
+    if covariance.shape != shrinkage_covariance.shape:
+        raise UserError(
+            f"the shrinkage covariance has shape {tuple(shrinkage_covariance.shape)}; expected "
+            f"{tuple(covariance.shape)} like the covariance of the points"
+        )
 
 
 def _check_spread(covariance: Tensor, name: str) -> None:

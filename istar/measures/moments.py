@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -60,7 +61,7 @@ class Moments:
         self.scatter = torch.zeros(dim, dim, dtype=dtype, device=device)
 
     @classmethod
-    def of(cls, points: Tensor, mask: Tensor | None = None, weights: Tensor | None = None) -> "Moments":
+    def of(cls, points: Tensor, mask: Tensor | None = None, weights: Tensor | None = None) -> Self:
         """The moments of one batch; see `update`."""
         if points.dim() < 2:
             raise UserError(f"points have shape {tuple(points.shape)}; expected (n, d)")
@@ -70,7 +71,7 @@ class Moments:
     def dim(self) -> int:
         return self.mean.shape[0]
 
-    def update(self, points: Tensor, mask: Tensor | None = None, weights: Tensor | None = None) -> "Moments":
+    def update(self, points: Tensor, mask: Tensor | None = None, weights: Tensor | None = None) -> Self:
         """Add a batch of points.
 
         Args:
@@ -96,22 +97,23 @@ class Moments:
         if points.shape[0] == 0:
             return self
         with full_precision(points.device):
-            return self._add(*_batch_moments(points, weights, self.scatter.dtype))
+            self._add(*self._batch(points, weights))
+        return self
 
-    def merge(self, other: "Moments") -> "Moments":
+    def merge(self, other: Self) -> Self:
         """Add what another accumulator has seen, as if its points had been seen here. Returns itself."""
         if other.dim != self.dim:
             raise UserError(f"cannot merge moments of {other.dim} dimensions into moments of {self.dim}")
-        to = self.scatter
-        return self._add(other.count.to(to), other.mean.to(to), other.scatter.to(to))
+        self._add(*(own.to(self.scatter) for own in other._sums()))
+        return self
 
-    def all_reduce(self, group: dist.ProcessGroup | None = None) -> "Moments":
+    def all_reduce(self, group: dist.ProcessGroup | None = None) -> Self:
         """Replace by the moments of the union over all processes: one all-reduce of 1 + d + d^2 numbers.
 
         The result is equal on all processes. Not differentiable. Without an initialized process group, or with one
         process, nothing happens. Returns itself.
         """
-        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
+        if _alone(group):
             return self
         total = self.count * self.mean
         # Sums about the origin are safe here: the accumulators are float64.
@@ -134,14 +136,19 @@ class Moments:
             raise UserError(f"{self.count:g} points have no covariance; expected at least {needed} points")
         return self.scatter / (self.count - correction)
 
-    def _add(self, count: Tensor, mean: Tensor, scatter: Tensor) -> "Moments":
+    def _batch(self, points: Tensor, weights: Tensor | None) -> tuple[Tensor, ...]:
+        return _batch_moments(points, weights, self.scatter.dtype)[:3]
+
+    def _sums(self) -> tuple[Tensor, ...]:
+        return self.count, self.mean, self.scatter
+
+    def _add(self, count: Tensor, mean: Tensor, scatter: Tensor, *higher: Tensor) -> None:
         total = self.count + count
         share = count / total.clamp(min=torch.finfo(total.dtype).tiny)
         delta = mean - self.mean
         self.scatter = self.scatter + scatter + torch.outer(delta, delta) * (self.count * share)
         self.mean = self.mean + delta * share
         self.count = total
-        return self
 
     def _check(self, points: Tensor, mask: Tensor | None, weights: Tensor | None) -> None:
         if points.dim() < 1 or points.shape[-1] != self.dim:
@@ -158,8 +165,82 @@ class Moments:
             raise UserError("some weights are negative or NaN; expected how often each point counts")
 
 
-def _batch_moments(points: Tensor, weights: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """(n, mean, scatter) of one batch in `dtype`, from products in float32 or the points' wider dtype."""
+class FourthMoments(Moments):
+    r"""`Moments` that also hold :math:`F = \sum w_i \lVert x_i - m \rVert^4`, by which the variance of a sample
+    covariance is known.
+
+    When the mean moves, F takes in the other sums: with y = x - m and a step :math:`\delta` between two means,
+
+    .. math::
+        \sum w \lVert y + \delta \rVert^4 = F + 4 \delta^T t + 4 \delta^T M \delta
+        + 2 \lVert \delta \rVert^2 \operatorname{tr} M + n \lVert \delta \rVert^4,
+        \qquad t = \sum w \lVert y \rVert^2 y,
+
+    so that t is kept, too: 1 + d numbers more, and no pass over d^3 or d^4 of them. Merging is exact.
+
+    Attributes:
+        third: t, `(d,)`. fourth: F, 0-d; the others as in `Moments`.
+    """
+
+    def __init__(self, dim: int, device: torch.device | str | None = None) -> None:
+        super().__init__(dim, device)
+        self.third = torch.zeros_like(self.mean)
+        self.fourth = torch.zeros_like(self.count)
+
+    def merge(self, other: Self) -> Self:
+        """As `Moments.merge`, with moments that hold the fourth-order sum."""
+        if not isinstance(other, FourthMoments):
+            raise UserError("cannot merge Moments into FourthMoments: they hold no fourth-order sum")
+        return super().merge(other)
+
+    def all_reduce(self, group: dist.ProcessGroup | None = None) -> Self:
+        """As `Moments.all_reduce`, with a second all-reduce of d + 1 numbers.
+
+        A second one, because fourth powers about the origin would cost twice the digits that squares do: each process
+        first moves its sums to the common mean.
+        """
+        if _alone(group):
+            return self
+        own, mean, third, fourth = (self.count, self.scatter), self.mean, self.third, self.fourth
+        super().all_reduce(group)
+        packed = torch.cat([part.reshape(-1) for part in _moved(mean - self.mean, *own, third, fourth)]).detach()
+        dist.all_reduce(packed, group=group)
+        self.third, self.fourth = packed[:-1], packed[-1]
+        return self
+
+    def _batch(self, points: Tensor, weights: Tensor | None) -> tuple[Tensor, ...]:
+        *sums, centered, missed = _batch_moments(points, weights, self.scatter.dtype)
+        centered = centered - missed.to(centered.dtype)
+        return *sums, *_higher_moments(centered, weights, self.scatter.dtype)
+
+    def _sums(self) -> tuple[Tensor, ...]:
+        return *super()._sums(), self.third, self.fourth
+
+    def _add(self, count: Tensor, mean: Tensor, scatter: Tensor, *higher: Tensor) -> None:
+        own = self._sums()
+        super()._add(count, mean, scatter)
+        ours, theirs = (
+            _moved(mean - self.mean, count, scatter, third, fourth)
+            for count, mean, scatter, third, fourth in (own, (count, mean, scatter, *higher))
+        )
+        self.third, self.fourth = ours[0] + theirs[0], ours[1] + theirs[1]
+
+
+def _alone(group: dist.ProcessGroup | None) -> bool:
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1
+
+
+def _moved(delta: Tensor, count: Tensor, scatter: Tensor, third: Tensor, fourth: Tensor) -> tuple[Tensor, Tensor]:
+    """The third and fourth sums of points about a centre that their mean is off by delta; see `FourthMoments`."""
+    trace, square, across = scatter.trace(), delta @ delta, scatter @ delta
+    moved = third + 2 * across + (trace + count * square) * delta
+    return moved, fourth + 4 * delta @ (third + across) + square * (2 * trace + count * square)
+
+
+def _batch_moments(points: Tensor, weights: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """(n, mean, scatter) of one batch in `dtype`, from products in float32 or the points' wider dtype; and of what they
+    are made: the points about a nearby point, and what that misses of the mean.
+    """
     points = points.to(torch.promote_types(points.dtype, torch.float32))
     # Any nearby point serves as the shift; what it misses of the mean is put right below.
     shift = points.detach().mean(0)
@@ -174,4 +255,16 @@ def _batch_moments(points: Tensor, weights: Tensor | None, dtype: torch.dtype) -
     residual = weighted.sum(0).to(dtype)
     missed = residual / count
     scatter = (weighted.T @ centered).to(dtype) - torch.outer(residual, missed)
-    return count, shift.to(dtype) + missed, scatter
+    return count, shift.to(dtype) + missed, scatter, centered, missed
+
+
+def _higher_moments(centered: Tensor, weights: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(third, fourth) of one batch about its mean, in `dtype`."""
+    squares = centered.square().sum(-1)
+    # Relative to the largest: their products with the points would leave float32 where the scatter does not.
+    largest = squares.detach().max().clamp(min=torch.finfo(squares.dtype).tiny)
+    relative = squares / largest
+    weighted = relative if weights is None else relative * weights.to(relative.dtype)
+    largest = largest.to(dtype)
+    third = (centered.T @ weighted).to(dtype) * largest
+    return third, weighted.to(dtype) @ relative.to(dtype) * largest.square()

@@ -2,7 +2,7 @@
 
 from istar.regularizers.base import Penalty, Regularizer
 from istar.regularizers.cosreg import CosReg, cosine_penalty
-from istar.regularizers.istar import IStar, union_isoscore_star
+from istar.regularizers.istar import IStar, union_isoscore_star, union_isoscore_unbiased
 from istar.regularizers.points import layer_numbers, select_layers
 
 __all__ = [
@@ -14,4 +14,5 @@ __all__ = [
     "layer_numbers",
     "select_layers",
     "union_isoscore_star",
+    "union_isoscore_unbiased",
 ]

@@ -14,10 +14,14 @@ from istar.regularizers.points import Layers
 
 
 class Penalty(NamedTuple):
-    """A penalty before its weight, and the measure behind it (detached) for the log; both 0-d."""
+    """A penalty before its weight, the measure behind it and, where it is estimated, zeta; all 0-d.
+
+    The last two are for the log, detached.
+    """
 
     value: Tensor
     measure: Tensor
+    zeta: Tensor | None = None
 
 
 class Regularizer(ABC):

@@ -152,19 +152,25 @@ def signature(record: RunRecord, fingerprint: str, without: tuple[str, ...] = ()
 def is_candidate(frame: pd.DataFrame) -> pd.Series:
     """Which runs a cell of Table 1 may be filled with: finished ones of the methods as the paper compares them.
 
-    I-STAR on all layers, CosReg on the last one with a positive lambda; ablations and the CosReg of Figure 4 are not.
+    I-STAR on all layers with a given zeta, CosReg on the last one with a positive lambda; ablations, the CosReg of
+    Figure 4 and other estimators of isotropy are not.
     """
     layers = _column(frame, "reg.layers")
     weight = pd.to_numeric(_column(frame, "reg.lambda"), errors="coerce")
     fits = {
         "base": pd.Series(True, frame.index),
-        "istar": layers.map(lambda value: value == "all").astype(bool),
+        "istar": layers.map(lambda value: value == "all").astype(bool) & has_zeta(frame),
         "cosreg": layers.map(lambda value: value == "last").astype(bool) & (weight > 0),
     }
     allowed = pd.Series(False, frame.index)
     for name, rule in fits.items():
         allowed |= (frame["family"] == name) & rule
     return allowed
+
+
+def has_zeta(frame: pd.DataFrame) -> pd.Series:
+    """Which runs of I-STAR have the paper's estimator with a zeta that was given."""
+    return _column(frame, "reg.zeta").map(_is_number).astype(bool) & (_column(frame, "reg.estimator") != "unbiased")
 
 
 def cell(frame: pd.DataFrame, task: str, model: str, family: str) -> Cell:

@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from istar.reports import geometry, paper
-from istar.reports.cells import Cell, choose, describe, models, tasks
+from istar.reports.cells import Cell, choose, describe, has_zeta, models, tasks
 from istar.reports.cells import rows as as_rows
 from istar.reports.geometry import Geometry
 from istar.reports.stability import Stability
@@ -97,20 +97,25 @@ def minibatch_stability(found: Stability) -> Plot:
     sizes = tuple(map(float, found.sizes))
     lines = [
         Line(
-            f"ζ = {zeta:g}",
+            label,
             sizes,
             tuple(score.mean or 0.0 for score in scores),
             y_error=tuple(score.std or 0.0 for score in scores),
         )
-        for zeta, scores in found.scores.items()
+        for label, scores in (
+            *((f"ζ = {zeta:g}", scores) for zeta, scores in found.scores.items()),
+            ("ζ = auto", found.auto),
+            ("unbiased", found.unbiased),
+        )
     ]
     panel = Panel("", "", tuple(lines), "", "IsoScore*", level=(found.truth, f"truth ({found.truth:.2f})"))
     return Plot(
         "figure2",
         "Figure 2: mini-batch stability",
         "IsoScore* of batches of a synthetic Gaussian cloud in 768 dimensions, variances 10, 6, 4, 4, 1, ..., 1, by "
-        "batch size and ζ; Σ_S is the covariance of 75,000 other points. Mean and standard deviation of three batches "
-        "each; dashed: the score of the distribution itself. No run is needed for it.",
+        "batch size and ζ; Σ_S is the covariance of 75,000 other points. Beside the paper's: ζ = auto, estimated from "
+        "each batch, and the unbiased IsoScore, which needs no Σ_S (docs/measures.md). Mean and standard deviation of "
+        "three batches each; dashed: the score of the distribution itself. No run is needed for it.",
         "line",
         "points in the batch",
         (panel,),
@@ -251,7 +256,9 @@ def layer_ablation(frame: pd.DataFrame, records: Mapping[str, RunRecord]) -> Plo
 
     def panel(frame: pd.DataFrame, model: str, task: str) -> Panel | None:
         own = _of(frame, model, task)
-        own = own[own["family"] == "istar"].assign(layer=lambda runs: runs["reg.layers"].map(_single_layer))
+        own = own[(own["family"] == "istar") & has_zeta(own)].assign(
+            layer=lambda runs: runs["reg.layers"].map(_single_layer)
+        )
         runs = own[own["layer"].notna() | own["reg.layers"].map(lambda layers: layers == "all").astype(bool)]
         singles = runs[runs["layer"].notna()]
         if singles.empty:
@@ -387,7 +394,7 @@ def _of(frame: pd.DataFrame, model: str, task: str) -> pd.DataFrame:
 
 def _istar(frame: pd.DataFrame) -> pd.DataFrame:
     everywhere = frame["reg.layers"].map(lambda layers: layers == "all").astype(bool)
-    return frame[(frame["family"] == "istar") & everywhere]
+    return frame[(frame["family"] == "istar") & everywhere & has_zeta(frame)]
 
 
 def _hold(runs: pd.DataFrame, varied: str, least: int) -> pd.DataFrame | None:

@@ -151,7 +151,10 @@ def method(record: RunRecord) -> str:
     if reg["name"] == "none":
         return "Base"
     parts = ["I-STAR" if reg["name"] == "istar" else "CosReg", f"λ={reg['lambda']:g}"]
-    parts += [f"ζ={reg['zeta']:g}"] if "zeta" in reg else []
+    if reg.get("estimator") == "unbiased":
+        parts.append("unbiased")
+    elif "zeta" in reg:
+        parts.append("ζ=auto" if reg["zeta"] == "auto" else f"ζ={reg['zeta']:g}")
     parts += ["padding counted"] if reg["include_padding"] else []
     return " ".join(parts)
 

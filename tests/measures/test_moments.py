@@ -7,9 +7,9 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from istar.errors import UserError
-from istar.measures import Moments, isoscore
+from istar.measures import FourthMoments, Moments, isoscore
 from istar.measures.moments import full_precision
-from tests.oracles import algorithm_1, steps_6_to_9, streamed_about_the_origin
+from tests.oracles import algorithm_1, steps_6_to_9, streamed_about_the_origin, third_and_fourth
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
 HALVES = [torch.float16, torch.bfloat16]
@@ -170,6 +170,94 @@ def test_gradients_flow_through_update_merge_mask_and_weights():
     assert torch.autograd.gradgradcheck(statistics, cloud(8, 3).requires_grad_())
 
 
+# The fourth order ------------------------------------------------------------------------------------------
+
+
+def assert_fourth(moments, points, tolerance, weights=None):
+    """To a tolerance relative to each sum."""
+    points = points.double().numpy()
+    third, fourth = third_and_fourth(points, np.ones(len(points)) if weights is None else weights.numpy())
+    assert abs(moments.fourth.item() - fourth) < tolerance * fourth
+    assert np.linalg.norm(moments.third.numpy() - third) < tolerance * np.linalg.norm(third)
+
+
+def skewed(n=60, d=5, mean=0.0, seed=0):
+    return cloud(n, d, seed).exp().clamp(max=50) + mean * torch.linspace(1, 2, d)
+
+
+@pytest.mark.parametrize("mean", [0, 1e3, 1e5])
+def test_merged_fourth_order_sums_are_those_of_a_single_pass(mean):
+    """The deviations are of the order of 10: the fourth power of the mean is up to 1e16 times theirs."""
+    points = skewed(mean=mean)
+    tolerance = 1e-10
+    assert_fourth(FourthMoments.of(points), points, tolerance)
+    for cuts in ((1,), (20, 21, 50), tuple(range(1, 60))):
+        streamed, tree = FourthMoments(5), FourthMoments(5)
+        for batch in torch.tensor_split(points, cuts):
+            streamed.update(batch)
+            tree = FourthMoments.of(batch).merge(tree)
+        for moments in (streamed, tree):
+            assert_fourth(moments, points, tolerance)
+            assert_same(moments, Moments.of(points), rtol=1e-10, atol=1e-10 * mean)
+
+
+def test_batches_far_from_each_other_merge_exactly():
+    points = torch.cat([skewed(seed=i) * 10**i + 1e4 * (i - 1) for i in range(3)])
+    moments = [FourthMoments.of(part) for part in points.split(60)]
+    assert_fourth(FourthMoments(5).merge(moments[2]).merge(moments[0]).merge(moments[1]), points, 1e-10)
+
+
+def test_weights_and_masks_count_in_the_fourth_order():
+    points, weights = skewed(mean=100), torch.arange(60).double() % 4 / 3
+    mask = torch.arange(60) % 5 > 0
+    kept = (weights > 0) & mask
+    moments = FourthMoments.of(points.masked_fill(~kept[:, None], torch.nan), mask, weights)
+    assert_fourth(moments, points[kept], 1e-10, weights[kept])
+
+
+def test_the_sums_of_second_order_are_those_of_plain_moments_bit_for_bit():
+    fourth, plain = FourthMoments(5), Moments(5)
+    for batch in skewed(mean=100).split(7):
+        assert_same(fourth.update(batch), plain.update(batch), rtol=0, atol=0)
+
+
+def test_empty_accumulators_and_batches_change_no_fourth_order_sum():
+    expected = FourthMoments.of(skewed())
+    for same in (
+        FourthMoments.of(skewed()).merge(FourthMoments(5)),
+        FourthMoments(5).merge(FourthMoments.of(skewed())),
+        FourthMoments.of(skewed()).update(skewed()[:0]),
+        FourthMoments.of(skewed()).all_reduce(),
+    ):
+        assert torch.equal(same.third, expected.third)
+        assert torch.equal(same.fourth, expected.fourth)
+
+
+@pytest.mark.parametrize("scale", [1e-8, 1.0, 1e14])
+@pytest.mark.parametrize("mean", [0, 300])
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
+def test_fourth_order_sums_of_narrow_points_neither_overflow_nor_lose_precision(dtype, mean, scale):
+    if dtype == torch.float16 and scale != 1:
+        return
+    points = (scale * (skewed(n=500, d=16) + mean)).to(dtype)
+    moments = FourthMoments(16)
+    for batch in points.split(64):
+        moments.update(batch)
+    assert moments.third.dtype == moments.fourth.dtype == torch.float64
+    assert_fourth(moments, points, 1e-5)
+
+
+def test_gradients_flow_through_the_fourth_order():
+    mask, weights = torch.arange(8) % 3 > 0, torch.linspace(0.5, 2, 8, dtype=torch.float64)
+
+    def statistics(points):
+        moments = FourthMoments(3).update(points[:5]).merge(FourthMoments.of(points[5:]))
+        moments.update(points.square(), mask, weights)
+        return moments.third, moments.fourth
+
+    assert torch.autograd.gradcheck(statistics, cloud(8, 3).requires_grad_())
+
+
 class Products(TorchDispatchMode):
     """The precision settings in force at each matrix product."""
 
@@ -256,6 +344,8 @@ WRONG = [
     (lambda: Moments.of(cloud(), weights=-torch.ones(60)), "weights are negative"),
     (lambda: Moments.of(cloud(), weights=torch.full((60,), torch.nan)), "weights are negative or NaN"),
     (lambda: Moments(5).merge(Moments(4)), "merge moments of 4 dimensions into moments of 5"),
+    (lambda: FourthMoments(5).merge(Moments(5)), "cannot merge Moments into FourthMoments"),
+    (lambda: FourthMoments(5).merge(FourthMoments(4)), "merge moments of 4 dimensions into moments of 5"),
     (lambda: Moments(5).covariance(), "0 points have no covariance; expected at least 2"),
     (lambda: Moments.of(cloud(1)).covariance(), "1 points have no covariance; expected at least 2"),
     (lambda: Moments(5).covariance(0), "expected at least 1"),

@@ -40,7 +40,7 @@ def test_gradient_is_that_of_finite_differences():
 @pytest.mark.parametrize(("layers", "chosen"), [("last", [2]), ("all", [1, 2]), ([0, 2], [0, 2])])
 def test_the_penalty_is_the_double_sum_over_the_layers_chosen(layers, chosen):
     regularizer = CosReg(1.0, layers)
-    value, measure = regularizer.penalty([state.requires_grad_() for state in states()], MASK)
+    value, measure, _ = regularizer.penalty([state.requires_grad_() for state in states()], MASK)
     expected = oracles.cosreg(oracles.stack([states()[i] for i in chosen], MASK))
     assert_close(value.detach(), expected, **CLOSE)
     assert_close(measure, expected, **CLOSE)

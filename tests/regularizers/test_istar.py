@@ -6,8 +6,8 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from istar.errors import UserError
-from istar.regularizers import IStar, union_isoscore_star
-from tests.oracles import algorithm_1, stack
+from istar.regularizers import IStar, union_isoscore_star, union_isoscore_unbiased
+from tests.oracles import algorithm_1, shrinkage_intensity, stack, unbiased_isoscore
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 LAYERS, BATCH, TOKENS, DIM = 3, 4, 7, 6
@@ -143,6 +143,113 @@ def test_zeta_1_has_no_gradient():
     assert not any(gradient.any() for gradient in gradients)
 
 
+# Small samples: the unbiased score, and zeta from the batch --------------------------------------------------
+
+
+def star(zeta):
+    shrinkage = sigma()
+    return lambda layers, attention_mask=None: union_isoscore_star(layers, attention_mask, shrinkage, zeta)
+
+
+def unbiased(layers, attention_mask=None):
+    return union_isoscore_unbiased(layers, attention_mask)
+
+
+SCORES = pytest.mark.parametrize("union", [star(0.2), star("auto"), unbiased], ids=["star", "auto", "unbiased"])
+
+
+@pytest.mark.parametrize("attention_mask", [None, mask(2, 4)], ids=["all", "masked"])
+@pytest.mark.parametrize("ratio", [1, 1e3])
+def test_unbiased_value_and_gradient_are_those_of_all_quadruples_of_the_stacked_layers(ratio, attention_mask):
+    hidden_states = states((2, 4, 5), ratio=ratio)
+    actual = value_and_gradients(lambda layers: union_isoscore_unbiased(layers, attention_mask), hidden_states)
+    expected = value_and_gradients(lambda layers: unbiased_isoscore(stack(layers, attention_mask)), hidden_states)
+    assert_close(actual, expected, rtol=1e-9, atol=1e-9)
+    assert all(gradient.norm() > 1e-6 for gradient in expected[1])
+
+
+def test_unbiased_gradient_is_that_of_finite_differences():
+    hidden_states = [state.requires_grad_() for state in states((2, 3, 4), layers=2)]
+    for attention in (None, torch.tensor([[1, 1, 1], [1, 0, 0]])):
+        assert torch.autograd.gradcheck(
+            lambda *layers, a=attention: -3 * union_isoscore_unbiased(layers, a), hidden_states
+        )
+
+
+@pytest.mark.parametrize("attention_mask", [None, mask()], ids=["all", "masked"])
+@pytest.mark.parametrize("ratio", [1, 10])
+def test_zeta_auto_is_algorithm_1_with_the_intensity_of_the_batch_as_a_constant(ratio, attention_mask):
+    hidden_states = states(ratio=ratio)
+    shrinkage = 2 * torch.cov(stack(hidden_states).T) + sigma()
+    zeta = shrinkage_intensity(stack(hidden_states, attention_mask).numpy(), shrinkage.numpy())
+    assert 0.02 < zeta < 0.98
+    actual = value_and_gradients(
+        lambda layers: union_isoscore_star(layers, attention_mask, shrinkage, "auto"), hidden_states
+    )
+    expected = value_and_gradients(
+        lambda layers: algorithm_1(stack(layers, attention_mask), shrinkage, zeta), hidden_states
+    )
+    assert_close(actual, expected, **CLOSE)
+
+
+@SCORES
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, 1e300])
+def test_padding_changes_no_score_and_gets_no_gradient(garbage, union):
+    kept = mask().bool()
+    expected, expected_gradients = value_and_gradients(union, [state[kept][None] for state in states()])
+    padded = [state.masked_fill(~kept[..., None], garbage) for state in states()]
+    value, gradients = value_and_gradients(lambda layers: union(layers, kept), padded)
+    assert torch.equal(value, expected)
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        assert torch.equal(gradient[kept], expected_gradient[0])
+        assert not gradient[~kept].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("ratio", [0, 30])
+def test_unbiased_of_half_precision_is_the_score_of_the_rounded_states_in_full(dtype, ratio):
+    hidden_states = [
+        (state + ratio * (torch.arange(16) == 3)).to(dtype) for state in states((8, 32, 16), ratio=3, layers=2)
+    ]
+    value, gradients = value_and_gradients(
+        lambda layers: 2.0**14 * union_isoscore_unbiased(layers, mask(8, 32)), hidden_states
+    )
+    exact, exact_gradients = value_and_gradients(
+        lambda layers: 2.0**14 * union_isoscore_unbiased(layers, mask(8, 32)),
+        [state.double() for state in hidden_states],
+    )
+    assert value.dtype == torch.float32
+    assert_close(value.double(), exact, rtol=1e-5, atol=0)
+    for gradient, exact_gradient in zip(gradients, exact_gradients, strict=True):
+        error = (gradient.double() - exact_gradient).norm() / exact_gradient.norm()
+        assert gradient.dtype == dtype
+        assert error < max(torch.finfo(dtype).eps, 2e-5)
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e10])
+def test_no_scale_of_float32_states_overflows_the_fourth_order(scale):
+    value, gradients = value_and_gradients(
+        lambda layers: unbiased(layers, mask()), [scale * state for state in states(dtype=torch.float32)]
+    )
+    expected, expected_gradients = value_and_gradients(
+        lambda layers: unbiased(layers, mask()), states(dtype=torch.float32)
+    )
+    assert_close(value, expected, rtol=1e-4, atol=0)
+    assert_close([scale * gradient for gradient in gradients], expected_gradients, rtol=1e-3, atol=1e-5)
+
+
+@SCORES
+def test_the_incoming_gradient_and_layers_without_gradient_are_respected_by_all_scores(union):
+    plain = value_and_gradients(union, states())[1]
+    scaled = value_and_gradients(lambda layers: -7 * union(layers), states())[1]
+    assert_close(scaled, [-7 * gradient for gradient in plain], **CLOSE)
+    some = states()
+    some[1].requires_grad_()
+    union(some).backward()
+    assert torch.equal(some[1].grad, plain[1])
+    assert some[0].grad is None
+
+
 # What it costs ---------------------------------------------------------------------------------------------
 
 
@@ -151,24 +258,24 @@ class Operations(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.products, self.largest = 0, 0
+        self.products, self.largest = 0, 0  # products with a vector are cheap and do not count
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         assert not any(word in name for word in ("svd", "eig", "cat", "stack", "cholesky", "einsum"))
-        self.products += name in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "matmul", "mv")
+        self.products += name in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "matmul")
         for tensor in out if isinstance(out, tuple) else (out,):
             self.largest = max(self.largest, tensor.numel() if isinstance(tensor, torch.Tensor) else 0)
         return out
 
 
+@SCORES
 @pytest.mark.parametrize("attention_mask", [None, mask(8, 16)], ids=["all", "masked"])
-def test_nothing_is_stacked_and_each_layer_costs_one_product_each_way(attention_mask):
+def test_nothing_is_stacked_and_each_layer_costs_one_product_each_way(attention_mask, union):
     hidden_states = [state.requires_grad_() for state in states((8, 16, DIM), layers=5)]
-    shrinkage = sigma()
     with Operations() as forward:
-        score = union_isoscore_star(hidden_states, attention_mask, shrinkage, 0.2)
+        score = union(hidden_states, attention_mask)
     with Operations() as backward:
         score.backward()
     assert forward.products == backward.products == 5
@@ -185,9 +292,10 @@ def test_layers_without_gradient_cost_no_product_on_the_way_back():
     assert backward.products == 1
 
 
+@SCORES
 @pytest.mark.parametrize("attention_mask", [None, mask()], ids=["all", "masked"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_backward_keeps_the_hidden_states_themselves_and_moments(dtype, attention_mask):
+def test_backward_keeps_the_hidden_states_themselves_and_moments(dtype, attention_mask, union):
     hidden_states = [state.requires_grad_() for state in states(dtype=dtype)]
     saved = []
 
@@ -196,11 +304,12 @@ def test_backward_keeps_the_hidden_states_themselves_and_moments(dtype, attentio
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        union_isoscore_star(hidden_states, attention_mask, sigma(), 0.2)
+        union(hidden_states, attention_mask)
     pointers = {state.data_ptr() for state in hidden_states}
     assert {tensor.data_ptr() for tensor in saved} >= pointers
     rest = sum(tensor.numel() for tensor in saved if tensor.data_ptr() not in pointers)
-    assert rest <= DIM * DIM + DIM + BATCH * TOKENS  # G, the mean, the index of the real tokens
+    # G, the mean, the index of the real tokens; unbiased: the third-order sum and the derivative by the fourth, too.
+    assert rest <= DIM * DIM + DIM + BATCH * TOKENS + (DIM + 1) * (union is unbiased)
 
 
 # Precision -------------------------------------------------------------------------------------------------
@@ -272,7 +381,7 @@ def test_the_penalty_is_one_minus_the_score_of_the_layers_chosen(layers):
     regularizer = IStar(weight=-3.0, zeta=0.2, layers=layers)
     regularizer.shrinkage_covariance = sigma()
     chosen = {"all": [1, 2], "last": [2], "with_embeddings": [0, 1, 2]}.get(str(layers), [0, 2])
-    value, measure = regularizer.penalty([state.requires_grad_() for state in states()], mask())
+    value, measure, _ = regularizer.penalty([state.requires_grad_() for state in states()], mask())
     expected = algorithm_1(stack([states()[i] for i in chosen], mask()), sigma(), 0.2)
     assert_close(measure, expected, **CLOSE)
     assert_close(value.detach(), 1 - expected, **CLOSE)
@@ -299,6 +408,43 @@ def test_zeta_0_needs_no_shrinkage_covariance():
     assert_close(value, 1 - algorithm_1(stack(states()[1:], mask())), **CLOSE)
 
 
+def test_the_unbiased_penalty_needs_no_shrinkage_covariance_and_counts_real_tokens():
+    regularizer = IStar(-2.0, zeta=0, layers=[1], estimator="unbiased")
+    assert not regularizer.needs_shrinkage_covariance
+    assert regularizer.measure == "isoscore_unbiased"
+    assert IStar(1.0, 0.2).measure == "isoscore_star"
+    value, measure, zeta = regularizer.penalty([state.requires_grad_() for state in states()], mask())
+    expected = unbiased_isoscore(states()[1][mask().bool()])
+    assert expected < 1
+    assert_close((value.detach(), measure), (1 - expected, expected), rtol=1e-9, atol=0)
+    assert value.requires_grad
+    assert not measure.requires_grad
+    assert zeta is None
+
+
+@pytest.mark.parametrize("weight", [-1.0, 1.0])
+def test_an_unbiased_score_above_1_is_measured_but_neither_rewarded_nor_punished(weight):
+    generator = torch.Generator().manual_seed(1)
+    points = torch.randn(1, 5, 30, generator=generator, dtype=torch.float64, requires_grad=True)
+    penalty = IStar(weight, zeta=0, layers="last", estimator="unbiased").penalty([points, points], None)
+    assert penalty.measure > 1
+    assert penalty.value == 0
+    penalty.value.backward()
+    assert not points.grad.any()
+
+
+def test_zeta_auto_is_told():
+    regularizer = IStar(1.0, zeta="auto")
+    assert regularizer.needs_shrinkage_covariance
+    regularizer.shrinkage_covariance = 4 * sigma()
+    found = regularizer.penalty([state.requires_grad_() for state in states()], mask())
+    zeta = shrinkage_intensity(stack(states()[1:], mask()).numpy(), 4 * sigma().numpy())
+    assert_close(found.zeta.item(), zeta, **CLOSE)
+    assert not found.zeta.requires_grad
+    assert_close(found.measure, algorithm_1(stack(states()[1:], mask()), 4 * sigma(), zeta), **CLOSE)
+    assert IStar(1.0, zeta=0).penalty(states(), mask()).zeta is None
+
+
 def with_value(value):
     hidden_states = states()
     hidden_states[1][0, 0, 0] = value
@@ -311,6 +457,16 @@ WRONG = [
     (lambda: IStar(1.0, -0.1), r"zeta is -0\.1; expected a number from 0 to 1"),
     (lambda: IStar(1.0, 1.5), r"zeta is 1\.5"),
     (lambda: IStar(1.0, math.nan), "zeta is nan"),
+    (lambda: IStar(1.0, "high"), "zeta is high; expected a number from 0 to 1, or auto"),
+    (lambda: IStar(1.0, 0.2, estimator="unbiased"), r"zeta is 0\.2; the unbiased estimator has no shrinkage"),
+    (lambda: IStar(1.0, "auto", estimator="unbiased"), "zeta is auto; the unbiased estimator"),
+    (lambda: IStar(1.0, 0, estimator="unbised"), "estimator is unbised; expected one of shrinkage, unbiased"),
+    (lambda: IStar(1.0, "auto").penalty(states(), mask()), "the shrinkage covariance is not set"),
+    (lambda: union_isoscore_star(states(), None, None, "auto"), "no shrinkage covariance was given for zeta = auto"),
+    (lambda: union_isoscore_star(states(), None, sigma(5), "auto"), r"shape \(5, 5\); expected \(6, 6\)"),
+    (lambda: union_isoscore_star(with_value(math.nan), None, sigma(), "auto"), "not finite; look for NaN"),
+    (lambda: union_isoscore_unbiased(states((1, 3, 6), 1), None), "3 points have no unbiased score"),
+    (lambda: union_isoscore_unbiased(with_value(math.nan), None), "not finite; look for NaN"),
     (lambda: IStar(1.0, 0.2).penalty(states(), mask()), "the shrinkage covariance is not set"),
     (lambda: IStar(1.0, 0, layers="first").penalty(states(), mask()), "layers='first'"),
     (lambda: IStar(1.0, 0, layers=[7]).penalty(states(), mask()), "layer 7 does not exist"),

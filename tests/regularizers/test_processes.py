@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 from istar.errors import UserError
-from istar.measures import Moments
+from istar.measures import FourthMoments, Moments
 from istar.regularizers import CosReg, IStar
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
@@ -53,12 +53,15 @@ def union():
 def regularizer(name, sync):
     if name == "cosreg":
         return CosReg(0.7, "all", sync=sync)
-    istar = IStar(0.7, zeta=0.3, sync=sync)
+    if name == "unbiased":
+        return IStar(0.7, zeta=0, sync=sync, estimator="unbiased")
+    istar = IStar(0.7, zeta="auto" if name == "auto" else 0.3, sync=sync)
     istar.shrinkage_covariance = torch.diag(torch.linspace(1, 2, WIDTH, dtype=torch.float64))
     return istar
 
 
-CASES = [(name, sync, empty) for name in ("istar", "cosreg") for sync, empty in ((True, 0), (False, 0), (True, 1))]
+NAMES = ["istar", "auto", "unbiased", "cosreg"]
+CASES = [(name, sync, empty) for name in NAMES for sync, empty in ((True, 0), (False, 0), (True, 1))]
 
 
 def train(model, penalize, points, mask):
@@ -75,9 +78,9 @@ def train(model, penalize, points, mask):
     return torch.cat([torch.stack(values), parameters])
 
 
-def moments_of(rank):
+def moments_of(rank, kind=Moments):
     points, mask = shard(rank)
-    return Moments.of(100 + points, mask, weights=mask / 40)  # the weights of both processes add up to 21 / 40
+    return kind.of(100 + points, mask, weights=mask / 40)  # the weights of both processes add up to 21 / 40
 
 
 def work(rank, folder):
@@ -93,9 +96,21 @@ def work(rank, folder):
 
     moments = moments_of(rank).all_reduce()
     results["moments"] = torch.cat([moments.count[None], moments.mean, moments.scatter.flatten()])
+    sizes, all_reduce = [], dist.all_reduce
+
+    def counted(tensor, *args, **kwargs):
+        sizes.append(tensor.numel())
+        return all_reduce(tensor, *args, **kwargs)
+
+    dist.all_reduce = counted
+    moments_of(rank).all_reduce()
+    moments = moments_of(rank, FourthMoments).all_reduce()
+    dist.all_reduce = all_reduce
+    results["sizes"] = sizes
+    results["fourth"] = torch.cat([moments.count[None], moments.mean, moments.third, moments.fourth[None]])
     results["reduced has a gradient"] = Moments.of(shard(rank)[0].requires_grad_()).all_reduce().mean.requires_grad
 
-    for name in ("istar", "cosreg"):
+    for name in NAMES:
         points, mask = shard(rank)
         if rank == 1:
             points[0, 0, 0] = torch.nan
@@ -117,7 +132,7 @@ def results(tmp_path_factory):
 
 
 @pytest.mark.parametrize("empty", [0, 1], ids=["unequal-shards", "a-shard-of-padding"])
-@pytest.mark.parametrize("name", ["istar", "cosreg"])
+@pytest.mark.parametrize("name", NAMES)
 def test_penalties_and_training_equal_one_process_with_the_union(results, name, empty):
     points, mask = union()
     if empty:
@@ -129,7 +144,7 @@ def test_penalties_and_training_equal_one_process_with_the_union(results, name, 
     assert (expected[STEPS:] - start).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("name", ["istar", "cosreg"])
+@pytest.mark.parametrize("name", NAMES)
 def test_without_sync_each_process_has_its_own_penalty(results, name):
     for rank, result in enumerate(results):
         points, mask = shard(rank)
@@ -148,11 +163,20 @@ def test_reduced_moments_are_those_of_the_union_and_equal_bit_for_bit(results):
     assert torch.equal(results[0]["moments"], results[1]["moments"])
 
 
+def test_reduced_fourth_order_sums_are_those_of_the_union_and_plain_moments_do_not_pay_for_them(results):
+    expected = moments_of(0, FourthMoments).merge(moments_of(1, FourthMoments))
+    packed = torch.cat([expected.count[None], expected.mean, expected.third, expected.fourth[None]])
+    assert_close(results[0]["fourth"], packed, rtol=1e-10, atol=0)
+    assert torch.equal(results[0]["fourth"], results[1]["fourth"])
+    plain = 1 + WIDTH + WIDTH**2
+    assert results[0]["sizes"] == [plain, plain, WIDTH + 1]
+
+
 def test_reduced_moments_have_no_gradient_rather_than_a_wrong_one(results):
     assert not any(result["reduced has a gradient"] for result in results)
 
 
-@pytest.mark.parametrize("name", ["istar", "cosreg"])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_nan_on_one_process_is_told_on_both(results, name):
     assert all("not finite" in result[f"{name} told"] for result in results)
 

@@ -412,7 +412,15 @@ def test_ablations(tmp_path: Path) -> None:
             save(record("rte", BERT, istar(-1, zeta), seed, value + seed / 100), tmp_path)
     for layer in (1, 3):
         save(record("rte", BERT, istar(-1, 0.4, [layer]), 1, 0.6 + layer / 100), tmp_path)
+    # Better, but not by the paper's estimator.
+    for seed in range(1, 5):
+        for layers in ("all", [2]):
+            save(record("rte", BERT, istar(-1, "auto", layers), seed, 0.9), tmp_path)  # type: ignore[arg-type]
+            save(record("rte", BERT, istar(-1, 0.0, layers, estimator="unbiased"), seed, 0.9), tmp_path)
     found, frame = frame_of(tmp_path)
+    [cell] = [cell for cell in cells.cells(frame) if cell.family == "istar"]
+    assert (cell.configurations, cell.by_seed("accuracy")[1]) == (3, pytest.approx(71))
+    assert len(results_tables.tried_pairs(frame, cell)) == 3
     [panel] = plots.zeta_ablation(frame).panels
     assert panel.lines[0].x == (0, 0.4, 1)
     assert panel.lines[0].y == pytest.approx((51.5, 71.5, 61.5))
@@ -469,6 +477,11 @@ def test_stability(quick: Any) -> None:
     assert quick.scores[1.0][0].mean == quick.scores[1.0][1].mean
     again = stability.stability((10, 50), (0.0, 1.0), draws=2, shrinkage_points=800)
     assert again == quick
+    assert abs(quick.unbiased[1].mean - quick.truth) < 0.1
+    assert all(auto.mean > 2 * plain.mean for auto, plain in zip(quick.auto, quick.scores[0.0], strict=True))
+    [panel] = plots.minibatch_stability(quick).panels
+    assert [line.label for line in panel.lines] == ["ζ = 0", "ζ = 1", "ζ = auto", "unbiased"]
+    assert panel.lines[3].y == tuple(score.mean for score in quick.unbiased)
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", '{"mean_activation": [1], "two_nn": 3}', '{"mean', '{"two_nn": [1]}'])

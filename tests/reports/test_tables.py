@@ -94,6 +94,11 @@ def test_negative_metrics() -> None:
             {"name": "istar", "lambda": 5, "zeta": 1, "include_padding": True},
             "I-STAR λ=5 ζ=1 padding counted",
         ),
+        ({"name": "istar", "lambda": 1, "zeta": "auto", "include_padding": False}, "I-STAR λ=1 ζ=auto"),
+        (
+            {"name": "istar", "lambda": 1, "zeta": 0.0, "include_padding": False, "estimator": "unbiased"},
+            "I-STAR λ=1 unbiased",
+        ),
     ],
 )
 def test_method(reg: dict[str, Any], name: str) -> None:
