@@ -1,9 +1,10 @@
-"""`istar results`, `istar report` and `istar watch`: what lies in a folder of runs. Training is started by train.py."""
+"""The command `istar`: measures models, and looks at runs. Training is started by train.py."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -12,7 +13,9 @@ from istar.errors import UserError, did_you_mean
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command `istar`; returns its exit code."""
-    parser = argparse.ArgumentParser(prog="istar", description="Look at runs that train.py has left.")
+    parser = argparse.ArgumentParser(
+        prog="istar", description="Measure models, and look at runs that train.py has left."
+    )
     commands = parser.add_subparsers(required=True, metavar="command")
     results = commands.add_parser("results", help="every run below a folder as a row of a table")
     results.add_argument("folder", type=Path, help="that holds the runs, as run.root")
@@ -28,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     watch.add_argument("--sweep", help="name of one; default: those that are not over, else the latest")
     watch.add_argument("--once", action="store_true", help="show it as it is now, and leave")
     watch.set_defaults(command=_watch)
+    _add_measure(commands)
     options = parser.parse_args(arguments)
     try:
         options.command(options)
@@ -35,6 +39,49 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
+
+
+def _add_measure(commands: Any) -> None:
+    measure = commands.add_parser("measure", help="the geometry of a model, layer by layer, over texts")
+    measure.add_argument("model", help="hub id, or a folder that save_pretrained wrote")
+    measure.add_argument(
+        "--text",
+        action="append",
+        required=True,
+        help="text file, a document a line, or .jsonl; name=<file>; repeatable",
+    )
+    measure.add_argument("--out", type=Path, default=Path("geometry"), help="folder to write (default: geometry)")
+    measure.add_argument("--revision", help="branch, tag or commit on the hub")
+    measure.add_argument("--length", type=int, default=0, help="tokens of a block (default: the model's, 512 at most)")
+    measure.add_argument("--batch-size", type=int, default=32, help="blocks at a time (default: 32)")
+    measure.add_argument("--max-tokens", type=int, help="stop behind so many tokens of each text")
+    measure.add_argument("--sample", type=int, default=5_000, help="tokens kept for TwoNN; 0 for none (default: 5000)")
+    measure.add_argument("--seed", type=int, default=0, help="of that sample (default: 0)")
+    measure.add_argument("--no-intra", action="store_true", help="without IntraSim, whose memory grows with the words")
+    measure.add_argument("--dtype", choices=("float32", "float64", "bfloat16", "float16"), default="float32")
+    measure.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 ... (default: auto)")
+    measure.set_defaults(command=_measure)
+
+
+def _measure(options: argparse.Namespace) -> None:
+    for name, least in (("length", 0), ("batch_size", 1), ("sample", 0), ("seed", 0), ("max_tokens", 1)):
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise UserError(f"--{name.replace('_', '-')} {value} is too small; expected {least} or more")
+    from istar.geometry import corpus, measure
+    from istar.geometry.stream import Pass
+
+    how = Pass(
+        options.length, options.batch_size, options.sample, options.seed, options.max_tokens, not options.no_intra
+    )
+    console = Console()
+    found = corpus.sources(options.text)
+    measured = measure.measure(
+        options.model, found, how, options.out, options.revision, options.dtype, options.device, Console(stderr=True)
+    )
+    measure.write(measured, options.out)
+    console.print(measure.table(measured))
+    console.print(str(options.out / "measures.csv") + " and .json", highlight=False, soft_wrap=True)
 
 
 def _results(options: argparse.Namespace) -> None:
