@@ -180,6 +180,16 @@ def test_istar_logs_lambda_times_one_minus_isoscore(done: Callable[..., Any]) ->
     assert columns["train/penalty"] == pytest.approx(expected, rel=1e-5)
 
 
+def test_zeta_is_logged_where_it_is_estimated(done: Callable[..., Any]) -> None:
+    _, _, folder = done("task=demo", "reg=istar", "reg.zeta=auto")
+    zetas = logged(folder)["train/zeta"]
+    assert len(zetas) == len(logged(folder)["train/loss"])
+    assert all(0 < zeta <= 1 for zeta in zetas)
+    assert len(set(zetas)) > 1
+    _, _, given = done("task=demo", "reg=istar", "reg.lambda=3")
+    assert "train/zeta" not in logged(given)
+
+
 # ---- the saved model
 
 

@@ -74,6 +74,8 @@ class FineTuner(L.LightningModule):
             self._check_finite("penalty", weighted)
             loss = loss + weighted.to(loss.dtype)
             logged |= {"train/penalty": weighted.detach(), f"train/{self.regularizer.measure}": penalty.measure}
+            if penalty.zeta is not None:
+                logged["train/zeta"] = penalty.zeta
         self._logged = logged | {"train/loss": loss.detach()}
         self.log("loss", loss.detach(), prog_bar=True, logger=False)
         return loss
