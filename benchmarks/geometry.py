@@ -17,7 +17,7 @@ from rich.table import Table
 from transformers import BertConfig, BertModel
 
 from istar import tiny
-from istar.geometry.corpus import Packer, Source, batches, documents
+from istar.geometry.corpus import Packer, Source, batch, chunks, documents
 from istar.geometry.stream import Pass, Stream
 from istar.tasks import demo
 
@@ -47,7 +47,8 @@ def main() -> None:
     how = Pass(options.length, intra=not options.no_intra)
     with tempfile.TemporaryDirectory() as folder:
         source = text(Path(folder) / "text.txt", options.tokens)
-        blocks = list(batches(Packer(tokenizer, how.length)(documents(source)), how.batch_size, 0))
+        packed = Packer(tokenizer, how.length)(documents(source))
+        blocks = [batch(some, 0) for some in chunks(packed, how.batch_size)]
         forward(model, blocks[:1])
         before = peak_mb()
         bare, measured = [], []
@@ -74,8 +75,8 @@ def text(path: Path, tokens: int) -> Source:
 
 @torch.inference_mode()
 def forward(model: BertModel, blocks: list[dict[str, torch.Tensor]]) -> None:
-    for batch in blocks:
-        model(**batch)
+    for inputs in blocks:
+        model(**inputs)
 
 
 def timed(call: object) -> float:

@@ -4,12 +4,15 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from istar.errors import UserError, shorten
+
+T = TypeVar("T")
 
 _AT_ONCE = 1_000
 """Documents tokenized together; the tokenizer's threads want some to share."""
@@ -115,7 +118,7 @@ class Packer:
             yield [*self._before, *rest, *self._after]
 
     def _tokens(self, texts: Iterable[str]) -> Iterator[list[int]]:
-        for some in _chunks(texts, _AT_ONCE):
+        for some in chunks(texts, _AT_ONCE):
             # Not cut to the model's length, so no advice about it.
             encoded = self._tokenizer(
                 some, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
@@ -131,10 +134,11 @@ def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list
     return whole[:at], whole[at + len(inner) :]
 
 
-def _chunks(texts: Iterable[str], size: int) -> Iterator[list[str]]:
-    some: list[str] = []
-    for text in texts:
-        some.append(text)
+def chunks(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    """`size` items at a time; the last ones may be fewer."""
+    some: list[T] = []
+    for item in items:
+        some.append(item)
         if len(some) == size:
             yield some
             some = []
@@ -142,19 +146,8 @@ def _chunks(texts: Iterable[str], size: int) -> Iterator[list[str]]:
         yield some
 
 
-def batches(blocks: Iterable[list[int]], size: int, pad: int) -> Iterator[dict[str, Tensor]]:
-    """`size` blocks at a time as `input_ids` and `attention_mask` `(size, tokens)`; only a last block needs padding."""
-    some: list[list[int]] = []
-    for block in blocks:
-        some.append(block)
-        if len(some) == size:
-            yield _batch(some, pad)
-            some = []
-    if some:
-        yield _batch(some, pad)
-
-
-def _batch(blocks: Sequence[list[int]], pad: int) -> dict[str, Tensor]:
+def batch(blocks: Sequence[Sequence[int]], pad: int) -> dict[str, Tensor]:
+    """Blocks as `input_ids` and `attention_mask` `(blocks, tokens)`, padded to the longest."""
     longest = max(map(len, blocks))
     ids = torch.full((len(blocks), longest), pad, dtype=torch.long)
     mask = torch.zeros_like(ids)

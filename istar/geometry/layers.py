@@ -148,17 +148,17 @@ class Sample:
         self.numbers = torch.empty(0, dtype=torch.float64)
         self.points: dict[str, Tensor] = {name: torch.empty(0) for name in names}
 
-    def update(self, first: int, lengths: Sequence[int], states: Mapping[str, Tensor]) -> None:
+    def update(self, blocks: Sequence[int], lengths: Sequence[int], states: Mapping[str, Tensor]) -> None:
         """Add blocks.
 
         Args:
-            first: number of the first one; the others follow.
+            blocks: their numbers.
             lengths: tokens in each.
             states: `(n, d)` of each tap, of all their tokens in order.
         """
         if not self.size:
             return
-        numbers = torch.cat([self._draw(first + place, length) for place, length in enumerate(lengths)])
+        numbers = torch.cat([self._draw(block, length) for block, length in zip(blocks, lengths, strict=True)])
         bound = self.numbers[-1] if len(self.numbers) == self.size else torch.inf
         near = (numbers < bound).nonzero().squeeze(1)
         if len(near):

@@ -4,11 +4,11 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from torch import Tensor
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from istar.errors import UserError
 from istar.files import replacing
-from istar.geometry.corpus import Packer, Source, batches, documents
+from istar.geometry.corpus import Packer, Source, batch, chunks, documents
 from istar.geometry.layers import Layer, Sample, Settings
 from istar.geometry.taps import Taps
 from istar.measures.moments import full_precision
@@ -87,6 +87,9 @@ class Statistics:
 class Stream:
     """The pass itself, which goes on where it was if it is started again with the same state file.
 
+    Several processes of an initialized process group share the blocks; what they find is merged exactly, and the
+    first one has it.
+
     Args:
         model: without a head, in eval mode, on its device.
         tokenizer: its own.
@@ -104,6 +107,10 @@ class Stream:
         identity: str = "",
     ) -> None:
         self.how, self._state, self._identity = how, state, identity
+        together = dist.is_available() and dist.is_initialized()
+        self._rank, self._world = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
+        if self._world > 1 and state is None:
+            raise UserError("several processes share a pass by its state file; give one that all of them see")
         self._model = model
         self.taps = Taps(model)
         self._packer = Packer(tokenizer, how.length)
@@ -127,7 +134,7 @@ class Stream:
             results["combined"] = self._new()
             for source in found:
                 results["combined"].merge(results[source.name])
-        if self._state is not None:
+        if self._state is not None and self._rank == 0:
             for path in self._state.parent.glob(f"{self._state.name}.*"):
                 path.unlink()
         return results
@@ -139,31 +146,56 @@ class Stream:
             own.load_state_dict(kept["statistics"])
             done, tokens = kept["blocks"], kept["tokens"]
         saved = time.monotonic()
-        blocks = islice(self._limited(self._packer(documents(source))), done, None)
-        for batch in batches(blocks, self.how.batch_size, self._pad):
-            lengths = batch["attention_mask"].sum(1).tolist()
+        for some in chunks(self._own_blocks(source, done), self.how.batch_size):
+            numbers, blocks = zip(*some, strict=True)
+            lengths = [len(block) for block in blocks]
             # Sources have blocks of the same numbers, but not the same draws.
-            self._update(own, batch, (number << 32) + done, lengths)
-            done, tokens = done + len(lengths), tokens + sum(lengths)
+            self._update(own, batch(blocks, self._pad), [(number << 32) + block for block in numbers], lengths)
+            done, tokens = numbers[-1] + 1, tokens + sum(lengths)
             told(source.name, tokens)
             if self._state is not None and time.monotonic() - saved > SECONDS_BETWEEN_SAVES:
                 self._save(number, own, done, tokens)
                 saved = time.monotonic()
-        if not done:
-            raise UserError(f"{source.path} holds no text")
         if self._state is not None:
             self._save(number, own, done, tokens)
+        self._merge_processes(number, own)
         return own
 
-    def _update(self, own: Statistics, batch: Mapping[str, Tensor], first: int, lengths: Sequence[int]) -> None:
-        batch = {name: values.to(self._model.device) for name, values in batch.items()}
-        real = batch["attention_mask"].bool()
-        tokens = batch["input_ids"][real]
+    def _own_blocks(self, source: Source, done: int) -> Iterator[tuple[int, list[int]]]:
+        """Number and tokens of the blocks that are this process's and not done."""
+        number = -1
+        for number, block in enumerate(self._limited(self._packer(documents(source)))):
+            if number >= done and number % self._world == self._rank:
+                yield number, block
+        if number < 0:
+            # All processes see it.
+            raise UserError(f"{source.path} holds no text")
+
+    def _merge_processes(self, number: int, own: Statistics) -> None:
+        """Add what the other processes have found, by their state files; the first process has it all then."""
+        if self._world == 1:
+            return
+        dist.barrier()
+        if self._rank == 0:
+            for rank in range(1, self._world):
+                other = self._new()
+                kept = self._load(number, rank)
+                assert kept is not None
+                other.load_state_dict(kept["statistics"])
+                own.merge(other)
+        dist.barrier()
+
+    def _update(
+        self, own: Statistics, inputs: Mapping[str, Tensor], numbers: Sequence[int], lengths: Sequence[int]
+    ) -> None:
+        inputs = {name: values.to(self._model.device) for name, values in inputs.items()}
+        real = inputs["attention_mask"].bool()
+        tokens = inputs["input_ids"][real]
         with full_precision(self._model.device), torch.inference_mode():
-            states = {name: state[real] for name, state in self.taps(batch).items()}
+            states = {name: state[real] for name, state in self.taps(inputs).items()}
             for name, state in states.items():
                 own.layers[name].update(state, tokens)
-        own.sample.update(first, lengths, states)
+        own.sample.update(numbers, lengths, states)
 
     def _limited(self, blocks: Iterator[list[int]]) -> Iterator[list[int]]:
         tokens = 0
@@ -176,22 +208,23 @@ class Stream:
     def _new(self) -> Statistics:
         return Statistics(self.taps.names, self._settings, self.how.sample, self.how.seed)
 
-    def _place(self, number: int) -> Path:
+    def _place(self, number: int, rank: int) -> Path:
         assert self._state is not None
-        return self._state.with_name(f"{self._state.name}.{number}")
+        return self._state.with_name(f"{self._state.name}.{number}.{rank}-{self._world}")
 
     def _save(self, number: int, own: Statistics, done: int, tokens: int) -> None:
         state = {"identity": self._identity, "statistics": own.state_dict(), "blocks": done, "tokens": tokens}
-        with replacing(self._place(number)) as file:
+        with replacing(self._place(number, self._rank)) as file:
             torch.save(state, file)
 
-    def _load(self, number: int) -> dict[str, Any] | None:
-        """What an earlier call has left of a source; nothing if it is of another pass or damaged."""
-        if self._state is None or not self._place(number).exists():
+    def _load(self, number: int, rank: int | None = None) -> dict[str, Any] | None:
+        """What an earlier call or another process has left of a source; nothing if it is of another pass or damaged."""
+        if self._state is None:
             return None
+        place = self._place(number, self._rank if rank is None else rank)
         try:
-            state = torch.load(self._place(number), map_location="cpu", weights_only=True)
-        except Exception:  # half a file, or none of ours
+            state = torch.load(place, map_location="cpu", weights_only=True)
+        except Exception:  # none, half a file, or none of ours
             return None
         return state if isinstance(state, dict) and state.get("identity") == self._identity else None
 

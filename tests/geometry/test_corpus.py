@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from istar import tiny
 from istar.errors import UserError
-from istar.geometry.corpus import Packer, Source, batches, documents, sources
+from istar.geometry.corpus import Packer, Source, batch, chunks, documents, sources
 from istar.tasks import demo
 
 TEXTS = ["the cat sees a dog .", "a", " ".join(["dog cat"] * 40), "does the dog see ?"]
@@ -53,15 +53,14 @@ def test_no_room() -> None:
 
 
 def test_batches() -> None:
-    blocks = [[5, 6, 7], [5, 6, 8], [9]]
-    first, last = batches(blocks, 2, 0)
-    assert first["input_ids"].tolist() == blocks[:2]
-    assert first["attention_mask"].all()
-    assert last["input_ids"].tolist() == [[9]]
-    [both] = batches([[1], [2, 3]], 8, 0)
-    assert both["input_ids"].tolist() == [[1, 0], [2, 3]]
-    assert torch.equal(both["attention_mask"], torch.tensor([[1, 0], [1, 1]]))
-    assert list(batches([], 2, 0)) == []
+    one = batch([[5, 6, 7], [5, 6, 8]], 0)
+    assert one["input_ids"].tolist() == [[5, 6, 7], [5, 6, 8]]
+    assert one["attention_mask"].all()
+    other = batch([[1], [2, 3]], 0)
+    assert other["input_ids"].tolist() == [[1, 0], [2, 3]]
+    assert torch.equal(other["attention_mask"], torch.tensor([[1, 0], [1, 1]]))
+    assert list(chunks(range(5), 2)) == [[0, 1], [2, 3], [4]]
+    assert list(chunks([], 2)) == []
 
 
 def test_documents(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """One pass over a corpus, against the same figures computed naively from all hidden states at once."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 import transformers as hf
 from transformers import PreTrainedModel
 
@@ -166,10 +169,12 @@ def test_a_broken_pass_goes_on(source: Source, tmp_path: Path, monkeypatch: pyte
     assert len(list(tmp_path.glob("state.*"))) == 1
     going_on = Stream(model, TOKENIZER, Pass(16, batch_size=2, sample=30), place, "same")
     seen: list[int] = []
-    update = going_on._update
-    monkeypatch.setattr(
-        going_on, "_update", lambda own, batch, first, n: (seen.append(first), update(own, batch, first, n))
-    )
+
+    def watched(own: Any, inputs: Any, numbers: Any, lengths: Any) -> None:
+        seen.extend(numbers)
+        Stream._update(going_on, own, inputs, numbers, lengths)
+
+    monkeypatch.setattr(going_on, "_update", watched)
     found = going_on([source])["text"]
     assert seen[0] == 10
     for name, figures in whole.measures().items():
@@ -179,7 +184,7 @@ def test_a_broken_pass_goes_on(source: Source, tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("kind", ["foreign", "damaged"])
 def test_another_pass_is_not_gone_on_with(source: Source, tmp_path: Path, kind: str) -> None:
-    place = tmp_path / "state.0"
+    place = tmp_path / "state.0.0-1"
     torch.save({"identity": "other"}, place) if kind == "foreign" else place.write_bytes(b"PK\x03\x04")
     found = Stream(bert(), TOKENIZER, Pass(16), tmp_path / "state", "same")([source])
     assert found["text"].measures()["layer_1"]["tokens"] == len(all_states(bert(), source, 16)[1])
@@ -196,3 +201,37 @@ def test_limits_and_nothing(source: Source, tmp_path: Path) -> None:
 def test_without_intra_sim(source: Source) -> None:
     figures = Stream(bert(), TOKENIZER, Pass(16, intra=False))([source])["text"].measures()
     assert "intra_sim" not in figures["layer_1"]
+
+
+# ---- several processes
+
+
+def share(rank: int, world: int, folder: str, length: int) -> None:
+    """One of the processes of a pass."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
+    place = Path(folder)
+    texts = [Source(name, place / f"{name}.txt") for name in ("text", "other")]
+    found = Stream(bert(), TOKENIZER, Pass(length, batch_size=3, sample=30), place / "state", "same")(texts)
+    if rank == 0:
+        torch.save({name: own.measures() for name, own in found.items()}, place / "measures.pt")
+    dist.barrier()
+    # Not through the interpreter's end, where what is left of the group may abort.
+    os._exit(0)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_processes_share_a_pass(source: Source, tmp_path: Path, world: int) -> None:
+    (tmp_path / "other.txt").write_text("\n".join(WORDS))
+    texts = [source, Source("other", tmp_path / "other.txt")]
+    alone = Stream(bert(), TOKENIZER, Pass(64, sample=30))(texts)
+    mp.spawn(share, (world, str(tmp_path), 64), world)
+    together = torch.load(tmp_path / "measures.pt")
+    assert list(together) == list(alone) == ["text", "other", "combined"]
+    for name, own in alone.items():
+        for tap, figures in own.measures().items():
+            for key, value in figures.items():
+                expected = pytest.approx(value, rel=tolerance(key), abs=1e-12, nan_ok=True)
+                assert together[name][tap][key] == expected, (name, tap, key)
+    # One block for the other text: some processes had none of it, and nothing stays behind.
+    assert not list(tmp_path.glob("state.*"))
