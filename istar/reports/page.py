@@ -1,4 +1,4 @@
-"""The report as one HTML page."""
+"""A report as one HTML page."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,6 +36,7 @@ class Section:
         text: paragraphs.
         empty: said in place of sheets and pictures where there are none.
         commands: that make what is shown.
+        wide: printed on paper turned sideways.
     """
 
     anchor: str
@@ -45,25 +46,24 @@ class Section:
     pictures: Sequence[Picture] = ()
     empty: str = ""
     commands: Sequence[str] = ()
+    wide: bool = False
 
 
 @dataclass(frozen=True)
 class Page:
-    """All of the report.
+    """All of a page.
 
     Attributes:
+        head: the line below the title: words, the name of what the page is about, words.
+        generator: in the page's `meta`, by which a page of ours is known.
         summary: what was found, as (number, what).
     """
 
     title: str
-    root: str
-    version: str
+    head: tuple[str, str, str]
+    generator: str
     summary: Sequence[tuple[str, str]]
     sections: Sequence[Section]
-
-
-GENERATOR = "istar report"
-"""In the page's `meta`, by which a report of ours is known."""
 
 
 def html(page: Page) -> str:
@@ -77,4 +77,4 @@ def html(page: Page) -> str:
         keep_trailing_newline=True,
     )
     environment.filters["picture"] = Markup
-    return environment.get_template("report.html").render(page=page, generator=GENERATOR)
+    return environment.get_template("report.html").render(page=page)

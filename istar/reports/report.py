@@ -1,9 +1,7 @@
 """`istar report`: from a folder of runs to a page with the paper's tables and figures, and their files."""
 
 import shlex
-import shutil
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -12,18 +10,18 @@ import pandas as pd
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from istar.errors import UserError, shorten
-from istar.reports import cells, drawing, geometry, holes, page, plots, results_tables, sheets, stability
+from istar.errors import UserError
+from istar.reports import cells, folder, geometry, holes, plots, results_tables, stability
 from istar.reports.cells import Cell, models, prepare, tasks
+from istar.reports.folder import Drawn, Kind
 from istar.reports.geometry import Geometry
 from istar.reports.holes import Command, Hole
-from istar.reports.page import Page, Picture, Section
+from istar.reports.page import Page, Section
 from istar.reports.plots import Plot
 from istar.reports.runs import Runs, load_runs
 from istar.reports.sheets import Sheet
 
-INDEX, TABLES, FIGURES = "index.html", "tables", "figures"
-_SUFFIXES = {TABLES: (".csv", ".md", ".tex"), FIGURES: (".svg", ".png")}
+KIND = Kind("report", "istar report")
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ def write(root: Path, out: Path, console: Console | None = None) -> Written:
     Raises:
         UserError: if there are no runs, if `out` holds anything that is no report, or cannot be written.
     """
-    _refuse_foreign(out)
+    folder.refuse_foreign(out, KIND)
     with _progress(console) as step:
         step("reading runs")
         found = load_runs(root, keep_records=True)
@@ -63,20 +61,18 @@ def write(root: Path, out: Path, console: Console | None = None) -> Written:
             raise UserError(f"{root} holds no runs{unread}; train.py leaves them below run.root")
         step("tables, and the cloud of Figure 2")
         data = _gather(found, root)
-        pictures = {}
+        pictures: dict[str, Drawn] = {}
         for plot in data.plots:
             step(f"drawing {plot.name}")
-            pictures.update(_pictures(plot))
+            pictures.update(folder.draw(plot))
         step("writing")
-        text = page.html(_page(data, pictures))
-        files = {INDEX: text.encode(), **_table_files(data.sheets), **_picture_files(pictures)}
-        _replace_folder(out, files)
-    return Written(out / INDEX, len(found.frame), len(data.holes))
+        folder.replace_folder(out, folder.files(_page(data, pictures), data.sheets, pictures), KIND)
+    return Written(out / folder.INDEX, len(found.frame), len(data.holes))
 
 
 def _without_flaws(found: Runs, out: Path) -> Runs:
     """Runs that can be shown; the others, but for an earlier report, become troubles."""
-    flaws = {folder: why for folder, record in found.records.items() if (why := cells.flaw(record))}
+    flaws = {place: why for place, record in found.records.items() if (why := cells.flaw(record))}
     troubles = {at: why for at, why in found.troubles.items() if Path(at).resolve() != out.resolve()}
     kept = found.frame[~found.frame["folder"].isin(list(flaws))].reset_index(drop=True)
     return Runs(kept, {**troubles, **flaws}, found.records)
@@ -108,7 +104,7 @@ def _gather(found: Runs, root: Path) -> _Data:
         missing += holes.of_plot(plot, frame, _layer_counts(found, frame), how)
         if plot.name in ("figure4", "figure5"):
             missing += holes.without_geometry(plot, frame, measured, how)
-    refreshes = {folder: record.timing.get("shrinkage") or () for folder, record in found.records.items()}
+    refreshes = {place: record.timing.get("shrinkage") or () for place, record in found.records.items()}
     tables = (
         results_tables.table1(filled),
         results_tables.table2(filled, frame),
@@ -123,8 +119,8 @@ def _layer_counts(found: Runs, frame: pd.DataFrame) -> dict[str, int]:
     """Layers of each model that has a finished run."""
     done = frame[frame["usable"]].drop_duplicates("model")
     return {
-        model: plots.layer_count(found.records[folder])
-        for model, folder in zip(done["model"], done["folder"], strict=True)
+        model: plots.layer_count(found.records[place])
+        for model, place in zip(done["model"], done["folder"], strict=True)
     }
 
 
@@ -143,37 +139,16 @@ def _plots(found: Runs, frame: pd.DataFrame, filled: list[Cell], measured: dict[
 
 def _geometries(frame: pd.DataFrame) -> tuple[dict[str, Geometry], dict[str, str]]:
     measured, troubles = {}, {}
-    for folder in frame[frame["usable"]]["folder"]:
+    for place in frame[frame["usable"]]["folder"]:
         try:
-            if (own := geometry.read(Path(folder))) is not None:
-                measured[folder] = own
+            if (own := geometry.read(Path(place))) is not None:
+                measured[place] = own
         except UserError as error:
-            troubles[folder] = str(error)
+            troubles[place] = str(error)
     return measured, troubles
 
 
-def _pictures(plot: Plot) -> dict[str, tuple[Plot, dict[str, bytes]]]:
-    """A picture for each model, by the name of its files."""
-    by_model = list(dict.fromkeys(panel.model for panel in plot.panels))
-    pictures = {}
-    for model in by_model:
-        own = replace(plot, panels=tuple(panel for panel in plot.panels if panel.model == model))
-        name = f"{plot.name}-{_file_name(model, by_model)}" if model else plot.name
-        pictures[name] = (own, drawing.render(own))
-    return pictures
-
-
-def _file_name(model: str, among: list[str]) -> str:
-    """Fit for a file; two models whose names differ in nothing else are told apart by a number."""
-
-    def plain(name: str) -> str:
-        return "".join(letter if letter.isascii() and (letter.isalnum() or letter in "-.") else "-" for letter in name)
-
-    same = [other for other in among if plain(other).lower() == plain(model).lower()]
-    return plain(model) if len(same) == 1 else f"{plain(model)}-{same.index(model) + 1}"
-
-
-def _page(data: _Data, pictures: dict[str, tuple[Plot, dict[str, bytes]]]) -> Page:
+def _page(data: _Data, pictures: dict[str, Drawn]) -> Page:
     counts = data.frame["status"].value_counts()
     collapsed = int((data.frame["collapsed"] == True).sum())  # noqa: E712
     summary = [(str(len(data.frame)), "runs"), *((str(count), str(status)) for status, count in counts.items())]
@@ -191,7 +166,13 @@ def _page(data: _Data, pictures: dict[str, tuple[Plot, dict[str, bytes]]]) -> Pa
         _table_section(data, "left_out", ""),
         Section("reproduce", "This page", ("This page and its files:",), commands=[_own_command(data.root)]),
     ]
-    return Page("Isotropy and fine-tuning: report", str(data.root), version("istar"), summary, sections)
+    return Page(
+        "Isotropy and fine-tuning: report",
+        ("Runs below", str(data.root), f"read by istar {version('istar')}"),
+        KIND.generator,
+        summary,
+        sections,
+    )
 
 
 _READING = (
@@ -217,7 +198,8 @@ def _table_section(data: _Data, name: str, sweep: str) -> Section:
     sheet = data.sheets[name]
     empty = "" if sheet.rows else _NOTHING.get(name, "Nothing to show yet.")
     commands = _commands(data, sweep, [(cell.model, cell.task) for cell in data.cells]) if sweep else []
-    return Section(name, sheet.title, sheet=_cut(sheet), empty=empty, commands=commands)
+    wide = name == "table1"
+    return Section(name, sheet.title, sheet=_cut(sheet), empty=empty, commands=commands, wide=wide)
 
 
 def _cut(sheet: Sheet) -> Sheet:
@@ -239,17 +221,8 @@ _NOTHING = {
 }
 
 
-def _plot_section(data: _Data, plot: Plot, pictures: dict[str, tuple[Plot, dict[str, bytes]]]) -> Section:
-    own = [
-        Picture(
-            name,
-            part.panels[0].model,
-            drawing.inline(files["svg"], name, f"{plot.title} {part.panels[0].model}".strip(), drawing.describe(part)),
-            part.panels,
-        )
-        for name, (part, files) in pictures.items()
-        if part.name == plot.name
-    ]
+def _plot_section(data: _Data, plot: Plot, pictures: dict[str, Drawn]) -> Section:
+    own = folder.of_plot(plot, pictures)
     title = plot.title.split(":")[0]
     pairs = [(panel.model, panel.task) for panel in plot.panels]
     pairs += [(hole.model, hole.task) for hole in data.holes if hole.artefact == title]
@@ -283,81 +256,12 @@ def _missing_section(data: _Data) -> Section:
         sheet,
         empty="" if sheet.rows else _NOTHING["missing"],
         commands=[rest[1]] if rest else [],
+        wide=True,
     )
 
 
 def _own_command(root: Path) -> str:
     return f"istar report {shlex.quote(str(root))} --out report"
-
-
-def _table_files(tables: dict[str, Sheet]) -> dict[str, bytes]:
-    writers: dict[str, Callable[[Sheet], str]] = {"csv": sheets.csv, "md": sheets.markdown, "tex": sheets.latex}
-    return {
-        f"{TABLES}/{name}.{suffix}": writer(sheet).encode()
-        for name, sheet in tables.items()
-        for suffix, writer in writers.items()
-    }
-
-
-def _picture_files(pictures: dict[str, tuple[Plot, dict[str, bytes]]]) -> dict[str, bytes]:
-    return {
-        f"{FIGURES}/{name}.{suffix}": content
-        for name, (_, files) in pictures.items()
-        for suffix, content in files.items()
-    }
-
-
-def _refuse_foreign(out: Path) -> None:
-    """Only a report of ours is replaced, and only if nobody has put anything beside it."""
-    if not out.exists() and not out.is_symlink():
-        return
-    if out.is_symlink() or not out.is_dir():
-        raise UserError(f"--out {out} is not a folder; name a new one, or an earlier report")
-    strange = next(_strange(out), None)
-    if strange is not None:
-        raise UserError(f"--out {out} holds {strange}, which is no part of a report; name a new folder")
-    inside = list(out.iterdir())
-    if inside and not _is_ours(out / INDEX):
-        raise UserError(f"--out {out} is not an earlier report; name a new folder")
-
-
-def _strange(out: Path) -> Iterator[str]:
-    for path in sorted(out.rglob("*")):
-        parts = path.relative_to(out).parts
-        ours = parts == (INDEX,) or (path.is_dir() and len(parts) == 1 and parts[0] in _SUFFIXES)
-        ours |= len(parts) == 2 and path.is_file() and path.suffix in _SUFFIXES.get(parts[0], ())
-        if not ours or path.is_symlink():
-            yield "/".join(parts)
-
-
-def _is_ours(index: Path) -> bool:
-    try:
-        with index.open(encoding="utf-8") as file:
-            return f'<meta name="generator" content="{page.GENERATOR}">' in file.read(2_000)
-    except (OSError, ValueError):
-        return False
-
-
-def _replace_folder(out: Path, files: dict[str, bytes]) -> None:
-    """Write a folder beside `out` and let it take its place."""
-    draft = out.absolute().with_name(f".{out.absolute().name}.{uuid.uuid4().hex}")
-    aside = draft.with_name(f"{draft.name}-old")
-    try:
-        for name, content in files.items():
-            path = draft / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
-        _refuse_foreign(out)
-        if out.exists():
-            out.rename(aside)
-        draft.rename(out)
-    except OSError as error:
-        if aside.exists() and not out.exists():
-            aside.rename(out)
-        raise UserError(f"--out {out} cannot be written: {shorten(error)}") from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 class _progress:  # noqa: N801
