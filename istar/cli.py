@@ -32,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     watch.add_argument("--once", action="store_true", help="show it as it is now, and leave")
     watch.set_defaults(command=_watch)
     _add_measure(commands)
+    _add_embed(commands)
     options = parser.parse_args(arguments)
     try:
         options.command(options)
@@ -61,6 +62,43 @@ def _add_measure(commands: Any) -> None:
     measure.add_argument("--dtype", choices=("float32", "float64", "bfloat16", "float16"), default="float32")
     measure.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 ... (default: auto)")
     measure.set_defaults(command=_measure)
+
+
+def _add_embed(commands: Any) -> None:
+    embed = commands.add_parser("embed", help="an embedding matrix, raw and post-processed, and its word similarity")
+    embed.add_argument("model", help="hub id, or a folder that save_pretrained wrote")
+    embed.add_argument("--out", type=Path, default=Path("embeddings"), help="folder to write (default: embeddings)")
+    embed.add_argument("--revision", help="branch, tag or commit on the hub")
+    embed.add_argument("--matrix", choices=("input", "output"), default="input")
+    forms = ("raw", "centered", "scaled_centered", "all_but_the_top", "all_but_the_top_published")
+    embed.add_argument("--form", choices=forms, default="raw", help="how it is processed (default: raw)")
+    embed.add_argument("--components", type=int, help="directions that all_but_the_top removes (default: a hundredth)")
+    embed.add_argument(
+        "--save", choices=("matrix", "model"), help="write the processed matrix, alone or within its model"
+    )
+    embed.add_argument("--wordsim", action="append", default=[], type=Path, help="benchmark file; repeatable")
+    embed.add_argument("--policy", choices=("single_token", "mean"), default="single_token", help="of long words")
+    embed.add_argument("--text", action="append", default=[], help="in which tokens are counted; as of measure")
+    embed.set_defaults(command=_embed)
+
+
+def _embed(options: argparse.Namespace) -> None:
+    from istar.config import ModelConfig
+    from istar.geometry import corpus, embed
+
+    config = ModelConfig(name=options.model, revision=options.revision)
+    choice = embed.Choice(options.matrix, options.form, options.components, options.policy)
+    found = embed.embed(config, choice, options.wordsim, corpus.sources(options.text))
+    written = embed.write(found, options.out)
+    if options.save == "matrix":
+        written += embed.write_matrix(found, options.out)
+    elif options.save == "model":
+        written.append(embed.write_model(found, config, options.out))
+    console = Console()
+    for table in embed.tables(found):
+        console.print(table)
+    for line in (*embed.remarks(found), ", ".join(map(str, written))):
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
 def _measure(options: argparse.Namespace) -> None:

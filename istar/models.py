@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import hf_hub_download, try_to_load_from_cache
+from huggingface_hub.errors import EntryNotFoundError
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -135,6 +137,51 @@ def load_encoder(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, dtype:
     _check_rows(config.name, model, tokenizer)
     _try_out(config.name, model, tokenizer("a", return_tensors="pt", return_token_type_ids=False))
     return model.eval()
+
+
+def load_pretrained(config: ModelConfig, auto: Any, **settings: Any) -> Any:
+    """What a class of transformers makes of a model's files, with its own settings.
+
+    Raises:
+        UserError: if they cannot be found or read.
+    """
+    with _clear_errors(config), _quiet():
+        return auto.from_pretrained(config.name, **_source(config), **settings)
+
+
+def skeleton(model_config: Any) -> PreTrainedModel:
+    """The architecture that a checkpoint names, with its head, without memory for its weights.
+
+    Raises:
+        UserError: if transformers does not have it.
+    """
+    named = getattr(transformers, (model_config.architectures or [""])[0], None)
+    try:
+        kind: Any = named or transformers.MODEL_MAPPING[type(model_config)]
+        with torch.device("meta"), _quiet():
+            return kind(model_config)
+    except Exception as error:  # a strange config.json makes transformers raise any of two dozen kinds
+        raise UserError(f"{model_config.model_type} models cannot be built: {_reason(error)}") from error
+
+
+def file_of(config: ModelConfig, name: str) -> Path | None:
+    """A file of a model: in its folder, the local cache or, brought from there, the hub; None if it has none such.
+
+    Raises:
+        UserError: if the hub has to be asked and does not answer.
+    """
+    if _is(Path.is_dir, config.name):
+        path = Path(config.name) / name
+        return path if path.is_file() else None
+    source = _source(config)
+    with _clear_errors(config), _quiet():
+        if source["local_files_only"]:
+            cached = try_to_load_from_cache(config.name, name, revision=source["revision"])
+            return Path(cached) if isinstance(cached, str) else None
+        try:
+            return Path(hf_hub_download(config.name, name, revision=source["revision"]))
+        except EntryNotFoundError:
+            return None
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

