@@ -56,7 +56,7 @@ def partition_isotropy(
 
     Returns:
         The value in [0, 1], 1 if Z is constant, its convention, and the logarithms that it is the ratio of.
-        Time O(n d^2 + d^3); memory beyond W: some matrices `(d, d)` and blocks of 32 MiB.
+        Time O(n d^2 + d^3); memory beyond W: some matrices `(d, d)` and blocks of 2 MiB (32 on a GPU).
 
     Raises:
         UserError: if W is not a floating matrix with rows, not finite, or an argument is not one of these.
