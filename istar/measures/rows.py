@@ -97,7 +97,7 @@ def directions(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 def _is_in_range(norms: Tensor) -> bool:
     """Whether no square has been lost or become infinite; nearly always so, and it saves most of the passes."""
-    smallest, largest = _RANGE[norms.dtype] if norms.dtype in _RANGE else (1.0, 0.0)
+    smallest, largest = _RANGE.get(norms.dtype, (1.0, 0.0))
     return bool(len(norms) and norms.min() > smallest and norms.max() < largest)
 
 
