@@ -1,14 +1,19 @@
 """The command `istar`: measures models, and looks at runs. Training is started by train.py."""
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from istar.errors import UserError, did_you_mean
+
+if TYPE_CHECKING:
+    from istar.geometry.corpus import Source
+    from istar.geometry.stream import Pass
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_measure(commands)
     _add_embed(commands)
     options = parser.parse_args(arguments)
+    options.typed = shlex.join([parser.prog, *(sys.argv[1:] if arguments is None else arguments)])
     try:
         options.command(options)
     except UserError as error:
@@ -44,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _add_measure(commands: Any) -> None:
     measure = commands.add_parser("measure", help="the geometry of a model, layer by layer, over texts")
-    measure.add_argument("model", help="hub id, or a folder that save_pretrained wrote")
+    measure.add_argument("model", nargs="?", help="hub id, or a folder that save_pretrained wrote")
     measure.add_argument(
         "--text",
         action="append",
@@ -53,6 +59,8 @@ def _add_measure(commands: Any) -> None:
     )
     measure.add_argument("--out", type=Path, default=Path("geometry"), help="folder to write (default: geometry)")
     measure.add_argument("--revision", help="branch, tag or commit on the hub")
+    measure.add_argument("--revisions", help="several, with commas between them, one after another")
+    measure.add_argument("--checkpoints", help="instead of a model: 'folder/*' of saved models, runs or .ckpt files")
     measure.add_argument("--length", type=int, default=0, help="tokens of a block (default: the model's, 512 at most)")
     measure.add_argument("--batch-size", type=int, default=32, help="blocks at a time (default: 32)")
     measure.add_argument("--max-tokens", type=int, help="stop behind so many tokens of each text")
@@ -106,7 +114,7 @@ def _measure(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None and value < least:
             raise UserError(f"--{name.replace('_', '-')} {value} is too small; expected {least} or more")
-    from istar.geometry import corpus, measure
+    from istar.geometry import corpus, measure, page
     from istar.geometry.stream import Pass
 
     how = Pass(
@@ -114,12 +122,40 @@ def _measure(options: argparse.Namespace) -> None:
     )
     console = Console()
     found = corpus.sources(options.text)
+    if options.revisions is not None or options.checkpoints is not None:
+        return _trajectory(options, found, how)
+    if options.model is None:
+        raise UserError("model is missing; expected a hub id or a folder, or --checkpoints")
+    page.check(options.out)
     measured = measure.measure(
-        options.model, found, how, options.out, options.revision, options.dtype, options.device, Console(stderr=True)
-    )
-    measure.write(measured, options.out)
+        options.model, found, how, options.out, options.revision, options.dtype, options.device, Console(stderr=True),
+        options.typed,
+    )  # fmt: skip
     console.print(measure.table(measured))
-    console.print(str(options.out / "measures.csv") + " and .json", highlight=False, soft_wrap=True)
+    told = f"{page.write(measured, options.out)}, and figures, tables, {measure.CSV} and {measure.JSON} beside it"
+    console.print(told, highlight=False, soft_wrap=True, markup=False)
+
+
+def _trajectory(options: argparse.Namespace, found: Sequence["Source"], how: "Pass") -> None:
+    from istar.geometry import trajectory
+
+    asked = [name for name in ("revision", "revisions", "checkpoints") if getattr(options, name) is not None]
+    if len(asked) > 1:
+        raise UserError(f"--{asked[0]} and --{asked[1]} do not go together; give one of them")
+    if options.checkpoints is not None:
+        stops = trajectory.checkpoints(options.checkpoints)
+    elif options.model is None:
+        raise UserError("--revisions are of a model, which is missing; expected a hub id")
+    else:
+        stops = trajectory.revisions(options.model, options.revisions)
+    model = options.model or options.checkpoints
+    plan = trajectory.Plan(model, found, how, options.out, options.dtype, options.device, options.typed)
+    followed = trajectory.follow(plan, stops, Console(stderr=True))
+    if followed.measured:
+        console = Console()
+        console.print(trajectory.table(plan, stops, followed))
+        console.print(str(options.out / trajectory.TABLE), highlight=False, soft_wrap=True)
+    trajectory.check(followed)
 
 
 def _results(options: argparse.Namespace) -> None:

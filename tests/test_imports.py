@@ -48,7 +48,7 @@ ALLOWED = {
     "tiny": set(),
     "tasks": {"tasks", "errors", "files", "hub"},
     "models": {"tasks", "tiny", "config", "errors", "hub"},
-    "geometry": {"geometry", "models", "tasks", "measures", "config", "errors", "files", "hub"},
+    "geometry": {"geometry", "reports", "models", "tasks", "measures", "config", "errors", "files", "hub"},
     "training": {"training", "tasks", "regularizers", "measures", "config", "schema", "errors", "files", "hub"},
     "results": {"files", "errors"},
     "reports": {"reports", "results", "config", "measures", "files", "errors"},

@@ -16,7 +16,7 @@ from istar.measures import (
     IntraSim,
     Norms,
     effective_rank,
-    isoscore_from_covariance,
+    isoscore,
     isoscore_unbiased,
     outlier_dimensions,
     participation_ratio,
@@ -24,7 +24,7 @@ from istar.measures import (
     two_nn,
 )
 
-_EDGES = 64
+_EDGES = 241
 _LARGEST_NORM = 1e4
 
 
@@ -109,7 +109,7 @@ class Layer:
         kurtosis = self.dimensions.kurtosis()
         found: dict[str, float | Tensor] = {
             "tokens": float(self.moments.count),
-            "isoscore": isoscore_from_covariance(covariance),
+            "isoscore": isoscore(self.moments),
             "isoscore_unbiased": isoscore_unbiased(self.moments),
             "inter_sim": self.cosine.compute(),
             "mean_direction_norm": self.cosine.mean_direction_norm(),

@@ -5,8 +5,9 @@ import hashlib
 import io
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,11 @@ from transformers import PreTrainedModel
 from istar.config import ModelConfig
 from istar.errors import UserError
 from istar.files import write_text
-from istar.geometry import stream
+from istar.geometry import arrays, stream
 from istar.geometry.corpus import Source
+from istar.geometry.layers import Layer
+from istar.geometry.matrix import Matrix, untied_output
+from istar.geometry.matrix import untied_output
 from istar.geometry.stream import Pass, Statistics, Stream
 from istar.geometry.taps import Taps
 from istar.measures import (
@@ -51,6 +55,10 @@ class Measured:
         matrices: figures of the `input` embeddings, and of the `output` embeddings where they are others: raw,
             centered and post-processed, with the convention of I(W)'s signs.
         final_norm: gain and bias of the final normalization; None where there is none.
+        norms: histograms of the hidden states' norms, by source and tap.
+        extremes: dimensions with the most extreme means, by source and tap.
+        rows: of the embedding matrices: norms, and some rows in two dimensions; see `arrays.rows`.
+        command: that measured this.
     """
 
     model: dict[str, Any]
@@ -60,6 +68,10 @@ class Measured:
     spectra: dict[str, dict[str, dict[str, list[float]]]]
     matrices: dict[str, dict[str, dict[str, Any]]]
     final_norm: dict[str, Any] | None
+    norms: dict[str, dict[str, dict[str, list[float]]]] = field(default_factory=dict)
+    extremes: dict[str, dict[str, list[dict[str, float]]]] = field(default_factory=dict)
+    rows: dict[str, dict[str, Any]] = field(default_factory=dict)
+    command: str = ""
     format: int = FORMAT
 
 
@@ -72,6 +84,7 @@ def measure(
     dtype: str = "float32",
     device: str = "auto",
     console: Console | None = None,
+    command: str = "",
 ) -> Measured:
     """Measure a model over texts in one pass, and its embedding matrices and final normalization.
 
@@ -86,6 +99,7 @@ def measure(
         dtype: of the weights: float32, float64, bfloat16 or float16; statistics are wider.
         device: auto, cpu, cuda, cuda:1, mps.
         console: for a progress bar.
+        command: to be told with what is found.
 
     Raises:
         UserError: for anything that the user can mend.
@@ -94,18 +108,29 @@ def measure(
     tokenizer = load_tokenizer(config)
     model: Any = load_encoder(config, tokenizer, DTYPES[dtype])
     model = model.to(_device(device))
+    # An encoder has no head, so that it is read for itself; and before the pass, which may take hours.
+    output = untied_output(config)
     how = _with_length(how, model)
     weights = weights_hash(model)
     identity = stream.identity(weights, how, [source.path for source in found], *(source.path for source in found))
     read = Stream(model, tokenizer, how, out / ".pass", identity)(found, console)
+    embedded = matrices(model, output)
+    # A model without a head has no output embeddings, but its files may.
+    output = untied_output(config)
+    if output is not None:
+        embedded["output"] = output.values
     return Measured(
         {"name": name, "revision": revision, "dtype": dtype, "type": model.config.model_type},
         weights,
         {**asdict(how), "texts": {source.name: str(source.path) for source in found}},
         {source: statistics.measures() for source, statistics in read.items()},
         {source: _spectra(statistics) for source, statistics in read.items()},
-        matrices(model),
+        {which: embedding_measures(values) for which, values in embedded.items()},
         _final_norm(model),
+        norms={source: _by_tap(statistics, arrays.norms) for source, statistics in read.items()},
+        extremes={source: _by_tap(statistics, arrays.extremes) for source, statistics in read.items()},
+        rows={which: arrays.rows(values, _counts(read)) for which, values in embedded.items()},
+        command=command,
     )
 
 
@@ -118,22 +143,21 @@ def weights_hash(model: PreTrainedModel) -> str:
     return digest.hexdigest()
 
 
-def matrices(model: PreTrainedModel) -> dict[str, dict[str, dict[str, Any]]]:
-    """Figures of the embedding matrices, input and, where it is another one, output."""
-    found: dict[str, Any] = {"input": model.get_input_embeddings().weight}
-    head: Any = model.get_output_embeddings()
-    if head is not None and head.weight is not found["input"]:
-        found["output"] = head.weight
-    return {name: embedding_measures(weight.detach()) for name, weight in found.items()}
+def matrices(model: PreTrainedModel, output: Matrix | None) -> dict[str, Tensor]:
+    """The embedding matrices: `input` and, where it is another one, `output`."""
+    weight: Any = model.get_input_embeddings().weight
+    found = {"input": weight.detach()}
+    return found if output is None else {**found, "output": output.values.to(weight.device)}
 
 
 def embedding_measures(matrix: Tensor) -> dict[str, dict[str, Any]]:
     """Figures of a matrix `(n, d)` as it is (`raw`), `centered`, and without its top directions (`post_processed`)."""
     forms = {"raw": matrix, "centered": centered(matrix), "post_processed": all_but_the_top(matrix)}
-    return {form: _matrix_measures(values) for form, values in forms.items()}
+    return {form: matrix_measures(values) for form, values in forms.items()}
 
 
-def _matrix_measures(matrix: Tensor) -> dict[str, Any]:
+def matrix_measures(matrix: Tensor) -> dict[str, Any]:
+    """Figures of one matrix `(n, d)` as it is."""
     norms = norm_summary(matrix)
     papers, both = (partition_isotropy(matrix, signs) for signs in ("as_computed", "both"))
     return {
@@ -144,14 +168,28 @@ def _matrix_measures(matrix: Tensor) -> dict[str, Any]:
         "average_norm": norms.average,
         "mean_vector_norm": norms.mean_vector,
         "norm_ratio": norms.ratio,
-        "singular_values": singular_values(matrix, centered=False).tolist(),
+        "singular_values": arrays.short(singular_values(matrix, centered=False).tolist()),
     }
 
 
+JSON, CSV = "measures.json", "measures.csv"
+
+
+def files(measured: Measured) -> dict[str, str]:
+    """`measures.json`, and `measures.csv` with a row for each source and tap."""
+    text = json.dumps(asdict(measured), indent=1)
+    # A line for each list of numbers, not for each number.
+    return {JSON: _NUMBERS.sub(lambda found: " ".join(found[0].split()), text) + "\n", CSV: as_csv(measured)}
+
+
+# Strings hold no line breaks, so none of them matches.
+_NUMBERS = re.compile(r"\[\n[-+\d.eNaInfity,\s]+\]")
+
+
 def write(measured: Measured, out: Path) -> None:
-    """Write `measures.json` and `measures.csv`, a row for each source and tap."""
-    write_text(out / "measures.json", json.dumps(asdict(measured), indent=1) + "\n")
-    write_text(out / "measures.csv", as_csv(measured))
+    """Write these files."""
+    for name, text in files(measured).items():
+        write_text(out / name, text)
 
 
 def as_csv(measured: Measured) -> str:
@@ -192,10 +230,22 @@ def read(path: Path) -> Measured:
 def _spectra(statistics: Statistics) -> dict[str, dict[str, list[float]]]:
     return {
         tap: {
-            form: singular_values(layer.moments, centered=form == "centered").tolist() for form in ("raw", "centered")
+            form: arrays.short(singular_values(layer.moments, centered=form == "centered").tolist())
+            for form in ("raw", "centered")
         }
         for tap, layer in statistics.layers.items()
     }
+
+
+def _by_tap(statistics: Statistics, of: Callable[[Layer], Any]) -> dict[str, Any]:
+    return {tap: of(layer) for tap, layer in statistics.layers.items()}
+
+
+def _counts(read: Mapping[str, Statistics]) -> Tensor | None:
+    """How often each token is in all texts, which IntraSim knows."""
+    statistics = read.get(COMBINED) or next(iter(read.values()))
+    intra = next(iter(statistics.layers.values())).intra
+    return None if intra is None else intra.count
 
 
 def _final_norm(model: PreTrainedModel) -> dict[str, Any] | None:

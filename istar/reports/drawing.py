@@ -3,7 +3,7 @@
 import io
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import matplotlib
@@ -15,10 +15,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, ScalarFormatter
 
 from istar.reports.figures import COLOURS
-from istar.reports.plots import BASE, Line, Panel, Plot
+from istar.reports.plots import Line, Panel, Plot
 
 INK, PAPER, RED = "#101418", "#ffffff", "#c2260c"
 """Colours that stand for the page's own in `inline`; INK is no pure black, which SVG leaves unsaid."""
+SCALE = ("#221150", "#5c2a8c", "#a0357f", "#d9564a", "#e98b1e")
+"""From dark to light, so that their order shows without colour too."""
 PALETTE = tuple(colour.lower() for colour in (*COLOURS[:6], COLOURS[7]))
 _MARKERS = "osD^vPX*"
 _COLUMNS = 3
@@ -76,8 +78,11 @@ def inline(svg: bytes, name: str, title: str, description: str) -> str:
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     text = re.sub(r'(\sid="|url\(#|href="#)', lambda found: f"{found[0]}{name}-", text)
     text = text.replace(INK, "currentColor").replace(PAPER, "var(--paper)").replace(RED, "var(--red)")
-    for number, colour in enumerate(PALETTE):
-        text = text.replace(colour, f"var(--c{number})")
+    for kind, colours in (("c", PALETTE), ("s", SCALE)):
+        for number, colour in enumerate(colours):
+            text = text.replace(colour, f"var(--{kind}{number})")
+    # Hundredths of a point are not to be seen, and thousands of points make a large page.
+    text = re.sub(r'(?<=\s)(?:x|y|d)="[^"]*"', lambda found: re.sub(r"(\.\d\d)\d+", r"\1", found[0]), text)
     width, height = re.findall(r'(?:width|height)="([\d.]+)pt"', text)[:2]
     opening = (
         f'<svg role="img" aria-labelledby="{name}-title {name}-desc" viewBox="0 0 {width} {height}" '
@@ -97,20 +102,27 @@ def describe(plot: Plot) -> str:
     """The plot in words: for each panel its lines, and from where to where they go."""
     told = []
     for panel in plot.panels:
-        lines = "; ".join(_told(line) for line in panel.lines)
+        lines = "; ".join(_told(line, plot) for line in panel.lines)
         marks = [f"; {name} at {at:g}" for at, name in filter(None, (panel.level, panel.mark))]
         where = ", ".join(filter(None, (panel.task, panel.model)))
         told.append(f"{where}{': ' * bool(where)}{panel.y_label} by {plot.x_label}: {lines}{''.join(marks)}.")
     return " ".join(told)
 
 
-def _told(line: Line) -> str:
+def _told(line: Line, plot: Plot) -> str:
     known = [(x, y) for x, y in zip(line.x, line.y, strict=True) if math.isfinite(x) and math.isfinite(y)]
     if not known:
         return f"{line.label} without a number"
+    if plot.kind == "scatter":
+        return f"{line.label}, {len(known)} points"
+    places = [(plot.x_names.get(x, f"{x:.4g}").replace("\n", " "), f"{y:.4g}") for x, y in known]
+    if plot.kind == "columns":
+        return ", ".join(f"{line.label} {y} for {x}" for x, y in places)
+    if plot.kind == "histogram":
+        return f"{line.label} from {places[0][0]} to {places[-1][0]}, most at {max(known, key=lambda xy: xy[1])[0]:.4g}"
     if len(known) == 1:
-        return f"{line.label} {known[0][1]:.4g} at {known[0][0]:.4g}"
-    return f"{line.label} from {known[0][1]:.4g} at {known[0][0]:g} to {known[-1][1]:.4g} at {known[-1][0]:g}"
+        return f"{line.label} {places[0][1]} at {places[0][0]}"
+    return f"{line.label} from {places[0][1]} at {places[0][0]} to {places[-1][1]} at {places[-1][0]}"
 
 
 def _draw(plot: Plot) -> Figure:
@@ -155,11 +167,15 @@ def _legend_columns(columns: int, labels: Iterable[str]) -> int:
 
 
 def _looks(plot: Plot) -> dict[str, dict[str, Any]]:
-    """A colour, and for points a marker, by label, the same in all panels; Base is drawn in ink."""
+    """A colour, and for points a marker, by label, the same in all panels; the one to compare with is drawn in ink."""
     labels = list(dict.fromkeys(line.label for panel in plot.panels for line in panel.lines))
-    labels.sort(key=_order)
-    others = [label for label in labels if label != BASE]
-    looks = {BASE: {"color": INK, "marker": "s"}} if BASE in labels else {}
+    if plot.ordered:
+        last = max(len(labels) - 1, 1)
+        scale = [SCALE[round(number * (len(SCALE) - 1) / last)] for number in range(len(labels))]
+        return {label: {"color": colour, "marker": "o"} for label, colour in zip(labels, scale, strict=True)}
+    labels.sort(key=lambda label: (label != plot.ink, *_order(label)))
+    others = [label for label in labels if label != plot.ink]
+    looks = {plot.ink: {"color": INK, "marker": "s"}} if plot.ink in labels else {}
     for number, label in enumerate(others):
         looks[label] = {
             "color": PALETTE[number % len(PALETTE)],
@@ -169,13 +185,19 @@ def _looks(plot: Plot) -> dict[str, dict[str, Any]]:
     return looks
 
 
-def _order(label: str) -> tuple[int, float, str]:
-    number = re.search(r"-?[\d.]+(e-?\d+)?$", label)
-    return (0 if label == BASE else 1, float(number[0]) if number else 0.0, label)
+def _order(label: str) -> tuple[float, str]:
+    number = _NUMBER.search(label)
+    return float(number[0]) if number else 0.0, label
+
+
+_NUMBER = re.compile(r"-?\d+(\.\d+)?(e-?\d+)?$")
 
 
 def _draw_panel(axes: Axes, plot: Plot, panel: Panel, looks: Mapping[str, Mapping[str, Any]]) -> None:
-    for line in sorted(panel.lines, key=lambda line: _order(line.label)):
+    lines = sorted(panel.lines, key=lambda line: list(looks).index(line.label))
+    if plot.kind == "columns":
+        _draw_columns(axes, lines, looks)
+    for line in lines if plot.kind != "columns" else ():
         _DRAWERS[plot.kind](axes, line, dict(looks[line.label]))
     if panel.level is not None:
         axes.axhline(panel.level[0], color=RED, linestyle="--", linewidth=1.3, label=panel.level[1])
@@ -184,19 +206,30 @@ def _draw_panel(axes: Axes, plot: Plot, panel: Panel, looks: Mapping[str, Mappin
     axes.set_title(panel.task or "")
     axes.set_xlabel(plot.x_label)
     axes.set_ylabel(panel.y_label)
+    _set_scales(axes, plot, panel)
+    if panel.y_label.startswith("IsoScore"):
+        axes.set_ylim(bottom=0, top=axes.get_ylim()[1] * 1.03)
+    axes.margins(x=0.06 if plot.kind != "line" else 0.03)
+    if not plot.log_y:
+        axes.ticklabel_format(axis="y", useOffset=False)
+
+
+def _set_scales(axes: Axes, plot: Plot, panel: Panel) -> None:
+    if plot.log_y:
+        axes.set_yscale("log")
+    if plot.kind == "scatter":
+        axes.set_aspect("equal", adjustable="datalim")
     if plot.log_x:
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(ScalarFormatter())
+    elif plot.x_names:
+        axes.set_xticks(list(plot.x_names), list(plot.x_names.values()))
     elif plot.kind == "bars" and len(set(_xs(panel))) <= _TICKS:
         axes.set_xticks(sorted(set(_xs(panel))))
     elif all(x == round(x) for x in _xs(panel)):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, min_n_ticks=1))
     else:
         axes.xaxis.set_major_locator(MaxNLocator(nbins=5))
-    if panel.y_label.startswith("IsoScore"):
-        axes.set_ylim(bottom=0, top=axes.get_ylim()[1] * 1.03)
-    axes.margins(x=0.06 if plot.kind != "line" else 0.03)
-    axes.ticklabel_format(axis="y", useOffset=False)
 
 
 def _xs(panel: Panel) -> list[float]:
@@ -234,4 +267,30 @@ def _draw_bars(axes: Axes, line: Line, look: dict[str, Any]) -> None:
     )
 
 
-_DRAWERS = {"line": _draw_line, "points": _draw_point, "bars": _draw_bars}
+def _draw_columns(axes: Axes, lines: Sequence[Line], looks: Mapping[str, Mapping[str, Any]]) -> None:
+    width = 0.8 / len(lines)
+    for number, line in enumerate(lines):
+        places = [x + (number - (len(lines) - 1) / 2) * width for x in line.x]
+        found = axes.bar(places, line.y, 0.92 * width, label=line.label, color=looks[line.label]["color"])
+        axes.bar_label(found, fmt="{:.3g}", fontsize=8, padding=2)
+
+
+def _draw_histogram(axes: Axes, line: Line, look: dict[str, Any]) -> None:
+    axes.step(line.x, line.y, where="mid", color=look["color"], linewidth=1.2, label=line.label)
+    axes.fill_between(line.x, line.y, step="mid", color=look["color"], alpha=0.15, linewidth=0)
+
+
+def _draw_scatter(axes: Axes, line: Line, look: dict[str, Any]) -> None:
+    axes.plot(
+        line.x, line.y, label=line.label, linestyle="", marker="o", markersize=2, markeredgewidth=0,
+        color=look["color"],
+    )  # fmt: skip
+
+
+_DRAWERS = {
+    "line": _draw_line,
+    "points": _draw_point,
+    "bars": _draw_bars,
+    "histogram": _draw_histogram,
+    "scatter": _draw_scatter,
+}

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pandas as pd
@@ -64,14 +64,18 @@ class Plot:
         name: of its files.
         title: short, for the heading.
         caption: what is shown, over what, in which units.
-        kind: `line` (bands for errors), `points` (error bars, no line) or `bars` (error bars on a line).
+        kind: `line` (bands for errors), `points` (error bars, no line), `bars` (error bars on a line), `columns`
+            (beside each other), `histogram` (steps about the middles of the bins) or `scatter`.
         sweep: which file of conf/sweep/ makes its runs; empty for none.
         task: the paper's task; empty for all.
         values: what the paper varies.
         symbol: the name of what is varied.
         with_base: the sweep also makes runs without a penalty.
         seeds: how many seeds of each the paper, and the sweep, has.
-        log_x: logarithmic x axis.
+        log_x: logarithmic x axis. log_y: logarithmic y axis.
+        x_names: what stands at places of the x axis in place of numbers.
+        ordered: the lines follow each other, as given, in the colours of a scale.
+        ink: label of the line that the others are compared with.
     """
 
     name: str
@@ -87,6 +91,10 @@ class Plot:
     with_base: bool = False
     seeds: int = 5
     log_x: bool = False
+    log_y: bool = False
+    x_names: Mapping[float, str] = field(default_factory=dict)
+    ordered: bool = False
+    ink: str = BASE
 
 
 Draw = Callable[[pd.DataFrame, str, str], Panel | None]

@@ -29,6 +29,7 @@ class Sheet:
         frame: the same numbers unrounded, for CSV.
         notes: sentences below it.
         row_headers: so many of the first columns name the row.
+        grouped_by: what the groups' names are.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Sheet:
     frame: pd.DataFrame
     notes: tuple[str, ...] = field(default=())
     row_headers: int = 1
+    grouped_by: str = "model"
 
     @property
     def rows(self) -> list[list[Entry]]:
@@ -126,7 +128,7 @@ def _markdown_row(texts: Sequence[str]) -> str:
 def _with_group(sheet: Sheet, texts: list[str], group: str | None = None) -> list[str]:
     if not any(sheet.groups):
         return texts
-    return ["model" if group is None else _escape_markdown(group), *texts]
+    return [sheet.grouped_by if group is None else _escape_markdown(group), *texts]
 
 
 def _is_number_column(sheet: Sheet, number: int) -> bool:
