@@ -24,7 +24,6 @@ from istar.geometry import arrays, stream
 from istar.geometry.corpus import Source
 from istar.geometry.layers import Layer
 from istar.geometry.matrix import Matrix, untied_output
-from istar.geometry.matrix import untied_output
 from istar.geometry.stream import Pass, Statistics, Stream
 from istar.geometry.taps import Taps
 from istar.measures import (
@@ -115,10 +114,6 @@ def measure(
     identity = stream.identity(weights, how, [source.path for source in found], *(source.path for source in found))
     read = Stream(model, tokenizer, how, out / ".pass", identity)(found, console)
     embedded = matrices(model, output)
-    # A model without a head has no output embeddings, but its files may.
-    output = untied_output(config)
-    if output is not None:
-        embedded["output"] = output.values
     return Measured(
         {"name": name, "revision": revision, "dtype": dtype, "type": model.config.model_type},
         weights,

@@ -1,0 +1,261 @@
+"""A model at several points of its training: what is measured, what is kept, and what is told."""
+
+import csv
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+
+from istar import cli, tiny
+from istar.errors import UserError
+from istar.geometry import measure, trajectory
+
+WORDS = ["the", "cat", "dog", "house", "garden", "sees"]
+TOKENIZER = tiny.tokenizer(WORDS)
+SHAPE: dict[str, Any] = {
+    "vocab_size": len(TOKENIZER), "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "intermediate_size": 32, "bos_token_id": 1, "eos_token_id": 1,
+}  # fmt: skip
+
+
+def model(seed: int) -> Any:
+    torch.manual_seed(seed)
+    return hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(**SHAPE))
+
+
+def saved(folder: Path, seed: int) -> Path:
+    model(seed).save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    random = np.random.default_rng(0)
+    path.write_text("\n".join(" ".join(random.choice(WORDS, 8)) for _ in range(40)))
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for step in (1, 2, 10):
+        saved(tmp_path / "saved" / f"step{step}", step)
+    return tmp_path / "saved"
+
+
+def follow(tmp_path: Path, pattern: object, text: Path, *more: str) -> int:
+    arguments = ["measure", "tiny", "--checkpoints", str(pattern), "--text", str(text), "--length", "16"]
+    return cli.main([*arguments, "--out", str(tmp_path / "out"), "--device", "cpu", *more])
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the models that are really measured."""
+    names: list[str] = []
+    original = measure.measure
+
+    def spy(name: str, *arguments: Any, **more: Any) -> Any:
+        names.append(Path(name).name)
+        return original(name, *arguments, **more)
+
+    monkeypatch.setattr(measure, "measure", spy)
+    return names
+
+
+def test_the_table_holds_what_each_has_by_itself(tmp_path: Path, folder: Path, text: Path) -> None:
+    assert follow(tmp_path, folder / "*", text) == 0
+    rows = rows_of(tmp_path / "out" / "trajectory.csv")
+    assert tuple(rows[0])[:6] == trajectory.KEYS
+    # By number, not by letter.
+    assert list(dict.fromkeys((row["model"], row["revision"], row["step"]) for row in rows)) == [
+        ("tiny", "step1", "1"), ("tiny", "step2", "2"), ("tiny", "step10", "10")
+    ]  # fmt: skip
+    alone = tmp_path / "alone"
+    arguments = ["measure", str(folder / "step2"), "--text", str(text), "--length", "16", "--out", str(alone)]
+    assert cli.main([*arguments, "--device", "cpu"]) == 0
+    expected = {row["layer"]: row for row in rows_of(alone / "measures.csv")}
+    found = {row["layer"]: row for row in rows if row["revision"] == "step2"}
+    assert expected.keys() <= found.keys()
+    for layer, own in expected.items():
+        for name, value in own.items():
+            if name not in ("model", "revision", "source", "layer") and value:
+                assert float(found[layer][name]) == pytest.approx(float(value), rel=1e-12), (layer, name)
+
+
+def test_matrices_and_final_norm(tmp_path: Path, folder: Path, text: Path) -> None:
+    assert follow(tmp_path, folder / "step2", text) == 0
+    rows = {row["layer"]: row for row in rows_of(tmp_path / "out" / "trajectory.csv")}
+    for which, layer in (("input", model(2).get_input_embeddings()), ("output", model(2).get_output_embeddings())):
+        matrix = layer.weight.detach().double().numpy()
+        own = rows[f"{which}_embeddings"]
+        for form, values in (("", matrix), ("centered_", matrix - matrix.mean(0))):
+            _, vectors = np.linalg.eigh(values.T @ values)
+            z = np.exp(values @ np.concatenate([vectors, -vectors], 1)).sum(0)
+            assert float(own[f"{form}partition_isotropy_both"]) == pytest.approx(z.min() / z.max(), rel=1e-5)
+    assert float(rows["final_norm_parameters"]["layer_norm_gain"]) == 1
+    assert rows["final_norm_parameters"]["isoscore"] == ""
+
+
+def test_nothing_is_measured_twice(tmp_path: Path, folder: Path, text: Path, measured: list[str]) -> None:
+    assert follow(tmp_path, folder / "step[12]", text) == 0
+    assert measured == ["step1", "step2"]
+    table = (tmp_path / "out" / "trajectory.csv").read_text()
+    assert follow(tmp_path, folder / "*", text) == 0
+    assert measured == ["step1", "step2", "step10"]
+    assert (tmp_path / "out" / "trajectory.csv").read_text().startswith(table)
+
+
+def test_what_has_changed_is_measured_again(tmp_path: Path, folder: Path, text: Path, measured: list[str]) -> None:
+    assert follow(tmp_path, folder / "step1", text) == 0
+    assert follow(tmp_path, folder / "step1", text, "--max-tokens", "100") == 0
+    assert len(measured) == 2
+    text.write_text(text.read_text() + "\nthe cat")
+    assert follow(tmp_path, folder / "step1", text, "--max-tokens", "100") == 0
+    assert len(measured) == 3
+    before = rows_of(tmp_path / "out" / "trajectory.csv")
+    saved(folder / "step1", 7)
+    assert follow(tmp_path, folder / "step1", text, "--max-tokens", "100") == 0
+    assert len(measured) == 4
+    after = rows_of(tmp_path / "out" / "trajectory.csv")
+    assert after[0]["weights"] != before[0]["weights"]
+    (tmp_path / "out" / "step1" / "measures.json").write_text("{")
+    assert follow(tmp_path, folder / "step1", text, "--max-tokens", "100") == 0
+    assert len(measured) == 5
+    assert rows_of(tmp_path / "out" / "trajectory.csv") == after
+
+
+def test_equal_weights_are_told(
+    tmp_path: Path, folder: Path, text: Path, measured: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(folder / "step2", folder / "step5")
+    for _ in range(2):  # also if all was measured before
+        capsys.readouterr()
+        assert follow(tmp_path, folder / "*", text) == 0
+        assert capsys.readouterr().err.count("warning: step5 has the same weights as step2") == 1
+    assert measured == ["step1", "step2", "step10"]
+    rows = rows_of(tmp_path / "out" / "trajectory.csv")
+    second, fifth = ([row for row in rows if row["step"] == step] for step in ("2", "5"))
+    assert [{**row, "revision": "", "step": ""} for row in second] == [
+        {**row, "revision": "", "step": ""} for row in fifth
+    ]
+    assert measure.read(tmp_path / "out" / "step5" / "measures.json").model["name"] == str(folder / "step5")
+
+
+def test_one_that_fails_does_not_stop_the_others(
+    tmp_path: Path, folder: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "step2" / "model.safetensors").write_bytes(b"damaged")
+    capsys.readouterr()
+    assert follow(tmp_path, folder / "*", text) == 1
+    told = capsys.readouterr()
+    last = told.err.splitlines()[-1]
+    assert last.startswith("error: 1 of 3 not measured: step2 (")
+    assert "3 of 3: step10" in told.err
+    assert {row["revision"] for row in rows_of(tmp_path / "out" / "trajectory.csv")} == {"step1", "step10"}
+    saved(folder / "step2", 2)
+    assert follow(tmp_path, folder / "*", text) == 0
+    rows = rows_of(tmp_path / "out" / "trajectory.csv")
+    assert list(dict.fromkeys(row["revision"] for row in rows)) == ["step1", "step2", "step10"]
+
+
+def test_runs_and_their_checkpoints(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As train.py leaves them: the model, and weights under the names that its module gives them."""
+    run = tmp_path / "runs" / "demo-1"
+    torch.manual_seed(0)
+    shape = {name: value for name, value in SHAPE.items() if "token" not in name}
+    best = hf.BertForSequenceClassification(hf.BertConfig(**shape))
+    best.save_pretrained(run / "model")
+    TOKENIZER.save_pretrained(run / "model")
+    (run / "checkpoints").mkdir()
+    state = {f"model.{name}": values for name, values in best.state_dict().items()}
+    torch.save({"state_dict": {**state, "other": torch.ones(3)}}, run / "checkpoints" / "best-epoch-2.ckpt")
+    (run / "other").mkdir()
+
+    assert follow(tmp_path, tmp_path / "runs" / "*", text) == 0
+    [of_run] = {(row["revision"], row["weights"]) for row in rows_of(tmp_path / "out" / "trajectory.csv")}
+    assert of_run[0] == "demo-1"
+    assert follow(tmp_path, run / "checkpoints" / "*.ckpt", text) == 0
+    rows = rows_of(tmp_path / "out" / "trajectory.csv")
+    assert {(row["revision"], row["step"], row["weights"]) for row in rows} == {("best-epoch-2", "2", of_run[1])}
+    assert not (tmp_path / "out" / "best-epoch-2" / ".weights").exists()
+
+    (run / "checkpoints" / "best-epoch-2.ckpt").write_bytes(b"damaged")
+    assert follow(tmp_path, run / "checkpoints" / "*.ckpt", text) == 1
+    shutil.rmtree(run / "model")
+    assert follow(tmp_path, run / "checkpoints" / "*.ckpt", text) == 1
+    assert "its run has no model folder" in capsys.readouterr().err
+
+
+def test_revisions_from_the_cache_of_the_hub(tmp_path: Path, text: Path) -> None:
+    """In a process of its own, since the hub's library reads its settings once."""
+    cache = tmp_path / "hub" / "models--some--model"
+    (cache / "refs").mkdir(parents=True)
+    for number in (1, 2):
+        saved(cache / "snapshots" / f"commit{number}", number)
+        (cache / "refs" / f"step{number}").write_text(f"commit{number}")
+    environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1", "COLUMNS": "100"}
+    call = ["measure", "some/model", "--revisions", "step1,step2,step3", "--text", str(text), "--length", "16"]
+    done = subprocess.run(
+        [sys.executable, "-m", "istar.cli", *call, "--out", str(tmp_path / "out"), "--device", "cpu"],
+        env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert "1 of 3 not measured: step3 (" in done.stderr
+    rows = rows_of(tmp_path / "out" / "trajectory.csv")
+    assert {(row["model"], row["revision"], row["step"]) for row in rows} == {
+        ("some/model", "step1", "1"), ("some/model", "step2", "2")
+    }  # fmt: skip
+    assert {row["layer"] for row in rows} >= {"input_embeddings", "output_embeddings", "final_norm"}
+    written = json.loads((tmp_path / "out" / "step2" / "measures.json").read_text())
+    assert written["model"]["revision"] == "step2"
+
+
+@pytest.mark.parametrize(
+    ("label", "step"),
+    [("step1000", 1000), ("main", None), ("checkpoint-500", 500), ("stage1-step1000-tokens4B", 1000), ("epoch-3", 3),
+     ("step_7", 7), ("run2/step30", 30)],
+)  # fmt: skip
+def test_the_number_in_the_name(label: str, step: int | None) -> None:
+    assert trajectory.Stop(label, "model").step == step
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--checkpoints", "nowhere/*"], "matches no model"),
+        (["some/model", "--revisions", " , "], "--revisions is empty"),
+        (["--revisions", "step1"], "which is missing"),
+        ([], "model is missing"),
+        (["some/model", "--revisions", "a", "--revision", "b"], "do not go together"),
+        (["some/model", "--revisions", "a", "--checkpoints", "b"], "do not go together"),
+        ([".", "--revisions", "a"], "is a folder"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    arguments: list[str], told: str, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["measure", *arguments, "--text", str(text), "--out", str(tmp_path / "out")]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert told in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_names_that_cannot_name_folders() -> None:
+    with pytest.raises(UserError, match="cannot name a folder"):
+        trajectory.revisions("some/model", "a/b,a_b")
+    with pytest.raises(UserError, match="cannot name a folder"):
+        trajectory.revisions("some/model", "..")
