@@ -182,6 +182,12 @@ class TrainerConfig:
     """auto or ddp; with several devices both are ddp."""
     early_stopping: int | None = None
     """Stop after so many epochs without a better headline metric; null never stops early."""
+    monitor_isotropy: bool = False
+    """After every validation, log InterSim, norms and ranks of each layer, too."""
+    stop_at_inter_sim: float | None = None
+    """Stop when the layers' mean InterSim has risen to this, and stays there; null never stops."""
+    inter_sim_patience: int = 2
+    """For so many validations in a row."""
     checkpoints: bool = True
     """Keep the best and the last state; without them the last weights are the result and nothing can be resumed."""
     checkpoint_every_n_steps: int | None = None
@@ -200,6 +206,11 @@ class TrainerConfig:
         _at_least(1, "trainer.max_epochs", self.max_epochs)
         _at_least(1, "trainer.accumulate_grad_batches", self.accumulate_grad_batches)
         _at_least(1, "trainer.early_stopping", self.early_stopping)
+        _at_least(1, "trainer.inter_sim_patience", self.inter_sim_patience)
+        if self.stop_at_inter_sim is not None and not -1 <= self.stop_at_inter_sim <= 1:
+            raise UserError(
+                f"trainer.stop_at_inter_sim={self.stop_at_inter_sim:g} is no average cosine; expected -1 to 1, or null"
+            )
         _at_least(1, "trainer.log_every_n_steps", self.log_every_n_steps)
         if self.gradient_clip_val is not None and not self.gradient_clip_val > 0:
             raise UserError(f"trainer.gradient_clip_val={self.gradient_clip_val:g} must be above 0, or null for none")

@@ -90,12 +90,16 @@ _NOT_IDENTITY: dict[str, tuple[str, ...]] = {
         # A run that finishes with stop has met nothing to skip.
         "checkpoint_every_n_minutes",
         "nonfinite",
+        "monitor_isotropy",
     ),
     "logger": (),
     "run": (),
 }
 
-_LATER = {"reg": {"estimator": "shrinkage"}}
+_LATER: dict[str, dict[str, Any]] = {
+    "reg": {"estimator": "shrinkage"},
+    "trainer": {"stop_at_inter_sim": None, "inter_sim_patience": 2},
+}
 """Keys that are younger than the first runs, with what those runs did: at that value they do not count."""
 
 

@@ -40,6 +40,7 @@ from istar.training.geometry import geometry
 from istar.training.loggers import answer_agent, log_outcome, logging_to
 from istar.training.metrics_file import MetricsFile
 from istar.training.module import from_all_processes
+from istar.training.monitor import IsotropyMonitor
 from istar.training.signals import StopSignal
 from istar.training.trainer import (
     build_trainer,
@@ -346,7 +347,8 @@ def _assemble(
     history = History(spec.headline, isotropy, keep_best=keeps_checkpoints(config.trainer))
     stop, metrics = StopSignal(), MetricsFile(folder / "metrics.csv")
     refresh = _refresh(config, module, data, stop)
-    callbacks = [stop, isotropy, history, *_pruning(search, history), *([refresh] if refresh is not None else [])]
+    callbacks: list[L.Callback] = [stop, isotropy, *_monitor(config.trainer), history, *_pruning(search, history)]
+    callbacks += [refresh] if refresh is not None else []
     checkpoints = _checkpoints(config.trainer, folder, history, metrics, stop)
     trainer = build_trainer(config.trainer, spec.headline, folder, callbacks, checkpoints)
     return Job(
@@ -369,6 +371,12 @@ def _checkpoints(
         settings.checkpoint_every_n_steps,
         settings.checkpoint_every_n_minutes,
     )
+
+
+def _monitor(settings: TrainerConfig) -> list[L.Callback]:
+    if not settings.monitor_isotropy and settings.stop_at_inter_sim is None:
+        return []
+    return [IsotropyMonitor(settings.stop_at_inter_sim, settings.inter_sim_patience)]
 
 
 def _pruning(search: str | None, history: History) -> list[L.Callback]:

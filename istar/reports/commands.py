@@ -112,7 +112,7 @@ _GROUPS = {
     "optim": _defaults(config.OptimConfig),
     "trainer": _defaults(
         config.TrainerConfig, "accelerator", "strategy", "progress_bar", "log_every_n_steps",
-        "checkpoint_every_n_steps", "checkpoint_every_n_minutes", "nonfinite",
+        "checkpoint_every_n_steps", "checkpoint_every_n_minutes", "nonfinite", "monitor_isotropy",
     ),
 }  # fmt: skip
 _REGS = {"istar": _defaults(config.IStarConfig, "name"), "cosreg": _defaults(config.CosRegConfig, "name")}
