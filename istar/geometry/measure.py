@@ -115,7 +115,13 @@ def measure(
     read = Stream(model, tokenizer, how, out / ".pass", identity)(found, console)
     embedded = matrices(model, output)
     return Measured(
-        {"name": name, "revision": revision, "dtype": dtype, "type": model.config.model_type},
+        {
+            "name": name,
+            "revision": revision,
+            "dtype": dtype,
+            "type": model.config.model_type,
+            "device": str(model.device),
+        },
         weights,
         {**asdict(how), "texts": {source.name: str(source.path) for source in found}},
         {source: statistics.measures() for source, statistics in read.items()},

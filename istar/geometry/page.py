@@ -3,6 +3,7 @@
 import os
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path, PurePath
 from typing import Any
@@ -84,23 +85,23 @@ def _page(
         table = sheets[sheet] if sheet else None
         return Section(name, own.title, [own.caption], table, folder.of_plot(own, pictures), empty)
 
-    def table(name: str, empty: str = "", wide: bool = False) -> Section:
-        return Section(f"table-{name}", sheets[name].title, (), sheets[name], empty=empty, wide=wide)
+    def table(name: str, otherwise: str = "") -> Section:
+        text = () if sheets[name].rows else (otherwise,)
+        return Section(f"table-{name}", sheets[name].title, text, sheets[name])
 
     layered = [drawn[name] for name in ("isotropy", "directions", "dimension", "norms")]
-    no_extremes = "" if sheets["extremes"].rows else "Not measured."
     sections = [
         Section("reading", "How to read this", _READING),
-        table("layers", wide=True),
+        Section("table-layers", sheets["layers"].title, (), _cut(sheets["layers"], whole(measured))),
         *(plot(own.name) for own in layered),
         plot("spectra"),
         plot("state_norms"),
-        table("extremes", no_extremes),
+        table("extremes", "Not measured."),
         plot("partition", "matrices"),
         plot("matrix_spectra"),
         plot("projection"),
         plot("row_norms"),
-        table("final_norm", "" if sheets["final_norm"].rows else _NO_NORM),
+        table("final_norm", _NO_NORM),
         plot("spheres", "spheres"),
         table("settings"),
         Section("reproduce", "This page", ("This page and its files:",), commands=[_command(measured)]),
@@ -109,6 +110,17 @@ def _page(
     name = measured.model["name"]
     head = f"at revision {measured.model['revision']}, {about}" if measured.model["revision"] else about
     return Page(f"Geometry of {_short(name)}", ("Model", name, head), KIND.generator, _summary(measured), sections)
+
+
+def _cut(sheet: Sheet, group: str) -> Sheet:
+    """No longer than a reader reads: of many texts only all together."""
+    if len(sheet.rows) <= _MOST_ROWS or group not in sheet.groups:
+        return sheet
+    notes = (*sheet.notes, "All texts together; the files have each.")
+    return replace(sheet, groups={group: sheet.groups[group]}, notes=notes)
+
+
+_MOST_ROWS = 80
 
 
 def _summary(measured: Measured) -> list[tuple[str, str]]:
@@ -188,10 +200,12 @@ def _layers(measured: Measured) -> Sheet:
 
 
 def _extremes(measured: Measured) -> Sheet:
+    taps = measured.extremes.get(whole(measured), {})
+    shown = 3 if len(taps) <= _FEW_TAPS else 1
     rows = [
         [Entry(tap_name(tap)), Entry(str(one["dimension"]), number=True), *(_number(one[key]) for key in _EXTREMES)]
-        for tap, found in measured.extremes.get(whole(measured), {}).items()
-        for one in found
+        for tap, found in taps.items()
+        for one in found[:shown]
     ]
     frame = [
         {"source": source, "layer": tap, **one}
@@ -204,13 +218,14 @@ def _extremes(measured: Measured) -> Sheet:
         "The most extreme dimensions",
         "Of each layer the dimensions whose mean over the tokens is the farthest from 0: mean and deviation, the mean "
         "in median deviations of all dimensions (an outlier is above 5), and the share of the summed variance. All "
-        "texts together; the CSV has each.",
+        "texts together; the CSV has each, and three dimensions of each layer.",
         ("layer", "dimension", *_EXTREMES.values()),
         {"": rows},
         pd.DataFrame(frame, columns=["source", "layer", "dimension", *_EXTREMES]),
     )
 
 
+_FEW_TAPS = 14
 _EXTREMES = {
     "mean": "mean",
     "deviation": "deviation",
@@ -227,7 +242,7 @@ def _matrices(measured: Measured) -> Sheet:
         for which, form, own in found
     ]  # fmt: skip
     keys = ("rows", "dimensions", *_MATRICES)
-    alone = "There are no output embeddings beside the input's in the weights that were read."
+    alone = "The model has no output embeddings of its own."
     return Sheet(
         "matrices",
         "Embedding matrices",

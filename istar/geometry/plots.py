@@ -24,8 +24,8 @@ NAMES = {
 """The measures that are drawn, as the figures and tables call them."""
 FORMS = {"raw": "raw", "centered": "centered", "post_processed": "post-processed"}
 _LINES, _LONGEST_LABEL, _TICKS = 5, 32, 6
-_ROUNDING = 1e-8
-"""Singular values of so small a part of the largest are rounding."""
+_STATES_ROUNDING, _MATRIX_ROUNDING = 1e-4, 1e-6
+"""Singular values of so small a part of the largest are rounding: of a float32 scatter, and of float32 points."""
 
 
 def layer_plots(measured: Measured) -> list[Plot]:
@@ -81,7 +81,7 @@ _LAYER_PLOTS = (
 def not_drawn(plot: Plot) -> list[str]:
     """Names of the measures that a plot of `layer_plots` lacks, because no layer has a number."""
     keys = next(keys for name, *_, keys in _LAYER_PLOTS if name == plot.name)
-    return [NAMES[key] for key in keys if NAMES[key] not in {panel.task for panel in plot.panels}]
+    return [NAMES[key] for key in keys if NAMES[key] not in {panel.y_label for panel in plot.panels}]
 
 
 def taps_of(measured: Measured) -> dict[str, dict[str, float]]:
@@ -105,7 +105,7 @@ def _layer_panel(measured: Measured, key: str) -> Panel | None:
         for label, own in zip(_labels(list(measured.sources)), measured.sources.values(), strict=True)
         if any(math.isfinite(figures.get(key, math.nan)) for figures in own.values())
     )
-    return Panel("", NAMES[key], lines, "", NAMES[key]) if lines else None
+    return Panel("", "", lines, "", NAMES[key]) if lines else None
 
 
 def _labels(names: Sequence[str]) -> list[str]:
@@ -136,14 +136,14 @@ def spectra(measured: Measured) -> Plot:
     own = measured.spectra.get(whole(measured), {})
     panels = []
     for form in ("raw", "centered"):
-        lines = [_decay(tap_name(tap), own[tap][form]) for tap in _some(list(own))]
+        lines = [_decay(tap_name(tap), own[tap][form], _STATES_ROUNDING) for tap in _some(list(own))]
         panels += [Panel("", FORMS[form], tuple(lines), "", "singular value / largest")] if lines else []
     return Plot(
         "spectra",
         "Singular values of the hidden states",
         "Each layer's singular values, divided by its largest, of the states as they are and about their mean. A "
         "first value far above the others in the raw spectrum that is gone in the centered one is a shift of the "
-        "cloud, no cone. All texts together.",
+        "cloud, no cone. What is below 1e-4 of the largest is rounding, and left out. All texts together.",
         "line",
         "number of the singular value",
         tuple(panels),
@@ -158,7 +158,11 @@ def matrix_spectra(measured: Measured) -> Plot:
         Panel(
             "",
             _matrix_name(which),
-            tuple(_decay(FORMS[form], own["singular_values"]) for form, own in forms.items() if form in FORMS),
+            tuple(
+                _decay(FORMS[form], own["singular_values"], _MATRIX_ROUNDING)
+                for form, own in forms.items()
+                if form in FORMS
+            ),
             "",
             "singular value / largest",
         )
@@ -176,9 +180,9 @@ def matrix_spectra(measured: Measured) -> Plot:
     )
 
 
-def _decay(label: str, values: Sequence[float]) -> Line:
+def _decay(label: str, values: Sequence[float], rounding: float) -> Line:
     largest = max(values, default=0.0)
-    known = [value / largest for value in values if value > _ROUNDING * largest]
+    known = [value / largest for value in values if value > rounding * largest]
     return Line(label, tuple(map(float, range(1, len(known) + 1))), tuple(known))
 
 

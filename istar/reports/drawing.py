@@ -3,16 +3,18 @@
 import io
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, ScalarFormatter
+from matplotlib.ticker import FuncFormatter, LogFormatter, MaxNLocator
 
 from istar.reports.figures import COLOURS
 from istar.reports.plots import Line, Panel, Plot
@@ -51,7 +53,9 @@ _STYLE: Any = {
 
 def render(plot: Plot) -> dict[str, bytes]:
     """The picture by its suffix: `svg` and `png`; the same plot gives the same bytes."""
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
+        # Names in other scripts: the SVG's text is the reader's font's to draw, only the PNG has boxes for them.
+        warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from font", UserWarning)
         figure = _draw(plot)
         # The layout is found once, and the canvases are asked themselves: savefig would draw each picture twice.
         layout = figure.get_layout_engine()
@@ -126,7 +130,7 @@ def _told(line: Line, plot: Plot) -> str:
 
 
 def _draw(plot: Plot) -> Figure:
-    columns = min(_COLUMNS, len(plot.panels))
+    columns = 2 if len(plot.panels) == 4 else min(_COLUMNS, len(plot.panels))
     rows = math.ceil(len(plot.panels) / columns)
     width = {1: 6.5, 2: 8.5, 3: 11.0}[columns]
     looks = _looks(plot)
@@ -152,6 +156,7 @@ def _draw(plot: Plot) -> Figure:
             ordered,
             loc="outside lower center",
             ncols=_legend_columns(columns, ordered),
+            markerscale=3 if plot.kind == "scatter" else 1,
         )
     return figure
 
@@ -161,9 +166,11 @@ def _without_bars(handle: Any) -> Any:
     return handle[0] if isinstance(handle, ErrorbarContainer) else handle
 
 
-def _legend_columns(columns: int, labels: Iterable[str]) -> int:
+def _legend_columns(columns: int, labels: Collection[str]) -> int:
     longest = max((len(label) for label in labels), default=1)
-    return max(1, min(8, int((66, 90, 120)[columns - 1] / (longest + 6))))
+    most = max(1, min(8, int((66, 90, 120)[columns - 1] / (longest + 6))))
+    # Rows of about the same length.
+    return math.ceil(len(labels) / math.ceil(len(labels) / most)) if labels else 1
 
 
 def _looks(plot: Plot) -> dict[str, dict[str, Any]]:
@@ -173,7 +180,7 @@ def _looks(plot: Plot) -> dict[str, dict[str, Any]]:
         last = max(len(labels) - 1, 1)
         scale = [SCALE[round(number * (len(SCALE) - 1) / last)] for number in range(len(labels))]
         return {label: {"color": colour, "marker": "o"} for label, colour in zip(labels, scale, strict=True)}
-    labels.sort(key=lambda label: (label != plot.ink, *_order(label)))
+    labels.sort(key=lambda label: (label != plot.ink, _number(label)))
     others = [label for label in labels if label != plot.ink]
     looks = {plot.ink: {"color": INK, "marker": "s"}} if plot.ink in labels else {}
     for number, label in enumerate(others):
@@ -185,9 +192,10 @@ def _looks(plot: Plot) -> dict[str, dict[str, Any]]:
     return looks
 
 
-def _order(label: str) -> tuple[float, str]:
+def _number(label: str) -> float:
+    """What a label ends in; those without a number come last, as they were given."""
     number = _NUMBER.search(label)
-    return float(number[0]) if number else 0.0, label
+    return float(number[0]) if number else math.inf
 
 
 _NUMBER = re.compile(r"-?\d+(\.\d+)?(e-?\d+)?$")
@@ -217,11 +225,12 @@ def _draw_panel(axes: Axes, plot: Plot, panel: Panel, looks: Mapping[str, Mappin
 def _set_scales(axes: Axes, plot: Plot, panel: Panel) -> None:
     if plot.log_y:
         axes.set_yscale("log")
+        _name_decades(axes.yaxis)
     if plot.kind == "scatter":
         axes.set_aspect("equal", adjustable="datalim")
     if plot.log_x:
         axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(ScalarFormatter())
+        _name_decades(axes.xaxis)
     elif plot.x_names:
         axes.set_xticks(list(plot.x_names), list(plot.x_names.values()))
     elif plot.kind == "bars" and len(set(_xs(panel))) <= _TICKS:
@@ -230,6 +239,19 @@ def _set_scales(axes: Axes, plot: Plot, panel: Panel) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, min_n_ticks=1))
     else:
         axes.xaxis.set_major_locator(MaxNLocator(nbins=5))
+
+
+def _name_decades(axis: Axis) -> None:
+    # The default writes powers in the mathematical notation that is switched off.
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(_BetweenDecades(minor_thresholds=(2, 0.5)))
+
+
+class _BetweenDecades(LogFormatter):
+    """Plain numbers where those of the decades are too few."""
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        return f"{x:g}" if super().__call__(x, pos) else ""
 
 
 def _xs(panel: Panel) -> list[float]:
