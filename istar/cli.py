@@ -145,8 +145,9 @@ def _correlate(options: argparse.Namespace) -> None:
     shown = correlate.sheet(found, selection)
     written = correlate.write(found, shown, options.out)
     console = Console()
-    console.print(correlate.table(shown))
-    for line in (*found.remarks, ", ".join(map(str, written))):
+    for table in correlate.tables(shown):
+        console.print(table)
+    for line in (*correlate.reasons(shown), *found.remarks, ", ".join(map(str, written))):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 

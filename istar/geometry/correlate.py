@@ -431,23 +431,42 @@ def _headline(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
     return [row for row in rows if ((row["source"], row["layer"]), row["measure"]) in wanted]
 
 
+_SIGNS = {"partition_isotropy_as_computed": "I(W)", "partition_isotropy_both": "I(W) both signs"}
+
+
 def _entries(row: Mapping[str, Any], has_notes: bool) -> list[Entry]:
     cells = [
         "-" if math.isnan(row[name]) else f"{row[name]:.2f} [{row[f'{name}_low']:.2f}, {row[f'{name}_high']:.2f}]"
         for name in STATISTICS
     ]
-    texts = [Entry(row[name].replace("_", " ")) for name in ("task", "measure", "layer")]
+    measure = _SIGNS.get(row["measure"], row["measure"])
+    texts = [Entry(text.replace("_", " ")) for text in (row["task"], measure, row["layer"])]
     numbers = [Entry(str(row["n"]), number=True), *(Entry(cell, number=True) for cell in cells)]
     return [*texts, *numbers, *([Entry(row["note"])] if has_notes else [])]
 
 
-def table(shown: Sheet) -> Table:
-    """The same for the terminal."""
-    found = Table(title=f"{shown.title}. {shown.caption}", title_justify="left")
-    header = ("model", *shown.header)
-    for name in header:
-        found.add_column(name, justify="right" if name in ("n", "Pearson", "Spearman", "Kendall") else "left")
+def tables(shown: Sheet) -> list[Table]:
+    """The same for the terminal, one for each model, without the notes."""
+    found = []
     for model, rows in shown.groups.items():
+        table = Table(title=f"{model or shown.title}: {shown.caption}", title_justify="left")
+        for name in shown.header[:_NOTE]:
+            is_interval = name.lower() in STATISTICS
+            justify: Any = "right" if is_interval or name == "n" else "left"
+            table.add_column(name, justify=justify, overflow="fold", min_width=13 if is_interval else None)
         for row in rows:
-            found.add_row(model, *(entry.text for entry in row))
+            table.add_row(*(entry.text.replace(" [", "\n[") for entry in row[:_NOTE]))
+        found.append(table)
     return found
+
+
+_NOTE = 7
+"""Column of the notes."""
+
+
+def reasons(shown: Sheet) -> list[str]:
+    """Why there are dashes, the first few of them."""
+    told = list(dict.fromkeys(
+        f"{row['task']} with {row['measure']}: {row['note']}" for row in shown.frame.to_dict("records") if row["note"]
+    ))  # fmt: skip
+    return told[:5] + ([f"... and {len(told) - 5} more; see table.md"] if len(told) > 5 else [])

@@ -136,9 +136,14 @@ def measure(
 
 
 def weights_hash(model: PreTrainedModel) -> str:
-    """Sixteen hexadecimal digits of all weights in their order; buffers do not count."""
+    """Sixteen hexadecimal digits of all weights in their order; buffers do not count, nor does a pooler.
+
+    A pooler that pretraining had no use for is random at each loading, and no hidden state depends on it.
+    """
     digest = hashlib.blake2b(digest_size=8)
     for name, parameter in model.named_parameters():
+        if "pooler" in name:
+            continue
         digest.update(name.encode())
         digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -200,6 +200,18 @@ def test_runs_and_their_checkpoints(tmp_path: Path, text: Path, capsys: pytest.C
     assert "its run has no model folder" in capsys.readouterr().err
 
 
+def test_a_pooler_that_is_not_in_the_files_does_not_count(tmp_path: Path, text: Path, measured: list[str]) -> None:
+    """As in RoBERTa's: it is another one at each loading."""
+    shape = {name: value for name, value in SHAPE.items() if "token" not in name}
+    torch.manual_seed(0)
+    hf.BertForMaskedLM(hf.BertConfig(**shape)).save_pretrained(tmp_path / "saved" / "step1")
+    TOKENIZER.save_pretrained(tmp_path / "saved" / "step1")
+    shutil.copytree(tmp_path / "saved" / "step1", tmp_path / "saved" / "step2")
+    for _ in range(2):
+        assert follow(tmp_path, tmp_path / "saved" / "*", text) == 0
+    assert measured == ["step1"]
+
+
 def test_revisions_from_the_cache_of_the_hub(tmp_path: Path, text: Path) -> None:
     """In a process of its own, since the hub's library reads its settings once."""
     cache = tmp_path / "hub" / "models--some--model"
