@@ -450,18 +450,14 @@ def tables(shown: Sheet) -> list[Table]:
     found = []
     for model, rows in shown.groups.items():
         table = Table(title=f"{model or shown.title}: {shown.caption}", title_justify="left")
-        for name in shown.header[:_NOTE]:
-            is_interval = name.lower() in STATISTICS
-            justify: Any = "right" if is_interval or name == "n" else "left"
-            table.add_column(name, justify=justify, overflow="fold", min_width=13 if is_interval else None)
-        for row in rows:
-            table.add_row(*(entry.text.replace(" [", "\n[") for entry in row[:_NOTE]))
+        for name in ("task", "measure", "n", *STATISTICS):
+            justify: Any = "left" if name in ("task", "measure") else "right"
+            table.add_column(name, justify=justify, overflow="fold", min_width=13 if name in STATISTICS else None)
+        for task, measure, layer, *rest in ([entry.text for entry in row] for row in rows):
+            cells = (cell.replace(" [", "\n[") for cell in rest[: 1 + len(STATISTICS)])
+            table.add_row(task, f"{measure}\n{layer}".strip(), *cells)
         found.append(table)
     return found
-
-
-_NOTE = 7
-"""Column of the notes."""
 
 
 def reasons(shown: Sheet) -> list[str]:
