@@ -117,7 +117,7 @@ def test_a_stopped_trial_is_asked_for_again(tmp_path: Path) -> None:
 def test_the_best_values_are_looked_for_where_good_ones_were(tmp_path: Path) -> None:
     away = {}
     for sampler in ("random", "tpe"):
-        found = study(tmp_path / sampler, ["reg.lambda=interval(-5,5)"], trials=50, sampler=sampler)
+        found = study(tmp_path / sampler, ["reg.lambda=interval(-5,5)"], trials=30, sampler=sampler)
         away[sampler] = []
         while asked := found.ask():
             away[sampler].append(abs(float(values(asked[1])["reg.lambda"]) - 2))
