@@ -1,6 +1,7 @@
 """The command `istar`: measures models, and looks at runs. Training is started by train.py."""
 
 import argparse
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -156,23 +157,34 @@ def _measure(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None and value < least:
             raise UserError(f"--{name.replace('_', '-')} {value} is too small; expected {least} or more")
-    from istar.geometry import corpus, measure, page
-    from istar.geometry.stream import Pass
+    from istar.geometry import corpus, stream
 
-    how = Pass(
+    how = stream.Pass(
         options.length, options.batch_size, options.sample, options.seed, options.max_tokens, not options.no_intra
     )
-    console = Console()
     found = corpus.sources(options.text)
-    if options.revisions is not None or options.checkpoints is not None:
-        return _trajectory(options, found, how)
+    with stream.processes() as rank:
+        if options.revisions is None and options.checkpoints is None:
+            _measure_one(options, found, how, rank)
+        elif rank == 0 and "WORLD_SIZE" not in os.environ:
+            _trajectory(options, found, how)
+        else:
+            raise UserError("--revisions and --checkpoints are measured by one process; call them without torchrun")
+
+
+def _measure_one(options: argparse.Namespace, found: Sequence["Source"], how: "Pass", rank: int) -> None:
+    from istar.geometry import measure, page
+
     if options.model is None:
         raise UserError("model is missing; expected a hub id or a folder, or --checkpoints")
     page.check(options.out)
+    bar = Console(stderr=True) if rank == 0 else None
     measured = measure.measure(
-        options.model, found, how, options.out, options.revision, options.dtype, options.device, Console(stderr=True),
-        options.typed,
-    )  # fmt: skip
+        options.model, found, how, options.out, options.revision, options.dtype, options.device, bar, options.typed
+    )
+    if rank > 0:
+        return
+    console = Console()
     console.print(measure.table(measured))
     told = f"{page.write(measured, options.out)}, and figures, tables, {measure.CSV} and {measure.JSON} beside it"
     console.print(told, highlight=False, soft_wrap=True, markup=False)

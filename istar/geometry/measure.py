@@ -5,6 +5,7 @@ import hashlib
 import io
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -264,7 +265,9 @@ def _final_norm(model: PreTrainedModel) -> dict[str, Any] | None:
 
 def _device(name: str) -> torch.device:
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        # torchrun gives each of its processes a GPU by this number.
+        own = int(os.environ.get("LOCAL_RANK", "0"))
+        return torch.device("cuda", own) if torch.cuda.is_available() else torch.device("cpu")
     try:
         device = torch.device(name)
         torch.empty(0, device=device)

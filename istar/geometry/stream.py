@@ -1,8 +1,10 @@
 """One pass of a model over a corpus, in which all measures of all layers are taken."""
 
 import hashlib
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -227,6 +229,20 @@ class Stream:
         except Exception:  # none, half a file, or none of ours
             return None
         return state if isinstance(state, dict) and state.get("identity") == self._identity else None
+
+
+@contextmanager
+def processes() -> Iterator[int]:
+    """The group of the processes that torchrun has started, and this one's rank in it; 0 where it is alone."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield 0
+        return
+    # The sums travel by files; what the group does is wait.
+    dist.init_process_group("gloo")
+    try:
+        yield dist.get_rank()
+    finally:
+        dist.destroy_process_group()
 
 
 def identity(*parts: object) -> str:

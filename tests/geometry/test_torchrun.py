@@ -1,0 +1,58 @@
+"""`istar measure` by several processes, as torchrun starts them."""
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.geometry.test_stream import TOKENIZER, WORDS, bert
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def call(folder: Path, *arguments: str, processes: int = 1) -> "subprocess.CompletedProcess[str]":
+    several = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command = [sys.executable, *(several if processes > 1 else []), "-m", "istar.cli", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "COLUMNS": "150"}
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    bert().float().save_pretrained(tmp_path / "model")
+    TOKENIZER.save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("\n".join(WORDS * 20))
+    return tmp_path
+
+
+def test_the_same_figures(folder: Path) -> None:
+    arguments = ("measure", "model", "--text", "text.txt", "--length", "16", "--batch-size", "4", "--sample", "50")
+    one = call(folder, *arguments, "--out", "one")
+    assert one.returncode == 0, one.stderr
+    two = call(folder, *arguments, "--out", "two", processes=2)
+    assert two.returncode == 0, two.stderr
+    # One of them speaks.
+    assert two.stdout.count("embeddings") == one.stdout.count("embeddings")
+    tables = []
+    for name in ("one", "two"):
+        with (folder / name / "measures.csv").open(newline="") as file:
+            tables.append(list(csv.DictReader(file)))
+        assert (folder / name / "index.html").exists()
+        assert not list((folder / name).glob(".*"))
+    for ours, theirs in zip(*tables, strict=True):
+        for key, value in ours.items():
+            if key in ("model", "revision", "source", "layer") or not value:
+                assert theirs[key] == value
+            else:
+                assert float(theirs[key]) == pytest.approx(float(value), rel=1e-3 if "rank" in key else 1e-5), key
+
+
+def test_a_training_is_for_one_process(folder: Path) -> None:
+    done = call(folder, "measure", "--checkpoints", "mod*", "--text", "text.txt", processes=2)
+    assert done.returncode != 0
+    assert "are measured by one process; call them without torchrun" in done.stderr
