@@ -225,12 +225,12 @@ def _draw_panel(axes: Axes, plot: Plot, panel: Panel, looks: Mapping[str, Mappin
 def _set_scales(axes: Axes, plot: Plot, panel: Panel) -> None:
     if plot.log_y:
         axes.set_yscale("log")
-        _name_decades(axes.yaxis)
+        _name_decades(axes.yaxis, 2)
     if plot.kind == "scatter":
         axes.set_aspect("equal", adjustable="datalim")
     if plot.log_x:
         axes.set_xscale("log")
-        _name_decades(axes.xaxis)
+        _name_decades(axes.xaxis, 1)
     elif plot.x_names:
         axes.set_xticks(list(plot.x_names), list(plot.x_names.values()))
     elif plot.kind == "bars" and len(set(_xs(panel))) <= _TICKS:
@@ -241,14 +241,15 @@ def _set_scales(axes: Axes, plot: Plot, panel: Panel) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(nbins=5))
 
 
-def _name_decades(axis: Axis) -> None:
+def _name_decades(axis: Axis, few: int) -> None:
+    """Powers of ten as plain numbers, and those between them where there are at most `few`."""
     # The default writes powers in the mathematical notation that is switched off.
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_minor_formatter(_BetweenDecades(minor_thresholds=(2, 0.5)))
+    axis.set_minor_formatter(_BetweenDecades(minor_thresholds=(few, 0.5)))
 
 
 class _BetweenDecades(LogFormatter):
-    """Plain numbers where those of the decades are too few."""
+    """Plain numbers too."""
 
     def __call__(self, x: float, pos: int | None = None) -> str:
         return f"{x:g}" if super().__call__(x, pos) else ""

@@ -276,6 +276,14 @@ def test_rows_of_a_matrix() -> None:
     assert found["norms"]["edges"][0] == pytest.approx(matrix.norm(dim=1).min().item())
 
 
+@pytest.mark.parametrize("place", [-5.0, 5.0])
+def test_directions_have_one_sign(place: float) -> None:
+    """Whatever the eigensolver gives, the largest coordinate is positive."""
+    torch.manual_seed(0)
+    x, _ = arrays.rows(0.1 * torch.randn(50, 3) + torch.tensor([0, place, 0]))["raw"]
+    assert np.mean(x) == pytest.approx(place, rel=0.05)
+
+
 def test_histograms_and_extremes(several: Measured) -> None:
     for taps in (several.norms["combined"], several.norms["news"]):
         for tap, own in taps.items():
