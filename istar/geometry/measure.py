@@ -293,7 +293,15 @@ def _with_length(how: Pass, model: PreTrainedModel) -> Pass:
     return Pass(**{**asdict(how), "length": how.length or min(longest, _LONGEST)})
 
 
-_SHOWN = ("isoscore", "isoscore_unbiased", "inter_sim", "intra_sim", "two_nn", "average_norm", "effective_rank")
+_SHOWN = {
+    "isoscore": "IsoScore*",
+    "isoscore_unbiased": "unbiased",
+    "inter_sim": "InterSim",
+    "intra_sim": "IntraSim",
+    "two_nn": "TwoNN",
+    "average_norm": "norm",
+    "effective_rank": "rank",
+}
 
 
 def table(measured: Measured) -> Table:
@@ -305,7 +313,7 @@ def table(measured: Measured) -> Table:
     shown = [name for name in _SHOWN if any(name in own for own in taps.values())]
     found.add_column("layer")
     for name in shown:
-        found.add_column(name.replace("_", " "), justify="right")
+        found.add_column(_SHOWN[name], justify="right")
     for tap, own in taps.items():
         found.add_row(tap, *("-" if _is_nan(own.get(name)) else f"{own[name]:.4g}" for name in shown))
     return found
