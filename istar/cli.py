@@ -99,6 +99,7 @@ def _embed(options: argparse.Namespace) -> None:
     config = ModelConfig(name=options.model, revision=options.revision)
     choice = embed.Choice(options.matrix, options.form, options.components, options.policy)
     found = embed.embed(config, choice, options.wordsim, corpus.sources(options.text))
+    _make_folder(options.out)
     written = embed.write(found, options.out)
     if options.save == "matrix":
         written += embed.write_matrix(found, options.out)
@@ -144,6 +145,7 @@ def _correlate(options: argparse.Namespace) -> None:
     )
     found = correlate.correlate(options.geometry, options.scores, selection)
     shown = correlate.sheet(found, selection)
+    _make_folder(options.out)
     written = correlate.write(found, shown, options.out)
     console = Console()
     for table in correlate.tables(shown):
@@ -202,7 +204,8 @@ def _trajectory(options: argparse.Namespace, found: Sequence["Source"], how: "Pa
         raise UserError("--revisions are of a model, which is missing; expected a hub id")
     else:
         stops = trajectory.revisions(options.model, options.revisions)
-    model = options.model or options.checkpoints
+    model = options.model or trajectory.common_name(stops)
+    _make_folder(options.out)
     plan = trajectory.Plan(model, found, how, options.out, options.dtype, options.device, options.typed)
     followed = trajectory.follow(plan, stops, Console(stderr=True))
     if followed.measured:
@@ -210,6 +213,13 @@ def _trajectory(options: argparse.Namespace, found: Sequence["Source"], how: "Pa
         console.print(trajectory.table(plan, stops, followed))
         console.print(str(options.out / trajectory.TABLE), highlight=False, soft_wrap=True)
     trajectory.check(followed)
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {folder} cannot be made: {error.strerror or error}") from error
 
 
 def _results(options: argparse.Namespace) -> None:

@@ -38,6 +38,10 @@ class SomeFailed(UserError):  # noqa: N818
     exit_code = 1
 
 
+_NUMBERS = re.compile(r"(?<![A-Za-z0-9])(?![0-9a-f]{12}(?![A-Za-z0-9]))[A-Za-z]*(\d+)(?![A-Za-z0-9])")
+"""A number, or one at a word's end, but not a piece of the hash that names a run."""
+
+
 @dataclass(frozen=True)
 class Stop:
     """A point of the training.
@@ -55,7 +59,7 @@ class Stop:
     @property
     def step(self) -> int | None:
         """The number in the label, that behind `step` or `checkpoint` if there are several."""
-        found = re.findall(r"(?:step|checkpoint)[-_=]?(\d+)", self.label) or re.findall(r"\d+", self.label)
+        found = re.findall(r"(?:step|checkpoint)[-_=]?(\d+)", self.label) or _NUMBERS.findall(self.label)
         return int(found[-1]) if found else None
 
     @property
@@ -121,6 +125,11 @@ def checkpoints(pattern: str) -> list[Stop]:
     common = Path(os.path.commonpath([path.parent for path in found]))
     stops = [Stop(path.relative_to(common).as_posix().removesuffix(".ckpt"), str(_model(path))) for path in found]
     return _distinct(sorted(stops, key=lambda stop: (stop.step is None, stop.step, stop.label)))
+
+
+def common_name(stops: Sequence[Stop]) -> str:
+    """What to call the model of checkpoints: the folder that they are in."""
+    return Path(os.path.commonpath([Path(stop.name).absolute().parent for stop in stops])).name
 
 
 def _model(path: Path) -> Path:

@@ -161,6 +161,16 @@ def test_shown_is_what_the_paper_speaks_of(tmp_path: Path, capsys: pytest.Captur
     assert "MR" in capsys.readouterr().out
 
 
+def test_shown_is_the_last_layer_of_all_texts_together(tmp_path: Path) -> None:
+    geometry, scores, *_ = simulated()
+    lines = geometry.splitlines()[1:]
+    combined = [line.replace(",wiki,", ",combined,") for line in lines]
+    later = [line.replace(",wiki,", ",zeta,") for line in lines]
+    assert run(tmp_path, "\n".join([GEOMETRY.strip(), *lines, *combined, *later]), scores) == 0
+    shown = {(row["source"], row["layer"]) for row in rows_of(tmp_path / "out" / "table.csv")}
+    assert shown == {("combined", "layer_2")}
+
+
 def test_what_cannot_be_correlated_has_a_dash_and_a_reason(tmp_path: Path) -> None:
     geometry = "revision,flat,good\n" + "".join(f"r{point},0.1,{point}\n" for point in range(5))
     scores = "revision,same,few,good\n" + "".join(
@@ -236,6 +246,13 @@ def test_a_mistake_is_one_line(
     [line] = capsys.readouterr().err.splitlines()
     assert told in line
     assert not (tmp_path / "out").exists()
+
+
+def test_a_file_in_the_place_of_the_folder_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "out").write_text("something")
+    assert run(tmp_path, GOOD, SCORES) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "cannot be made" in line
 
 
 def test_a_missing_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

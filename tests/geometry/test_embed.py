@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers as hf
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from istar import cli, tiny
 from istar.config import ModelConfig
@@ -139,15 +139,13 @@ def test_names_within_and_without_a_head(tmp_path: Path) -> None:
     folder = saved(tmp_path / "model")
     weights = load_file(folder / "model.safetensors")
     bare = {name.removeprefix("bert."): tensor for name, tensor in weights.items()}
-    from safetensors.torch import save_file
-
     save_file(bare, folder / "model.safetensors")
-    assert torch.equal(read_matrix(ModelConfig(name=str(folder))).values, weights[INPUT["bert"]])
+    found = read_matrix(ModelConfig(name=str(folder)))
+    assert torch.equal(found.values, weights[INPUT["bert"]])
+    assert found.file == "model.safetensors"
 
 
 def test_pythia_calls_its_output_embeddings_otherwise(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
     folder = saved(tmp_path / "model", "neox")
     weights = load_file(folder / "model.safetensors")
     head = weights.pop("lm_head.weight") if "lm_head.weight" in weights else weights.pop("embed_out.weight")
@@ -203,6 +201,16 @@ def test_the_matrix_and_its_tokens(tmp_path: Path) -> None:
     assert tokens == [*TOKENIZER.convert_ids_to_tokens(range(len(TOKENIZER))), None, None, None]
 
 
+def test_the_published_form_subtracts_before_centering(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model")
+    assert run(folder, tmp_path / "out", "--form", "all_but_the_top_published", "--save", "matrix") == 0
+    values = load_file(tmp_path / "out" / "embeddings.safetensors")["input_embeddings"].double().numpy()
+    weights = build("bert").get_input_embeddings().weight.detach().double().numpy()  # type: ignore[operator]
+    centered = weights - weights.mean(0)
+    [top] = np.linalg.eigh(centered.T @ centered)[1][:, ::-1][:, :1].T
+    np.testing.assert_allclose(values, centered - np.outer(weights @ top, top), atol=1e-5)
+
+
 def test_back_into_a_tied_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = saved(tmp_path / "model")
     assert run(folder, tmp_path / "out", "--form", "centered", "--save", "model") == 0
@@ -254,6 +262,9 @@ def test_a_benchmark_without_known_words_is_told(tmp_path: Path, capsys: pytest.
     folder = saved(tmp_path / "model")
     benchmark = tmp_path / "men.txt"
     benchmark.write_text("unheard words 3\nof others 4\n")
+    assert run(folder, tmp_path / "out", "--wordsim", str(benchmark)) == 0
+    (tmp_path / "out" / "wordsim.csv").write_text("of an earlier call")
+    capsys.readouterr()
     assert run(folder, tmp_path / "out", "--wordsim", str(benchmark)) == 0
     assert "0 of 2 pairs have vectors" in capsys.readouterr().out
     assert not (tmp_path / "out" / "wordsim.csv").exists()
@@ -322,6 +333,25 @@ def test_a_mistake_is_one_line(
     [line] = capsys.readouterr().err.splitlines()
     assert told in line
     assert not (tmp_path / "out").exists()
+
+
+def test_a_file_in_the_place_of_the_folder_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = saved(tmp_path / "model")
+    (tmp_path / "out").write_text("something")
+    capsys.readouterr()
+    assert run(folder, tmp_path / "out") == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "cannot be made" in line
+
+
+def test_half_precision_is_widened(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model")
+    weights = {name: tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(weights, folder / "model.safetensors")
+    assert run(folder, tmp_path / "out", "--form", "centered", "--save", "matrix") == 0
+    found = load_file(tmp_path / "out" / "embeddings.safetensors")["input_embeddings"]
+    wide = weights[INPUT["bert"]].double()
+    torch.testing.assert_close(found.double(), wide - wide.mean(0), atol=1e-6, rtol=0)
 
 
 def test_damaged_and_foreign_files(tmp_path: Path) -> None:

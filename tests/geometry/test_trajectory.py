@@ -186,6 +186,7 @@ def test_runs_and_their_checkpoints(tmp_path: Path, text: Path, capsys: pytest.C
     (run / "other").mkdir()
 
     assert follow(tmp_path, tmp_path / "runs" / "*", text) == 0
+    assert rows_of(tmp_path / "out" / "trajectory.csv")[0]["step"] == "1"
     [of_run] = {(row["revision"], row["weights"]) for row in rows_of(tmp_path / "out" / "trajectory.csv")}
     assert of_run[0] == "demo-1"
     assert follow(tmp_path, run / "checkpoints" / "*.ckpt", text) == 0
@@ -239,7 +240,7 @@ def test_revisions_from_the_cache_of_the_hub(tmp_path: Path, text: Path) -> None
 @pytest.mark.parametrize(
     ("label", "step"),
     [("step1000", 1000), ("main", None), ("checkpoint-500", 500), ("stage1-step1000-tokens4B", 1000), ("epoch-3", 3),
-     ("step_7", 7), ("run2/step30", 30)],
+     ("step_7", 7), ("run2/step30", 30), ("demo-tiny-istar-a4869cdddaeb", None), ("demo-abcdefab1234", None), ("7", 7)],
 )  # fmt: skip
 def test_the_number_in_the_name(label: str, step: int | None) -> None:
     assert trajectory.Stop(label, "model").step == step
