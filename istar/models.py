@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import hf_hub_download, try_to_load_from_cache
-from huggingface_hub.errors import EntryNotFoundError
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -180,6 +180,8 @@ def file_of(config: ModelConfig, name: str) -> Path | None:
             return Path(cached) if isinstance(cached, str) else None
         try:
             return Path(hf_hub_download(config.name, name, revision=source["revision"]))
+        except LocalEntryNotFoundError:  # nor can the hub be asked
+            raise
         except EntryNotFoundError:
             return None
 

@@ -1,11 +1,14 @@
 """`istar embed` on tiny saved models, against numpy written out."""
 
 import csv
+import hashlib
 import json
 import math
 import os
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +188,60 @@ def test_from_the_cache_of_the_hub(tmp_path: Path) -> None:
     assert done.returncode == 2
     [line] = done.stderr.splitlines()
     assert "not in the local cache" in line
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of the hub as the download of a file needs."""
+
+    folder: Path
+    asked: list[str]
+
+    def do_HEAD(self) -> None:
+        self.answer()
+
+    def do_GET(self) -> None:
+        if self.answer():
+            name = self.path.rsplit("/", 1)[-1]
+            self.asked.append(name)
+            self.wfile.write((self.folder / name).read_bytes())
+
+    def answer(self) -> bool:
+        _, is_file, name = self.path.partition("/resolve/step10/")
+        path = self.folder / name
+        found = bool(is_file) and path.is_file()
+        self.send_response(200 if found or self.path == "/" else 404)
+        if found:
+            self.send_header("ETag", f'"{hashlib.sha256(path.read_bytes()).hexdigest()}"')
+            self.send_header("X-Repo-Commit", "0" * 40)
+        else:
+            self.send_header("X-Error-Code", "EntryNotFound")
+        self.send_header("Content-Length", str(path.stat().st_size) if found else "0")
+        self.end_headers()
+        return found
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_one_shard_is_brought_from_the_hub(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", "neox", max_shard_size="12KB")
+    shards = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    handler = type("Handler", (Hub,), {"folder": folder, "asked": []})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        environment = {
+            **{name: value for name, value in os.environ.items() if "proxy" not in name.lower()},
+            "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+            "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1",
+        }  # fmt: skip
+        call = [sys.executable, "-m", "istar.cli", "embed", "some/model", "--revision", "step10"]
+        root = Path(__file__).parents[2]
+        done = subprocess.run(
+            [*call, "--out", str(tmp_path / "out")], env=environment, cwd=root, capture_output=True, text=True
+        )
+        server.shutdown()
+    assert done.returncode == 0, done.stderr
+    assert [name for name in handler.asked if name.endswith(".safetensors")] == [shards[INPUT["neox"]]]
 
 
 # ---- what is written
