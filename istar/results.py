@@ -72,7 +72,7 @@ def identity(config: Mapping[str, Any], data: str, model: str) -> str:
     for group, later in _LATER.items():
         for key, value in later.items():
             if isinstance(config.get(group), dict) and config[group].get(key) == value:
-                del config[group][key]
+                config[group].pop(key, None)
     told = json.dumps({"format": FORMAT, "config": config, "data": data, "model": model}, sort_keys=True)
     return hashlib.sha256(told.encode()).hexdigest()[:12]
 

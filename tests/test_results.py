@@ -234,3 +234,17 @@ def test_another_format(tmp_path: Path, more: dict[str, int]) -> None:
 
 def test_versions_name_what_a_result_depends_on() -> None:
     assert {"istar", "torch", "transformers", "lightning", "datasets"} <= set(results.versions())
+
+
+def test_configs_that_lack_a_later_key_have_a_name() -> None:
+    config: dict[str, dict[str, Any]] = {
+        group: {} for group in ("task", "model", "reg", "data", "optim", "trainer", "logger", "run")
+    }
+    later = {
+        **config,
+        "trainer": {"stop_at_inter_sim": None, "inter_sim_patience": 2},
+        "reg": {"estimator": "shrinkage"},
+    }
+    assert results.identity(config, "d", "m") == results.identity(later, "d", "m")
+    stopping = {**config, "trainer": {"stop_at_inter_sim": 0.5, "inter_sim_patience": 2}}
+    assert results.identity(stopping, "d", "m") != results.identity(config, "d", "m")

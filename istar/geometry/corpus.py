@@ -13,6 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from istar.errors import UserError, shorten
 
 T = TypeVar("T")
+COMBINED = "combined"
+"""The name of several sources together."""
 
 _AT_ONCE = 1_000
 """Documents tokenized together; the tokenizer's threads want some to share."""
@@ -48,6 +50,8 @@ def sources(texts: Sequence[str]) -> list[Source]:
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise UserError(f"--text: two sources are named {twice}; tell them apart by name=<file>")
+    if COMBINED in names and len(names) > 1:
+        raise UserError(f"--text: {COMBINED} is the name of all texts together; give that one another, name=<file>")
     return found
 
 

@@ -22,7 +22,7 @@ from istar.config import ModelConfig
 from istar.errors import UserError
 from istar.files import write_text
 from istar.geometry import arrays, stream
-from istar.geometry.corpus import Source
+from istar.geometry.corpus import COMBINED, Source
 from istar.geometry.layers import Layer
 from istar.geometry.matrix import Matrix, untied_output
 from istar.geometry.stream import Pass, Statistics, Stream
@@ -38,7 +38,6 @@ from istar.measures import (
 from istar.models import load_encoder, load_tokenizer
 
 FORMAT = 1
-COMBINED = "combined"
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

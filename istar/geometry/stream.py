@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from istar.errors import UserError
 from istar.files import replacing
-from istar.geometry.corpus import Packer, Source, batch, chunks, documents
+from istar.geometry.corpus import COMBINED, Packer, Source, batch, chunks, documents
 from istar.geometry.layers import Layer, Sample, Settings
 from istar.geometry.taps import Taps
 from istar.measures.moments import full_precision
@@ -133,9 +133,9 @@ class Stream:
                 results[source.name] = self._source(source, number, told)
         if len(found) > 1:
             # Last, so that its sums, as large as those of a source, are not there while the model runs.
-            results["combined"] = self._new()
+            results[COMBINED] = self._new()
             for source in found:
-                results["combined"].merge(results[source.name])
+                results[COMBINED].merge(results[source.name])
         if self._state is not None and self._rank == 0:
             for path in self._state.parent.glob(f"{self._state.name}.*"):
                 path.unlink()

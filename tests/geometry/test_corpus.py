@@ -94,5 +94,8 @@ def test_sources(tmp_path: Path) -> None:
     ]  # fmt: skip
     with pytest.raises(UserError, match=r"two sources are named wiki"):
         sources([str(wiki), str(wiki)])
+    assert sources([f"combined={wiki}"]) == [Source("combined", wiki)]
+    with pytest.raises(UserError, match=r"combined is the name of all texts together"):
+        sources([f"combined={wiki}", str(odd)])
     with pytest.raises(UserError, match=r"there is no file"):
         sources([f"new={tmp_path / 'none.txt'}"])
