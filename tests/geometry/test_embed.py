@@ -32,7 +32,7 @@ SHAPE: dict[str, Any] = {
     "vocab_size": ROWS, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48
 }  # fmt: skip
 INPUT = {"bert": "bert.embeddings.word_embeddings.weight", "neox": "gpt_neox.embed_in.weight"}
-WORDSIM = Path(os.environ.get("ISTAR_WORDSIM", Path(__file__).parents[3] / "shared" / "data" / "wordsim"))
+WORDSIM = Path(__file__).resolve().parents[3] / "shared" / "data" / "wordsim"
 
 
 def build(kind: str) -> hf.PreTrainedModel:
