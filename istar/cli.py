@@ -193,7 +193,7 @@ def _measure_one(options: argparse.Namespace, found: Sequence["Source"], how: "P
 
 
 def _trajectory(options: argparse.Namespace, found: Sequence["Source"], how: "Pass") -> None:
-    from istar.geometry import trajectory
+    from istar.geometry import trajectory, trajectory_page
 
     asked = [name for name in ("revision", "revisions", "checkpoints") if getattr(options, name) is not None]
     if len(asked) > 1:
@@ -211,7 +211,8 @@ def _trajectory(options: argparse.Namespace, found: Sequence["Source"], how: "Pa
     if followed.measured:
         console = Console()
         console.print(trajectory.table(plan, stops, followed))
-        console.print(str(options.out / trajectory.TABLE), highlight=False, soft_wrap=True)
+        told = f"{trajectory_page.write(plan, stops, followed)}, and figures, {trajectory.TABLE} beside it"
+        console.print(told, highlight=False, soft_wrap=True, markup=False)
     trajectory.check(followed)
 
 

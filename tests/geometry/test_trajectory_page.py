@@ -1,0 +1,73 @@
+"""The page of a training, against the table beside it."""
+
+import csv
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from istar.cli import main
+from istar.geometry import trajectory, trajectory_page
+from istar.geometry.stream import Pass
+from tests.geometry.test_stream import TOKENIZER, WORDS, gpt2
+
+STEPS = (10, 200, 3000)
+
+
+@pytest.fixture(scope="module")
+def training(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("training")
+    for step in STEPS:
+        model = gpt2().float()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += step / 1e5 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step))
+        model.save_pretrained(folder / f"step{step}")
+        TOKENIZER.save_pretrained(folder / f"step{step}")
+    (folder / "text.txt").write_text("\n".join(WORDS * 10))
+    asked = ["--checkpoints", str(folder / "step*"), "--text", str(folder / "text.txt"), "--length", "16"]
+    assert main(["measure", *asked, "--sample", "50", "--out", str(folder / "out")]) == 0
+    return folder
+
+
+def test_the_page_is_whole(training: Path) -> None:
+    text = (training / "out" / "index.html").read_text(encoding="utf-8")
+    assert not re.search(r'(?:src|href)="(?:https?:)?//', text)
+    for name in ("isotropy", "partition", "final_norm"):
+        for suffix in ("svg", "png"):
+            assert (training / "out" / "figures" / f"{name}.{suffix}").stat().st_size > 1_000
+    assert "--checkpoints" in text
+
+
+def test_what_is_drawn_is_what_the_table_says(training: Path) -> None:
+    stops = trajectory.checkpoints(str(training / "step*"))
+    found = {stop.label: trajectory.measure.read(training / "out" / stop.folder / "measures.json") for stop in stops}
+    isotropy, partition, norms = trajectory_page.plots(stops, found)
+    with (training / "out" / "trajectory.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+
+    def column(layer: str, name: str) -> list[float]:
+        return [float(row[name]) for row in rows if row["layer"] == layer]
+
+    assert isotropy.x_label == "step"
+    for panel, name in zip(isotropy.panels, ("isoscore", "inter_sim", "intra_sim", "two_nn"), strict=True):
+        lines = {line.label: line for line in panel.lines}
+        for label, layer in (("layer 1", "layer_1"), ("final norm", "final_norm")):
+            assert lines[label].x == tuple(map(float, STEPS))
+            assert lines[label].y == pytest.approx(column(layer, name))
+    [line] = partition.panels[0].lines
+    assert line.y == pytest.approx(column("input_embeddings", "partition_isotropy_as_computed"))
+    gains = next(line for line in norms.panels[0].lines if line.label == "gain")
+    assert gains.y == pytest.approx(column("final_norm_parameters", "layer_norm_gain"))
+
+
+def test_stops_without_steps_stand_in_their_order(training: Path) -> None:
+    stops = [trajectory.Stop(name, "") for name in ("last", "first")]
+    kept = [trajectory.measure.read(training / "out" / f"step{step}" / "measures.json") for step in STEPS[:2]]
+    plots = trajectory_page.plots(stops, dict(zip(("last", "first"), kept, strict=True)))
+    assert plots[0].x_label == "stop, in their order"
+    assert plots[0].panels[0].lines[0].x == (1.0, 2.0)
+    plan = trajectory.Plan("<b>", [], Pass(16), training / "escaped", command="istar")
+    page = trajectory_page.write(plan, stops, trajectory.Trajectory(dict(zip(("last", "first"), kept, strict=True))))
+    assert "<b>" not in page.read_text(encoding="utf-8").partition("<svg")[0]
