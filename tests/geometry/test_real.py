@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sklearn.neighbors import NearestNeighbors
 from transformers import AutoModel, AutoTokenizer
 
 from istar.cli import main
@@ -65,9 +66,38 @@ def test_each_layer(geometry: Path, model_folder: str, sentences: list[str]) -> 
         found = list(csv.DictReader(file))
     assert [row["layer"] for row in found] == ["embeddings", *(f"layer_{number}" for number in range(1, 7))]
     for row, points in zip(found, layers, strict=True):
-        for name, expected in naive(points, tokens).items():
+        for name, expected in {**naive(points, tokens), **more(points)}.items():
             # Fewer tokens than would fill all 384 dimensions evenly: the spectrum ends in rounding.
             assert float(row[name]) == pytest.approx(expected, rel=1e-6), (row["layer"], name)
+
+
+def more(points: Any) -> dict[str, float]:
+    """The figures that `naive` lacks; the sample for TwoNN is larger than these texts, so it holds all points."""
+    n, d = points.shape
+    centered = points - points.mean(0)
+    covariance = centered.T @ centered / (n - 1)
+    square, trace = np.sum(covariance**2), np.trace(covariance)
+    q = np.sum(np.sum(centered**2, 1) ** 2) / (n - 1)
+    a = (n - 1) / (n * (n - 2) * (n - 3))
+    of_square = a * ((n - 1) * (n - 2) * square + trace**2 - n * q)
+    of_trace = a * (2 * square + (n**2 - 3 * n + 1) * trace**2 - n * q)
+    norms = np.linalg.norm(points, axis=1)
+    found = {
+        "isoscore_unbiased": (of_trace / of_square - 1) / (d - 1),
+        "mean_direction_norm": np.linalg.norm((points / norms[:, None]).mean(0)),
+        "norm_ratio": np.linalg.norm(points.mean(0)) / norms.mean(),
+        "outlier_dimensions": np.sum(np.abs(points.mean(0)) > 5 * np.median(points.std(0, ddof=1))),
+    }
+    return {**found, "two_nn": two_nn(points)} if len(np.unique(points, axis=0)) == n else found
+
+
+def two_nn(points: Any) -> float:
+    """Facco et al. (2017) with the neighbours that scikit-learn finds."""
+    distances = NearestNeighbors(n_neighbors=2, algorithm="brute").fit(points).kneighbors()[0]
+    n = len(points)
+    kept = np.sort(distances[:, 1] / distances[:, 0])[: int(0.9 * n)]
+    x, y = np.log(kept), -np.log(1 - np.arange(1, len(kept) + 1) / n)
+    return float(x @ y / (x @ x))
 
 
 def test_the_embedding_matrix(geometry: Path, model_folder: str) -> None:
