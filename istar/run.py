@@ -41,7 +41,7 @@ from istar.training.loggers import answer_agent, log_outcome, logging_to
 from istar.training.metrics_file import MetricsFile
 from istar.training.module import from_all_processes
 from istar.training.monitor import IsotropyMonitor
-from istar.training.signals import StopSignal
+from istar.training.signals import StopSignal, handlers_put_back
 from istar.training.trainer import (
     build_trainer,
     check_hardware,
@@ -132,7 +132,8 @@ def run(config: Config, console: Console | None = None, search: str | None = Non
         with _processes(job.trainer), sole_writer(folder) if job.trainer.is_global_zero else nullcontext():
             start = _agreed(job.trainer, lambda: _prepare(job))
             if start.finished is None:
-                record = _carry_out(job, start, digest, started)
+                with handlers_put_back():
+                    record = _carry_out(job, start, digest, started)
                 _tell(console, record, f"{folder}{os.sep}")
                 return record
         finished = start.finished

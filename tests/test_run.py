@@ -5,6 +5,7 @@ import io
 import json
 import logging
 import math
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -307,6 +308,12 @@ def test_the_same_call_returns_the_finished_run(small: Build, monkeypatch: pytes
     assert second == first
     assert {path: path.stat().st_mtime_ns for path in Path(config.run.root).rglob("*")} == before
     assert "run.overwrite=true" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_ctrl_c_is_the_callers_again_when_a_run_is_done(small: Build) -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    run(small())
+    assert {number: signal.getsignal(number) for number in before} == before
 
 
 def test_overwrite_keeps_the_old_folder(small: Build, caplog: pytest.LogCaptureFixture) -> None:

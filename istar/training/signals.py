@@ -3,6 +3,8 @@
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -12,6 +14,20 @@ from istar.errors import StoppedError
 
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 ECHO_SECONDS = 2.0
+
+
+@contextmanager
+def handlers_put_back() -> Iterator[None]:
+    """What listened to these signals before the block does so after it; Lightning forgets Ctrl-C."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.getsignal(number) for number in STOPPING if is_main}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            # None: set by something that is not Python.
+            if handler is not None:
+                signal.signal(number, handler)
 
 
 class StopSignal(L.Callback):
