@@ -1,5 +1,6 @@
 """All streaming measures of one layer's hidden states, and a sample of the points for those that do not stream."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 from istar.errors import UserError
 from istar.measures import (
     AverageCosine,
+    Dimension,
     DimensionMoments,
     FourthMoments,
     IntraSim,
@@ -21,7 +23,7 @@ from istar.measures import (
     outlier_dimensions,
     participation_ratio,
     singular_values,
-    two_nn,
+    two_nn_with_error,
 )
 
 _EDGES = 241
@@ -168,12 +170,12 @@ class Sample:
         """Add what another sample has seen."""
         self._add(other.numbers, other.points)
 
-    def two_nn(self, name: str) -> float:
-        """The intrinsic dimension at a tap; NaN where too few points are distinct."""
+    def two_nn(self, name: str) -> Dimension:
+        """The intrinsic dimension at a tap and its standard error; NaN where too few points are distinct."""
         try:
-            return two_nn(self.points[name])
+            return two_nn_with_error(self.points[name], seed=self.seed)
         except UserError:
-            return float("nan")
+            return Dimension(math.nan, math.nan)
 
     def _draw(self, block: int, length: int) -> Tensor:
         # torch's own generator looks at 32 bits of a seed, too few for a seed and the number of a block.

@@ -70,7 +70,7 @@ class Statistics:
         own = {name: layer.measures() for name, layer in self.layers.items()}
         if self.sample.size:
             for name, figures in own.items():
-                figures["two_nn"] = self.sample.two_nn(name)
+                figures["two_nn"], figures["two_nn_error"] = self.sample.two_nn(name)
         return own
 
     def state_dict(self) -> dict[str, Any]:

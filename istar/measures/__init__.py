@@ -4,7 +4,7 @@ Needs torch alone: no Lightning, no transformers, no Hydra.
 """
 
 from istar.measures.cosine import AverageCosine, IntraSim, average_cosine, intra_sim
-from istar.measures.dimension import two_nn
+from istar.measures.dimension import Dimension, two_nn, two_nn_with_error
 from istar.measures.isoscore import (
     isoscore,
     isoscore_from_covariance,
@@ -28,6 +28,7 @@ from istar.measures.spectrum import (
 
 __all__ = [
     "AverageCosine",
+    "Dimension",
     "DimensionMoments",
     "FourthMoments",
     "IntraSim",
@@ -55,5 +56,6 @@ __all__ = [
     "shrinkage_intensity",
     "singular_values",
     "two_nn",
+    "two_nn_with_error",
     "variance_shares",
 ]

@@ -1,5 +1,7 @@
 """Intrinsic dimension: how many coordinates a cloud needs locally, however many it lies in."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -36,16 +38,61 @@ def two_nn(points: Tensor, discard: float = 0.1) -> float:
     >>> round(two_nn(square)), round(two_nn(square @ torch.randn(2, 50, generator=torch.Generator().manual_seed(1))))
     (2, 2)
     """
+    return float(_slope(_logarithms(points, discard), discard))
+
+
+class Dimension(NamedTuple):
+    """An intrinsic dimension and the standard error that its sample leaves."""
+
+    value: float
+    error: float
+
+
+def two_nn_with_error(points: Tensor, discard: float = 0.1, resamples: int = 200, seed: int = 0) -> Dimension:
+    """`two_nn` of a sample, and by how much another sample of the same size would differ from it.
+
+    The error is the standard deviation of the estimate over bootstrap samples of the ratios of distances. It holds for
+    points drawn independently of each other; a smaller sample also has farther neighbours, and so sees the cloud at a
+    larger scale, of which the error knows nothing.
+
+    Args:
+        points: see `two_nn`.
+        discard: see `two_nn`.
+        resamples: of the bootstrap.
+        seed: of the bootstrap.
+
+    Raises:
+        UserError: see `two_nn`.
+    """
+    logarithms = _logarithms(points, discard)
+    generator = torch.Generator().manual_seed(seed)
+    n = len(logarithms)
+    drawn = [torch.randint(n, (n,), generator=generator).to(logarithms.device) for _ in range(resamples)]
+    slopes = torch.stack([_slope(logarithms[numbers].sort().values, discard) for numbers in drawn])
+    return Dimension(float(_slope(logarithms, discard)), float(slopes.std()))
+
+
+def _logarithms(points: Tensor, discard: float) -> Tensor:
+    """log(r_2 / r_1) of each distinct point, ascending."""
     ratios = _neighbour_ratios(_distinct(points))
     n = len(ratios)
     if not 0 <= discard < 1 or int(n * (1 - discard)) < 1:
         raise UserError(f"discard is {discard}; expected a share in [0, 1) that leaves some of {n} points")
-    kept = min(int(n * (1 - discard)), n - 1)
-    x = ratios.sort().values[:kept].log()
-    y = -torch.log1p(-torch.arange(1, kept + 1, dtype=x.dtype, device=x.device) / n)
-    if x[-1] < _EQUALLY_FAR:
+    x = ratios.sort().values.log()
+    if x[_kept(n, discard) - 1] < _EQUALLY_FAR:
         raise UserError("the first two neighbours of the points are equally far: their dimension is not defined")
-    return float(x @ y / (x @ x))
+    return x
+
+
+def _slope(logarithms: Tensor, discard: float) -> Tensor:
+    n = len(logarithms)
+    x = logarithms[: _kept(n, discard)]
+    y = -torch.log1p(-torch.arange(1, len(x) + 1, dtype=x.dtype, device=x.device) / n)
+    return x @ y / (x @ x)
+
+
+def _kept(n: int, discard: float) -> int:
+    return min(int(n * (1 - discard)), n - 1)
 
 
 def _distinct(points: Tensor) -> Tensor:
