@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -282,8 +281,6 @@ def test_the_sweeps_metric_is_the_headline_of_its_task(sweep: dict[str, Any]) ->
 @pytest.fixture(scope="module")
 def workspace(repository: Path) -> list[dict[str, Any]]:
     """Its sections, built without a server."""
-    if find_spec("wandb_workspaces") is None:
-        pytest.skip("wandb-workspaces is not installed (extra: dashboards)")
     command = [sys.executable, str(repository / "sweep" / "wandb" / "workspace.py"), "somebody", "--dry-run"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

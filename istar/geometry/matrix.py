@@ -78,7 +78,7 @@ def _skeleton(config: ModelConfig) -> PreTrainedModel:
 def _weight(model: PreTrainedModel, which: Which) -> Any:
     try:
         layer: Any = model.get_input_embeddings() if which == "input" else model.get_output_embeddings()
-    except NotImplementedError:
+    except NotImplementedError:  # how transformers says that an architecture has no such layer
         return None
     return getattr(layer, "weight", None)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from istar.config import ModelConfig
-from istar.errors import UserError
+from istar.errors import UserError, shorten
 from istar.files import write_text
 from istar.geometry import arrays, stream
 from istar.geometry.corpus import COMBINED, Source
@@ -230,7 +230,7 @@ def read(path: Path) -> Measured:
             raise UserError(f"{path} has format {values['format']}; this version reads {FORMAT}")
         return Measured(**values)
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{path} holds no measures that istar wrote: {error}") from error
+        raise UserError(f"{path} holds no measures that istar wrote: {shorten(error)}") from error
 
 
 def _spectra(statistics: Statistics) -> dict[str, dict[str, list[float]]]:

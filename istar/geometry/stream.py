@@ -128,7 +128,7 @@ class Stream:
             UserError: for a source that cannot be read or holds no text.
         """
         results: dict[str, Statistics] = {}
-        with _progress(console) as told:
+        with _Bar(console) as told:
             for number, source in enumerate(found):
                 results[source.name] = self._source(source, number, told)
         if len(found) > 1:
@@ -257,7 +257,7 @@ def identity(*parts: object) -> str:
     return digest.hexdigest()
 
 
-class _progress:  # noqa: N801
+class _Bar:
     """A bar with tokens per second; silent without a console."""
 
     def __init__(self, console: Console | None) -> None:

@@ -1,8 +1,10 @@
 """The callback that measures the isotropy of every layer on the validation data."""
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
+import torch
 
 from istar.errors import NonFiniteError
 from istar.measures import Moments, isoscore
@@ -13,7 +15,41 @@ def isotropy_key(layer: str) -> str:
     return "isotropy/isoscore_star" if layer == "union" else f"isotropy/layer_{layer}/isoscore_star"
 
 
-class LayerIsotropy(L.Callback):
+class OverLayers(L.Callback):
+    """Hands the tokens of the first validation set, padding left out, to one accumulator for each layer.
+
+    Needs validation outputs with `hidden_states` and `attention_mask`, as `FineTuner` gives them.
+
+    Args:
+        accumulator: makes one, from the number of dimensions and the device; it has `update(points, mask)`.
+    """
+
+    def __init__(self, accumulator: Callable[[int, torch.device], Any]) -> None:
+        self._accumulator = accumulator
+        self._layers: list[Any] = []
+
+    def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._layers = []
+
+    def on_validation_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if dataloader_idx > 0:
+            return
+        states = outputs["hidden_states"]
+        if not self._layers:
+            self._layers = [self._accumulator(state.shape[-1], state.device) for state in states]
+        for layer, state in zip(self._layers, states, strict=True):
+            layer.update(state, outputs["attention_mask"])
+
+
+class LayerIsotropy(OverLayers):
     r"""IsoScore\* of each layer, and of the union of all layers, over the tokens of the first validation set.
 
     The set is used whole, so no shrinkage is needed (zeta = 0), and the figures compare across methods: a model trained
@@ -28,32 +64,12 @@ class LayerIsotropy(L.Callback):
     """
 
     def __init__(self) -> None:
+        super().__init__(Moments)
         self.scores: dict[str, float] = {}
         self.points = 0
-        self._moments: list[Moments] = []
-
-    def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._moments = []
-
-    def on_validation_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        if dataloader_idx > 0:
-            return
-        states = outputs["hidden_states"]
-        if not self._moments:
-            self._moments = [Moments(state.shape[-1], state.device) for state in states]
-        for moments, state in zip(self._moments, states, strict=True):
-            moments.update(state, outputs["attention_mask"])
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        layers = [moments.all_reduce() for moments in self._moments]
+        layers: list[Moments] = [moments.all_reduce() for moments in self._layers]
         union = Moments(layers[0].dim, layers[0].scatter.device)
         for moments in layers[1:]:
             union.merge(moments)
@@ -68,7 +84,7 @@ class LayerIsotropy(L.Callback):
         )
         self.scores["union"] = isoscore(union).item()
         pl_module.log(isotropy_key("union"), self.scores["union"], sync_dist=True)
-        self._moments = []
+        self._layers = []
 
     def state_dict(self) -> dict[str, Any]:
         return {"points": self.points}

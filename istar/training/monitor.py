@@ -8,9 +8,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from istar.measures import AverageCosine, Moments, effective_rank, participation_ratio, singular_values
+from istar.training.isotropy import OverLayers
 
 
-class IsotropyMonitor(L.Callback):
+class IsotropyMonitor(OverLayers):
     """After every validation: InterSim, norms, effective rank and participation ratio of each layer's tokens.
 
     Over the first validation set, padding left out, exactly the same for any number of processes. Logged as
@@ -22,8 +23,6 @@ class IsotropyMonitor(L.Callback):
     or above it in `patience` validations in a row: a passing peak does not count, and neither does a model that has
     been anisotropic from the start.
 
-    Needs validation outputs with `hidden_states` and `attention_mask`, as `FineTuner` gives them.
-
     Args:
         stop_at: mean InterSim in [-1, 1]; None never stops.
         patience: validations in a row.
@@ -33,30 +32,10 @@ class IsotropyMonitor(L.Callback):
     """
 
     def __init__(self, stop_at: float | None = None, patience: int = 2) -> None:
+        super().__init__(_Layer)
         self.stop_at, self.patience = stop_at, patience
         self.measures: list[dict[str, float]] = []
         self._was_below, self._above = False, 0
-        self._layers: list[_Layer] = []
-
-    def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._layers = []
-
-    def on_validation_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        if dataloader_idx > 0:
-            return
-        states, mask = outputs["hidden_states"], outputs["attention_mask"].bool()
-        if not self._layers:
-            self._layers = [_Layer(state.shape[-1], state.device) for state in states]
-        for layer, state in zip(self._layers, states, strict=True):
-            layer.update(state[mask])
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.measures = [layer.measures() for layer in self._layers]
@@ -94,7 +73,8 @@ class _Layer:
         self._moments, self._cosine = Moments(dim, device), AverageCosine(dim, device)
         self._norms = torch.zeros_like(self._moments.count)
 
-    def update(self, points: Tensor) -> None:
+    def update(self, points: Tensor, mask: Tensor) -> None:
+        points = points[mask.bool()]
         self._moments.update(points)
         self._cosine.update(points)
         self._norms = self._norms + torch.linalg.vector_norm(points.to(self._norms.dtype), dim=-1).sum()
