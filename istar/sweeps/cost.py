@@ -41,13 +41,13 @@ def estimate(wanted: Sequence[tuple[Config, int]], known: Iterable[RunRecord]) -
         wanted: configs with their number of training examples.
         known: finished runs.
     """
-    rates: dict[tuple[str, ...], list[float]] = {}
-    for record in known:
+    rates: dict[tuple[str, ...], dict[int, float]] = {}
+    for number, record in enumerate(known):
         said = record.config
         work = record.data.get("train", 0) * said["trainer"]["max_epochs"]
         if work:
             for kind in _kinds(said["model"]["name"], said["task"]["name"], said["reg"]["name"]):
-                rates.setdefault(kind, []).append(record.timing["total"] / work)
+                rates.setdefault(kind, {})[number] = record.timing["total"] / work
     total, used = 0.0, set()
     for config, examples in wanted:
         kinds = _kinds(config.model.name, config.task.name, config.reg.name)
@@ -55,8 +55,8 @@ def estimate(wanted: Sequence[tuple[Config, int]], known: Iterable[RunRecord]) -
         if not alike:
             return Estimate(None, "no finished run of this model to estimate by")
         used.add(alike[0])
-        total += median(rates[alike[0]]) * examples * config.trainer.max_epochs
-    count = sum(len(rates[kind]) for kind in used)
+        total += median(rates[alike[0]].values()) * examples * config.trainer.max_epochs
+    count = len({number for kind in used for number in rates[kind]})
     what = {3: "model, task and method", 2: "model and task", 1: "model"}[min(map(len, used), default=3)]
     return Estimate(total, f"by {count} finished run{'s' if count != 1 else ''} of the same {what}")
 

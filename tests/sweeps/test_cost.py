@@ -32,6 +32,12 @@ def test_the_most_alike_count(composed: Any) -> None:
     assert other.basis == "by 5 finished runs of the same model"
 
 
+def test_a_run_is_counted_once(composed: Any) -> None:
+    rte, base = composed("task=rte"), composed("task=rte", "reg=none")
+    told = estimate([(rte, 10), (base, 10)], [known(rte, 20)])
+    assert told.basis == "by 1 finished run of the same model and task"
+
+
 def test_nothing_known(composed: Any) -> None:
     rte = composed("task=rte")
     assert estimate([(rte, 10)], []).seconds is None
