@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from istar.errors import UserError, did_you_mean
-from istar.regularizers.istar import AUTO, ESTIMATORS
+from istar.regularizers.istar import AUTO, COMPUTE, ESTIMATORS
 from istar.regularizers.points import NAMED_LAYERS
 
 
@@ -103,15 +103,33 @@ class IStarConfig(CosRegConfig):
     """Points behind the shrinkage covariance, counted over the union of the layers."""
     estimator: str = "shrinkage"
     r"""shrinkage: the paper's IsoScore\*; unbiased: IsoScore for small samples, without a shrinkage covariance."""
+    compute: str | None = None
+    """float32 or bfloat16, for the penalty's products with the points; None follows trainer.precision."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.zeta = _zeta(self.zeta)
         _at_least(2, "reg.num_points", self.num_points)
         one_of("reg.estimator", self.estimator, ESTIMATORS)
+        if self.compute is not None:
+            one_of("reg.compute", self.compute, COMPUTE)
+            if self.compute != "float32" and self._needs_digits:
+                raise UserError(
+                    f"reg.compute={self.compute}: reg.estimator=unbiased and reg.zeta=auto need float32, for their "
+                    "fourth powers"
+                )
         if self.estimator == "unbiased":
             # What has no effect must not make two runs of one: the config says what is computed.
             self.zeta, self.num_points = 0.0, IStarConfig.num_points
+
+    def resolve(self, precision: str) -> None:
+        """Say how the products are computed where that is left to the trainer's precision."""
+        if self.compute is None:
+            self.compute = "bfloat16" if precision.startswith("bf16") and not self._needs_digits else "float32"
+
+    @property
+    def _needs_digits(self) -> bool:
+        return self.estimator == "unbiased" or self.zeta == AUTO
 
 
 @dataclass
@@ -337,6 +355,8 @@ class Config:
     def __post_init__(self) -> None:
         if type(self.seed) is not int or not 0 <= self.seed < 2**32:
             raise UserError(f"seed={self.seed} is not a whole number in [0, 2^32)")
+        if isinstance(self.reg, IStarConfig):
+            self.reg.resolve(self.trainer.precision)
 
 
 def _at_least(least: int, key: str, value: int | None) -> None:

@@ -97,7 +97,7 @@ _NOT_IDENTITY: dict[str, tuple[str, ...]] = {
 }
 
 _LATER: dict[str, dict[str, Any]] = {
-    "reg": {"estimator": "shrinkage"},
+    "reg": {"estimator": "shrinkage", "compute": "float32"},
     "trainer": {"stop_at_inter_sim": None, "inter_sim_patience": 2},
 }
 """Keys that are younger than the first runs, with what those runs did: at that value they do not count."""

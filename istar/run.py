@@ -146,7 +146,8 @@ def build_regularizer(config: Any) -> Regularizer | None:
     """The penalty that `reg=` names; None for `reg=none`."""
     shared = ("weight", "layers", "include_padding", "sync")
     if isinstance(config, IStarConfig):
-        return IStar(zeta=config.zeta, estimator=config.estimator, **{key: getattr(config, key) for key in shared})
+        own = ("zeta", "estimator", "compute")
+        return IStar(**{key: getattr(config, key) for key in (*shared, *own)})
     if isinstance(config, CosRegConfig):
         return CosReg(**{key: getattr(config, key) for key in shared})
     return None
@@ -595,7 +596,7 @@ def _outcome(job: Job, digest: str) -> dict[str, Any]:
             "points": job.isotropy.points,
         },
         "epochs": history.epochs,
-        "skipped_steps": job.module.skipped_steps,
+        "skipped_steps": job.module.guard.skipped,
         "data": {
             "fingerprint": digest,
             "train": len(train),

@@ -108,7 +108,9 @@ def isoscore_unbiased(points: Tensor | FourthMoments, mask: Tensor | None = None
     """
     if isinstance(points, Moments) and not isinstance(points, FourthMoments):
         raise UserError("Moments do not hold the fourth-order sum that the unbiased score needs; give FourthMoments")
-    return _unbiased_terms(_moments(points, mask, FourthMoments)).score
+    moments = _moments(points, mask, FourthMoments)
+    _check_unbiased(moments)
+    return _unbiased_terms(moments).score
 
 
 def shrinkage_intensity(moments: FourthMoments, shrinkage_covariance: Tensor) -> Tensor:
@@ -148,7 +150,12 @@ def shrinkage_intensity(moments: FourthMoments, shrinkage_covariance: Tensor) ->
     _check_shapes(covariance, shrinkage_covariance)
     _check_spread(covariance, "the covariance of the points")
     _check_spread(shrinkage_covariance, "the shrinkage covariance")
-    normalized, trace = _normalized(covariance)
+    return intensity(moments, shrinkage_covariance)
+
+
+def intensity(moments: FourthMoments, shrinkage_covariance: Tensor) -> Tensor:
+    """`shrinkage_intensity` without looking at what it is given; NaN where that has none."""
+    normalized, trace = _normalized(defined_covariance(moments).detach())
     count = moments.count
     fourth = moments.fourth.detach() / trace / trace
     variance = count / (count - 1) ** 3 * fourth - normalized.square().sum() / (count - 1)
@@ -185,18 +192,25 @@ def shrink(covariance: Tensor, shrinkage_covariance: Tensor, zeta: float) -> Ten
     return (1 - zeta) * covariance + zeta * shrinkage_covariance.to(covariance)
 
 
-def isoscore_gradient(covariance: Tensor) -> Tensor:
-    r"""The derivative of IsoScore by the covariance, `(d, d)`, symmetric, in the covariance's dtype.
+def score_and_gradient(covariance: Tensor) -> tuple[Tensor, Tensor]:
+    r"""IsoScore and its derivative by the covariance, 0-d and `(d, d)`, symmetric, in the covariance's dtype.
 
     With t = tr(S), R = S / t and f = ||R||_F^2: :math:`\partial\iota/\partial S = \frac{2}{(d-1)\,t f}(I - R/f)`.
-    Zero where S is a multiple of the identity, the maximum. Inputs are not checked.
+    Zero where S is a multiple of the identity, the maximum. Inputs are not looked at, as that would make the host wait
+    for a device: without variance, or where something is not finite, the score is NaN.
     """
     normalized, trace = _normalized(covariance)
     squared_norm = normalized.square().sum()
+    score = (1 / squared_norm - 1) / (covariance.shape[0] - 1)
     scale = 2 / ((covariance.shape[0] - 1) * trace * squared_norm)
-    gradient = normalized * -(scale / squared_norm)
+    gradient = normalized.mul_(-scale / squared_norm)
     gradient.diagonal().add_(scale)
-    return gradient.to(covariance.dtype)
+    return score, gradient.to(covariance.dtype)
+
+
+def defined_covariance(moments: Moments) -> Tensor:
+    """The unbiased covariance without looking at what there is: NaN for fewer than 2 points."""
+    return moments.scatter / torch.where(moments.count > 1, moments.count - 1, torch.nan)
 
 
 class UnbiasedGradient(NamedTuple):
@@ -239,23 +253,28 @@ class _UnbiasedTerms(NamedTuple):
 
 
 def _unbiased_terms(moments: FourthMoments) -> _UnbiasedTerms:
-    if moments.count < 4:
-        raise UserError(f"{moments.count:g} points have no unbiased score; expected at least 4 points")
-    covariance, n = moments.covariance(), moments.count
-    _check_spread(covariance, "the covariance of the points")
-    normalized, trace = _normalized(covariance)
+    """NaN where they are not defined."""
+    n = torch.where(moments.count < 4, torch.nan, moments.count)
+    normalized, trace = _normalized(moments.scatter / (n - 1))
     q = moments.fourth / (n - 1) / trace / trace
     norm = normalized.square().sum()
     noisy = (n - 1) * (n - 2) * norm + 1
     squared_norm = noisy - n * q
     squared_trace = 2 * norm + n.square() - 3 * n + 1 - n * q
     # A smaller rest is the rounding of sums in float32.
-    if not squared_norm.detach() > 1e-6 * noisy.detach():
+    squared_norm = torch.where(squared_norm.detach() > 1e-6 * noisy.detach(), squared_norm, torch.nan)
+    return _UnbiasedTerms(normalized, trace, q, squared_norm, squared_trace)
+
+
+def _check_unbiased(moments: FourthMoments) -> None:
+    if moments.count < 4:
+        raise UserError(f"{moments.count:g} points have no unbiased score; expected at least 4 points")
+    _check_spread(moments.covariance(), "the covariance of the points")
+    if not torch.isfinite(_unbiased_terms(moments).squared_norm.detach()):
         raise UserError(
             "the squared norm of the covariance is estimated as 0, so the unbiased score is not defined; more points, "
             "or points that are not all but one equal, have one"
         )
-    return _UnbiasedTerms(normalized, trace, q, squared_norm, squared_trace)
 
 
 def check_covariance(covariance: Tensor, name: str) -> None:

@@ -3,14 +3,14 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from istar.errors import UserError
-from istar.regularizers.points import Layers
+from istar.regularizers.points import Layers, check_hidden_states, select_layers, token_index
 
 
 class Penalty(NamedTuple):
@@ -22,6 +22,16 @@ class Penalty(NamedTuple):
     value: Tensor
     measure: Tensor
     zeta: Tensor | None = None
+
+
+class Pass(Protocol):
+    """The penalty of one forward pass, which sees the layers as the model computes them."""
+
+    def add(self, hidden_state: Tensor) -> Tensor:
+        """Take in a layer's `(batch, tokens, d)`; the model is to go on with what is returned, the same numbers."""
+
+    def penalty(self) -> Penalty:
+        """Of the layers that were taken in. Once."""
 
 
 class Regularizer(ABC):
@@ -48,13 +58,32 @@ class Regularizer(ABC):
         self.sync = sync
 
     @abstractmethod
+    def begin(self, index: Tensor | None, checked: bool = False) -> Pass:
+        """Ready for a forward pass; `layers` and `include_padding` are for the caller to heed.
+
+        Args:
+            index: of the points that count, see `istar.regularizers.points.token_index`.
+            checked: look at the points, which makes the host wait for a device, and refuse those without a penalty;
+                otherwise their penalty is NaN.
+        """
+
     def penalty(self, hidden_states: Sequence[Tensor], attention_mask: Tensor | None) -> Penalty:
         """The penalty of a batch.
 
         Args:
             hidden_states: embedding output and the output of every layer, `(batch, tokens, d)` each.
             attention_mask: `(batch, tokens)`, 1 for tokens and 0 for padding.
+
+        Raises:
+            UserError: for shapes that do not fit, and points that have no penalty.
         """
+        chosen = select_layers(hidden_states, self.layers)
+        mask = None if self.include_padding else attention_mask
+        check_hidden_states(chosen, mask)
+        started = self.begin(token_index(mask), checked=True)
+        for hidden_state in chosen:
+            started.add(hidden_state)
+        return started.penalty()
 
 
 def world_size() -> int:

@@ -6,13 +6,14 @@ r"""CosReg: :math:`\lambda \frac{1}{M^2} \sum_i \sum_{j \ne i} \hat x_i^T \hat x
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from istar.errors import NonFiniteError, UserError
-from istar.regularizers.base import Penalty, Regularizer, SumOverProcesses
-from istar.regularizers.points import Layers, check_hidden_states, gather_points, select_layers, token_index
+from istar.regularizers.base import Pass, Penalty, Regularizer, SumOverProcesses
+from istar.regularizers.points import Layers, check_hidden_states, gather_points, token_index
 
 
 class CosReg(Regularizer):
@@ -28,13 +29,8 @@ class CosReg(Regularizer):
     ) -> None:
         super().__init__(weight, layers, include_padding, sync)
 
-    def penalty(self, hidden_states: Sequence[Tensor], attention_mask: Tensor | None) -> Penalty:
-        value = cosine_penalty(
-            select_layers(hidden_states, self.layers),
-            None if self.include_padding else attention_mask,
-            sync=self.sync,
-        )
-        return Penalty(value, value.detach())
+    def begin(self, index: Tensor | None, checked: bool = False) -> Pass:
+        return _CosRegPass(index, self.sync, checked)
 
 
 def cosine_penalty(hidden_states: Sequence[Tensor], attention_mask: Tensor | None = None, sync: bool = False) -> Tensor:
@@ -52,17 +48,35 @@ def cosine_penalty(hidden_states: Sequence[Tensor], attention_mask: Tensor | Non
         UserError: when there is no point at all, points are not finite, or shapes do not fit.
     """
     check_hidden_states(hidden_states, attention_mask)
-    index = token_index(attention_mask)
-    with torch.autocast(hidden_states[0].device.type, enabled=False):
-        sums = torch.stack([_direction_sums(gather_points(layer, index)) for layer in hidden_states]).sum(0)
-        if sync:
+    started = _CosRegPass(token_index(attention_mask), sync, checked=True)
+    for hidden_state in hidden_states:
+        started.add(hidden_state)
+    return started.penalty().value
+
+
+@dataclass
+class _CosRegPass:
+    index: Tensor | None
+    sync: bool
+    checked: bool
+    sums: list[Tensor] = field(default_factory=list)
+
+    def add(self, hidden_state: Tensor) -> Tensor:
+        with torch.autocast(hidden_state.device.type, enabled=False):
+            self.sums.append(_direction_sums(gather_points(hidden_state, self.index)))
+        return hidden_state
+
+    def penalty(self) -> Penalty:
+        sums = torch.stack(self.sums).sum(0)
+        if self.sync:
             sums = SumOverProcesses.apply(sums)
         total, directions, count = sums[:-2], sums[-2], sums[-1]
-        if count == 0:
+        if self.checked and count == 0:
             raise UserError("CosReg was given no points: every token is padding")
-        if not torch.isfinite(total.detach()).all():
+        if self.checked and not torch.isfinite(total.detach()).all():
             raise NonFiniteError("CosReg was given points that are not finite; look for NaN or infinite values")
-        return (total.square().sum() - directions) / count.square()
+        value = (total.square().sum() - directions) / count.square()
+        return Penalty(value, value.detach())
 
 
 def _direction_sums(points: Tensor) -> Tensor:

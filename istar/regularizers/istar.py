@@ -7,21 +7,26 @@ score, which needs neither zeta nor Sigma_S.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from istar.errors import UserError
-from istar.measures import FourthMoments, Moments, shrink, shrinkage_intensity
-from istar.measures.isoscore import closed_form, isoscore_gradient, unbiased_score_and_gradient
-from istar.measures.moments import full_precision
-from istar.regularizers.base import Penalty, Regularizer, world_size
-from istar.regularizers.points import check_hidden_states, gather_points, select_layers, token_index
+from istar.measures import FourthMoments, Moments, isoscore_unbiased, shrink, shrinkage_intensity
+from istar.measures.isoscore import (
+    closed_form,
+    defined_covariance,
+    intensity,
+    score_and_gradient,
+    unbiased_score_and_gradient,
+)
+from istar.regularizers.base import Pass, Penalty, Regularizer
+from istar.regularizers.points import check_hidden_states, token_index
+from istar.regularizers.union import Scored, UnionScore
 
 AUTO = "auto"
 ESTIMATORS = ("shrinkage", "unbiased")
+COMPUTE = ("float32", "bfloat16")
 
 
 class IStar(Regularizer):
@@ -34,6 +39,9 @@ class IStar(Regularizer):
         layers: see `istar.regularizers.points.select_layers`.
         include_padding: count padding as points, as the published code does.
         sync: one penalty for the union of all processes' points (the default) rather than one per process.
+        compute: `float32`, or `bfloat16` for the products of the points with themselves and with the score's
+            derivative; the rest is float32 or better in both. See `istar.measures.union` for the error. Not for the
+            unbiased estimator and zeta `auto`, whose fourth powers need the digits.
         estimator: `shrinkage`, the paper's, or `unbiased` (`istar.measures.isoscore_unbiased`), for which zeta must
             be 0. Where that score is above 1, the penalty is 0 and has no gradient: without an end, a positive lambda
             would drive the batch's points to be orthogonal rather than isotropic.
@@ -42,7 +50,7 @@ class IStar(Regularizer):
         shrinkage_covariance: Sigma_S, `(d, d)`; must be set before the first penalty if it is needed.
 
     Raises:
-        UserError: for a weight, a zeta or an estimator that is none of these.
+        UserError: for a weight, a zeta, an estimator or a precision that is none of these.
     """
 
     def __init__(
@@ -53,6 +61,7 @@ class IStar(Regularizer):
         include_padding: bool = False,
         sync: bool = True,
         estimator: str = "shrinkage",
+        compute: str = "float32",
     ) -> None:
         super().__init__(weight, layers, include_padding, sync)
         if estimator not in ESTIMATORS:
@@ -61,7 +70,12 @@ class IStar(Regularizer):
             raise UserError(f"zeta is {zeta}; expected a number from 0 to 1, or {AUTO}")
         if estimator == "unbiased" and zeta != 0:
             raise UserError(f"zeta is {zeta}; the unbiased estimator has no shrinkage, so expected 0")
+        if compute not in COMPUTE:
+            raise UserError(f"compute is {compute}; expected one of {', '.join(COMPUTE)}")
+        if compute != "float32" and (estimator == "unbiased" or zeta == AUTO):
+            raise UserError(f"compute is {compute}; the unbiased estimator and zeta {AUTO} need float32")
         self.zeta = zeta
+        self.compute = compute
         self.estimator = estimator
         self.measure = "isoscore_star" if estimator == "shrinkage" else "isoscore_unbiased"
         self.shrinkage_covariance: Tensor | None = None
@@ -70,16 +84,28 @@ class IStar(Regularizer):
     def needs_shrinkage_covariance(self) -> bool:
         return self.zeta != 0
 
-    def penalty(self, hidden_states: Sequence[Tensor], attention_mask: Tensor | None) -> Penalty:
+    def begin(self, index: Tensor | None, checked: bool = False) -> Pass:
         if self.needs_shrinkage_covariance and self.shrinkage_covariance is None:
             raise UserError("the shrinkage covariance is not set; zeta > 0 needs it before the first step")
-        chosen = select_layers(hidden_states, self.layers)
-        mask = None if self.include_padding else attention_mask
-        if self.estimator == "unbiased":
-            score = union_isoscore_unbiased(chosen, mask, sync=self.sync)
-            return Penalty(1 - score.clamp(max=1), score.detach())
-        score, zeta = _union_score(_Shrinkage(self.shrinkage_covariance, self.zeta), chosen, mask, self.sync)
-        return Penalty(1 - score, score.detach(), zeta if self.zeta == AUTO else None)
+        is_unbiased = self.estimator == "unbiased"
+        estimator = _Unbiased() if is_unbiased else _Shrinkage(self.shrinkage_covariance, self.zeta)
+        products = torch.bfloat16 if self.compute == "bfloat16" else None
+        return _IStarPass(UnionScore(estimator, index, self.sync, products, checked), is_unbiased, self.zeta == AUTO)
+
+
+@dataclass(frozen=True)
+class _IStarPass:
+    union: UnionScore
+    is_unbiased: bool
+    tells_zeta: bool
+
+    def add(self, hidden_state: Tensor) -> Tensor:
+        return self.union.add(hidden_state)
+
+    def penalty(self) -> Penalty:
+        score, zeta = self.union.score()
+        value = 1 - (score.clamp(max=1) if self.is_unbiased else score)
+        return Penalty(value, score.detach(), zeta if self.tells_zeta else None)
 
 
 def union_isoscore_star(
@@ -93,7 +119,7 @@ def union_isoscore_star(
 
     The forward pass takes one product :math:`X^T X` per layer and keeps only moments; the backward pass is
     :math:`\partial\iota/\partial x = \frac{2(1-\zeta)}{n-1} (x - m) G`, one product per layer, with m the mean of the
-    union and G the symmetric derivative by the covariance (`isoscore_gradient`).
+    union and G the symmetric derivative by the covariance (`istar.measures.isoscore.score_and_gradient`).
 
     Args:
         hidden_states: tensors `(batch, tokens, d)`, any floating dtype; statistics are float32 or better.
@@ -113,7 +139,7 @@ def union_isoscore_star(
     """
     if shrinkage_covariance is None and zeta != 0:
         raise UserError(f"no shrinkage covariance was given for zeta = {zeta}; expected one unless zeta is 0")
-    return _union_score(_Shrinkage(shrinkage_covariance, zeta), hidden_states, attention_mask, sync)[0]
+    return _score(_Shrinkage(shrinkage_covariance, zeta), hidden_states, attention_mask, sync)
 
 
 def union_isoscore_unbiased(
@@ -133,109 +159,62 @@ def union_isoscore_unbiased(
     Raises:
         UserError: as `union_isoscore_star`, for fewer than 4 points in all, and where the measure is not defined.
     """
-    return _union_score(_Unbiased(), hidden_states, attention_mask, sync)[0]
+    return _score(_Unbiased(), hidden_states, attention_mask, sync)
 
 
-class _Scored(NamedTuple):
-    """A score, the zeta in it, and its derivatives by the covariance and, if that is in it, by the fourth-order sum.
-
-    That sum's own gradient needs the third-order one.
-    """
-
-    value: Tensor
-    zeta: Tensor
-    by_covariance: Tensor
-    by_fourth: Tensor | None = None
-    third: Tensor | None = None
+def _score(
+    estimator: "_Shrinkage | _Unbiased", hidden_states: Sequence[Tensor], attention_mask: Tensor | None, sync: bool
+) -> Tensor:
+    check_hidden_states(hidden_states, attention_mask)
+    union = UnionScore(estimator, token_index(attention_mask), sync, checked=True)
+    for hidden_state in hidden_states:
+        union.add(hidden_state)
+    return union.score()[0]
 
 
 @dataclass(frozen=True)
 class _Shrinkage:
+    """IsoScore* with a given zeta or, if that is `auto`, with the one estimated from the moments."""
+
     covariance: Tensor | None
     zeta: float | str
 
     @property
-    def moments(self) -> type[Moments]:
-        return FourthMoments if self.zeta == AUTO else Moments
+    def needs_fourth(self) -> bool:
+        return self.zeta == AUTO
 
-    def __call__(self, moments: Moments) -> _Scored:
-        zeta, covariance = self.zeta, moments.covariance()
+    def check(self, moments: Moments) -> None:
+        covariance = moments.covariance()
         if isinstance(moments, FourthMoments):
             assert self.covariance is not None
-            zeta = shrinkage_intensity(moments, self.covariance).item()
-        assert not isinstance(zeta, str)
+            shrinkage_intensity(moments, self.covariance)
+        elif self.covariance is not None:
+            assert not isinstance(self.zeta, str)
+            covariance = shrink(covariance, self.covariance, self.zeta)
+        closed_form(covariance)
+
+    def __call__(self, moments: Moments) -> Scored:
+        covariance = defined_covariance(moments)
+        zeta = covariance.new_zeros(()) if isinstance(self.zeta, str) else covariance.new_tensor(self.zeta)
+        if isinstance(moments, FourthMoments):
+            assert self.covariance is not None
+            zeta = intensity(moments, self.covariance)
         if self.covariance is not None:
-            covariance = shrink(covariance, self.covariance, zeta)
-        gradient = (1 - zeta) * isoscore_gradient(covariance)
-        return _Scored(closed_form(covariance), covariance.new_tensor(zeta), gradient)
+            covariance = torch.lerp(covariance, self.covariance.to(covariance), zeta)
+        score, gradient = score_and_gradient(covariance)
+        return Scored(score, zeta, (1 - zeta) * gradient)
 
 
 class _Unbiased:
-    moments = FourthMoments
+    """The unbiased IsoScore."""
 
-    def __call__(self, moments: Moments) -> _Scored:
+    needs_fourth = True
+
+    def check(self, moments: Moments) -> None:
+        assert isinstance(moments, FourthMoments)
+        isoscore_unbiased(moments)
+
+    def __call__(self, moments: Moments) -> Scored:
         assert isinstance(moments, FourthMoments)
         score, gradient = unbiased_score_and_gradient(moments)
-        return _Scored(score, torch.zeros_like(score), gradient.covariance, gradient.fourth, moments.third)
-
-
-def _union_score(
-    estimator: _Shrinkage | _Unbiased, hidden_states: Sequence[Tensor], attention_mask: Tensor | None, sync: bool
-) -> tuple[Tensor, Tensor]:
-    """The score of the union, and the zeta in it (detached)."""
-    check_hidden_states(hidden_states, attention_mask)
-    score, zeta = _UnionScore.apply(estimator, token_index(attention_mask), sync, *hidden_states)
-    return score, zeta
-
-
-class _UnionScore(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, estimator: _Shrinkage | _Unbiased, index: Tensor | None, sync: bool, *hidden_states: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        first = hidden_states[0]
-        moments = estimator.moments(first.shape[-1], first.device)
-        for hidden_state in hidden_states:
-            moments.update(gather_points(hidden_state, index))
-        if sync:
-            moments.all_reduce()
-        scored = estimator(moments)
-        ctx.processes = world_size() if sync else 1
-        ctx.count = moments.count
-        by_covariance, by_fourth, third = scored[2:]
-        ctx.save_for_backward(moments.mean, by_covariance, by_fourth, third, index, *hidden_states)
-        ctx.mark_non_differentiable(scored.zeta)
-        return scored.value.to(torch.promote_types(first.dtype, torch.float32)), scored.zeta
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_score: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        mean, by_covariance, by_fourth, third, index, *hidden_states = ctx.saved_tensors
-        scale = grad_score * ctx.processes
-        linear = by_covariance * (2 * scale / (ctx.count - 1))
-        cubic = None if by_fourth is None else (4 * scale * by_fourth, third / ctx.count)
-        with full_precision(mean.device):
-            grads = [
-                _point_gradient(hidden_state, index, mean, linear, cubic) if needed else None
-                for hidden_state, needed in zip(hidden_states, ctx.needs_input_grad[3:], strict=True)
-            ]
-        return None, None, None, *grads
-
-
-def _point_gradient(
-    hidden_state: Tensor, index: Tensor | None, mean: Tensor, linear: Tensor, cubic: tuple[Tensor, Tensor] | None
-) -> Tensor:
-    """`y G` and, with `cubic = (c, t / n)`, `c (||y||^2 y - t / n)` on top, for the points y about the mean."""
-    points = gather_points(hidden_state, index)
-    centered = points - mean.to(points.dtype)
-    rows = centered @ linear.to(points.dtype)
-    if cubic is not None:
-        factor, shift = cubic
-        # Wide until they are multiplied: cubes leave float32 where the gradient does not.
-        squares = centered.square().sum(-1, keepdim=True).to(factor.dtype)
-        rows = rows.addcmul_((factor * squares).to(rows.dtype), centered).sub_((factor * shift).to(rows.dtype))
-    rows = rows.to(hidden_state.dtype)
-    if index is None:
-        return rows.reshape(hidden_state.shape)
-    full = torch.zeros_like(hidden_state, memory_format=torch.contiguous_format)
-    return full.reshape(-1, hidden_state.shape[-1]).index_copy_(0, index, rows).reshape(hidden_state.shape)
+        return Scored(score, torch.zeros_like(score), gradient.covariance, gradient.fourth, moments.third)

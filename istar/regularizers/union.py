@@ -1,0 +1,204 @@
+"""A score of the union of several layers' points, with its gradient, as the layers come.
+
+Plain autograd would keep the points of all layers side by side, take the products with both X and X^T in backward, and
+add each layer's share of the gradient in a pass of its own. Here each layer is an identity that the model computes
+through: on the way forward it adds its points to the sums, on the way back its share to the gradient that is passing.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from istar.measures import FourthMoments, Moments
+from istar.measures.moments import full_precision
+from istar.measures.union import Centered, UnionSums
+from istar.regularizers.base import world_size
+from istar.regularizers.points import gather_points
+
+
+class Scored(NamedTuple):
+    """A score, the zeta in it, and its derivatives by the covariance and, if that is in it, by the fourth-order sum.
+
+    That sum's own gradient needs the third-order one.
+    """
+
+    value: Tensor
+    zeta: Tensor
+    by_covariance: Tensor
+    by_fourth: Tensor | None = None
+    third: Tensor | None = None
+
+
+class Estimator(Protocol):
+    """From the moments of the union to the score and its derivatives."""
+
+    @property
+    def needs_fourth(self) -> bool:
+        """Whether they must be `FourthMoments`; the products are then those of the sums."""
+
+    def check(self, moments: Moments) -> None:
+        """Refuse moments that have no score."""
+
+    def __call__(self, moments: Moments) -> Scored:
+        """NaN where there is no score."""
+
+
+class UnionScore:
+    """The score of the union of layers, each of which passes through `add` on its way through the model.
+
+    Args:
+        estimator: of the score.
+        index: which points count, see `istar.regularizers.points.token_index`.
+        sync: over the union of all processes' points.
+        products: dtype of the products with the points; None takes that of the sums.
+        checked: let the estimator look at the moments first, which makes the host wait for a device.
+    """
+
+    def __init__(
+        self,
+        estimator: Estimator,
+        index: Tensor | None,
+        sync: bool,
+        products: torch.dtype | None = None,
+        checked: bool = False,
+    ) -> None:
+        self._pass = _Pass(estimator, index, sync, products, checked)
+        self._links: list[Tensor] = []
+
+    def add(self, hidden_state: Tensor) -> Tensor:
+        """Take in a layer's points `(batch, tokens, d)`.
+
+        Returns:
+            The same numbers. What is computed from them hands its gradient back through this layer's share, which
+            costs less than adding both; but what is computed from the tensor given gets the same gradient.
+        """
+        hidden_state, link = _Layer.apply(self._pass, hidden_state)
+        self._links.append(link)
+        return hidden_state
+
+    def score(self) -> tuple[Tensor, Tensor]:
+        """The score, differentiable, at least float32, and the zeta in it, detached; both 0-d."""
+        # Not kept: the links hold the graph, which holds the pass.
+        links, self._links = self._links, []
+        score, zeta = _Score.apply(self._pass, *links)
+        return score, zeta
+
+
+@dataclass
+class _Gradient:
+    """Of the points x, `y G` and, with `cubic = (c, t / n)`, `c (||y||^2 y - t / n)` on top, for y = x - mean."""
+
+    mean: Tensor
+    linear: Tensor
+    cubic: tuple[Tensor, Tensor] | None
+
+
+@dataclass
+class _Pass:
+    """What the layers and the score of one pass share."""
+
+    estimator: Estimator
+    index: Tensor | None
+    sync: bool
+    products: torch.dtype | None
+    checked: bool
+    sums: UnionSums | FourthMoments | None = None
+    gradient: _Gradient | None = field(default=None, repr=False)
+
+    def add(self, states: Tensor, keep: bool) -> Centered | None:
+        """Sum the points; returns what backward shall use in their place, if that takes less memory."""
+        if self.sums is None:
+            dtype = torch.promote_types(states.dtype, torch.float32)
+            dim, device = states.shape[-1], states.device
+            products = self.products or dtype
+            self.sums = (
+                FourthMoments(dim, device) if self.estimator.needs_fourth else UnionSums(dim, device, dtype, products)
+            )
+        if isinstance(self.sums, FourthMoments):
+            self.sums.update(gather_points(states, self.index))
+            return None
+        is_smaller = self.sums.products.itemsize < states.dtype.itemsize
+        return self.sums.add(states, self.index, keep and is_smaller)
+
+    def moments(self) -> Moments:
+        assert self.sums is not None
+        moments = self.sums.moments() if isinstance(self.sums, UnionSums) else self.sums
+        if self.sync:
+            moments.all_reduce()
+        if self.checked:
+            self.estimator.check(moments)
+        return moments
+
+
+class _Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shared: _Pass, states: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        kept = shared.add(states, ctx.needs_input_grad[1])
+        ctx.shared, ctx.like = shared, (states.shape, states.dtype)
+        ctx.save_for_backward(*(kept or (states, None)))
+        return states, states.new_zeros((), dtype=torch.promote_types(states.dtype, torch.float32))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, link: Tensor | None) -> tuple[None, Tensor | None]:
+        if link is None:
+            return None, grad
+        shared, (points, shift) = ctx.shared, ctx.saved_tensors
+        with full_precision(points.device):
+            if shift is None:
+                rows = _exact_rows(shared.gradient, gather_points(points, shared.index))
+            else:
+                rows = _rounded_rows(shared.gradient, points, shift)
+        shape, dtype = ctx.like
+        return None, _placed(rows.to(dtype), shared.index, grad, shape).view(shape)
+
+
+class _Score(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shared: _Pass, *links: Tensor) -> tuple[Tensor, Tensor]:
+        moments = shared.moments()
+        scored = shared.estimator(moments)
+        ctx.shared, ctx.processes = shared, world_size() if shared.sync else 1
+        ctx.save_for_backward(moments.count, moments.mean, *scored[2:])
+        ctx.mark_non_differentiable(scored.zeta)
+        return scored.value.to(links[0].dtype), scored.zeta
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_score: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        count, mean, by_covariance, by_fourth, third = ctx.saved_tensors
+        scale = grad_score * ctx.processes
+        linear = by_covariance * (2 * scale / (count - 1))
+        cubic = None if by_fourth is None else (4 * scale * by_fourth, third / count)
+        # The layers' backward comes behind this one: it needs the gradient of their links.
+        ctx.shared.gradient = _Gradient(mean, linear, cubic)
+        return None, *(grad_score if needed else None for needed in ctx.needs_input_grad[1:])
+
+
+def _exact_rows(gradient: _Gradient, points: Tensor) -> Tensor:
+    centered = points - gradient.mean.to(points.dtype)
+    rows = centered @ gradient.linear.to(points.dtype)
+    if gradient.cubic is not None:
+        factor, offset = gradient.cubic
+        # Wide until they are multiplied: cubes leave float32 where the gradient does not.
+        squares = centered.square().sum(-1, keepdim=True).to(factor.dtype)
+        rows = rows.addcmul_((factor * squares).to(rows.dtype), centered).sub_((factor * offset).to(rows.dtype))
+    return rows
+
+
+def _rounded_rows(gradient: _Gradient, points: Tensor, shift: Tensor) -> Tensor:
+    """The product in the dtype of the points, which are about `shift`; what that misses of the mean is exact."""
+    missed = (shift - gradient.mean) @ gradient.linear
+    return missed.to(shift.dtype) + points @ gradient.linear.to(points.dtype)
+
+
+def _placed(rows: Tensor, index: Tensor | None, grad: Tensor | None, shape: torch.Size) -> Tensor:
+    """The rows where their points stand in states of this shape, added to the gradient that is there."""
+    if index is None:
+        return rows if grad is None else rows.add_(grad.reshape(rows.shape))
+    full = rows.new_zeros(shape) if grad is None else grad
+    return full.reshape(-1, shape[-1]).index_add(0, index, rows)
