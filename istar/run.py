@@ -1,6 +1,5 @@
 """run(config) -> RunRecord: the one place that assembles data, model, penalty and trainer."""
 
-import hashlib
 import json
 import logging
 import os
@@ -23,17 +22,18 @@ from torch._dynamo.exc import TorchDynamoException
 from transformers import PreTrainedTokenizerBase
 
 from istar import models, results
-from istar.config import Config, CosRegConfig, IStarConfig, ModelConfig, TaskConfig, TrainerConfig
-from istar.errors import NonFiniteError, StoppedError, UserError, did_you_mean, shorten
+from istar.config import Config, CosRegConfig, IStarConfig, TaskConfig, TrainerConfig
+from istar.errors import NonFiniteError, StoppedError, UserError, shorten
 from istar.files import remove_drafts, sole_writer, write_text
+from istar.folders import Examples, finished_run, folder_of, load_examples, model_identity, task_spec
 from istar.regularizers import CosReg, IStar, Regularizer, layer_numbers
 from istar.reports.tables import summary
 from istar.results import RunRecord
 from istar.schema import to_dict
 from istar.tasks.evaluation import Evaluator, constant_baseline, write_submission
 from istar.tasks.features import Collator, featurize, max_length_for
-from istar.tasks.loading import fingerprint, load_splits, overlap
-from istar.tasks.specs import TASKS, TaskSpec
+from istar.tasks.loading import fingerprint, overlap
+from istar.tasks.specs import TaskSpec
 from istar.training import FineTuner, FineTuningData, History, LayerIsotropy, ShrinkageCovariance, merge_outputs
 from istar.training.checkpoints import Checkpoints, keep_newest, load, resumable
 from istar.training.geometry import geometry
@@ -45,7 +45,6 @@ from istar.training.signals import StopSignal, handlers_put_back
 from istar.training.trainer import (
     build_trainer,
     check_hardware,
-    count_devices,
     keeps_checkpoints,
     processes_to_start,
     quiet_lightning,
@@ -56,15 +55,6 @@ GEOMETRY = "geometry.json"
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Examples:
-    """The splits of a task: texts and labels, or features."""
-
-    train: Dataset
-    validation: list[Dataset]
-    test: list[Dataset]
 
 
 @dataclass(frozen=True)
@@ -119,12 +109,12 @@ def run(config: Config, console: Console | None = None, search: str | None = Non
     if getattr(rank_zero_only, "rank", 0):
         # Every process would say the same.
         logging.getLogger("istar").setLevel(logging.ERROR)
-    spec = _task_spec(config.task)
+    spec = task_spec(config.task)
     check_hardware(config.trainer)
     examples = load_examples(spec, config.task)
     digest = fingerprint(examples.train, *examples.validation)
     tokenizer = models.load_tokenizer(config.model)
-    folder = _root(config) / _run_name(config, digest, _model_identity(config.model))
+    folder = folder_of(config, digest, model_identity(config.model))
     finished = None if config.run.overwrite else finished_run(folder, config)
     if finished is None:
         job = _assemble(config, spec, folder, examples, tokenizer, search)
@@ -151,126 +141,6 @@ def build_regularizer(config: Any) -> Regularizer | None:
     if isinstance(config, CosRegConfig):
         return CosReg(**{key: getattr(config, key) for key in shared})
     return None
-
-
-def load_examples(spec: TaskSpec, config: TaskConfig) -> Examples:
-    """The task's splits, cut to `limit_train` and `limit_validation`; warns of validation text in the training data.
-
-    Raises:
-        UserError: see `load_splits`.
-    """
-    test = [split.name for split in spec.test] if config.submission else []
-    validation = [split.name for split in spec.validation]
-    splits = load_splits(spec, config.data_dir, [spec.train, *validation, *test])
-    examples = Examples(
-        _first(splits[spec.train], config.limit_train),
-        [_first(splits[name], config.limit_validation) for name in validation],
-        [splits[name] for name in test],
-    )
-    for name, split in zip(validation, examples.validation, strict=True):
-        shared = overlap(spec, examples.train, split)
-        if shared:
-            log.warning(
-                "%d of the %d examples of %s stand in the training data, word for word: the score on them says little",
-                shared,
-                len(split),
-                name,
-            )
-    return examples
-
-
-def _task_spec(config: TaskConfig) -> TaskSpec:
-    spec = TASKS.get(config.name)
-    if spec is None:
-        raise UserError(
-            f"task.name={config.name} is not known{did_you_mean(config.name, TASKS)}; one of {', '.join(TASKS)}"
-        )
-    if config.submission and not any(split.submission for split in spec.test):
-        raise UserError(f"task.submission=true, but {spec.name} is not one of GLUE's tasks and has no submission file")
-    return spec
-
-
-def _first(dataset: Dataset, limit: int | None) -> Dataset:
-    return dataset if limit is None else dataset.select(range(min(limit, len(dataset))))
-
-
-def _root(config: Config) -> Path:
-    return Path(config.run.root).expanduser()
-
-
-def _run_name(config: Config, data: str, model: str) -> str:
-    values = to_dict(config)
-    # Their number multiplies the batch; which ones they are does not matter.
-    values["trainer"]["devices"] = count_devices(config.trainer)
-    digits = results.identity(values, data, model)
-    return "-".join([config.task.name, Path(config.model.name).name, config.reg.name, digits])
-
-
-class Folders:
-    """Where runs lie that need not have been started: reads each data set and hashes each model once.
-
-    Attributes:
-        sizes: number of training examples, by the key of `data_of`.
-    """
-
-    def __init__(self) -> None:
-        self.sizes: dict[str, int] = {}
-        self._data: dict[str, str] = {}
-        self._models: dict[str, str] = {}
-
-    def __call__(self, config: Config) -> Path:
-        """The run's folder.
-
-        Raises:
-            UserError: if its data cannot be loaded.
-        """
-        data, model = self.data_of(config), repr(config.model)
-        if data not in self._data:
-            examples = load_examples(_task_spec(config.task), config.task)
-            self.sizes[data] = len(examples.train)
-            self._data[data] = fingerprint(examples.train, *examples.validation)
-        if model not in self._models:
-            self._models[model] = _model_identity(config.model)
-        return _root(config) / _run_name(config, self._data[data], self._models[model])
-
-    @staticmethod
-    def data_of(config: Config) -> str:
-        """What tells the data of one run from those of another."""
-        return repr(replace(config.task, max_length=None, submission=False))
-
-
-def _model_identity(config: ModelConfig) -> str:
-    folder = Path(config.name)
-    if not folder.is_dir() or not config.pretrained:
-        return f"{config.name}@{config.revision or 'main'}"
-    digest = hashlib.blake2b()
-    for path in sorted(folder.iterdir()):
-        if path.is_file() and path.suffix in (".json", ".txt", ".safetensors", ".bin", ".model"):
-            digest.update(path.name.encode())
-            with path.open("rb") as file:
-                digest.update(hashlib.file_digest(file, "blake2b").digest())
-    return digest.hexdigest()
-
-
-def finished_run(folder: Path, config: Config) -> RunRecord | None:
-    """The finished run of this config, if there is one.
-
-    Raises:
-        UserError: if it lacks what the config asks for beside the result, which is not part of its name.
-    """
-    try:
-        if not (folder / results.RESULT).exists():
-            return None
-    except OSError as error:
-        raise UserError(f"run.root={config.run.root} cannot be used: {shorten(error)}") from error
-    record = results.read(folder)
-    if record.status != "finished":
-        return None
-    wanted = {"submission": config.task.submission, "model": config.run.save_model}
-    for name, is_wanted in wanted.items():
-        if is_wanted and not (folder / name).is_dir():
-            raise UserError(f"{folder} is finished but was run without {name}/; run.overwrite=true runs it again")
-    return record
 
 
 def _featurize(

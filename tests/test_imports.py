@@ -51,9 +51,10 @@ ALLOWED = {
     "geometry": {"geometry", "reports", "models", "tasks", "measures", "config", "errors", "files", "hub"},
     "training": {"training", "tasks", "regularizers", "measures", "config", "schema", "errors", "files", "hub"},
     "results": {"files", "errors"},
+    "folders": {"results", "tasks", "training", "config", "schema", "errors"},
     "reports": {"reports", "results", "config", "measures", "files", "errors"},
 }
-ASSEMBLING = {"run", "launch", "sweeps", "cli"}
+ASSEMBLING = {"run", "launch", "forking", "sweeps", "cli"}
 LIBRARIES = {
     "measures": {"torch"},
     "regularizers": {"torch"},
@@ -106,6 +107,7 @@ def test_only_assemblers_assemble() -> None:
         ("istar.measures", "lightning transformers datasets hydra omegaconf evaluate matplotlib pandas"),
         ("istar.regularizers", "lightning transformers datasets hydra omegaconf evaluate matplotlib pandas"),
         ("istar.geometry.wordsim", "lightning transformers datasets hydra omegaconf evaluate matplotlib pandas"),
+        ("istar.folders", "lightning transformers hydra_plugins optuna matplotlib"),
         ("istar.results", "torch lightning transformers datasets hydra matplotlib"),
         ("istar.reports.tables", "torch lightning transformers datasets hydra"),
         ("istar.schema", "lightning transformers datasets evaluate"),

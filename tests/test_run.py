@@ -19,9 +19,9 @@ from rich.console import Console
 from transformers import AutoModelForQuestionAnswering, AutoModelForSequenceClassification, AutoTokenizer
 
 from istar import results, tiny
-from istar import run as run_module
 from istar.config import Config
 from istar.errors import UserError
+from istar.folders import folder_of, load_examples
 from istar.results import RunRecord
 from istar.run import run
 from istar.schema import to_dict
@@ -756,14 +756,14 @@ def test_limits_beyond_the_data(small: Build) -> None:
 
 def test_devices_count_for_the_name_by_their_number(small: Build) -> None:
     settings = [small(f"trainer.devices={devices}") for devices in ("1", "auto", "'1'")]
-    names = {run_module._run_name(config, "data", "model") for config in settings}
+    names = {folder_of(config, "data", "model").name for config in settings}
     assert len(names) == 1
-    assert run_module._run_name(small("trainer.devices=2"), "data", "model") not in names
+    assert folder_of(small("trainer.devices=2"), "data", "model").name not in names
 
 
 def test_examples_are_the_first_ones(small: Build) -> None:
     config = small("task.limit_train=3", "task.limit_validation=2")
-    examples = run_module.load_examples(TASKS["demo"], config.task)
+    examples = load_examples(TASKS["demo"], config.task)
     assert isinstance(examples.train, Dataset)
     assert examples.train[:] == demo.generate("demo", "train")[:3]
     assert [split[:] for split in examples.validation] == [demo.generate("demo", "validation")[:2]]

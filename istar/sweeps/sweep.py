@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from omegaconf import DictConfig
 from rich.console import Console
@@ -14,13 +14,15 @@ from istar import results, schema
 from istar.config import Config, SweepConfig, WandbConfig
 from istar.errors import StoppedError, UserError
 from istar.files import write_text
+from istar.folders import Folders, finished_run
 from istar.reports import figures, tables
 from istar.results import RunRecord
-from istar.run import Folders, finished_run
 from istar.sweeps import board, cost, pool, trials
 from istar.sweeps.board import Board, Entry, State, duration
-from istar.sweeps.study import Study
 from istar.sweeps.trials import Overrides, Trial
+
+if TYPE_CHECKING:
+    from istar.sweeps.study import Study
 
 SEARCH, SEEDS = "search", "seeds"
 _COMPARED = 24
@@ -207,7 +209,7 @@ class Queue:
 class Searched(Queue):
     """The runs that Optuna asks for, one by one."""
 
-    def __init__(self, runs: Runs, shown: Board, study: Study) -> None:
+    def __init__(self, runs: Runs, shown: Board, study: "Study") -> None:
         super().__init__(runs, shown)
         self._study = study
         self._numbers: dict[str, int] = {}
@@ -241,6 +243,9 @@ class Searched(Queue):
 
 def search(runs: Runs, shown: Board) -> None:
     """Carry out what Optuna asks for, and what it has asked for before."""
+    # Seconds of imports that no grid needs.
+    from istar.sweeps.study import Study
+
     study = Study(runs.request.settings, runs.spaces, runs.folder)
     try:
         for _, overrides in study.ended_trials():
