@@ -11,17 +11,19 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
 
 from istar.errors import UserError, shorten
 from istar.files import replacing
 from istar.training.history import History
+from istar.training.lagging import Lagging
 from istar.training.metrics_file import MetricsFile
 from istar.training.module import gathered
 from istar.training.signals import StopSignal
 
-FORMAT = 1
+FORMAT = 2
 KEPT = 2
 """Checkpoints to keep: should the newest be damaged, the one before it serves."""
 
@@ -109,7 +111,8 @@ class Checkpoints(Checkpoint):
         self.every_n_steps = every_n_steps
         self.every_n_minutes = every_n_minutes
         self._step = 0
-        self._saved_at = time.monotonic()
+        self._saved_at, self._saved_step = time.monotonic(), 0
+        self._asked: Lagging[int] = Lagging()
         self._resumed: Mapping[str, Any] | None = None
 
     # ---- writing
@@ -121,11 +124,11 @@ class Checkpoints(Checkpoint):
         if trainer.global_step == self._step or is_last:
             return
         self._step = trainer.global_step
-        is_overdue = self._agree(trainer, pl_module.device)
-        is_stopped = self.stop.number is not None
-        if is_stopped or is_overdue or (self.every_n_steps and self._step % self.every_n_steps == 0):
+        is_overdue, number = self._agree(trainer, pl_module.device)
+        if number or is_overdue or (self.every_n_steps and self._step % self.every_n_steps == 0):
             self._save(trainer)
-        if is_stopped:
+        if number:
+            self.stop.number = number
             self.stop.interrupt(f"saved at step {self._step}")
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -145,19 +148,28 @@ class Checkpoints(Checkpoint):
         found = _numbered(self.folder, "step")
         return found[-1] if found else None
 
-    def _agree(self, trainer: L.Trainer, device: torch.device) -> bool:
-        """Whether the time for a checkpoint has come; processes, whose clocks and signals differ, take each other's."""
+    def _agree(self, trainer: L.Trainer, device: torch.device) -> tuple[bool, int]:
+        """Whether the time for a checkpoint has come, and which signal, or 0.
+
+        Processes, whose clocks and signals differ, take each other's: on a device some steps later.
+        """
         minutes = (time.monotonic() - self._saved_at) / 60
-        is_overdue = self.every_n_minutes is not None and minutes >= self.every_n_minutes
-        if trainer.world_size > 1:
-            own = torch.tensor([is_overdue, self.stop.number or 0], device=device)
-            latest, number = trainer.strategy.reduce(own, reduce_op="max").tolist()
-            is_overdue, self.stop.number = bool(latest), number or None
-        return is_overdue
+        is_overdue, number = self.every_n_minutes is not None and minutes >= self.every_n_minutes, self.stop.number or 0
+        if trainer.world_size == 1:
+            return is_overdue, number
+        # Filled in place: a copy to the device would wait for it.
+        own = torch.stack([torch.full((), value, dtype=torch.int64, device=device) for value in (is_overdue, number)])
+        dist.all_reduce(own, op=dist.ReduceOp.MAX)
+        self._asked.send(self._step, own)
+        is_overdue, number = False, 0
+        for asked_at, (overdue, signal) in self._asked.read():
+            # What was overdue before the latest checkpoint has been written with it.
+            is_overdue, number = is_overdue or (bool(overdue) and asked_at > self._saved_step), max(number, int(signal))
+        return is_overdue, number
 
     def _save(self, trainer: L.Trainer) -> None:
         trainer.save_checkpoint(self.folder / f"step-{trainer.global_step}.ckpt")
-        self._saved_at = time.monotonic()
+        self._saved_at, self._saved_step = time.monotonic(), trainer.global_step
         if trainer.is_global_zero:
             self.metrics.write()
             self._prune()

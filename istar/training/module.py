@@ -1,6 +1,5 @@
 """The LightningModule: what a step computes, and the metrics from all predictions at once."""
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -14,16 +13,17 @@ from torch.optim import AdamW, Optimizer
 from transformers import PreTrainedModel, get_scheduler
 
 from istar.config import OptimConfig
-from istar.errors import NonFiniteError
-from istar.regularizers import Penalty, Regularizer
+from istar.errors import UserError, shorten
+from istar.regularizers import Regularizer
 from istar.regularizers.base import world_size
+from istar.regularizers.points import token_index
 from istar.tasks.evaluation import Evaluation, Evaluator
+from istar.training.nonfinite import StepGuard, leave_out, spoil
+from istar.training.taps import Taps, find_taps, forward_with_penalty
 
 Batch = dict[str, Tensor]
 Outputs = dict[int, np.ndarray]
 T = TypeVar("T")
-
-log = logging.getLogger(__name__)
 
 
 class FineTuner(L.LightningModule):
@@ -37,7 +37,7 @@ class FineTuner(L.LightningModule):
         skip_nonfinite: leave out optimizer steps whose gradient is not finite instead of stopping.
 
     Attributes:
-        skipped_steps: how many were left out.
+        guard: keeps steps that are not finite from the weights.
         evaluations: metrics and predictions of the latest validation, by the same suffix.
         metrics: all metrics of the latest validation, e.g. `accuracy` and `accuracy_mismatched`.
     """
@@ -56,20 +56,24 @@ class FineTuner(L.LightningModule):
         self.regularizer = regularizer if regularizer is not None and regularizer.weight != 0 else None
         self.optim = optim
         self.evaluators = dict(evaluators)
-        self.skip_nonfinite = skip_nonfinite
-        self.skipped_steps = 0
+        self.guard = StepGuard(skip_nonfinite)
+        self._taps: tuple[Taps | None, ...] = ()
         self._logged: dict[str, Any] = {}
         self.evaluations: dict[str, Evaluation] = {}
         self.metrics: dict[str, float] = {}
         self._outputs: list[Outputs] = []
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        outputs = self.model(**_model_inputs(batch), output_hidden_states=self.regularizer is not None)
+        inputs, penalty = _model_inputs(batch), None
+        if self.regularizer is None:
+            outputs = self.model(**inputs)
+        else:
+            index = batch["token_index"] if "token_index" in batch else token_index(batch["attention_mask"])
+            outputs, penalty = forward_with_penalty(self.model, inputs, self.regularizer, index, self.taps(inputs))
         loss = outputs.loss
         self._check_finite("task loss", loss)
         logged = {"train/task_loss": loss.detach()}
-        if self.regularizer is not None:
-            penalty = self._penalty(self.regularizer, outputs.hidden_states, batch["attention_mask"])
+        if self.regularizer is not None and penalty is not None:
             weighted = self.regularizer.weight * penalty.value
             self._check_finite("penalty", weighted)
             loss = loss + weighted.to(loss.dtype)
@@ -77,7 +81,6 @@ class FineTuner(L.LightningModule):
             if penalty.zeta is not None:
                 logged["train/zeta"] = penalty.zeta
         self._logged = logged | {"train/loss": loss.detach()}
-        self.log("loss", loss.detach(), prog_bar=True, logger=False)
         return loss
 
     def configure_gradient_clipping(
@@ -87,56 +90,57 @@ class FineTuner(L.LightningModule):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Clip by the norm of the whole gradient; one that is not finite never reaches the weights."""
+        step, scaler = self.trainer.global_step + 1, getattr(self.trainer.precision_plugin, "scaler", None)
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
-        norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
-        self._log_step({"train/grad_norm": norm, "train/lr": optimizer.param_groups[0]["lr"]})
-        # With 16-mixed overflow is a part of the method: the scaler leaves such steps out by itself.
-        if self.trainer.precision != "16-mixed" and not norm.isfinite():
-            self._refuse_gradient(optimizer, norm)
-        elif gradient_clip_val is not None:
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if scaler is not None:
+            # Overflow is a part of the method: the scaler leaves out what it finds in the gradient.
+            spoil(gradients, self.guard.close(step, None))
+            # Lightning leaves this to fused optimizers, which would do so behind the clipping.
+            scaler.unscale_(optimizer)
+        norm = get_total_norm(gradients)
+        if scaler is None:
+            leave_out(optimizer, self.guard.close(step, norm))
+        if gradient_clip_val is not None:
             clip_grads_with_norm_(parameters, gradient_clip_val, norm)
+        self._log_step({"train/grad_norm": norm, "train/lr": optimizer.param_groups[0]["lr"]})
+        self.guard.tell()
 
     def _log_step(self, more: Mapping[str, Any]) -> None:
-        """Log a step at once: Lightning would do so behind the hooks that write checkpoints, which must hold it."""
-        logged = {**self._logged, **more}
-        self.log_dict(logged, logger=False)
-        if (self.trainer.global_step + 1) % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
-            log_now(self.trainer, logged)
+        """Log a step at once: Lightning would do so behind the hooks that write checkpoints, which must hold it.
 
-    def _refuse_gradient(self, optimizer: Optimizer, norm: Tensor) -> None:
-        """All processes see the same gradient here, so all of them skip, or all stop."""
-        if not self.skip_nonfinite:
-            raise NonFiniteError(f"step {self.trainer.global_step + 1}: the norm of the gradient is {norm.item():g}")
-        # AdamW passes over parameters without a gradient, their decay and moments included.
-        optimizer.zero_grad()
-        self.skipped_steps += 1
-        log.warning("step %d is skipped: the norm of its gradient is %g", self.trainer.global_step + 1, norm.item())
+        Only here the host waits for the device, every `log_every_n_steps`. What it reads goes to the progress bar as
+        well: left to Lightning, that would read a figure of every batch from the device.
+        """
+        if (self.trainer.global_step + 1) % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+            values = log_now(self.trainer, {**self._logged, **more})
+            self.log_dict({name: torch.tensor(value) for name, value in values.items()}, logger=False)
+            self.log("loss", torch.tensor(values["train/loss"]), prog_bar=True, logger=False)
 
     def _check_finite(self, name: str, value: Tensor) -> None:
-        if not self.skip_nonfinite and not value.detach().isfinite():
-            raise NonFiniteError(f"step {self.trainer.global_step + 1}: the {name} is {value.item():g}")
+        self.guard.see(name, value)
 
-    def _penalty(self, regularizer: Regularizer, hidden_states: Sequence[Tensor], mask: Tensor) -> Penalty:
-        try:
-            return regularizer.penalty(hidden_states, mask)
-        except NonFiniteError as error:
-            if not self.skip_nonfinite:
-                raise NonFiniteError(f"step {self.trainer.global_step + 1}: no penalty: {error}") from error
-            # Carries on to the gradient, where the step is skipped on all processes together.
-            nan = hidden_states[-1].sum() * torch.nan
-            return Penalty(nan, nan.detach())
+    def on_validation_start(self) -> None:
+        if self.trainer.state.fn == "fit":
+            self.guard.tell(everything=True)
+
+    def on_train_epoch_end(self) -> None:
+        self.guard.tell(everything=True)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["skipped_steps"] = self.skipped_steps
+        # No state is kept that has a step behind it of which the host does not know.
+        self.guard.tell(everything=True)
+        checkpoint["skipped_steps"] = self.guard.skipped
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.skipped_steps = checkpoint["skipped_steps"]
+        self.guard.skipped = checkpoint["skipped_steps"]
 
     def on_validation_epoch_start(self) -> None:
         self._outputs = [{} for _ in self.evaluators]
 
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
-        outputs = self.model(**_model_inputs(batch), output_hidden_states=True)
+        # Only the first set's states are looked at.
+        outputs = self.model(**_model_inputs(batch), output_hidden_states=dataloader_idx == 0)
         self._outputs[dataloader_idx] |= _logits_by_feature(batch, outputs)
         if outputs.loss is not None and dataloader_idx == 0:
             # A sum of shares: Lightning rounds the number of examples when it averages over processes.
@@ -159,6 +163,18 @@ class FineTuner(L.LightningModule):
     def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Outputs:
         return _logits_by_feature(batch, self.model(**_model_inputs(batch)))
 
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Look for the real tokens while the mask is on the host: a device would make it wait for the answer."""
+        if self.regularizer is not None and self.trainer.training:
+            batch["token_index"] = token_index(batch["attention_mask"])
+        return batch
+
+    def taps(self, inputs: Batch) -> Taps | None:
+        """Where the model's hidden states come about; found by the first example of the first inputs."""
+        if self._taps == ():
+            self._taps = (find_taps(self.model, {name: value[:1] for name, value in inputs.items()}),)
+        return self._taps[0]
+
     def hidden_states(self, batch: Batch) -> tuple[Tensor, ...]:
         """Embedding output and the output of every layer, `(batch, tokens, d)` each."""
         inputs = {key: value for key, value in _model_inputs(batch).items() if key not in _TARGETS}
@@ -166,12 +182,7 @@ class FineTuner(L.LightningModule):
         return states
 
     def configure_optimizers(self) -> Any:
-        optimizer = AdamW(
-            parameter_groups(self.model, self.optim.weight_decay),
-            lr=self.optim.lr,
-            betas=(self.optim.betas[0], self.optim.betas[1]),
-            eps=self.optim.eps,
-        )
+        optimizer = fused_adamw(parameter_groups(self.model, self.optim.weight_decay), self.optim)
         steps = int(self.trainer.estimated_stepping_batches)
         warmup = round(self.optim.warmup * steps)
         name = "constant_with_warmup" if self.optim.schedule == "constant" else self.optim.schedule
@@ -180,6 +191,22 @@ class FineTuner(L.LightningModule):
 
 
 _TARGETS = ("labels", "start_positions", "end_positions")
+
+
+def fused_adamw(groups: list[dict[str, Any]], optim: OptimConfig) -> AdamW:
+    """AdamW in one kernel, which can leave out a step by itself.
+
+    Raises:
+        UserError: on a device for which torch has none.
+    """
+    betas = (optim.betas[0], optim.betas[1])
+    try:
+        return AdamW(groups, lr=optim.lr, betas=betas, eps=optim.eps, fused=True)
+    except RuntimeError as error:
+        raise UserError(
+            f"torch has no fused AdamW for these weights, and only that leaves out steps that are not finite: "
+            f"{shorten(error)}"
+        ) from error
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -198,11 +225,12 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
 
 
-def log_now(trainer: L.Trainer, metrics: Mapping[str, Any]) -> None:
-    """Send metrics to the loggers without delay."""
+def log_now(trainer: L.Trainer, metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Send metrics to the loggers without delay; returns them as numbers."""
     values = {name: float(value) for name, value in metrics.items()}
     for logger in trainer.loggers:
         logger.log_metrics({"epoch": trainer.current_epoch, **values}, step=trainer.global_step)
+    return values
 
 
 def merge_outputs(batches: Sequence[Outputs]) -> Outputs:
@@ -211,7 +239,7 @@ def merge_outputs(batches: Sequence[Outputs]) -> Outputs:
 
 
 def _model_inputs(batch: Batch) -> Batch:
-    return {key: value for key, value in batch.items() if key != "feature_id"}
+    return {key: value for key, value in batch.items() if key not in ("feature_id", "token_index")}
 
 
 def _logits_by_feature(batch: Batch, outputs: Any) -> Outputs:

@@ -129,7 +129,7 @@ _ADVICE = (
 def _trainer(settings: TrainerConfig, **arguments: Any) -> L.Trainer:
     with quiet_lightning():
         try:
-            return L.Trainer(
+            trainer = L.Trainer(
                 precision=settings.precision,  # type: ignore[arg-type]
                 accelerator=settings.accelerator,
                 devices=settings.devices,
@@ -142,6 +142,10 @@ def _trainer(settings: TrainerConfig, **arguments: Any) -> L.Trainer:
             )
         except (MisconfigurationException, ValueError, TypeError, RuntimeError) as error:
             raise UserError(f"the trainer refuses its settings: {shorten(error)}") from error
+    # Signals are agreed on by `Checkpoints`; with several processes Lightning would ask about SIGTERM at every batch,
+    # and make each of them wait for its device.
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+    return trainer
 
 
 def _plugins() -> list[Any]:

@@ -28,9 +28,9 @@ class Setting:
     validation: Any
     evaluators: dict[str, Evaluator]
 
-    def module(self, regularizer=None, **optim) -> FineTuner:
-        optim = {"lr": 1e-3} | optim
-        return FineTuner(copy.deepcopy(self.model), regularizer, OptimConfig(**optim), self.evaluators)
+    def module(self, regularizer=None, skip_nonfinite=False, **optim) -> FineTuner:
+        optim = OptimConfig(**({"lr": 1e-3} | optim))
+        return FineTuner(copy.deepcopy(self.model), regularizer, optim, self.evaluators, skip_nonfinite)
 
     def data(self, batch_size=8, seed=3, **settings) -> FineTuningData:
         config = DataConfig(batch_size=batch_size, eval_batch_size=16, **settings)

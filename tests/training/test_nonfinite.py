@@ -84,22 +84,23 @@ def test_a_step_that_breaks_stops_before_the_weights(setting, harness, how, regu
 @pytest.mark.parametrize("regularizer", [IStar(-1.0, 0.0), CosReg(1.0, "all")], ids=["istar", "cosreg"])
 def test_a_penalty_that_breaks_is_told_as_such(setting, harness, regularizer):
     module = setting.module(regularizer)
-    original = regularizer.penalty
+    original = regularizer.begin
 
-    def penalty(hidden_states, mask):
-        broken = [*hidden_states[:-1], hidden_states[-1] * torch.inf]
-        return original(broken if module.global_step == 1 else hidden_states, mask)
+    def begin(index):
+        started = original(index)
+        if module.global_step == 1:
+            started.add(torch.full((1, 40, module.model.config.hidden_size), torch.inf))
+        return started
 
-    regularizer.penalty = penalty
-    with pytest.raises(NonFiniteError, match=r"^step 2: no penalty: .* not finite"):
+    regularizer.begin = begin
+    with pytest.raises(NonFiniteError, match=r"^step 2: the penalty is nan$"):
         trained(setting, harness, module)
 
 
 @pytest.mark.parametrize("how", ["task loss", "hidden states", "gradient"])
 def test_a_skipped_step_leaves_no_trace(setting, harness, how, caplog):
     """Neither weight decay nor moments: the parameters stand still, and the next step goes on with finite ones."""
-    module = setting.module(IStar(-1.0, 0.0))
-    module.skip_nonfinite = True
+    module = setting.module(IStar(-1.0, 0.0), skip_nonfinite=True)
     seen = []
     module.on_train_batch_end = lambda *_: seen.append(copy.deepcopy(module.model.state_dict()))
     with caplog.at_level(logging.WARNING, logger="istar"):
@@ -108,7 +109,7 @@ def test_a_skipped_step_leaves_no_trace(setting, harness, how, caplog):
     assert all(torch.equal(before[name], behind[name]) for name in before)
     assert not all(torch.equal(behind[name], after[name]) for name in before)
     assert all(value.isfinite().all() for value in seen[-1].values())
-    assert module.skipped_steps == 1
+    assert module.guard.skipped == 1
     assert "step 3 is skipped" in caplog.text
 
 

@@ -55,7 +55,7 @@ VALIDATIONS = ("demo", "demo_regression", "demo_span")
 
 class Sgd(FineTuner):
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=self.optim.lr)
+        return torch.optim.SGD(self.parameters(), lr=self.optim.lr, fused=True)
 
 
 class Skipping(Sgd):
@@ -159,7 +159,7 @@ def train(name, world_size):
     return {
         "start": start,
         "end": parameters_to_vector(module.parameters()).detach(),
-        "skipped": module.skipped_steps,
+        "skipped": module.guard.skipped,
         "tokens": torch.tensor(witness.tokens),
         "reduced": (witness.forward, witness.backward),
         "computed": shrinkage.computed,

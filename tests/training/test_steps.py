@@ -120,7 +120,7 @@ def test_negative_lambda_lowers_and_positive_lambda_raises_the_score_of_the_batc
             scores.append(trainer.callback_metrics["train/isoscore_star"].item())
 
     regularizer = IStar(weight, 0.0)
-    harness.trainer(Scores()).fit(setting.module(regularizer), datamodule=setting.data())
+    harness.trainer(Scores(), log_every_n_steps=1).fit(setting.module(regularizer), datamodule=setting.data())
     assert (scores[-1] - scores[0]) * weight > 0.05
 
 
@@ -156,7 +156,7 @@ def test_schedules(setting, harness, schedule, warmup, expected):
             rates.append(trainer.callback_metrics["train/lr"].item())
 
     module = setting.module(lr=1.0, schedule=schedule, warmup=warmup)
-    harness.trainer(Rates(), limit_train_batches=4).fit(module, datamodule=setting.data())
+    harness.trainer(Rates(), limit_train_batches=4, log_every_n_steps=1).fit(module, datamodule=setting.data())
     assert rates == pytest.approx(expected)
 
 
