@@ -1,6 +1,6 @@
 """A run in processes of its own: as many as it has devices, started afresh from its resolved config and watched.
 
-`python -m istar.launch <config.yaml> <folder> <parent> [trial]` is one such process. A run that train.py starts by
+`python -m istar.launch <parent> <config.yaml> <folder> [trial]` is one such process. A run that train.py starts by
 itself must not be started again from the command line, as Lightning would do: with `-m` that is the command line of the
 whole sweep.
 """
@@ -20,7 +20,7 @@ from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn, Protocol
 
 import yaml
 from omegaconf import OmegaConf
@@ -36,9 +36,10 @@ UNFORESEEN = 1
 """Exit code of an error that is no mistake of the user's."""
 GRACE_SECONDS = 10.0
 """How long the other processes may go on when one has ended badly."""
-_TORCHRUN = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "ROLE_RANK", "LOCAL_WORLD_SIZE",
+TORCHRUN = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "ROLE_RANK", "LOCAL_WORLD_SIZE",
              "MASTER_ADDR", "MASTER_PORT")  # fmt: skip
-_PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+"""Variables that say which one of several processes this is, and where they meet."""
+PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 
 
 def is_one_of_many() -> bool:
@@ -161,8 +162,43 @@ def wait_for_slurm() -> None:
         time.sleep(1)
 
 
+class Process(Protocol):
+    """What a run needs of each of its processes; `Popen` has it."""
+
+    returncode: int | Any
+
+    def poll(self) -> int | None:
+        """Exit code; None while it runs."""
+
+    def send_signal(self, number: int, /) -> None: ...
+
+    def kill(self) -> None: ...
+
+    def wait(self) -> int: ...
+
+
+class Starter(Protocol):
+    """Starts a process: `fresh`, or `istar.forking.Servers.start`."""
+
+    def __call__(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path | None) -> Process:
+        """Start `main` there.
+
+        Args:
+            arguments: of `main`, behind the parent.
+            environment: of the process.
+            log: file that takes what it prints; None leaves it to the terminal.
+        """
+
+
+def fresh(arguments: Sequence[str], environment: Mapping[str, str], log: Path | None) -> "subprocess.Popen[bytes]":
+    """Start a new Python, which loads all libraries: some seconds."""
+    command = [sys.executable, "-m", "istar.launch", str(os.getpid()), *arguments]
+    with log.open("ab") if log is not None else nullcontext() as output:
+        return subprocess.Popen(command, env=environment, start_new_session=True, stdout=output, stderr=output)
+
+
 class StartedRun:
-    """A run in fresh processes that nobody waits for yet; to be started within `held_back()`.
+    """A run in processes of its own that nobody waits for yet; to be started within `held_back()`.
 
     Args:
         config: of the run.
@@ -170,6 +206,7 @@ class StartedRun:
         search: see `launch`.
         variables: of the environment, beside those of this process.
         log: file that takes what the processes print; None leaves it to the terminal.
+        start: how a process is started.
     """
 
     def __init__(
@@ -179,23 +216,20 @@ class StartedRun:
         search: str | None = None,
         variables: Mapping[str, str] | None = None,
         log: Path | None = None,
+        start: Starter = fresh,
     ) -> None:
         self._place = tempfile.TemporaryDirectory(prefix="istar-")
         self._folder = Path(self._place.name)
         self._deadline = float("inf")
         self._bad: list[int] = []
+        self._lost: UserError | None = None
         write_text(self._folder / "config.yaml", yaml.safe_dump(schema.to_dict(config)))
-        command = [sys.executable, "-m", "istar.launch", str(self._folder / "config.yaml"), str(self._folder)]
-        command += [str(os.getpid()), *([search] if search else [])]
+        arguments = [str(self._folder / "config.yaml"), str(self._folder), *([search] if search else [])]
         port = _free_port()
-        self._processes: list[subprocess.Popen[bytes]] = []
-        with log.open("ab") if log is not None else nullcontext() as output:
-            for rank in range(processes):
-                environment = _environment(rank, processes, config.trainer, port) | dict(variables or {})
-                started = subprocess.Popen(
-                    command, env=environment, start_new_session=True, stdout=output, stderr=output
-                )  # fmt: skip
-                self._processes.append(started)
+        self._processes: list[Process] = []
+        for rank in range(processes):
+            environment = _environment(rank, processes, config.trainer, port) | dict(variables or {})
+            self._processes.append(start(arguments, environment, log))
 
     def send_signal(self, number: int) -> None:
         for process in self._processes:
@@ -203,6 +237,13 @@ class StartedRun:
 
     def has_ended(self) -> bool:
         """Whether all processes have; when one has ended badly, the others may go on for `GRACE_SECONDS`."""
+        try:
+            return self._have_ended()
+        except UserError as error:
+            self._lost = error
+            return True
+
+    def _have_ended(self) -> bool:
         # All of them are asked every time: one that waits for another that is dead will wait for long.
         codes = [process.poll() for process in self._processes]
         bad = [rank for rank, code in enumerate(codes) if code]
@@ -229,6 +270,8 @@ class StartedRun:
             UserError: see `launch`.
         """
         with self._place:
+            if self._lost is not None:
+                raise self._lost
             if self._bad:
                 codes = {rank: self._processes[rank].returncode for rank in self._bad}
                 raise _error(self._folder, codes, len(self._processes), signals, show_trace)
@@ -237,11 +280,11 @@ class StartedRun:
 
 def main(arguments: Sequence[str]) -> NoReturn:
     """One process of a run: leaves the record, or what went wrong, in files for the one that started it."""
-    config, folder, parent, *search = arguments
+    parent, config, folder, *search = arguments
     rank = os.environ.get("LOCAL_RANK", "0")
     # Until the training listens, Ctrl-C ends this process as it would end one that is not Python.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
     _end_with(int(parent))
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     schema.register()
@@ -276,7 +319,7 @@ def _environment(rank: int, processes: int, settings: TrainerConfig, port: int) 
     # The same code as here, wherever another istar may be installed.
     kept["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [kept.get("PYTHONPATH")])])
     if settings.num_nodes == 1:
-        kept = {name: value for name, value in kept.items() if name not in _TORCHRUN}
+        kept = {name: value for name, value in kept.items() if name not in TORCHRUN}
     if processes > 1 or settings.num_nodes > 1:
         own = {"LOCAL_RANK": str(rank), "NODE_RANK": kept.get("NODE_RANK", "0")}
         own |= {"MASTER_ADDR": kept.get("MASTER_ADDR", "127.0.0.1"), "MASTER_PORT": kept.get("MASTER_PORT", str(port))}
@@ -328,7 +371,7 @@ def handing_on_signals(runs: Sequence[StartedRun]) -> Iterator[list[int]]:
             run.send_signal(number)
 
     is_main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, hand_on) for number in _PASSED_ON if is_main}
+    before = {number: signal.signal(number, hand_on) for number in PASSED_ON if is_main}
     try:
         yield signals
     finally:
@@ -339,7 +382,7 @@ def handing_on_signals(runs: Sequence[StartedRun]) -> Iterator[list[int]]:
 @contextmanager
 def held_back() -> Iterator[None]:
     """Signals wait until the block is over, here, and in a process started in it until that is ready for them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
     try:
         yield
     finally:

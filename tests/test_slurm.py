@@ -44,7 +44,7 @@ def asked(folder: Path, pid: int) -> str:
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         command = Path(f"/proc/{child}/cmdline").read_bytes().decode().split("\0")
         if "istar.launch" in command:
-            return f"seed={yaml.safe_load(Path(command[command.index('istar.launch') + 1]).read_text())['seed']}"
+            return f"seed={yaml.safe_load(Path(command[command.index('istar.launch') + 2]).read_text())['seed']}"
     return ""
 
 

@@ -1,16 +1,18 @@
-"""The runs of a sweep on this machine, N at a time, each in fresh processes with GPUs of its own."""
+"""The runs of a sweep on this machine, N at a time, each in processes and with GPUs of its own."""
 
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from istar import forking
 from istar.config import TrainerConfig
 from istar.errors import StoppedError, UserError
-from istar.launch import StartedRun, handing_on_signals, held_back, processes_to_start
+from istar.launch import StartedRun, Starter, fresh, handing_on_signals, held_back, processes_to_start
 from istar.results import RunRecord
 from istar.sweeps.trials import Trial
 
@@ -55,7 +57,12 @@ def carry_out(source: Source, settings: Settings) -> None:
         StoppedError: when a signal has stopped it; the runs under way have been asked to save what they have.
     """
     settings.logs.mkdir(parents=True, exist_ok=True)
-    pool = _Pool(source, settings)
+    with _starter(settings) as start:
+        _carry_out(source, settings, start)
+
+
+def _carry_out(source: Source, settings: Settings, start: Starter) -> None:
+    pool = _Pool(source, settings, start)
     with handing_on_signals(pool.runs) as signals:
         while pool.fill(signals):
             pool.empty(signals)
@@ -66,10 +73,20 @@ def carry_out(source: Source, settings: Settings) -> None:
         raise StoppedError(f"stopped by {name}; the same command goes on", signals[0])
 
 
+@contextmanager
+def _starter(settings: Settings) -> Iterator[Starter]:
+    """Forks where that can be done: a fresh process costs seconds of a sweep's every run."""
+    if not forking.is_possible():
+        yield fresh
+        return
+    with forking.Servers(settings.logs / "server.log") as servers:
+        yield servers.start
+
+
 class _Pool:
-    def __init__(self, source: Source, settings: Settings) -> None:
+    def __init__(self, source: Source, settings: Settings, start: Starter) -> None:
         self.runs: list[StartedRun] = []
-        self._source, self._settings = source, settings
+        self._source, self._settings, self._starter = source, settings, start
         self._slots: dict[int, tuple[Trial, StartedRun]] = {}
         self._gpus = visible_gpus() if settings.jobs > 1 else []
         self._is_over = False
@@ -101,7 +118,7 @@ class _Pool:
             self._failed(trial, error)
             return
         with held_back():
-            run = StartedRun(trial.config, processes, trial.study, variables, log)
+            run = StartedRun(trial.config, processes, trial.study, variables, log, self._starter)
             self.runs.append(run)
         self._slots[slot] = trial, run
         self._source.started(trial, log)

@@ -20,7 +20,9 @@ class Run:
     alive: ClassVar[list["Run"]] = []
     most = 0
 
-    def __init__(self, config: Any, processes: int, study: str | None, variables: dict[str, str], log: Path) -> None:
+    def __init__(
+        self, config: Any, processes: int, study: str | None, variables: dict[str, str], log: Path, start: Any
+    ) -> None:
         self.name, self.looks, self.signals = log.stem, 3, []
         self.variables = variables
         Run.alive.append(self)
