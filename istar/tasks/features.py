@@ -50,6 +50,7 @@ _COLUMN_TYPES: dict[str, Any] = {
     "offset_mapping": datasets.List(datasets.List(datasets.Value("int32"))),
     "left_padded": datasets.Value("bool"),
 }
+_BATCH_COLUMNS = (*squad.INPUTS, "labels", "start_positions", "end_positions", "feature_id")
 _LABEL_TYPES: dict[Kind, Any] = {
     "classification": datasets.Value("int64"),
     "regression": datasets.Value("float32"),
@@ -128,6 +129,41 @@ def max_length_for(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig,
             f"model_max_length in its tokenizer_config.json); at least {MIN_LENGTH} are needed"
         )
     return possible
+
+
+class FeatureRows(torch.utils.data.Dataset[dict[str, Any]]):
+    """The rows of a feature set as the `Collator` takes them, tokens as views of the mapped file.
+
+    A `datasets.Dataset` makes Python lists of every token of a row, also of columns that no batch has use for.
+
+    Args:
+        features: what `featurize` gave, or a selection of it.
+    """
+
+    def __init__(self, features: datasets.Dataset) -> None:
+        present = [name for name in _BATCH_COLUMNS if name in features.column_names]
+        table = features.select_columns(present).with_format("arrow")[:]
+        self._tokens = {name: _chunks(table[name]) for name in present if name in squad.INPUTS}
+        self._numbers = {name: table[name].to_numpy() for name in present if name not in squad.INPUTS}
+        # Of the row that each chunk begins with; all columns of a table that was written have the same chunks.
+        self._first = np.cumsum([0, *(len(borders) - 1 for _, borders in self._tokens["input_ids"])])
+
+    def __len__(self) -> int:
+        return int(self._first[-1])
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        chunk = int(np.searchsorted(self._first, row, side="right")) - 1
+        place = row - self._first[chunk]
+        found = {name: values[row] for name, values in self._numbers.items()}
+        for name, chunks in self._tokens.items():
+            values, borders = chunks[chunk]
+            found[name] = values[borders[place] : borders[place + 1]]
+        return found
+
+
+def _chunks(column: pa.ChunkedArray) -> list[tuple[np.ndarray, np.ndarray]]:
+    """For each chunk of lists all its values, and where each list begins and the last one ends; nothing is copied."""
+    return [(chunk.values.to_numpy(), chunk.offsets.to_numpy()) for chunk in column.chunks]
 
 
 class Collator:

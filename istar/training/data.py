@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
 from istar.config import DataConfig
+from istar.tasks.features import FeatureRows
 
 Collate = Callable[[list[dict[str, Any]]], dict[str, Tensor]]
 
@@ -112,7 +113,7 @@ def evaluation_loader(
 ) -> DataLoader[Any]:
     """Batches of the examples given, in their order, without touching the global random numbers."""
     return DataLoader(
-        features,
+        FeatureRows(features),
         batch_size=batch_size,
         sampler=ShardSampler(examples, rank, world_size),
         collate_fn=collate,
@@ -176,7 +177,7 @@ class FineTuningData(L.LightningDataModule):
             start=self._resumed_at["batches"] * self.config.batch_size,
         )
         return DataLoader(
-            self.train,
+            FeatureRows(self.train),
             batch_size=self.config.batch_size,
             sampler=sampler,
             collate_fn=self.collate,

@@ -121,6 +121,8 @@ _ADVICE = (
     "is deprecated, use `isinstance.treespec",
     # Ours is: FineTuningData goes on where it was.
     "your dataloader is not resumable",
+    # It is the module that knows of the penalty which asks for the real tokens.
+    "You have overridden `on_before_batch_transfer`",
     # It is used where there are several processes, and one process needs none.
     "The `srun` command is available",
 )

@@ -17,7 +17,7 @@ from transformers import BertConfig, GPT2Config, PreTrainedTokenizerFast, Robert
 
 from istar.errors import UserError
 from istar.tasks import features
-from istar.tasks.features import Collator, featurize, max_length_for
+from istar.tasks.features import Collator, FeatureRows, featurize, max_length_for
 from istar.tasks.specs import TASKS
 
 RTE, STSB, SQUAD = TASKS["rte"], TASKS["stsb"], TASKS["squad"]
@@ -419,3 +419,40 @@ def test_other_specs_share_nothing_by_accident(tmp_path, tokenizations):
     for spec in (RTE, three):
         featurize(spec, pairs(), letters(), 24, training=True, cache_dir=tmp_path)
     assert len(tokenizations) == 2
+
+
+# --- rows ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize(("spec", "training"), [(RTE, True), (STSB, True), (SQUAD, True), (SQUAD, False)])
+def test_rows_make_the_batches_that_lists_make(tmp_path, monkeypatch, spec, training, cached):
+    monkeypatch.setattr(features, "_BATCH", 3)  # several chunks
+    examples = questions() if spec is SQUAD else pairs(**({"label": [0.5] * 7} if spec is STSB else {}))
+    length = 40 if spec is SQUAD else 64
+    data = featurize(
+        spec, examples, letters(), length, training=training, doc_stride=4, cache_dir=tmp_path if cached else None
+    )
+    collator = Collator(letters())
+    for chosen in (data, data.select([4, 0, 4, 2]), data.select(range(1, 5))):
+        rows = FeatureRows(chosen)
+        assert len(rows) == len(chosen)
+        expected = collator([chosen[row] for row in range(len(chosen))])
+        found = collator([rows[row] for row in range(len(chosen))])
+        assert set(found) == set(expected)
+        for name, values in expected.items():
+            assert found[name].dtype == values.dtype
+            assert torch.equal(found[name], values)
+
+
+def test_rows_are_views_of_the_mapped_file(tmp_path):
+    data = featurize(RTE, pairs(), letters(), 64, training=True, cache_dir=tmp_path)
+    row = FeatureRows(data)[3]
+    assert not row["input_ids"].flags.owndata
+    assert not row["input_ids"].flags.writeable
+
+
+def test_rows_leave_out_what_no_batch_has():
+    data = featurize(SQUAD, questions(), letters(), 64, training=False, cache_dir=None)
+    assert "offset_mapping" in data.column_names
+    assert set(FeatureRows(data)[0]) == {"input_ids", "attention_mask", "token_type_ids", "feature_id"}

@@ -89,7 +89,7 @@ def test_a_penalty_that_breaks_is_told_as_such(setting, harness, regularizer):
     def begin(index):
         started = original(index)
         if module.global_step == 1:
-            started.add(torch.full((1, 40, module.model.config.hidden_size), torch.inf))
+            started.add(torch.full((8, 64, module.model.config.hidden_size), torch.inf))
         return started
 
     regularizer.begin = begin
