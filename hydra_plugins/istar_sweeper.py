@@ -5,11 +5,13 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.sweeper import Sweeper
@@ -72,7 +74,7 @@ class IstarSweeper(Sweeper):
             composed = self.hydra_context.config_loader.load_sweep_config(self.config, list(common))
             self._composed[common] = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
         config = deepcopy(self._composed[common])
-        for override in OverridesParser.create().parse_overrides(values):
+        for override in map(_parsed, values):
             try:
                 OmegaConf.update(config, override.key_or_group, override.value(), merge=True)
             except OmegaConfBaseException as error:
@@ -99,6 +101,12 @@ class IstarSweeper(Sweeper):
             except Exception as error:
                 outcomes.append(UserError(f"{type(error).__name__}: {shorten(error)}"))
         return outcomes
+
+
+@cache
+def _parsed(override: str) -> Override:
+    """Most of a run's overrides are those of its neighbours, and the parser is slow."""
+    return OverridesParser.create().parse_override(override)
 
 
 ConfigStore.instance().store(

@@ -306,7 +306,8 @@ def announce(runs: Runs) -> None:
         others = set(settings.seeds) - {entry.seed for entry in state.entries}
         wanted += [_priced(runs, name) for name in kinds.values() for _ in others]
         state.to_come = len(kinds) * len(others)
-    expected = cost.estimate(wanted, cost.finished_runs(runs.request.root))
+    # Every result of the folder is read for it.
+    expected = cost.estimate(wanted, cost.finished_runs(runs.request.root) if wanted else ())
     if expected.seconds is not None and wanted:
         state.expected = expected.seconds / len(wanted)
         told.append(f"about {duration(expected.seconds / settings.jobs)}, {settings.jobs} at a time ({expected.basis})")

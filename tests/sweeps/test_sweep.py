@@ -1,6 +1,7 @@
 """Sweeps as a user meets them: train.py -m called for real, killed, called again."""
 
 import json
+import os
 import random
 import re
 import signal
@@ -12,7 +13,7 @@ from hydra.errors import HydraException
 from rich.console import Console
 
 from hydra_plugins.istar_sweeper import IstarSweeper
-from istar import results, schema
+from istar import forking, results, schema
 from istar.errors import UserError
 from istar.results import RunRecord
 from istar.schema import to_dict
@@ -119,6 +120,32 @@ def test_failures_are_told_and_may_stop_all(tmp_path: Path, start: Start) -> Non
     assert all("does not exist" in (entry.error or "") for entry in state(tmp_path / "on").entries[:2])
     assert (stopped.code, stopped.stderr) == (1, "")
     assert [entry.status for entry in state(tmp_path / "fast").entries] == ["failed", "waiting", "waiting"]
+
+
+@pytest.mark.skipif(not forking.is_possible(), reason="runs are forked on Linux alone")
+def test_the_process_that_starts_the_runs_is_killed(tmp_path: Path, start: Start) -> None:
+    """The run under way is lost, the others are not; and all are bit by bit what train.py makes of them by itself."""
+    longer = (*TINY, "trainer.max_epochs=15")
+    job = start(tmp_path / "sweep", "-m", "seed=1,2,3", *longer, OMP_NUM_THREADS="2")
+    alone = start(tmp_path / "alone", "seed=2", *longer, OMP_NUM_THREADS="2")
+    job.until(lambda: len(list((tmp_path / "sweep").glob("runs/demo-*/metrics.csv"))) == 2)
+    [server] = [pid for pid in job.pids() if parent(pid) == job.process.pid]
+    os.kill(server, signal.SIGKILL)
+    done = job.wait()
+    assert (done.code, done.stderr) == (1, "")
+    assert re.search(r"seed 2: failed: the process that starts the runs was killed by SIGKILL \(\S+\)", done.stdout)
+    assert [entry.status for entry in state(tmp_path / "sweep").entries] == ["finished", "failed", "finished"]
+    assert job.is_gone(5)
+    again = start(tmp_path / "sweep", "-m", "seed=1,2,3", *longer, OMP_NUM_THREADS="2")
+    assert "3 runs, 1 of them to do" in again.wait().well().stdout
+    assert again.is_gone(1)
+    alone.wait().well()
+    [name] = records(tmp_path / "alone")
+    assert_same(tmp_path / "sweep" / "runs" / name, tmp_path / "alone" / "runs" / name)
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 @pytest.fixture
