@@ -106,7 +106,8 @@ class IstarSweeper(Sweeper):
 @cache
 def _parsed(override: str) -> Override:
     """Most of a run's overrides are those of its neighbours, and the parser is slow."""
-    return OverridesParser.create().parse_override(override)
+    [parsed] = OverridesParser.create().parse_overrides([override])
+    return parsed
 
 
 ConfigStore.instance().store(
