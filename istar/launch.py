@@ -241,6 +241,7 @@ class StartedRun:
             return self._have_ended()
         except UserError as error:
             self._lost = error
+            self.send_signal(signal.SIGKILL)
             return True
 
     def _have_ended(self) -> bool:

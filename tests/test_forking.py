@@ -245,6 +245,20 @@ def test_a_library_that_is_no_good_for_forks(
     assert told in (tmp_path / "server.log").read_text()
 
 
+def test_a_fork_that_the_system_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "server.py"
+    refuse = "def refuse(*_): raise BlockingIOError(11, 'Resource temporarily unavailable')"
+    script.write_text(f"{refuse}\nfrom istar import forking; forking.LIBRARIES, forking._fork = (), refuse\n{STAND_IN}")
+    monkeypatch.setattr(forking, "COMMAND", (sys.executable, str(script)))
+    with Servers(tmp_path / "server.log") as servers:
+        for _ in range(2):
+            with pytest.raises(UserError, match=r"the process of the run could not be started: .*unavailable"):
+                servers.start(["pass"], environment(), None).wait()
+        # It is the same server, which goes on.
+        assert len(servers._servers) == 1
+        assert (tmp_path / "server.log").read_text() == ""
+
+
 def test_loading_does_not_touch_the_gpu() -> None:
     """Behind the driver's first call no fork could use it any more."""
     code = (
