@@ -38,6 +38,7 @@ from istar.training import FineTuner, FineTuningData, History, LayerIsotropy, Sh
 from istar.training.checkpoints import Checkpoints, keep_newest, load, resumable
 from istar.training.geometry import geometry
 from istar.training.loggers import answer_agent, log_outcome, logging_to
+from istar.training.memory import keep_freed_memory
 from istar.training.metrics_file import MetricsFile
 from istar.training.module import from_all_processes
 from istar.training.monitor import IsotropyMonitor
@@ -223,6 +224,8 @@ def _assemble(
     callbacks += [refresh] if refresh is not None else []
     checkpoints = _checkpoints(config.trainer, folder, history, metrics, stop)
     trainer = build_trainer(config.trainer, spec.headline, folder, callbacks, checkpoints)
+    if trainer.strategy.root_device.type == "cpu":
+        keep_freed_memory()
     return Job(
         config, spec, folder, examples, features, tokenizer, module, data, trainer,
         isotropy, history, refresh, checkpoints, metrics, stop,

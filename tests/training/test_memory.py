@@ -1,0 +1,42 @@
+"""What a step frees serves the next one."""
+
+import ctypes
+import subprocess
+import sys
+
+import pytest
+
+from istar.training import memory
+from istar.training.memory import keep_freed_memory
+
+CODE = """
+import resource, sys, torch
+from istar.training.memory import keep_freed_memory
+if sys.argv[1] == "kept":
+    assert keep_freed_memory()
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        torch.ones(4_000_000)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+faults()
+print(faults())
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="an allocator of another kind")
+def test_freed_tensors_cost_no_new_pages():
+    def faults(how):
+        command = [sys.executable, "-c", CODE, how]
+        return int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout)
+
+    assert faults("kept") < 0.1 * faults("left alone")
+
+
+@pytest.mark.parametrize("error", [OSError, AttributeError, TypeError])
+def test_another_allocator_is_left_alone(monkeypatch, error):
+    def missing(name):
+        raise error
+
+    monkeypatch.setattr(memory.ctypes, "CDLL", missing)
+    assert not keep_freed_memory()
