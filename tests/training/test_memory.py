@@ -17,7 +17,7 @@ if sys.argv[1] == "kept":
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(20):
-        torch.ones(4_000_000)
+        torch.ones(16_000_000)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 faults()
 print(faults())
