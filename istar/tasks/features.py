@@ -152,12 +152,20 @@ class FeatureRows(torch.utils.data.Dataset[dict[str, Any]]):
         return int(self._first[-1])
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        chunk = int(np.searchsorted(self._first, row, side="right")) - 1
-        place = row - self._first[chunk]
-        found = {name: values[row] for name, values in self._numbers.items()}
-        for name, chunks in self._tokens.items():
-            values, borders = chunks[chunk]
-            found[name] = values[borders[place] : borders[place + 1]]
+        return self.__getitems__([row])[0]
+
+    def __getitems__(self, rows: Sequence[int]) -> list[dict[str, Any]]:
+        """Those of a batch, as a `DataLoader` asks for them."""
+        chunks = np.searchsorted(self._first, rows, side="right") - 1
+        places = (np.asarray(rows) - self._first[chunks]).tolist()
+        found: list[dict[str, Any]] = [{} for _ in rows]
+        for name, numbers in self._numbers.items():
+            for target, number in zip(found, numbers[rows], strict=True):
+                target[name] = number
+        for name, tokens in self._tokens.items():
+            for target, chunk, place in zip(found, chunks.tolist(), places, strict=True):
+                values, borders = tokens[chunk]
+                target[name] = values[borders[place] : borders[place + 1]]
         return found
 
 
