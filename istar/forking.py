@@ -7,7 +7,6 @@ starts its own workers, imports the caller's script, says nothing of a library t
 killed reports an exit code for what still runs.
 """
 
-import gc
 import os
 import signal
 import subprocess
@@ -24,6 +23,7 @@ from typing import Any, NoReturn, Self
 
 from istar import launch
 from istar.errors import UserError, shorten
+from istar.importing import large_imports
 
 LIBRARIES = (
     "istar.run",
@@ -215,8 +215,9 @@ def load() -> None:
     Raises:
         RuntimeError: if a library has begun to work: its threads, and what it holds of a GPU, no fork would have.
     """
-    for name in LIBRARIES:
-        import_module(name)
+    with large_imports():
+        for name in LIBRARIES:
+            import_module(name)
     import torch
 
     # OpenBLAS ends its threads when it sees a fork, and starts them when it needs them; nobody does here.
@@ -229,9 +230,6 @@ def load() -> None:
         raise RuntimeError(f"loading the libraries has left threads: {threads}, {threading.enumerate()}")
     if torch.cuda.is_initialized():
         raise RuntimeError("loading the libraries has begun to use the GPU")
-    # What the collector never looks at is never copied on its behalf.
-    gc.collect()
-    gc.freeze()
 
 
 def _ended() -> Iterator[tuple[int, int]]:

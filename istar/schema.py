@@ -14,7 +14,7 @@ from typing import Any, TypeVar, get_args
 from hydra.core.config_store import ConfigStore
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import AnyNode, BooleanNode, DictConfig, FloatNode, IntegerNode, OmegaConf, StringNode
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from istar.config import (
     Config,
@@ -173,10 +173,11 @@ def _value_node(of: "Field[Any]") -> Any:
 
 def _resolved(config: DictConfig) -> dict[str, Any]:
     try:
-        missing = sorted(OmegaConf.missing_keys(config))
-        if missing:
-            raise UserError(f"{missing[0]} is not set; give it on the command line: {missing[0]}=<value>")
-        values = OmegaConf.to_container(config, resolve=True)
+        values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as error:
+        # Only now, as looking for them takes longer than all else together.
+        missing = sorted(OmegaConf.missing_keys(config))[0]
+        raise UserError(f"{missing} is not set; give it on the command line: {missing}=<value>") from error
     except OmegaConfBaseException as error:  # a ${key} that is not there
         raise UserError(explain(error)) from error
     return values  # type: ignore[return-value]
