@@ -81,6 +81,11 @@ class IStar(Regularizer):
         self.shrinkage_covariance: Tensor | None = None
 
     @property
+    def products(self) -> torch.dtype | None:
+        """Dtype of the products with the points; None is that of the sums."""
+        return torch.bfloat16 if self.compute == "bfloat16" else None
+
+    @property
     def needs_shrinkage_covariance(self) -> bool:
         return self.zeta != 0
 
@@ -89,8 +94,8 @@ class IStar(Regularizer):
             raise UserError("the shrinkage covariance is not set; zeta > 0 needs it before the first step")
         is_unbiased = self.estimator == "unbiased"
         estimator = _Unbiased() if is_unbiased else _Shrinkage(self.shrinkage_covariance, self.zeta)
-        products = torch.bfloat16 if self.compute == "bfloat16" else None
-        return _IStarPass(UnionScore(estimator, index, self.sync, products, checked), is_unbiased, self.zeta == AUTO)
+        union = UnionScore(estimator, index, self.sync, self.products, checked)
+        return _IStarPass(union, is_unbiased, self.zeta == AUTO)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from istar.measures import FourthMoments, Moments
 from istar.measures.moments import full_precision
+from istar.measures.products import slices, times_transposed
 from istar.measures.union import Centered, UnionSums
 from istar.regularizers.base import world_size
 from istar.regularizers.points import gather_points
@@ -87,13 +88,33 @@ class UnionScore:
         return score, zeta
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Gradient:
-    """Of the points x, `y G` and, with `cubic = (c, t / n)`, `c (||y||^2 y - t / n)` on top, for y = x - mean."""
+    """Of the points x, `y G` and, with `cubic = (c, t / n)`, `c (||y||^2 y - t / n)` on top, for y = x - mean.
+
+    Attributes:
+        linear: G. rounded: G in the dtype of the products.
+    """
 
     mean: Tensor
     linear: Tensor
+    rounded: Tensor
     cubic: tuple[Tensor, Tensor] | None
+
+    def exact(self, points: Tensor) -> Tensor:
+        centered = points - self.mean.to(self.linear.dtype)
+        rows = times_transposed(centered, self.linear)
+        if self.cubic is not None:
+            factor, offset = self.cubic
+            # Wide until they are multiplied: cubes leave float32 where the gradient does not.
+            squares = centered.square().sum(-1, keepdim=True).to(factor.dtype)
+            rows = rows.addcmul_((factor * squares).to(rows.dtype), centered).sub_((factor * offset).to(rows.dtype))
+        return rows
+
+    def of_centered(self, centered: Centered) -> Tensor:
+        """The product in the dtype of the points; what their shift misses of the mean is exact."""
+        missed = (centered.shift - self.mean.to(centered.shift.dtype)) @ self.linear
+        return missed + centered.points @ self.rounded
 
 
 @dataclass
@@ -111,16 +132,12 @@ class _Pass:
     def add(self, states: Tensor, keep: bool) -> Centered | None:
         """Sum the points; returns what backward shall use in their place, if that takes less memory."""
         if self.sums is None:
-            dtype = torch.promote_types(states.dtype, torch.float32)
-            dim, device = states.shape[-1], states.device
-            products = self.products or dtype
-            self.sums = (
-                FourthMoments(dim, device) if self.estimator.needs_fourth else UnionSums(dim, device, dtype, products)
-            )
+            fourth = self.estimator.needs_fourth
+            self.sums = FourthMoments(states.shape[-1], states.device) if fourth else UnionSums(self.products)
         if isinstance(self.sums, FourthMoments):
             self.sums.update(gather_points(states, self.index))
             return None
-        is_smaller = self.sums.products.itemsize < states.dtype.itemsize
+        is_smaller = self.products is not None and self.products.itemsize < states.dtype.itemsize
         return self.sums.add(states, self.index, keep and is_smaller)
 
     def moments(self) -> Moments:
@@ -147,14 +164,26 @@ class _Layer(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None, link: Tensor | None) -> tuple[None, Tensor | None]:
         if link is None:
             return None, grad
-        shared, (points, shift) = ctx.shared, ctx.saved_tensors
-        with full_precision(points.device):
-            if shift is None:
-                rows = _exact_rows(shared.gradient, gather_points(points, shared.index))
-            else:
-                rows = _rounded_rows(shared.gradient, points, shift)
         shape, dtype = ctx.like
-        return None, _placed(rows.to(dtype), shared.index, grad, shape).view(shape)
+        index, gradient, (points, shift) = ctx.shared.index, ctx.shared.gradient, ctx.saved_tensors
+        points = points.reshape(-1, shape[-1])
+        is_gathered = index is None or shift is not None
+        if grad is None or index is None:
+            total = points.new_zeros(shape, dtype=dtype) if grad is None else torch.empty_like(grad)
+        else:
+            total = grad.clone()
+        flat, passing = total.view(-1, shape[-1]), None if grad is None else grad.reshape(-1, shape[-1])
+        with full_precision(points.device):
+            for chosen in slices(len(points) if is_gathered else len(index), points.device):
+                block = points[chosen] if is_gathered else points.index_select(0, index[chosen])
+                rows = gradient.exact(block) if shift is None else gradient.of_centered(Centered(block, shift))
+                if index is not None:
+                    flat.index_add_(0, index[chosen], rows.to(dtype))
+                elif passing is not None:
+                    torch.add(passing[chosen], rows, out=flat[chosen])
+                else:
+                    flat[chosen] = rows
+        return None, total
 
 
 class _Score(torch.autograd.Function):
@@ -172,33 +201,8 @@ class _Score(torch.autograd.Function):
     def backward(ctx: Any, grad_score: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         count, mean, by_covariance, by_fourth, third = ctx.saved_tensors
         scale = grad_score * ctx.processes
-        linear = by_covariance * (2 * scale / (count - 1))
+        linear = (by_covariance * (2 * scale / (count - 1))).to(grad_score.dtype)
         cubic = None if by_fourth is None else (4 * scale * by_fourth, third / count)
         # The layers' backward comes behind this one: it needs the gradient of their links.
-        ctx.shared.gradient = _Gradient(mean, linear, cubic)
+        ctx.shared.gradient = _Gradient(mean, linear, linear.to(ctx.shared.products or linear.dtype), cubic)
         return None, *(grad_score if needed else None for needed in ctx.needs_input_grad[1:])
-
-
-def _exact_rows(gradient: _Gradient, points: Tensor) -> Tensor:
-    centered = points - gradient.mean.to(points.dtype)
-    rows = centered @ gradient.linear.to(points.dtype)
-    if gradient.cubic is not None:
-        factor, offset = gradient.cubic
-        # Wide until they are multiplied: cubes leave float32 where the gradient does not.
-        squares = centered.square().sum(-1, keepdim=True).to(factor.dtype)
-        rows = rows.addcmul_((factor * squares).to(rows.dtype), centered).sub_((factor * offset).to(rows.dtype))
-    return rows
-
-
-def _rounded_rows(gradient: _Gradient, points: Tensor, shift: Tensor) -> Tensor:
-    """The product in the dtype of the points, which are about `shift`; what that misses of the mean is exact."""
-    missed = (shift - gradient.mean) @ gradient.linear
-    return missed.to(shift.dtype) + points @ gradient.linear.to(points.dtype)
-
-
-def _placed(rows: Tensor, index: Tensor | None, grad: Tensor | None, shape: torch.Size) -> Tensor:
-    """The rows where their points stand in states of this shape, added to the gradient that is there."""
-    if index is None:
-        return rows if grad is None else rows.add_(grad.reshape(rows.shape))
-    full = rows.new_zeros(shape) if grad is None else grad
-    return full.reshape(-1, shape[-1]).index_add(0, index, rows)

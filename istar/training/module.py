@@ -176,8 +176,7 @@ class FineTuner(L.LightningModule):
 
     def hidden_states(self, batch: Batch) -> tuple[Tensor, ...]:
         """Embedding output and the output of every layer, `(batch, tokens, d)` each."""
-        inputs = {key: value for key, value in _model_inputs(batch).items() if key not in _TARGETS}
-        states: tuple[Tensor, ...] = self.model.base_model(**inputs, output_hidden_states=True).hidden_states
+        states: tuple[Tensor, ...] = self.model.base_model(**inputs_of(batch), output_hidden_states=True).hidden_states
         return states
 
     def configure_optimizers(self) -> Any:
@@ -197,6 +196,11 @@ class FineTuner(L.LightningModule):
 
 
 _TARGETS = ("labels", "start_positions", "end_positions")
+
+
+def inputs_of(batch: Batch) -> Batch:
+    """What the model is given of a batch when it is asked for no loss."""
+    return {key: value for key, value in _model_inputs(batch).items() if key not in _TARGETS}
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

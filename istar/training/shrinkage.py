@@ -13,11 +13,13 @@ from rich.progress import track
 from torch import Tensor
 
 from istar.measures import Moments
-from istar.regularizers import IStar, select_layers
-from istar.regularizers.points import layer_numbers
+from istar.measures.union import UnionSums
+from istar.regularizers import IStar, layer_numbers
+from istar.regularizers.points import token_index
 from istar.training.data import Collate, evaluation_loader
-from istar.training.module import FineTuner, log_now
+from istar.training.module import Batch, FineTuner, inputs_of, log_now
 from istar.training.signals import StopSignal
+from istar.training.taps import forward_with_states
 
 log = logging.getLogger(__name__)
 
@@ -107,20 +109,34 @@ class ShrinkageCovariance(L.Callback):
         loader = evaluation_loader(
             self.features, self.collate, self.batch_size, examples, trainer.global_rank, trainer.world_size
         )
-        hidden = module.model.config.hidden_size
-        moments = Moments(hidden, module.device)
+        moments: Moments | None = None
         shown = self.progress_bar and trainer.is_global_zero
         training = module.training
         module.eval()
-        with torch.no_grad(), trainer.precision_plugin.val_step_context():
-            for batch in track(loader, "Shrinkage covariance", disable=not shown, transient=True):
-                self.stop.interrupt_if_asked()
-                batch = module.transfer_batch_to_device(batch, module.device, 0)
-                mask = None if regularizer.include_padding else batch["attention_mask"]
-                for state in select_layers(module.hidden_states(batch), regularizer.layers):
-                    moments.update(state, mask)
+        for batch in track(loader, "Shrinkage covariance", disable=not shown, transient=True):
+            self.stop.interrupt_if_asked()
+            with torch.inference_mode(), trainer.precision_plugin.val_step_context():
+                seen = self._sums(module, batch).moments()
+            moments = seen if moments is None else moments.merge(seen)
         module.train(training)
+        if moments is None:
+            # This process has no share of a sample that is smaller than the processes are many.
+            moments = Moments(module.model.config.hidden_size, module.device)
         return moments.all_reduce() if regularizer.sync else moments
+
+    def _sums(self, module: FineTuner, batch: Batch) -> UnionSums:
+        """Of the hidden states of a batch."""
+        index = None if self.regularizer.include_padding else token_index(batch["attention_mask"])
+        inputs = module.transfer_batch_to_device(inputs_of(batch), module.device, 0)
+        index = None if index is None else index.to(module.device, non_blocking=True)
+        sums = UnionSums(self.regularizer.products)
+
+        def receive(state: Tensor) -> Tensor:
+            sums.add(state, index)
+            return state
+
+        forward_with_states(module.model.base_model, inputs, receive, self.regularizer.layers, module.taps(inputs))
+        return sums
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         # One that came with a checkpoint is on the CPU.

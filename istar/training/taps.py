@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from istar.regularizers import Penalty, Regularizer, layer_numbers, select_layers
+from istar.regularizers.points import Layers
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Taps:
 
 
 def forward_with_penalty(
-    model: PreTrainedModel,
+    model: nn.Module,
     inputs: Mapping[str, Tensor],
     regularizer: Regularizer,
     index: Tensor | None,
@@ -78,14 +79,28 @@ def forward_with_penalty(
         The outputs, and the penalty; NaN where the points have none.
     """
     started = regularizer.begin(None if regularizer.include_padding else index)
-    if taps is None:
-        outputs = model(**inputs, output_hidden_states=True)
-        for state in select_layers(outputs.hidden_states, regularizer.layers):
-            started.add(state)
-    else:
-        with taps.handing(started.add, layer_numbers(taps.num_layers, regularizer.layers)):
-            outputs = model(**inputs)
+    outputs = forward_with_states(model, inputs, started.add, regularizer.layers, taps)
     return outputs, started.penalty()
+
+
+def forward_with_states(
+    model: nn.Module,
+    inputs: Mapping[str, Tensor],
+    receive: Callable[[Tensor], Tensor],
+    layers: Layers,
+    taps: Taps | None,
+) -> Any:
+    """The model's outputs; on the way `receive` is given the hidden states of the layers, in their order.
+
+    Args: as in `forward_with_penalty`; with taps the model goes on with what `receive` returns.
+    """
+    if taps is not None:
+        with taps.handing(receive, layer_numbers(taps.num_layers, layers)):
+            return model(**inputs)
+    outputs = model(**inputs, output_hidden_states=True)
+    for state in select_layers(outputs.hidden_states, layers):
+        receive(state)
+    return outputs
 
 
 @torch.no_grad()

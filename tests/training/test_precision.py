@@ -23,14 +23,26 @@ class Watched:
 
     def __init__(self, regularizer):
         self.seen = []
-        original = regularizer.penalty
+        original = regularizer.begin
 
-        def penalty(hidden_states, mask):
-            said = original(hidden_states, mask)
-            self.seen.append(([state.detach() for state in hidden_states], mask, said))
-            return said
+        def begin(index):
+            return WatchedPass(original(index), index, self.seen)
 
-        regularizer.penalty = penalty
+        regularizer.begin = begin
+
+
+class WatchedPass:
+    def __init__(self, original, index, seen):
+        self.original, self.index, self.seen, self.states = original, index, seen, []
+
+    def add(self, state):
+        self.states.append(state.detach())
+        return self.original.add(state)
+
+    def penalty(self):
+        said = self.original.penalty()
+        self.seen.append((self.states, self.index, said))
+        return said
 
 
 def trained(setting, harness, regularizer, device, precision, *callbacks):
@@ -44,8 +56,9 @@ def trained(setting, harness, regularizer, device, precision, *callbacks):
     return module, losses.values
 
 
-def real_tokens(states, mask):
-    return torch.cat([state[mask.bool()] for state in states]).double().cpu()
+def real_tokens(states, index):
+    points = [state.flatten(0, 1) for state in states]
+    return torch.cat([rows if index is None else rows[index] for rows in points]).double().cpu()
 
 
 @pytest.mark.parametrize(("device", "precision"), PRECISIONS)
@@ -57,9 +70,9 @@ def test_istar_is_the_score_of_the_states_in_full(setting, harness, device, prec
     shrinkage = regularizer.shrinkage_covariance
     assert shrinkage.dtype == torch.float32
     assert len(watched.seen) == STEPS
-    for states, mask, said in watched.seen:
+    for states, index, said in watched.seen:
         assert said.value.dtype == said.measure.dtype == torch.float32
-        expected = algorithm_1(real_tokens(states[1:], mask), shrinkage.double().cpu(), 0.4)
+        expected = algorithm_1(real_tokens(states, index), shrinkage.double().cpu(), 0.4)
         assert_close(said.measure.double().cpu(), expected, rtol=1e-5, atol=0)
 
 
@@ -68,8 +81,8 @@ def test_cosreg_is_the_average_cosine_of_the_states_in_full(setting, harness, de
     regularizer = CosReg(1.0)
     watched = Watched(regularizer)
     trained(setting, harness, regularizer, device, precision)
-    for states, mask, said in watched.seen:
-        points = torch.nn.functional.normalize(real_tokens(states[-1:], mask), dim=1)
+    for states, index, said in watched.seen:
+        points = torch.nn.functional.normalize(real_tokens(states, index), dim=1)
         cosines = points @ points.T
         expected = (cosines.sum() - cosines.trace()) / len(points) ** 2
         assert_close(said.measure.double().cpu(), expected, rtol=1e-5, atol=1e-7)
