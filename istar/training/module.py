@@ -119,6 +119,9 @@ class FineTuner(L.LightningModule):
     def _check_finite(self, name: str, value: Tensor) -> None:
         self.guard.see(name, value)
 
+    def on_train_start(self) -> None:
+        self.guard.begin()
+
     def on_validation_start(self) -> None:
         if self.trainer.state.fn == "fit":
             self.guard.tell(everything=True)

@@ -31,6 +31,10 @@ class StepGuard:
     def __init__(self, skip: bool) -> None:
         self.skip = skip
         self.skipped = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """A training begins, or goes on; what another one has left does not count."""
         self._seen: list[tuple[str, Tensor]] = []
         self._refused: Tensor | None = None
         self._steps: Lagging[tuple[int, list[str]]] = Lagging()

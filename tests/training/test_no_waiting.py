@@ -144,6 +144,17 @@ def test_a_late_host_stops_with_the_weights_of_the_step_before(setting, harness,
     assert not torch.equal(weights.values[2], weights.values[3])
 
 
+def test_a_training_behind_one_that_stopped_starts_afresh(setting, harness, monkeypatch):
+    lagging_as_on_a_device(monkeypatch)
+    module, weights = setting.module(), Weights()
+    with pytest.raises(NonFiniteError):
+        harness.trainer(Poison(2), limit_train_batches=4, accumulate_grad_batches=2).fit(
+            module, datamodule=setting.data()
+        )
+    harness.trainer(weights, limit_train_batches=2).fit(module, datamodule=setting.data())
+    assert not torch.equal(weights.values[0], weights.values[1])
+
+
 @pytest.mark.parametrize("until", ["checkpoint", "epoch"])
 def test_nothing_is_kept_before_the_host_knows(setting, harness, monkeypatch, tmp_path, until):
     lagging_as_on_a_device(monkeypatch)
