@@ -24,16 +24,13 @@ class Taps:
     Attributes:
         modules: each once.
         numbers: for each call of one of them in a forward pass, in their order, the number of the state: 0 is the
-            embedding output, 1 to L are the layers.
+            embedding output, which some models make outside of modules, 1 to L are the layers.
+        num_layers: L.
     """
 
     modules: tuple[nn.Module, ...]
     numbers: tuple[int, ...]
-
-    @property
-    def num_layers(self) -> int:
-        """L."""
-        return len(self.numbers) - 1
+    num_layers: int
 
     @contextmanager
     def handing(self, receive: Callable[[Tensor], Tensor], layers: Collection[int]) -> Iterator[None]:
@@ -94,8 +91,8 @@ def forward_with_states(
 
     Args: as in `forward_with_penalty`; with taps the model goes on with what `receive` returns.
     """
-    if taps is not None:
-        with taps.handing(receive, layer_numbers(taps.num_layers, layers)):
+    if taps is not None and set(chosen := layer_numbers(taps.num_layers, layers)) <= set(taps.numbers):
+        with taps.handing(receive, chosen):
             return model(**inputs)
     outputs = model(**inputs, output_hidden_states=True)
     for state in select_layers(outputs.hidden_states, layers):
@@ -105,14 +102,14 @@ def forward_with_states(
 
 @torch.no_grad()
 def find_taps(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Taps | None:
-    """Watch one forward pass, in eval mode: which module's output is which hidden state, as the same tensor.
+    """Watch one forward pass, in eval mode: which module's output is which hidden state, at the same place in memory.
 
     Args:
         model: that gives L + 1 hidden states.
         inputs: of the model, as small as they can be.
 
     Returns:
-        None where hooks would not see the states or could not change them: some state is no module's output, or
+        None where hooks would not see the states or could not change them: some layer's is no module's output, or
         modules are called again in backward (gradient checkpointing) or not called as they are (compiled).
     """
     checkpointing = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
@@ -134,14 +131,19 @@ def find_taps(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Taps | No
             module.training = True
         for handle in handles:
             handle.remove()
-    number_of = {id(state): number for number, state in enumerate(states)}
+    number_of = {_place(state): number for number, state in enumerate(states)}
     # The outermost module that returns a state: dropout, which does nothing in eval mode, may be the last within it.
-    outermost = {number_of[id(state)]: module for module, state in calls if id(state) in number_of}
+    outermost = {number_of[_place(state)]: module for module, state in calls if _place(state) in number_of}
     modules = tuple(dict.fromkeys(outermost.values()))
-    seen = [(module, number_of.get(id(state))) for module, state in calls if module in modules]
-    numbers = tuple(number for _, number in seen if number is not None)
-    whole = len(numbers) == len(seen) and sorted(numbers) == list(range(len(states)))
-    return Taps(modules, numbers) if whole else None
+    seen = [number_of.get(_place(state)) for module, state in calls if module in modules]
+    numbers = tuple(number for number in seen if number is not None)
+    whole = len(numbers) == len(seen) and set(numbers) >= set(range(1, len(states))) and len(set(numbers)) == len(seen)
+    return Taps(modules, numbers, len(states) - 1) if whole else None
+
+
+def _place(state: Tensor) -> tuple[int, torch.Size]:
+    """What tells tensors that are alive together apart; some models hand out another view of what a module returned."""
+    return state.data_ptr(), state.shape
 
 
 def _state(output: Any) -> Any:

@@ -1,0 +1,115 @@
+"""Sums of several layers against the moments of all their points at once, in float64."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from istar.measures import Moments, isoscore
+from istar.measures.products import PANEL, ROWS, add_gram, times_transposed
+from istar.measures.union import UnionSums
+
+
+def layers(dtype=torch.float64, number=3, points=(2, 40), dim=24, apart=5.0):
+    generator = torch.Generator().manual_seed(0)
+    shape = torch.linspace(0.1, 3, dim, dtype=torch.float64)
+    return [
+        (torch.randn(*points, dim, generator=generator, dtype=torch.float64) * shape + apart * (layer - 1)).to(dtype)
+        for layer in range(number)
+    ]
+
+
+def summed(states, index=None, products=None, keep=False):
+    sums = UnionSums(products)
+    kept = [sums.add(state, index, keep) for state in states]
+    return sums.moments(), kept
+
+
+def stacked(states, index=None):
+    points = [state.flatten(0, -2).double() for state in states]
+    return Moments.of(torch.cat([rows if index is None else rows[index] for rows in points]))
+
+
+def assert_moments(actual, expected, rtol):
+    assert actual.count == expected.count
+    assert_close(actual.mean, expected.mean, rtol=rtol, atol=rtol)
+    assert_close(actual.scatter, expected.scatter, rtol=0, atol=rtol * expected.scatter.diagonal().max().item())
+    assert torch.equal(actual.scatter, actual.scatter.T)
+    assert actual.scatter.dtype == torch.float64
+
+
+@pytest.mark.parametrize("index", [None, torch.tensor([3, 5, 6, 70, 79])], ids=["all", "some"])
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 1e-6)])
+def test_the_union_of_layers_has_the_moments_of_all_points(dtype, rtol, index):
+    states = layers(dtype)
+    assert_moments(summed(states, index)[0], stacked(states, index), rtol)
+
+
+@pytest.mark.parametrize("points", [ROWS - 1, ROWS, ROWS + 1, 2 * ROWS + 7])
+def test_blocks_have_no_borders(points):
+    states = layers(torch.float32, points=(points,))
+    assert_moments(summed(states)[0], stacked(states), 1e-6)
+
+
+@pytest.mark.parametrize("apart", [0.0, 30.0, 1e4])
+def test_means_many_times_the_deviation_cost_no_digits(apart):
+    states = layers(torch.float32, apart=apart)
+    within = [Moments.of(state.double()) for state in states]
+    expected = stacked(states)
+    actual = summed(states)[0]
+    assert_moments(actual, expected, 1e-6)
+    assert_close(isoscore(actual), isoscore(expected), rtol=1e-5, atol=0)
+    alone = summed(states[2:])[0]
+    assert_close(isoscore(alone), isoscore(within[2]), rtol=1e-6 + apart * 1e-6, atol=0)
+
+
+def test_twelve_layers_of_float32_give_isoscore_to_8_digits():
+    states = layers(torch.float32, number=12, points=(4000,), dim=200)
+    assert_close(isoscore(summed(states)[0]), isoscore(stacked(states)), rtol=1e-8, atol=0)
+
+
+def test_products_of_bfloat16_cost_the_digits_that_they_are_said_to_cost():
+    states = layers(torch.float32, number=6, points=(2000,), dim=200, apart=20.0)
+    actual, kept = summed(states, products=torch.bfloat16, keep=True)
+    expected = stacked(states)
+    deviations = expected.scatter.diagonal().sqrt()
+    assert ((actual.scatter - expected.scatter).abs() <= 4e-3 * torch.outer(deviations, deviations)).all()
+    assert_close(isoscore(actual), isoscore(expected), rtol=1e-4, atol=0)
+    for state, (points, shift) in zip(states, kept, strict=True):
+        assert points.dtype == torch.bfloat16
+        assert_close(points.float() + shift, state, rtol=0, atol=2**-8 * (state - shift).abs().max().item())
+
+
+def test_layers_without_points():
+    states = layers()
+    none = torch.empty(0, dtype=torch.long)
+    assert summed(states, none)[0].count == 0
+    sums = UnionSums()
+    sums.add(states[0], none)
+    sums.add(states[1])
+    assert_moments(sums.moments(), stacked(states[1:2]), 1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [1, PANEL - 1, PANEL, PANEL + 1, 2 * PANEL + 5])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_half_a_product_is_the_lower_half(dtype, dim, transposed):
+    generator = torch.Generator().manual_seed(0)
+    points = torch.randn(50, dim, generator=generator).to(dtype)
+    points = points.T.contiguous().T if transposed else points
+    start = torch.randn(dim, dim, generator=generator).to(torch.promote_types(dtype, torch.float32))
+    total = start.clone()
+    add_gram(total, points)
+    expected = start.double() + points.double().T @ points.double()
+    tolerance = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
+    assert_close(total.tril().double(), expected.tril(), rtol=tolerance, atol=50 * tolerance)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (7, 1, 5), (1, 9, 4), (33, 17, 65)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_times_transposed(dtype, shape):
+    rows, columns, inner = shape
+    left, right = torch.randn(rows, inner, dtype=dtype), torch.randn(columns, inner, dtype=dtype)
+    actual = times_transposed(left, right)
+    assert actual.shape == (rows, columns)
+    assert actual.is_contiguous()
+    assert_close(actual.double(), left.double() @ right.double().T, rtol=1e-5, atol=1e-5)
