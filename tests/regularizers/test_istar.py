@@ -505,3 +505,70 @@ def test_what_has_no_penalty_is_refused_in_one_line(call, message):
     with pytest.raises(UserError, match=message) as error:
         call()
     assert "\n" not in str(error.value)
+
+
+# Products in bfloat16 ---------------------------------------------------------------------------------------
+
+
+def istar(compute="float32", zeta=0.2, dim=16):
+    made = IStar(1.0, zeta, "with_embeddings", compute=compute)
+    made.shrinkage_covariance = sigma(dim)
+    return made
+
+
+@pytest.mark.parametrize("attention_mask", [None, mask(8, 32)], ids=["all", "masked"])
+@pytest.mark.parametrize("mean", [0, 300])
+def test_products_in_bfloat16_are_off_by_what_is_said(attention_mask, mean):
+    """The score by less than 1e-3 of itself, the gradient by less than 1e-2, however far the mean is."""
+    hidden_states = [state.float() + mean * (torch.arange(16) == 3) for state in states((8, 32, 16), layers=4)]
+
+    def penalty(compute):
+        return lambda layers: istar(compute).penalty(layers, attention_mask).value
+
+    expected, exact = value_and_gradients(penalty("float32"), [state.double() for state in hidden_states])
+    value, gradients = value_and_gradients(penalty("bfloat16"), hidden_states)
+    assert_close(1 - value.double(), 1 - expected, rtol=1e-3, atol=0)
+    for gradient, reference in zip(gradients, exact, strict=True):
+        assert gradient.dtype == torch.float32
+        assert (gradient - reference).norm() < 1e-2 * reference.norm()
+
+
+def test_products_in_bfloat16_keep_half_of_the_bytes_for_backward():
+    hidden_states = [state.requires_grad_() for state in states(layers=4, dtype=torch.float32)]
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        istar("bfloat16", dim=DIM).penalty(hidden_states, None)
+    large = [tensor for tensor in saved if tensor.numel() == hidden_states[0].numel()]
+    assert [tensor.dtype for tensor in large] == [torch.bfloat16] * 4
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"compute": "float16"}, {"compute": "bfloat16", "zeta": "auto"}, {"compute": "bfloat16", "estimator": "unbiased"}],
+)
+def test_precisions_that_there_are_not(arguments):
+    with pytest.raises(UserError, match="compute is"):
+        IStar(1.0, **({"zeta": 0.0} | arguments))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_a_pass_that_is_not_looked_at_carries_nan_to_the_gradient(value, compute):
+    """So that a step can be refused where its gradient is, without asking a device before."""
+    hidden_state = states(dtype=torch.float32)[0]
+    hidden_state[0, 0, 0] = value
+    hidden_state.requires_grad_()
+    started = istar(compute, dim=DIM).begin(None)
+    started.add(hidden_state)
+    penalty = started.penalty()
+    assert penalty.value.isnan()
+    penalty.value.backward()
+    assert hidden_state.grad.isnan().any()
+
+
+@pytest.mark.parametrize("made", [IStar(1.0, 0.0), IStar(1.0, 0.0, estimator="unbiased")])
+@pytest.mark.parametrize("points", [0, 1])
+def test_a_pass_without_enough_points_is_nan(made, points):
+    started = made.begin(torch.arange(points))
+    started.add(states()[0])
+    assert started.penalty().value.isnan()
