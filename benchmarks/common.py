@@ -1,0 +1,171 @@
+"""What the benchmarks of the penalty share: shapes, peers, clocks."""
+
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+from transformers import BertConfig, BertForSequenceClassification
+
+from istar.regularizers import IStar, Penalty, Regularizer, select_layers
+from istar.regularizers.base import Pass
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model and its batches."""
+
+    layers: int
+    width: int
+    batch: int
+    tokens: int
+    heads: int = 12
+
+    def model(self) -> BertForSequenceClassification:
+        torch.manual_seed(0)
+        config = BertConfig(
+            hidden_size=self.width,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            intermediate_size=4 * self.width,
+        )
+        return BertForSequenceClassification(config).train()
+
+
+SHAPES = {
+    "bert-base-32x128": Shape(12, 768, 32, 128),
+    "bert-base-32x384": Shape(12, 768, 32, 384),
+    "minilm-32x64": Shape(6, 384, 32, 64),
+    "minilm-32x384": Shape(6, 384, 32, 384),
+    "tiny": Shape(2, 64, 8, 16, heads=2),
+}
+
+
+class Published(Regularizer):
+    """The score as the paper's code computes it: all layers side by side, `torch.cov`, singular values."""
+
+    measure = "isoscore_star"
+
+    def __init__(self, covariance: Tensor, zeta: float, spectrum: bool = True) -> None:
+        super().__init__(-1.0, "all")
+        self.covariance, self.zeta, self.spectrum = covariance, zeta, spectrum
+
+    def begin(self, index: Tensor | None, checked: bool = False) -> Pass:
+        raise NotImplementedError
+
+    def penalty(self, hidden_states: Sequence[Tensor], attention_mask: Tensor | None) -> Penalty:
+        stacked = torch.stack(select_layers(hidden_states, self.layers))
+        points = stacked.reshape(-1, stacked.shape[-1])
+        if attention_mask is not None:
+            points = points[attention_mask.bool().flatten().repeat(len(stacked))]
+        with torch.autocast(points.device.type, enabled=False):
+            covariance = (1 - self.zeta) * torch.cov(points.float().T) + self.zeta * self.covariance
+            score = by_spectrum(covariance) if self.spectrum else by_closed_form(covariance)
+        return Penalty(1 - score, score.detach())
+
+
+def by_spectrum(covariance: Tensor) -> Tensor:
+    """Algorithm 1, steps 5 to 9."""
+    variances = torch.linalg.svdvals(covariance)
+    d = len(variances)
+    normalized = d**0.5 * variances / variances.norm()
+    defect = (normalized - 1).norm() / (2 * (d - d**0.5)) ** 0.5
+    share = (d - defect**2 * (d - d**0.5)) ** 2 / d**2
+    return (d * share - 1) / (d - 1)
+
+
+def by_closed_form(covariance: Tensor) -> Tensor:
+    """The same by plain autograd without a spectrum."""
+    return (covariance.trace().square() / covariance.square().sum() - 1) / (len(covariance) - 1)
+
+
+def regularizers(width: int, device: torch.device, names: Sequence[str]) -> dict[str, Regularizer | None]:
+    """By name, all with the same Sigma_S and zeta."""
+    covariance = torch.eye(width, device=device)
+    built: dict[str, Regularizer | None] = {
+        "no penalty": None,
+        "published": Published(covariance, 0.4),
+        "closed form, autograd": Published(covariance, 0.4, spectrum=False),
+    }
+    for compute in ("float32", "bfloat16"):
+        istar = IStar(-1.0, 0.4, compute=compute)
+        istar.shrinkage_covariance = covariance
+        built[f"istar, {compute}"] = istar
+    return {name: built[name] for name in names}
+
+
+def batch(shape: Shape, device: torch.device, real: float = 1.0) -> dict[str, Tensor]:
+    """Random tokens; all texts but the first hold this share of real ones."""
+    generator = torch.Generator().manual_seed(0)
+    size = (shape.batch, shape.tokens)
+    mask = torch.zeros(size, dtype=torch.long)
+    mask[:, : max(1, round(real * shape.tokens))] = 1
+    mask[0] = 1
+    inputs = {
+        "input_ids": torch.randint(5, 30_000, size, generator=generator),
+        "attention_mask": mask,
+        "labels": torch.randint(2, (shape.batch,), generator=generator),
+    }
+    return {name: value.to(device) for name, value in inputs.items()}
+
+
+def in_turns(calls: Mapping[str, Callable[[], object]], rounds: int, device: torch.device) -> dict[str, list[float]]:
+    """Seconds of each call in each round, one after the other so that all meet the same machine; a round more warms."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(rounds + 1):
+        for name, call in calls.items():
+            synchronize(device)
+            start = time.perf_counter()
+            call()
+            synchronize(device)
+            if number:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for what a GPU has been given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def ratios(seconds: Sequence[float], peer: Sequence[float]) -> str:
+    """Median of the rounds' ratios with the middle half of them."""
+    values = sorted(own / other for own, other in zip(seconds, peer, strict=True))
+    if len(values) < 2:
+        return f"{values[0]:.3f}"
+    low, middle, high = statistics.quantiles(values, n=4)
+    return f"{middle:.3f} ({low:.3f} to {high:.3f})"
+
+
+def peak_mb(device: torch.device) -> float:
+    """Most memory that this process has held."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def in_fresh_process(module: str, *arguments: str) -> Any:
+    """What `python -m module arguments` prints last, as JSON: memory is measured where nothing else has been."""
+    done = subprocess.run([sys.executable, "-m", module, *arguments], stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{module} {' '.join(arguments)} ended with exit code {done.returncode}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def console() -> Console:
+    """Wide enough for the tables where the output is no terminal."""
+    return Console(width=None if sys.stdout.isatty() else 120)
+
+
+def pick_device(name: str | None) -> torch.device:
+    """The one that is named, else a GPU if there is one."""
+    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
