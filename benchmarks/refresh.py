@@ -47,7 +47,7 @@ class Refresh:
         self.device, self.layers = device, of.layers
         compute = "bfloat16" if precision == "bf16" else "float32"
         regularizer = IStar(-1.0, 0.4, compute=compute)
-        self.module = FineTuner(of.model().to(device).eval(), regularizer, OptimConfig(), {})
+        self.module = FineTuner(of.model().to(device), regularizer, OptimConfig(), {}).eval()
         features, batch_size = texts(points // of.layers, of.tokens), 2 * of.batch
         self.callback = ShrinkageCovariance(regularizer, features, collate, points, batch_size, 0, progress_bar=False)
         self.sample = self.callback.sample(of.layers, 0)
@@ -78,19 +78,18 @@ class Refresh:
 def texts(tokens: int, longest: int) -> Dataset:
     """Random tokens in texts whose lengths vary as those of sentence pairs do, twice as many tokens as asked for."""
     generator = np.random.default_rng(0)
-    lengths = np.clip(generator.lognormal(np.log(longest / 2.5), 0.5, 2 + 6 * tokens // longest), 4, longest).astype(
-        int
-    )
+    drawn = generator.lognormal(np.log(longest / 2.5), 0.5, 2 + 6 * tokens // longest)
+    lengths = np.clip(drawn, 4, longest).astype(int)
     rows = [generator.integers(5, 30_000, length).tolist() for length in lengths]
     return Dataset.from_dict({"input_ids": rows, "length": lengths.tolist()})
 
 
 def collate(rows: Any) -> dict[str, Tensor]:
     """Padded to the longest."""
-    lengths = torch.tensor([row["length"] for row in rows])
+    lengths = torch.tensor([len(row["input_ids"]) for row in rows])
     ids = torch.zeros(len(rows), int(lengths.max()), dtype=torch.long)
     for target, row in zip(ids, rows, strict=True):
-        target[: row["length"]] = torch.tensor(row["input_ids"])
+        target[: len(row["input_ids"])] = torch.tensor(row["input_ids"])
     return {"input_ids": ids, "attention_mask": (torch.arange(ids.shape[1]) < lengths[:, None]).long()}
 
 
