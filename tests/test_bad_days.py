@@ -35,7 +35,7 @@ from istar.errors import UserError
 from istar.files import sole_writer
 from istar.run import run
 from istar.training import FineTuner, loggers
-from istar.training.checkpoints import AtomicCheckpointIO, load, resumable
+from istar.training.checkpoints import FORMAT, AtomicCheckpointIO, load, resumable
 from tests.outcomes import assert_same, only_run
 from tests.wandb_records import logged_by, offline_records, recorded
 
@@ -922,7 +922,7 @@ FOREIGN = {
     "weights only": lambda good: {"state_dict": load(good)["state_dict"], "callbacks": {}},
     "callbacks without ours": lambda good: edited(good, lambda content: content["callbacks"].pop("Checkpoints")),
     "another run": lambda good: edited(good, lambda content: state(content).update(run="demo-tiny-none-0")),
-    "another format": lambda good: edited(good, lambda content: state(content).update(format=2)),
+    "another format": lambda good: edited(good, lambda content: state(content).update(format=FORMAT + 1)),
     "no format": lambda good: edited(good, lambda content: state(content).pop("format")),
 }
 NO_DICTS = {
