@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from istar import launch, schema
 from istar.config import Config
 from istar.errors import SHOW_TRACE, StoppedError, UserError
+from istar.importing import large_imports
 
 schema.register()
 
@@ -35,9 +36,10 @@ def start(settings: Config, search: str | None) -> object:
         return one_of_many_runs(settings, processes, search)
     if processes > 1:
         return launch.launch(settings, processes, SHOW_TRACE, search)
-    from rich.console import Console
+    with large_imports():
+        from rich.console import Console
 
-    from istar.run import run
+        from istar.run import run
 
     return run(settings, Console(), search)
 

@@ -30,6 +30,7 @@ from istar import results, schema
 from istar.config import Config, TrainerConfig
 from istar.errors import StoppedError, UserError, shorten
 from istar.files import write_text
+from istar.importing import large_imports
 from istar.results import RunRecord
 
 UNFORESEEN = 1
@@ -290,7 +291,8 @@ def main(arguments: Sequence[str]) -> NoReturn:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     schema.register()
     try:
-        from istar.run import run
+        with large_imports():
+            from istar.run import run
 
         settings = schema.load(OmegaConf.load(config))  # type: ignore[arg-type]
         record = run(settings, Console(), *search)
