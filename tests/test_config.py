@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from istar import schema
 from istar.config import Config, CosRegConfig, IStarConfig, NoRegConfig, WandbConfig
 from istar.errors import UserError, did_you_mean
+from istar.results import identity
 from istar.schema import to_dict
 from istar.tasks.specs import TASKS
 
@@ -449,3 +450,39 @@ def test_rules_hold_without_hydra() -> None:
     with pytest.raises(UserError, match=re.escape("reg.zeta=1.5")):
         IStarConfig(zeta=1.5)
     assert math.isclose(IStarConfig(zeta=1).zeta, 1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((), "float32"),
+        (("trainer.precision=bf16-mixed",), "bfloat16"),
+        (("trainer.precision=16-mixed",), "float32"),
+        (("trainer.precision=bf16-mixed", "reg.compute=float32"), "float32"),
+        (("reg.compute=bfloat16",), "bfloat16"),
+        (("trainer.precision=bf16-mixed", "reg.zeta=auto"), "float32"),
+        (("trainer.precision=bf16-mixed", "reg.estimator=unbiased"), "float32"),
+    ],
+)
+def test_products_follow_the_trainers_precision(
+    composed: Callable[..., Config], overrides: tuple[str, ...], expected: str
+) -> None:
+    assert composed("task=rte", "reg=istar", *overrides).reg.compute == expected
+
+
+@pytest.mark.parametrize("other", ["reg.zeta=auto", "reg.estimator=unbiased"])
+def test_fourth_powers_in_bfloat16_are_refused(composed: Callable[..., Config], other: str) -> None:
+    with pytest.raises(UserError, match=r"reg\.compute=bfloat16: .* need float32"):
+        composed("task=rte", "reg=istar", "reg.compute=bfloat16", other)
+
+
+def test_the_name_of_a_run_tells_products_in_bfloat16_from_others(composed: Callable[..., Config]) -> None:
+    def name(*overrides: str) -> str:
+        return identity(to_dict(composed("task=rte", "reg=istar", *overrides)), "data", "model")
+
+    before = to_dict(composed("task=rte", "reg=istar"))
+    del before["reg"]["compute"]
+    assert name() == name("reg.compute=float32") == identity(before, "data", "model")
+    assert name() != name("reg.compute=bfloat16")
+    in_bfloat16 = "trainer.precision=bf16-mixed"
+    assert name(in_bfloat16) == name(in_bfloat16, "reg.compute=bfloat16") != name(in_bfloat16, "reg.compute=float32")
