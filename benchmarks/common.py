@@ -1,13 +1,13 @@
 """What the benchmarks of the penalty share: shapes, peers, clocks."""
 
 import json
-import resource
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -147,10 +147,12 @@ def ratios(seconds: Sequence[float], peer: Sequence[float]) -> str:
 
 
 def peak_mb(device: torch.device) -> float:
-    """Most memory that this process has held."""
+    """Most memory that this process has held; on Linux."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    # Not getrusage, whose figure starts from that of the process that started this one.
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1]) / 1024
 
 
 def in_fresh_process(module: str, *arguments: str) -> Any:

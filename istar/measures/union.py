@@ -39,6 +39,11 @@ class UnionSums:
         self._total: Tensor | None = None
         self._layers: list[tuple[int, Tensor, Tensor]] = []
 
+    @property
+    def count(self) -> int:
+        """Points of all layers."""
+        return sum(count for count, _, _ in self._layers)
+
     def add(self, states: Tensor, index: Tensor | None = None, keep: bool = False) -> Centered | None:
         """Add the points of a layer; the first layer says how many dimensions there are, where, and of which dtype.
 
@@ -78,7 +83,7 @@ class UnionSums:
         assert self._total is not None
         moments = Moments(len(self._total), self._total.device)
         numbers, shifts, residuals = zip(*self._layers, strict=True)
-        total = sum(numbers)
+        total = self.count
         if total == 0:
             return moments
         shift, residual = (torch.stack(rows).to(moments.mean) for rows in (shifts, residuals))

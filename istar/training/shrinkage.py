@@ -21,6 +21,9 @@ from istar.training.module import Batch, FineTuner, inputs_of, log_now
 from istar.training.signals import StopSignal
 from istar.training.taps import forward_with_states
 
+_MERGED = 2**16
+"""Points that are summed in float32 before they are merged in float64, which costs as much as some batches do."""
+
 log = logging.getLogger(__name__)
 
 
@@ -109,34 +112,33 @@ class ShrinkageCovariance(L.Callback):
         loader = evaluation_loader(
             self.features, self.collate, self.batch_size, examples, trainer.global_rank, trainer.world_size
         )
-        moments: Moments | None = None
+        moments = Moments(module.model.config.hidden_size, module.device)
+        sums = UnionSums(regularizer.products)
         shown = self.progress_bar and trainer.is_global_zero
         training = module.training
         module.eval()
         for batch in track(loader, "Shrinkage covariance", disable=not shown, transient=True):
             self.stop.interrupt_if_asked()
             with torch.inference_mode(), trainer.precision_plugin.val_step_context():
-                seen = self._sums(module, batch).moments()
-            moments = seen if moments is None else moments.merge(seen)
+                self._add(sums, module, batch)
+            if sums.count >= _MERGED:
+                moments, sums = moments.merge(sums.moments()), UnionSums(regularizer.products)
         module.train(training)
-        if moments is None:
-            # This process has no share of a sample that is smaller than the processes are many.
-            moments = Moments(module.model.config.hidden_size, module.device)
+        # A process has no share of a sample that is smaller than the processes are many.
+        moments = moments.merge(sums.moments()) if sums.count else moments
         return moments.all_reduce() if regularizer.sync else moments
 
-    def _sums(self, module: FineTuner, batch: Batch) -> UnionSums:
-        """Of the hidden states of a batch."""
+    def _add(self, sums: UnionSums, module: FineTuner, batch: Batch) -> None:
+        """The hidden states of a batch."""
         index = None if self.regularizer.include_padding else token_index(batch["attention_mask"])
         inputs = module.transfer_batch_to_device(inputs_of(batch), module.device, 0)
         index = None if index is None else index.to(module.device, non_blocking=True)
-        sums = UnionSums(self.regularizer.products)
 
         def receive(state: Tensor) -> Tensor:
             sums.add(state, index)
             return state
 
         forward_with_states(module.model.base_model, inputs, receive, self.regularizer.layers, module.taps(inputs))
-        return sums
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         # One that came with a checkpoint is on the CPU.
