@@ -31,7 +31,7 @@ class UnionSums:
         products: dtype that the centered points are rounded to before they are multiplied; None is that of the sums.
             bfloat16 takes a third of the time where the hardware knows it. Entries of the covariance are then off by
             up to 4e-3 of the product of their two deviations, mostly far less, as errors of many points cancel;
-            IsoScore by about 1e-5 of itself.
+            IsoScore by about 1e-5 of itself. Its smallest eigenvalues may come out below zero.
     """
 
     def __init__(self, products: torch.dtype | None = None) -> None:
