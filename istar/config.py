@@ -55,7 +55,7 @@ class ModelConfig:
     revision: str | None = None
     """Branch, tag or commit on the hub."""
     gradient_checkpointing: bool = False
-    """Compute activations anew in the backward pass: less memory, more time, the same losses (with a penalty, to rounding)."""
+    """Compute activations anew in backward: less memory, more time, the same losses (with a penalty, to rounding)."""
     compile: bool = False
     """torch.compile: a slow start, then faster steps; the losses differ by rounding."""
 
