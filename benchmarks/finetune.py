@@ -1,8 +1,8 @@
 """istar against Hugging Face's `Trainer`: the same model, data, seed, precision, batches and epochs, in the same run.
 
     python -m benchmarks.finetune                                               needs no files and no network
-    python -m benchmarks.finetune --task rte --data-dir ../shared/data/glue_data --epochs 3 --seeds 3
-    python -m benchmarks.finetune --task sst5 --data-dir ../shared/data/sst --precision bf16 --limit-train 1024
+    python -m benchmarks.finetune --task rte --data-dir data/glue_data --epochs 3 --seeds 3
+    python -m benchmarks.finetune --task sst5 --data-dir data/sst --precision bf16 --limit-train 1024
 
 istar is its own `istar.run.run`, with validation, isotropy, checkpoints and a result, without a penalty. The peers are
 `Trainer` as the example script `run_glue` sets it up (every text padded to 128 tokens), and `Trainer` with dynamic
