@@ -15,8 +15,7 @@ from rich.console import Console
 from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification
 
-from istar.regularizers import IStar, Penalty, Regularizer, select_layers
-from istar.regularizers.base import Pass
+from istar.regularizers import IStar, Penalty, select_layers
 
 
 @dataclass(frozen=True)
@@ -49,20 +48,16 @@ SHAPES = {
 }
 
 
-class Published(Regularizer):
+class Published:
     """The score as the paper's code computes it: all layers side by side, `torch.cov`, singular values."""
 
-    measure = "isoscore_star"
+    weight = -1.0
 
     def __init__(self, covariance: Tensor, zeta: float, spectrum: bool = True) -> None:
-        super().__init__(-1.0, "all")
         self.covariance, self.zeta, self.spectrum = covariance, zeta, spectrum
 
-    def begin(self, index: Tensor | None, checked: bool = False) -> Pass:
-        raise NotImplementedError
-
     def penalty(self, hidden_states: Sequence[Tensor], attention_mask: Tensor | None) -> Penalty:
-        stacked = torch.stack(select_layers(hidden_states, self.layers))
+        stacked = torch.stack(select_layers(hidden_states, "all"))
         points = stacked.reshape(-1, stacked.shape[-1])
         if attention_mask is not None:
             points = points[attention_mask.bool().flatten().repeat(len(stacked))]
@@ -87,10 +82,13 @@ def by_closed_form(covariance: Tensor) -> Tensor:
     return (covariance.trace().square() / covariance.square().sum() - 1) / (len(covariance) - 1)
 
 
-def regularizers(width: int, device: torch.device, names: Sequence[str]) -> dict[str, Regularizer | None]:
+Method = IStar | Published | None
+
+
+def regularizers(width: int, device: torch.device, names: Sequence[str]) -> dict[str, Method]:
     """By name, all with the same Sigma_S and zeta."""
     covariance = torch.eye(width, device=device)
-    built: dict[str, Regularizer | None] = {
+    built: dict[str, Method] = {
         "no penalty": None,
         "published": Published(covariance, 0.4),
         "closed form, autograd": Published(covariance, 0.4, spectrum=False),

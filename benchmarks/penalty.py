@@ -22,6 +22,7 @@ from torch import Tensor
 
 from benchmarks.common import (
     SHAPES,
+    Published,
     Shape,
     batch,
     console,
@@ -32,7 +33,7 @@ from benchmarks.common import (
     ratios,
     regularizers,
 )
-from istar.regularizers import IStar, Regularizer
+from istar.regularizers import IStar
 from istar.regularizers.points import token_index
 from istar.training.memory import keep_freed_memory
 
@@ -57,7 +58,9 @@ class Cloud:
         self.index = None if index is None else index.to(device)
         self.mask = None if index is None else mask.to(device)
 
-    def __call__(self, regularizer: Regularizer, dtype: torch.dtype = torch.float32) -> tuple[Tensor, list[Tensor]]:
+    def __call__(
+        self, regularizer: IStar | Published, dtype: torch.dtype = torch.float32
+    ) -> tuple[Tensor, list[Tensor]]:
         states = [state.detach().to(dtype).requires_grad_() for state in self.states]
         if isinstance(regularizer, IStar):
             # As in training: nothing is looked at, and the tokens have been counted.

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from benchmarks.common import (
     SHAPES,
+    Method,
     batch,
     console,
     in_fresh_process,
@@ -32,7 +33,7 @@ from benchmarks.common import (
     ratios,
     regularizers,
 )  # fmt: skip
-from istar.regularizers import IStar, Regularizer
+from istar.regularizers import IStar
 from istar.regularizers.points import token_index
 from istar.training.memory import keep_freed_memory
 from istar.training.taps import Taps, find_taps, forward_with_penalty
@@ -53,13 +54,13 @@ class Steps:
         index = token_index(self.inputs["attention_mask"].cpu())
         self.index = None if index is None else index.to(device)
 
-    def __call__(self, regularizer: Regularizer | None) -> None:
+    def __call__(self, regularizer: Method) -> None:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
             self._loss(regularizer).backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def _loss(self, regularizer: Regularizer | None) -> Tensor:
+    def _loss(self, regularizer: Method) -> Tensor:
         loss: Tensor
         if isinstance(regularizer, IStar):
             outputs, penalty = forward_with_penalty(self.model, self.inputs, regularizer, self.index, self.taps)
