@@ -11,24 +11,24 @@ from torch import Tensor
 
 PANEL = 192
 """Columns of X whose products with themselves and all columns behind them are taken at once."""
-ROWS = 1024
-"""Points that are centered at a time on a CPU, to be in its cache still when they are multiplied."""
+BLOCK = 3 * 2**20
+"""Bytes of the points that are centered at a time on a CPU, to be in its cache still when they are multiplied."""
 
 
-def by_convolution(points: Tensor) -> bool:
-    """Whether products with points like these are taken as convolutions."""
-    return points.device.type == "cpu" and points.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+def by_convolution(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether products of points like these are taken as convolutions."""
+    return device.type == "cpu" and dtype == torch.float32 and torch.backends.mkldnn.is_available()
 
 
-def slices(count: int, device: torch.device) -> Iterator[slice]:
-    """So many points in blocks of `ROWS`; all at once on other devices than CPUs, where starting a kernel costs."""
-    rows = ROWS if device.type == "cpu" else max(count, 1)
+def slices(count: int, dim: int, dtype: torch.dtype, device: torch.device) -> Iterator[slice]:
+    """So many points `(dim,)` in blocks of `BLOCK` bytes; at once on other devices than CPUs, where kernels cost."""
+    rows = max(BLOCK // (dim * dtype.itemsize) if device.type == "cpu" else count, 1)
     return (slice(first, min(first + rows, count)) for first in range(0, count, rows))
 
 
 def times_transposed(left: Tensor, right: Tensor) -> Tensor:
     """A B^T of A `(m, k)` and B `(n, k)`, contiguous, as `(m, n)`."""
-    if not by_convolution(left):
+    if not by_convolution(left.device, left.dtype):
         return left @ right.T
     # Pixels in a column, their channels side by side in memory.
     image = left.view(1, len(left), 1, -1).permute(0, 3, 1, 2)
@@ -49,7 +49,7 @@ def add_gram(total: Tensor, points: Tensor) -> None:
     for first in range(0, points.shape[1], panel):
         below, columns = points[:, first:], points[:, first : first + panel]
         target = total[first:, first : first + panel]
-        if by_convolution(points):
+        if by_convolution(points.device, points.dtype):
             target.add_(times_transposed(below.T.contiguous(), columns.T.contiguous()))
         elif points.dtype == total.dtype:
             target.addmm_(below.T, columns)

@@ -31,7 +31,7 @@ class UnionSums:
         products: dtype that the centered points are rounded to before they are multiplied; None is that of the sums.
             bfloat16 takes a third of the time where the hardware knows it. Entries of the covariance are then off by
             up to 4e-3 of the product of their two deviations, mostly far less, as errors of many points cancel;
-            IsoScore by about 1e-5 of itself. Its smallest eigenvalues may come out below zero.
+            IsoScore by about 1e-5 of itself, 1e-4 where it is near 0. Its smallest eigenvalues may come out below zero.
     """
 
     def __init__(self, products: torch.dtype | None = None) -> None:
@@ -59,17 +59,17 @@ class UnionSums:
         count = len(states) if index is None else len(index)
         products = self.products or dtype
         kept = states.new_empty(count, dim, dtype=products) if keep else None
-        scratch = _Scratch(states.new_empty(0, dtype=products), dim)
+        scratch = _Scratch(states.new_empty(0, dtype=dtype), dim, by_columns=by_convolution(states.device, products))
         shift = residual = states.new_zeros(dim, dtype=dtype)
         with full_precision(device):
-            for chosen in slices(count, device):
+            for chosen in slices(count, dim, products, device):
                 block = states[chosen] if index is None else states.index_select(0, index[chosen])
                 if chosen.start == 0:
                     # Any nearby point will do; what it misses of the mean is in the residual.
                     shift = block.mean(0, dtype=dtype)
-                centered = scratch(len(block)) if kept is None else kept[chosen]
-                torch.sub(block, shift, out=centered)
-                residual = residual + centered.sum(0, dtype=dtype)
+                centered = torch.sub(block, shift, out=scratch(len(block)))
+                residual = residual + centered.sum(0)
+                centered = centered.to(products) if kept is None else kept[chosen].copy_(centered)
                 add_gram(self._total, centered)
         self._layers.append((count, shift, residual))
         return None if kept is None else Centered(kept, shift)
@@ -100,11 +100,11 @@ class UnionSums:
 class _Scratch:
     """Memory for a block of centered points, in the layout that `add_gram` likes best."""
 
-    def __init__(self, numbers: Tensor, dim: int) -> None:
-        self._numbers, self._dim = numbers, dim
+    def __init__(self, numbers: Tensor, dim: int, by_columns: bool) -> None:
+        self._numbers, self._dim, self._by_columns = numbers, dim, by_columns
 
     def __call__(self, count: int) -> Tensor:
         if self._numbers.numel() < count * self._dim:
             self._numbers = self._numbers.new_empty(count * self._dim)
         numbers = self._numbers[: count * self._dim]
-        return numbers.view(self._dim, count).T if by_convolution(numbers) else numbers.view(count, self._dim)
+        return numbers.view(self._dim, count).T if self._by_columns else numbers.view(count, self._dim)

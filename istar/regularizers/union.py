@@ -174,7 +174,8 @@ class _Layer(torch.autograd.Function):
             total = grad.clone()
         flat, passing = total.view(-1, shape[-1]), None if grad is None else grad.reshape(-1, shape[-1])
         with full_precision(points.device):
-            for chosen in slices(len(points) if is_gathered else len(index), points.device):
+            count = len(points) if is_gathered else len(index)
+            for chosen in slices(count, shape[-1], gradient.rounded.dtype, points.device):
                 block = points[chosen] if is_gathered else points.index_select(0, index[chosen])
                 rows = gradient.exact(block) if shift is None else gradient.of_centered(Centered(block, shift))
                 if index is not None:

@@ -5,7 +5,7 @@ import torch
 from torch.testing import assert_close
 
 from istar.measures import Moments, isoscore
-from istar.measures.products import PANEL, ROWS, add_gram, times_transposed
+from istar.measures.products import BLOCK, PANEL, add_gram, times_transposed
 from istar.measures.union import UnionSums
 
 
@@ -44,6 +44,9 @@ def test_the_union_of_layers_has_the_moments_of_all_points(dtype, rtol, index):
     assert_moments(summed(states, index)[0], stacked(states, index), rtol)
 
 
+ROWS = BLOCK // (24 * 4)
+
+
 @pytest.mark.parametrize("points", [ROWS - 1, ROWS, ROWS + 1, 2 * ROWS + 7])
 def test_blocks_have_no_borders(points):
     states = layers(torch.float32, points=(points,))
@@ -73,7 +76,7 @@ def test_products_of_bfloat16_cost_the_digits_that_they_are_said_to_cost():
     expected = stacked(states)
     deviations = expected.scatter.diagonal().sqrt()
     assert ((actual.scatter - expected.scatter).abs() <= 4e-3 * torch.outer(deviations, deviations)).all()
-    assert_close(isoscore(actual), isoscore(expected), rtol=1e-4, atol=0)
+    assert_close(isoscore(actual), isoscore(expected), rtol=3e-4, atol=0)
     for state, (points, shift) in zip(states, kept, strict=True):
         assert points.dtype == torch.bfloat16
         assert_close(points.float() + shift, state, rtol=0, atol=2**-8 * (state - shift).abs().max().item())
