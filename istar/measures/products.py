@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-PANEL = 192
+PANEL = 128
 """Columns of X whose products with themselves and all columns behind them are taken at once."""
 BLOCK = 3 * 2**20
 """Bytes of the points that are centered at a time on a CPU, to be in its cache still when they are multiplied."""

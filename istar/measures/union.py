@@ -13,6 +13,10 @@ from istar.measures.moments import Moments, full_precision
 from istar.measures.products import add_gram, by_convolution, slices
 
 
+_NEARBY = 128
+"""Points whose mean stands for that of all: any point near them will do, and what it misses is in the residual."""
+
+
 class Centered(NamedTuple):
     """The points of a layer about a nearby point: `(n, d)` in the dtype of the products, and that point, `(d,)`."""
 
@@ -60,13 +64,12 @@ class UnionSums:
         products = self.products or dtype
         kept = states.new_empty(count, dim, dtype=products) if keep else None
         scratch = _Scratch(states.new_empty(0, dtype=dtype), dim, by_columns=by_convolution(states.device, products))
-        shift = residual = states.new_zeros(dim, dtype=dtype)
+        shift = residual = self._total.new_zeros(dim)
         with full_precision(device):
             for chosen in slices(count, dim, products, device):
                 block = states[chosen] if index is None else states.index_select(0, index[chosen])
                 if chosen.start == 0:
-                    # Any nearby point will do; what it misses of the mean is in the residual.
-                    shift = block.mean(0, dtype=dtype)
+                    shift = block[:_NEARBY].mean(0, dtype=dtype)
                 centered = torch.sub(block, shift, out=scratch(len(block)))
                 residual = residual + centered.sum(0)
                 centered = centered.to(products) if kept is None else kept[chosen].copy_(centered)
