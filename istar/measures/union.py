@@ -12,7 +12,6 @@ from torch import Tensor
 from istar.measures.moments import Moments, full_precision
 from istar.measures.products import add_gram, by_convolution, slices
 
-
 _NEARBY = 128
 """Points whose mean stands for that of all: any point near them will do, and what it misses is in the residual."""
 
