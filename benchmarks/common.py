@@ -1,5 +1,6 @@
 """What the benchmarks of the penalty share: shapes, peers, clocks."""
 
+import argparse
 import json
 import statistics
 import subprocess
@@ -16,6 +17,7 @@ from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification
 
 from istar.regularizers import IStar, Penalty, select_layers
+from istar.training.memory import keep_freed_memory
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,20 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 120)
 
 
-def pick_device(name: str | None) -> torch.device:
-    """The one that is named, else a GPU if there is one."""
-    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+def parser(description: str | None, rounds: int, methods: Sequence[str]) -> argparse.ArgumentParser:
+    """With the options that all of them have."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--rounds", type=int, default=rounds)
+    made.add_argument("--device", type=torch.device, help="cpu or cuda (default: a GPU if there is one)")
+    made.add_argument("--peak-of", choices=methods, help=argparse.SUPPRESS)
+    made.set_defaults(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    return made
+
+
+def parsed(options: argparse.ArgumentParser) -> argparse.Namespace:
+    """The command line's, in a process made ready for them."""
+    found = options.parse_args()
+    if not found.peak_of:
+        # Where memory is measured it would be that of the allocator's gaps.
+        keep_freed_memory()
+    return found

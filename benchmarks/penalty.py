@@ -28,14 +28,14 @@ from benchmarks.common import (
     console,
     in_fresh_process,
     in_turns,
+    parsed,
+    parser,
     peak_mb,
-    pick_device,
     ratios,
     regularizers,
 )
 from istar.regularizers import IStar
 from istar.regularizers.points import token_index
-from istar.training.memory import keep_freed_memory
 
 METHODS = ("published", "closed form, autograd", "istar, float32", "istar, bfloat16")
 
@@ -74,32 +74,25 @@ class Cloud:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["bert-base-32x128", "minilm-32x64"])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--real", nargs="+", type=float, default=[1.0, 0.25], help="share of real tokens in the batch")
-    parser.add_argument("--device", help="cpu or cuda (default: a GPU if there is one)")
-    parser.add_argument("--peak-of", choices=METHODS, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    device = pick_device(options.device)
-    if not options.peak_of:
-        # Where memory is measured it would be that of the allocator's gaps.
-        keep_freed_memory()
+    known = parser(__doc__, 7, METHODS)
+    known.add_argument("--shape", nargs="+", choices=SHAPES, default=["bert-base-32x128", "minilm-32x64"])
+    known.add_argument("--real", nargs="+", type=float, default=[1.0, 0.25], help="share of real tokens in the batch")
+    options = parsed(known)
     if options.peak_of:
-        print(json.dumps(peak(options, device)))
+        print(json.dumps(peak(options)))
         return
     for shape in options.shape:
         for real in options.real:
-            console().print(table(shape, real, options, device))
+            console().print(table(shape, real, options.rounds, options.device))
 
 
-def table(shape: str, real: float, options: Any, device: torch.device) -> Table:
+def table(shape: str, real: float, rounds: int, device: torch.device) -> Table:
     cloud = Cloud(SHAPES[shape], real, device)
     made = regularizers(SHAPES[shape].width, device, METHODS)
     calls: dict[str, Callable[[], object]] = {name: lambda one=made[name]: cloud(one) for name in made}  # type: ignore[misc]
-    seconds = in_turns(calls, options.rounds, device)
+    seconds = in_turns(calls, rounds, device)
     exact = cloud(IStarInFull(made["istar, float32"]), torch.float64)
-    printed = Table(title=f"{shape}, {real:.0%} real tokens, {device}, {options.rounds} rounds")
+    printed = Table(title=f"{shape}, {real:.0%} real tokens, {device}, {rounds} rounds")
     for column in ("", "ms (median)", "ratio to published", "MB", "error of the score", "of the gradient"):
         printed.add_column(column)
     for name, one in made.items():
@@ -132,8 +125,8 @@ def distance(gradients: list[Tensor], exact: list[Tensor]) -> float:
     return float(difference / sum(float(other.square().sum()) for other in exact)) ** 0.5
 
 
-def peak(options: Any, device: torch.device) -> float:
-    shape = SHAPES[options.shape[0]]
+def peak(options: argparse.Namespace) -> float:
+    shape, device = SHAPES[options.shape[0]], options.device
     cloud = Cloud(shape, options.real[0], device)
     [regularizer] = regularizers(shape.width, device, [options.peak_of]).values()
     assert regularizer is not None

@@ -23,13 +23,12 @@ from datasets import Dataset
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.common import SHAPES, console, in_fresh_process, in_turns, peak_mb, pick_device, ratios
+from benchmarks.common import SHAPES, console, in_fresh_process, in_turns, parsed, parser, peak_mb, ratios
 from istar.config import OptimConfig, TrainerConfig
 from istar.measures.isoscore import closed_form
 from istar.regularizers import IStar
 from istar.training import FineTuner, ShrinkageCovariance
 from istar.training.data import evaluation_loader
-from istar.training.memory import keep_freed_memory
 from istar.training.trainer import bare_trainer
 
 METHODS = ("bare forward", "istar", "published")
@@ -94,31 +93,24 @@ def collate(rows: Any) -> dict[str, Tensor]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="minilm-32x64")
-    parser.add_argument("--precision", nargs="+", choices=("32", "bf16"), default=["32", "bf16"])
-    parser.add_argument("--points", type=int, default=250_000)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--device", help="cpu or cuda (default: a GPU if there is one)")
-    parser.add_argument("--peak-of", choices=METHODS, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    device = pick_device(options.device)
-    if not options.peak_of:
-        # Where memory is measured it would be that of the allocator's gaps.
-        keep_freed_memory()
+    known = parser(__doc__, 5, METHODS)
+    known.add_argument("--shape", choices=SHAPES, default="minilm-32x64")
+    known.add_argument("--precision", nargs="+", choices=("32", "bf16"), default=["32", "bf16"])
+    known.add_argument("--points", type=int, default=250_000)
+    options = parsed(known)
     for precision in options.precision:
-        refresh = Refresh(options.shape, precision, options.points, device)
+        refresh = Refresh(options.shape, precision, options.points, options.device)
         calls = dict(zip(METHODS, (refresh.bare_forward, refresh.istar, refresh.published), strict=True))
         if options.peak_of:
             calls[options.peak_of]()
-            print(json.dumps(peak_mb(device)))
+            print(json.dumps(peak_mb(options.device)))
             return
         console().print(table(refresh, calls, precision, options))
 
 
-def table(refresh: Refresh, calls: dict[str, Callable[[], Any]], precision: str, options: Any) -> Table:
+def table(refresh: Refresh, calls: dict[str, Callable[[], Any]], precision: str, options: argparse.Namespace) -> Table:
     seconds = in_turns(calls, options.rounds, refresh.device)
-    peaks = {name: fresh_peak(name, precision, options, refresh.device) for name in METHODS}
+    peaks = {name: fresh_peak(name, precision, options) for name in METHODS}
     printed = Table(
         title=f"{options.points:,} points, {options.shape.rpartition('-')[0]}, {precision}, {refresh.device}, "
         f"{options.rounds} rounds"
@@ -134,9 +126,11 @@ def table(refresh: Refresh, calls: dict[str, Callable[[], Any]], precision: str,
     return printed
 
 
-def fresh_peak(method: str, precision: str, options: Any, device: torch.device) -> float:
+def fresh_peak(method: str, precision: str, options: argparse.Namespace) -> float:
     arguments = ["--shape", options.shape, "--precision", precision, "--points", str(options.points)]
-    return float(in_fresh_process("benchmarks.refresh", *arguments, "--device", str(device), "--peak-of", method))
+    return float(
+        in_fresh_process("benchmarks.refresh", *arguments, "--device", str(options.device), "--peak-of", method)
+    )
 
 
 if __name__ == "__main__":

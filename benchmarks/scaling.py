@@ -9,9 +9,10 @@ import argparse
 from dataclasses import dataclass, replace
 from math import ceil
 
+import torch
 from rich.table import Table
 
-from benchmarks.common import SHAPES, Shape, console, in_turns, pick_device, ratios, regularizers
+from benchmarks.common import SHAPES, Shape, console, in_turns, ratios, regularizers
 from benchmarks.step import Steps
 from istar.measures.products import PANEL
 
@@ -108,7 +109,7 @@ def shares(rounds: int) -> Table:
     table = Table(title=f"a step with I-STAR over the step without, float32, {rounds} rounds")
     for column in ("", "by arithmetic", "measured"):
         table.add_column(column)
-    device = pick_device("cpu")
+    device = torch.device("cpu")
     for name, shape in VARIED.items():
         SHAPES[name] = shape
         steps = Steps(name, "32", 1.0, device)

@@ -15,7 +15,6 @@ import argparse
 import json
 from collections.abc import Callable
 from statistics import median
-from typing import Any
 
 import torch
 from rich.table import Table
@@ -28,14 +27,14 @@ from benchmarks.common import (
     console,
     in_fresh_process,
     in_turns,
+    parsed,
+    parser,
     peak_mb,
-    pick_device,
     ratios,
     regularizers,
 )  # fmt: skip
 from istar.regularizers import IStar
 from istar.regularizers.points import token_index
-from istar.training.memory import keep_freed_memory
 from istar.training.taps import Taps, find_taps, forward_with_penalty
 
 METHODS = ("no penalty", "published", "closed form, autograd", "istar, float32", "istar, bfloat16")
@@ -75,34 +74,28 @@ class Steps:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["bert-base-32x128", "minilm-32x64"])
-    parser.add_argument("--precision", nargs="+", choices=("32", "bf16"), default=["32", "bf16"])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--real", type=float, default=1.0, help="share of real tokens in the batch (default: 1)")
-    parser.add_argument("--only", nargs="+", choices=METHODS[1:], default=list(METHODS[1:]), help="these alone")
-    parser.add_argument("--no-memory", action="store_true", help="measure time alone")
-    parser.add_argument("--device", help="cpu or cuda (default: a GPU if there is one)")
-    parser.add_argument("--peak-of", choices=METHODS, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    device = pick_device(options.device)
-    if not options.peak_of:
-        # Where memory is measured it would be that of the allocator's gaps.
-        keep_freed_memory()
+    known = parser(__doc__, 7, METHODS)
+    known.add_argument("--shape", nargs="+", choices=SHAPES, default=["bert-base-32x128", "minilm-32x64"])
+    known.add_argument("--precision", nargs="+", choices=("32", "bf16"), default=["32", "bf16"])
+    known.add_argument("--real", type=float, default=1.0, help="share of real tokens in the batch (default: 1)")
+    known.add_argument("--only", nargs="+", choices=METHODS[1:], default=list(METHODS[1:]), help="these alone")
+    known.add_argument("--no-memory", action="store_true", help="measure time alone")
+    options = parsed(known)
     if options.peak_of:
-        print(json.dumps(peak(options.shape[0], options.precision[0], options, device)))
+        print(json.dumps(peak(options.shape[0], options.precision[0], options)))
         return
     for shape in options.shape:
         for precision in options.precision:
-            console().print(table(shape, precision, options, device))
+            console().print(table(shape, precision, options))
 
 
-def table(shape: str, precision: str, options: Any, device: torch.device) -> Table:
+def table(shape: str, precision: str, options: argparse.Namespace) -> Table:
+    device = options.device
     steps = Steps(shape, precision, options.real, device)
     made = regularizers(SHAPES[shape].width, device, [METHODS[0], *options.only])
     calls: dict[str, Callable[[], object]] = {name: lambda made=made[name]: steps(made) for name in made}  # type: ignore[misc]
     seconds = in_turns(calls, options.rounds, device)
-    peaks = {} if options.no_memory else {name: fresh_peak(shape, precision, name, options, device) for name in made}
+    peaks = {} if options.no_memory else {name: fresh_peak(shape, precision, name, options) for name in made}
     title = f"{shape}, {precision}, {options.real:.0%} real tokens, {device}, {options.rounds} rounds"
     printed = Table(title=title)
     for column in ("", "ms a step (median)", "ratio to no penalty", "MB above no penalty"):
@@ -113,7 +106,8 @@ def table(shape: str, precision: str, options: Any, device: torch.device) -> Tab
     return printed
 
 
-def peak(shape: str, precision: str, options: Any, device: torch.device) -> float:
+def peak(shape: str, precision: str, options: argparse.Namespace) -> float:
+    device = options.device
     steps = Steps(shape, precision, options.real, device)
     [regularizer] = regularizers(SHAPES[shape].width, device, [options.peak_of]).values()
     for _ in range(2):
@@ -121,9 +115,9 @@ def peak(shape: str, precision: str, options: Any, device: torch.device) -> floa
     return peak_mb(device)
 
 
-def fresh_peak(shape: str, precision: str, method: str, options: Any, device: torch.device) -> float:
-    arguments = ["--shape", shape, "--precision", precision, "--real", str(options.real), "--device", str(device)]
-    return float(in_fresh_process("benchmarks.step", *arguments, "--peak-of", method))
+def fresh_peak(shape: str, precision: str, method: str, options: argparse.Namespace) -> float:
+    arguments = ["--shape", shape, "--precision", precision, "--real", str(options.real)]
+    return float(in_fresh_process("benchmarks.step", *arguments, "--device", str(options.device), "--peak-of", method))
 
 
 if __name__ == "__main__":

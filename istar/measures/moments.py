@@ -13,25 +13,32 @@ from istar.errors import UserError
 
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
-    """Matrix products in the dtype of their inputs: no autocast, no TF32 or bfloat16 in place of float32."""
-    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
-    before = [backend.fp32_precision for backend in backends]
-    try:
-        legacy = torch.get_float32_matmul_precision()
-    except RuntimeError:  # The program uses the settings by backend alone; torch refuses a mix.
-        legacy = None
-    try:
-        if legacy is not None:
-            torch.set_float32_matmul_precision("highest")
-        for backend in backends:
-            backend.fp32_precision = "ieee"
-        with torch.autocast(device.type, enabled=False):
+    """Products in the dtype of their inputs: no autocast, no TF32 or bfloat16 in place of float32."""
+    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv)  # type: ignore[attr-defined]
+    coarse = {backend: backend.fp32_precision for backend in backends if backend.fp32_precision not in _FULL}
+    with torch.autocast(device.type, enabled=False):
+        if not coarse:
+            # As nearly always; a training step comes here once a layer.
             yield
-    finally:
-        if legacy is not None:
-            torch.set_float32_matmul_precision(legacy)
-        for backend, precision in zip(backends, before, strict=True):
-            backend.fp32_precision = precision
+            return
+        try:
+            legacy = torch.get_float32_matmul_precision()
+        except RuntimeError:  # The program uses the settings by backend alone; torch refuses a mix.
+            legacy = None
+        try:
+            if legacy is not None:
+                torch.set_float32_matmul_precision("highest")
+            for backend in coarse:
+                backend.fp32_precision = "ieee"
+            yield
+        finally:
+            if legacy is not None:
+                torch.set_float32_matmul_precision(legacy)
+            for backend, precision in coarse.items():
+                backend.fp32_precision = precision
+
+
+_FULL = ("none", "ieee")
 
 
 class Moments:

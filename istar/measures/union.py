@@ -12,9 +12,6 @@ from torch import Tensor
 from istar.measures.moments import Moments, full_precision
 from istar.measures.products import add_gram, by_convolution, slices
 
-_NEARBY = 128
-"""Points whose mean stands for that of all: any point near them will do, and what it misses is in the residual."""
-
 
 class Centered(NamedTuple):
     """The points of a layer about a nearby point: `(n, d)` in the dtype of the products, and that point, `(d,)`."""
@@ -68,7 +65,8 @@ class UnionSums:
             for chosen in slices(count, dim, products, device):
                 block = states[chosen] if index is None else states.index_select(0, index[chosen])
                 if chosen.start == 0:
-                    shift = block[:_NEARBY].mean(0, dtype=dtype)
+                    # Of some 64 points: any point near them all will do, and what it misses is in the residual.
+                    shift = block[:: len(block) // 64 + 1].mean(0, dtype=dtype)
                 centered = torch.sub(block, shift, out=scratch(len(block)))
                 residual = residual + centered.sum(0)
                 centered = centered.to(products) if kept is None else kept[chosen].copy_(centered)
@@ -93,9 +91,11 @@ class UnionSums:
         moments.count = moments.count + total
         moments.mean = (counts @ shift + residual.sum(0)) / total
         delta = shift - moments.mean
-        lower = self._total.tril().to(moments.mean.dtype)
-        cross = delta.T @ (residual + counts[:, None] / 2 * delta)
-        moments.scatter = (lower + lower.tril(-1).T) + (cross + cross.T)
+        # A matrix that makes the scatter with its own transpose.
+        half = self._total.tril().to(moments.scatter.dtype)
+        half.diagonal().div_(2)
+        half.addmm_(delta.T, residual + counts[:, None] / 2 * delta)
+        moments.scatter = half + half.T
         return moments
 
 
