@@ -65,6 +65,8 @@ def check_hidden_states(hidden_states: Sequence[Tensor], attention_mask: Tensor 
             raise UserError(f"hidden states are {hidden_state.dtype}; expected a floating dtype")
         if shape[-1] != dim:
             raise UserError(f"layers have {dim} and {shape[-1]} dimensions; expected the same in all")
+        if hidden_state.shape != hidden_states[0].shape:
+            raise UserError(f"layers have shapes {tuple(hidden_states[0].shape)} and {shape}; expected the same in all")
         if attention_mask is not None and tuple(attention_mask.shape) != shape[:-1]:
             raise UserError(
                 f"the attention mask has shape {tuple(attention_mask.shape)}; expected {shape[:-1]} for "

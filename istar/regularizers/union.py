@@ -3,6 +3,7 @@
 Plain autograd would keep the points of all layers side by side, take the products with both X and X^T in backward, and
 add each layer's share of the gradient in a pass of its own. Here each layer is an identity that the model computes
 through: on the way forward it adds its points to the sums, on the way back its share to the gradient that is passing.
+Where all that takes no time, but calling it does, the layers are taken together at the end.
 """
 
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from istar.measures import FourthMoments, Moments
 from istar.measures.moments import full_precision
 from istar.measures.products import slices, times_transposed
-from istar.measures.union import Centered, UnionSums
+from istar.measures.union import UnionPoints, UnionSums, are_few
 from istar.regularizers.base import world_size
 from istar.regularizers.points import gather_points
 
@@ -68,6 +69,7 @@ class UnionScore:
     ) -> None:
         self._pass = _Pass(estimator, index, sync, products, checked)
         self._links: list[Tensor] = []
+        self._states: list[Tensor] = []  # few points: of all layers, to be taken together
 
     def add(self, hidden_state: Tensor) -> Tensor:
         """Take in a layer's points `(batch, tokens, d)`.
@@ -76,6 +78,9 @@ class UnionScore:
             The same numbers. What is computed from them hands its gradient back through this layer's share, which
             costs less than adding both; but what is computed from the tensor given gets the same gradient.
         """
+        if self._states or (not self._links and self._pass.is_for_few(hidden_state)):
+            self._states.append(hidden_state)
+            return hidden_state
         hidden_state, link = _Layer.apply(self._pass, hidden_state)
         self._links.append(link)
         return hidden_state
@@ -83,8 +88,8 @@ class UnionScore:
     def score(self) -> tuple[Tensor, Tensor]:
         """The score, differentiable, at least float32, and the zeta in it, detached; both 0-d."""
         # Not kept: the links hold the graph, which holds the pass.
-        links, self._links = self._links, []
-        score, zeta = _Score.apply(self._pass, *links)
+        links, states, self._links, self._states = self._links, self._states, [], []
+        score, zeta = _Together.apply(self._pass, *states) if states else _Score.apply(self._pass, *links)
         return score, zeta
 
 
@@ -111,10 +116,13 @@ class _Gradient:
             rows = rows.addcmul_((factor * squares).to(rows.dtype), centered).sub_((factor * offset).to(rows.dtype))
         return rows
 
-    def of_centered(self, centered: Centered) -> Tensor:
-        """The product in the dtype of the points; what their shift misses of the mean is exact."""
-        missed = (centered.shift - self.mean.to(centered.shift.dtype)) @ self.linear
-        return missed + centered.points @ self.rounded
+    def of_centered(self, points: Tensor, shift: Tensor) -> Tensor:
+        """Of points `(..., n, d)` about a shift `(..., d)`, whose product is in their dtype.
+
+        What the shift misses of the mean is exact.
+        """
+        missed = (shift - self.mean.to(shift.dtype)) @ self.linear
+        return missed[..., None, :] + points @ self.rounded
 
 
 @dataclass
@@ -129,8 +137,15 @@ class _Pass:
     sums: UnionSums | FourthMoments | None = None
     gradient: _Gradient | None = field(default=None, repr=False)
 
-    def add(self, states: Tensor, keep: bool) -> Centered | None:
-        """Sum the points; returns what backward shall use in their place, if that takes less memory."""
+    def is_for_few(self, states: Tensor) -> bool:
+        """Whether layers like this one are better taken together."""
+        if self.estimator.needs_fourth:
+            return False
+        count = states[..., 0].numel() if self.index is None else len(self.index)
+        return are_few(count, states.shape[-1], self.products or states.dtype, states.device)
+
+    def add(self, states: Tensor, keep: bool) -> tuple[Tensor, Tensor] | None:
+        """Sum the points; returns them about a shift if backward shall use that, as it takes less memory."""
         if self.sums is None:
             fourth = self.estimator.needs_fourth
             self.sums = FourthMoments(states.shape[-1], states.device) if fourth else UnionSums(self.products)
@@ -140,14 +155,31 @@ class _Pass:
         is_smaller = self.products is not None and self.products.itemsize < states.dtype.itemsize
         return self.sums.add(states, self.index, keep and is_smaller)
 
-    def moments(self) -> Moments:
-        assert self.sums is not None
-        moments = self.sums.moments() if isinstance(self.sums, UnionSums) else self.sums
+    def score(self, moments: Moments) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
+        """The score, the zeta in it, and what `differentiate` needs."""
         if self.sync:
             moments.all_reduce()
         if self.checked:
             self.estimator.check(moments)
-        return moments
+        scored = self.estimator(moments)
+        return scored.value, scored.zeta, (moments.count, moments.mean, *scored[2:])
+
+    def differentiate(
+        self,
+        grad_score: Tensor,
+        count: Tensor,
+        mean: Tensor,
+        by_covariance: Tensor,
+        by_fourth: Tensor | None,
+        third: Tensor | None,
+    ) -> _Gradient:
+        """By the points, from the gradient by the score."""
+        scale = grad_score * (world_size() if self.sync else 1)
+        linear = (by_covariance * (2 * scale / (count - 1))).to(grad_score.dtype)
+        cubic = None
+        if by_fourth is not None and third is not None:
+            cubic = (4 * scale * by_fourth, third / count)
+        return _Gradient(mean, linear, linear.to(self.products or linear.dtype), cubic)
 
 
 class _Layer(torch.autograd.Function):
@@ -177,7 +209,7 @@ class _Layer(torch.autograd.Function):
             count = len(points) if is_gathered else len(index)
             for chosen in slices(count, shape[-1], gradient.rounded.dtype, points.device):
                 block = points[chosen] if is_gathered else points.index_select(0, index[chosen])
-                rows = gradient.exact(block) if shift is None else gradient.of_centered(Centered(block, shift))
+                rows = gradient.exact(block) if shift is None else gradient.of_centered(block, shift)
                 if index is not None:
                     flat.index_add_(0, index[chosen], rows.to(dtype))
                 elif passing is not None:
@@ -188,22 +220,48 @@ class _Layer(torch.autograd.Function):
 
 
 class _Score(torch.autograd.Function):
+    """Of layers that have passed."""
+
     @staticmethod
     def forward(ctx: Any, shared: _Pass, *links: Tensor) -> tuple[Tensor, Tensor]:
-        moments = shared.moments()
-        scored = shared.estimator(moments)
-        ctx.shared, ctx.processes = shared, world_size() if shared.sync else 1
-        ctx.save_for_backward(moments.count, moments.mean, *scored[2:])
-        ctx.mark_non_differentiable(scored.zeta)
-        return scored.value.to(links[0].dtype), scored.zeta
+        assert shared.sums is not None
+        moments = shared.sums.moments() if isinstance(shared.sums, UnionSums) else shared.sums
+        value, zeta, needed = shared.score(moments)
+        ctx.shared = shared
+        ctx.save_for_backward(*needed)
+        ctx.mark_non_differentiable(zeta)
+        return value.to(links[0].dtype), zeta
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_score: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        count, mean, by_covariance, by_fourth, third = ctx.saved_tensors
-        scale = grad_score * ctx.processes
-        linear = (by_covariance * (2 * scale / (count - 1))).to(grad_score.dtype)
-        cubic = None if by_fourth is None else (4 * scale * by_fourth, third / count)
         # The layers' backward comes behind this one: it needs the gradient of their links.
-        ctx.shared.gradient = _Gradient(mean, linear, linear.to(ctx.shared.products or linear.dtype), cubic)
+        ctx.shared.gradient = ctx.shared.differentiate(grad_score, *ctx.saved_tensors)
         return None, *(grad_score if needed else None for needed in ctx.needs_input_grad[1:])
+
+
+class _Together(torch.autograd.Function):
+    """The score of layers that are taken at once."""
+
+    @staticmethod
+    def forward(ctx: Any, shared: _Pass, *states: Tensor) -> tuple[Tensor, Tensor]:
+        union = UnionPoints(states, shared.index, shared.products)
+        value, zeta, needed = shared.score(union.moments())
+        ctx.shared, ctx.like = shared, (states[0].shape, states[0].dtype)
+        ctx.save_for_backward(union.points, union.shifts, *needed)
+        ctx.mark_non_differentiable(zeta)
+        return value.to(union.shifts.dtype), zeta
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_score: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        points, shifts, *needed = ctx.saved_tensors
+        shape, dtype = ctx.like
+        gradient, index = ctx.shared.differentiate(grad_score, *needed), ctx.shared.index
+        with full_precision(points.device):
+            rows = gradient.of_centered(points, shifts).to(dtype)
+        if index is not None:
+            padded = rows.new_zeros(len(points), shape.numel() // shape[-1], shape[-1])
+            rows = padded.index_copy_(1, index, rows)
+        layers = rows.view(-1, *shape).unbind()
+        return None, *(own if needed else None for own, needed in zip(layers, ctx.needs_input_grad[1:], strict=True))

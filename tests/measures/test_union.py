@@ -6,7 +6,7 @@ from torch.testing import assert_close
 
 from istar.measures import Moments, isoscore
 from istar.measures.products import BLOCK, PANEL, add_gram, times_transposed
-from istar.measures.union import UnionSums
+from istar.measures.union import UnionPoints, UnionSums
 
 
 def layers(dtype=torch.float64, number=3, points=(2, 40), dim=24, apart=5.0):
@@ -18,10 +18,18 @@ def layers(dtype=torch.float64, number=3, points=(2, 40), dim=24, apart=5.0):
     ]
 
 
-def summed(states, index=None, products=None, keep=False):
+def one_by_one(states, index=None, products=None):
     sums = UnionSums(products)
-    kept = [sums.add(state, index, keep) for state in states]
-    return sums.moments(), kept
+    for state in states:
+        sums.add(state, index)
+    return sums.moments()
+
+
+def at_once(states, index=None, products=None):
+    return UnionPoints(states, index, products).moments()
+
+
+SUMMED = pytest.mark.parametrize("summed", [one_by_one, at_once])
 
 
 def stacked(states, index=None):
@@ -37,55 +45,67 @@ def assert_moments(actual, expected, rtol):
     assert actual.scatter.dtype == torch.float64
 
 
+@SUMMED
 @pytest.mark.parametrize("index", [None, torch.tensor([3, 5, 6, 70, 79])], ids=["all", "some"])
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 1e-6)])
-def test_the_union_of_layers_has_the_moments_of_all_points(dtype, rtol, index):
+def test_the_union_of_layers_has_the_moments_of_all_points(summed, dtype, rtol, index):
     states = layers(dtype)
-    assert_moments(summed(states, index)[0], stacked(states, index), rtol)
+    assert_moments(summed(states, index), stacked(states, index), rtol)
 
 
 ROWS = BLOCK // (24 * 4)
 
 
+@SUMMED
 @pytest.mark.parametrize("points", [ROWS - 1, ROWS, ROWS + 1, 2 * ROWS + 7])
-def test_blocks_have_no_borders(points):
+def test_blocks_have_no_borders(summed, points):
     states = layers(torch.float32, points=(points,))
-    assert_moments(summed(states)[0], stacked(states), 1e-6)
+    assert_moments(summed(states), stacked(states), 1e-6)
 
 
+@SUMMED
 @pytest.mark.parametrize("apart", [0.0, 30.0, 1e4])
-def test_means_many_times_the_deviation_cost_no_digits(apart):
+def test_means_many_times_the_deviation_cost_no_digits(summed, apart):
     states = layers(torch.float32, apart=apart)
     within = [Moments.of(state.double()) for state in states]
     expected = stacked(states)
-    actual = summed(states)[0]
+    actual = summed(states)
     assert_moments(actual, expected, 1e-6)
     assert_close(isoscore(actual), isoscore(expected), rtol=1e-5, atol=0)
-    alone = summed(states[2:])[0]
+    alone = summed(states[2:])
     assert_close(isoscore(alone), isoscore(within[2]), rtol=1e-6 + apart * 1e-6, atol=0)
 
 
-def test_twelve_layers_of_float32_give_isoscore_to_8_digits():
+@SUMMED
+def test_twelve_layers_of_float32_give_isoscore_to_8_digits(summed):
     states = layers(torch.float32, number=12, points=(4000,), dim=200)
-    assert_close(isoscore(summed(states)[0]), isoscore(stacked(states)), rtol=1e-8, atol=0)
+    assert_close(isoscore(summed(states)), isoscore(stacked(states)), rtol=1e-8, atol=0)
 
 
-def test_products_of_bfloat16_cost_the_digits_that_they_are_said_to_cost():
+@SUMMED
+def test_products_of_bfloat16_cost_the_digits_that_they_are_said_to_cost(summed):
     states = layers(torch.float32, number=6, points=(2000,), dim=200, apart=20.0)
-    actual, kept = summed(states, products=torch.bfloat16, keep=True)
-    expected = stacked(states)
+    actual, expected = summed(states, products=torch.bfloat16), stacked(states)
     deviations = expected.scatter.diagonal().sqrt()
     assert ((actual.scatter - expected.scatter).abs() <= 4e-3 * torch.outer(deviations, deviations)).all()
     assert_close(isoscore(actual), isoscore(expected), rtol=3e-4, atol=0)
-    for state, (points, shift) in zip(states, kept, strict=True):
+
+
+def test_what_backward_is_handed_are_the_points_about_their_shift():
+    states = layers(torch.float32, number=6, points=(2000,), dim=200, apart=20.0)
+    sums, together = UnionSums(torch.bfloat16), UnionPoints(states, None, torch.bfloat16)
+    kept = [sums.add(state, keep=True) for state in states]
+    kept += list(zip(together.points, together.shifts, strict=True))
+    for state, (points, shift) in zip(states * 2, kept, strict=True):
         assert points.dtype == torch.bfloat16
         assert_close(points.float() + shift, state, rtol=0, atol=2**-8 * (state - shift).abs().max().item())
 
 
-def test_layers_without_points():
+@SUMMED
+def test_layers_without_points(summed):
     states = layers()
     none = torch.empty(0, dtype=torch.long)
-    assert summed(states, none)[0].count == 0
+    assert summed(states, none).count == 0
     sums = UnionSums()
     sums.add(states[0], none)
     sums.add(states[1])

@@ -13,6 +13,14 @@ CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 LAYERS, BATCH, TOKENS, DIM = 3, 4, 7, 6
 
 
+@pytest.fixture(autouse=True, params=["together", "as they come"])
+def road(request, monkeypatch):
+    """Few points, as all are here, are multiplied together; all that is said of them is to hold for many, too."""
+    if request.param == "as they come":
+        monkeypatch.setattr("istar.regularizers.union.are_few", lambda *_: False)
+    return request.param
+
+
 def states(shape=(BATCH, TOKENS, DIM), layers=LAYERS, ratio=10.0, seed=0, dtype=torch.float64):
     """Layers of unlike mean, scale and direction."""
     generator = torch.Generator().manual_seed(seed)
@@ -80,13 +88,13 @@ def test_gradient_is_that_of_finite_differences():
 
 
 def test_the_incoming_gradient_and_layers_without_gradient_are_respected():
-    plain = value_and_gradients(lambda s: union_isoscore_star(s, mask(), sigma(), 0.3), states())[1]
+    whole = value_and_gradients(lambda s: union_isoscore_star(s, mask(), sigma(), 0.3), states())[1]
     scaled = value_and_gradients(lambda s: -7 * union_isoscore_star(s, mask(), sigma(), 0.3), states())[1]
-    assert_close(scaled, [-7 * gradient for gradient in plain], **CLOSE)
+    assert_close(scaled, [-7 * gradient for gradient in whole], **CLOSE)
     some = states()
     some[1].requires_grad_()
     union_isoscore_star(some, mask(), sigma(), 0.3).backward()
-    assert torch.equal(some[1].grad, plain[1])
+    assert torch.equal(some[1].grad, whole[1])
     assert some[0].grad is None
     assert not union_isoscore_star(states(), mask(), sigma(), 0.3).requires_grad
 
@@ -155,7 +163,8 @@ def unbiased(layers, attention_mask=None):
     return union_isoscore_unbiased(layers, attention_mask)
 
 
-SCORES = pytest.mark.parametrize("union", [star(0.2), star("auto"), unbiased], ids=["star", "auto", "unbiased"])
+plain = star(0.2)
+SCORES = pytest.mark.parametrize("union", [plain, star("auto"), unbiased], ids=["star", "auto", "unbiased"])
 
 
 @pytest.mark.parametrize("attention_mask", [None, mask(2, 4)], ids=["all", "masked"])
@@ -240,13 +249,13 @@ def test_no_scale_of_float32_states_overflows_the_fourth_order(scale):
 
 @SCORES
 def test_the_incoming_gradient_and_layers_without_gradient_are_respected_by_all_scores(union):
-    plain = value_and_gradients(union, states())[1]
+    whole = value_and_gradients(union, states())[1]
     scaled = value_and_gradients(lambda layers: -7 * union(layers), states())[1]
-    assert_close(scaled, [-7 * gradient for gradient in plain], **CLOSE)
+    assert_close(scaled, [-7 * gradient for gradient in whole], **CLOSE)
     some = states()
     some[1].requires_grad_()
     union(some).backward()
-    assert torch.equal(some[1].grad, plain[1])
+    assert torch.equal(some[1].grad, whole[1])
     assert some[0].grad is None
 
 
@@ -274,7 +283,7 @@ class Operations(TorchDispatchMode):
 
 @SCORES
 @pytest.mark.parametrize("attention_mask", [None, mask(8, 16)], ids=["all", "masked"])
-def test_layers_are_not_stacked_and_cost_one_product_each_way(attention_mask, union):
+def test_layers_are_not_stacked_and_cost_one_product_each_way(attention_mask, union, road):
     hidden_states = [state.requires_grad_() for state in states((8, 16, DIM), layers=5)]
     points = 128 if attention_mask is None else int(attention_mask.sum())
     with Operations() as forward:
@@ -283,24 +292,26 @@ def test_layers_are_not_stacked_and_cost_one_product_each_way(attention_mask, un
         score.backward()
     small = 5 * (DIM * DIM + DIM)
     assert 0 <= forward.multiplications - 5 * points * DIM * DIM <= small
-    assert backward.multiplications == 5 * points * DIM * DIM
-    assert forward.largest <= hidden_states[0].numel()
-    assert backward.largest <= hidden_states[0].numel()
+    assert 0 <= backward.multiplications - 5 * points * DIM * DIM <= small
+    if road == "as they come" or union is not plain:
+        assert forward.largest <= hidden_states[0].numel()
+        assert backward.largest <= hidden_states[0].numel()
 
 
-def test_layers_without_gradient_cost_no_product_on_the_way_back():
+def test_layers_without_gradient_cost_no_product_on_the_way_back(road):
     hidden_states = states()
     hidden_states[2].requires_grad_()
     score = union_isoscore_star(hidden_states, mask(), sigma(), 0.2)
     with Operations() as backward:
         score.backward()
-    assert backward.multiplications == int(mask().sum()) * DIM * DIM
+    layers = LAYERS if road == "together" else 1
+    assert 0 <= backward.multiplications - layers * int(mask().sum()) * DIM * DIM <= LAYERS * DIM * DIM
 
 
 @SCORES
 @pytest.mark.parametrize("attention_mask", [None, mask()], ids=["all", "masked"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_backward_keeps_the_hidden_states_themselves_and_moments(dtype, attention_mask, union):
+def test_backward_keeps_the_hidden_states_themselves_and_moments(dtype, attention_mask, union, road):
     hidden_states = [state.requires_grad_() for state in states(dtype=dtype)]
     saved = []
 
@@ -311,10 +322,12 @@ def test_backward_keeps_the_hidden_states_themselves_and_moments(dtype, attentio
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         union(hidden_states, attention_mask)
     pointers = {state.data_ptr() for state in hidden_states}
+    if road == "together" and union is plain:
+        pointers = {saved[0].data_ptr()}  # the points of all layers instead, and their shift
     assert {tensor.data_ptr() for tensor in saved} >= pointers
     rest = sum(tensor.numel() for tensor in saved if tensor.data_ptr() not in pointers)
     # G, the mean, the number of points; unbiased: the third-order sum and the derivative by the fourth, too.
-    assert rest <= DIM * DIM + DIM + 1 + (DIM + 1) * (union is unbiased)
+    assert rest <= DIM * DIM + (LAYERS + 1) * DIM + 1 + (DIM + 1) * (union is unbiased)
 
 
 # Precision -------------------------------------------------------------------------------------------------
@@ -538,8 +551,9 @@ def test_products_in_bfloat16_keep_half_of_the_bytes_for_backward():
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
         istar("bfloat16", dim=DIM).penalty(hidden_states, None)
-    large = [tensor for tensor in saved if tensor.numel() == hidden_states[0].numel()]
-    assert [tensor.dtype for tensor in large] == [torch.bfloat16] * 4
+    large = [tensor for tensor in saved if tensor.numel() >= hidden_states[0].numel()]
+    assert {tensor.dtype for tensor in large} == {torch.bfloat16}
+    assert sum(tensor.numel() for tensor in large) == 4 * hidden_states[0].numel()
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,17 @@ def test_a_step_that_breaks_stops_before_the_weights(setting, harness, how, regu
         assert_close(value, expected.model.state_dict()[name], rtol=0, atol=0)
 
 
+class Breaking:
+    """A pass that takes in other hidden states than the model goes on with."""
+
+    def __init__(self, started):
+        self.started, self.penalty = started, started.penalty
+
+    def add(self, hidden_state):
+        self.started.add(torch.inf * hidden_state)
+        return hidden_state
+
+
 @pytest.mark.parametrize("regularizer", [IStar(-1.0, 0.0), CosReg(1.0, "all")], ids=["istar", "cosreg"])
 def test_a_penalty_that_breaks_is_told_as_such(setting, harness, regularizer):
     module = setting.module(regularizer)
@@ -88,9 +99,7 @@ def test_a_penalty_that_breaks_is_told_as_such(setting, harness, regularizer):
 
     def begin(index):
         started = original(index)
-        if module.global_step == 1:
-            started.add(torch.full((8, 64, module.model.config.hidden_size), torch.inf))
-        return started
+        return Breaking(started) if module.global_step == 1 else started
 
     regularizer.begin = begin
     with pytest.raises(NonFiniteError, match=r"^step 2: the penalty is nan$"):
