@@ -13,12 +13,7 @@ CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 LAYERS, BATCH, TOKENS, DIM = 3, 4, 7, 6
 
 
-@pytest.fixture(autouse=True, params=["together", "as they come"])
-def road(request, monkeypatch):
-    """Few points, as all are here, are multiplied together; all that is said of them is to hold for many, too."""
-    if request.param == "as they come":
-        monkeypatch.setattr("istar.regularizers.union.are_few", lambda *_: False)
-    return request.param
+pytestmark = pytest.mark.usefixtures("road")
 
 
 def states(shape=(BATCH, TOKENS, DIM), layers=LAYERS, ratio=10.0, seed=0, dtype=torch.float64):

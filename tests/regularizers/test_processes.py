@@ -1,6 +1,7 @@
 """Two real gloo processes, unequal shards, plain SGD: the same as one process with the union."""
 
 import os
+from unittest import mock
 
 import pytest
 import torch
@@ -50,17 +51,26 @@ def union():
     return torch.cat([first, second]), torch.cat([first_mask, second_mask])
 
 
+class AsTheyCome(IStar):
+    """Takes the layers in one by one, as it does where their points are many."""
+
+    def penalty(self, *arguments):
+        with mock.patch("istar.regularizers.union.are_few", return_value=False):
+            return super().penalty(*arguments)
+
+
 def regularizer(name, sync):
     if name == "cosreg":
         return CosReg(0.7, "all", sync=sync)
     if name == "unbiased":
         return IStar(0.7, zeta=0, sync=sync, estimator="unbiased")
-    istar = IStar(0.7, zeta="auto" if name == "auto" else 0.3, sync=sync)
+    kind = AsTheyCome if name == "as they come" else IStar
+    istar = kind(0.7, zeta="auto" if name == "auto" else 0.3, sync=sync)
     istar.shrinkage_covariance = torch.diag(torch.linspace(1, 2, WIDTH, dtype=torch.float64))
     return istar
 
 
-NAMES = ["istar", "auto", "unbiased", "cosreg"]
+NAMES = ["istar", "as they come", "auto", "unbiased", "cosreg"]
 CASES = [(name, sync, empty) for name in NAMES for sync, empty in ((True, 0), (False, 0), (True, 1))]
 
 

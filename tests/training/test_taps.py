@@ -70,6 +70,7 @@ def test_the_model_goes_on_with_what_is_returned(name):
     assert torch.equal(model(**INPUTS)[0], plain), "no hook is left"
 
 
+@pytest.mark.usefixtures("road")
 @pytest.mark.parametrize("kind", [IStar, CosReg])
 @pytest.mark.parametrize("layers", ["all", "last", "with_embeddings", [0, 2]])
 @pytest.mark.parametrize("frozen", [False, True])
