@@ -141,8 +141,8 @@ def grid() -> Table:
 
 
 def operations(task: Task, depth: int) -> float:
-    """Of all runs of a task on one model: 2 x 36 d^2 a token and layer, the penalty's 4.4% and refreshes."""
-    training = 72 * 768**2 * depth * task.examples * task.tokens * 1.044
+    """Of all runs of a task on one model: 2 x 36 d^2 a token and layer, the penalty's 4.3% and refreshes."""
+    training = 72 * 768**2 * depth * task.examples * task.tokens * 1.043
     refresh = 24 * 768**2 * depth * min(250_000 / depth, task.examples * task.tokens)
     return (training + refresh) * EPOCHS * (sum(RUNS.values()) + 12)
 
