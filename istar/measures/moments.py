@@ -10,14 +10,16 @@ from torch import Tensor
 
 from istar.errors import UserError
 
+_FULL = {"none", "ieee"}
+
 
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
     """Products in the dtype of their inputs: no autocast, no TF32 or bfloat16 in place of float32."""
     backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv)  # type: ignore[attr-defined]
-    coarse = {backend: backend.fp32_precision for backend in backends if backend.fp32_precision not in _FULL}
+    before = [backend.fp32_precision for backend in backends]
     with torch.autocast(device.type, enabled=False):
-        if not coarse:
+        if set(before) <= _FULL:
             # As nearly always; a training step comes here once a layer.
             yield
             return
@@ -28,17 +30,14 @@ def full_precision(device: torch.device) -> Iterator[None]:
         try:
             if legacy is not None:
                 torch.set_float32_matmul_precision("highest")
-            for backend in coarse:
+            for backend in backends:
                 backend.fp32_precision = "ieee"
             yield
         finally:
             if legacy is not None:
                 torch.set_float32_matmul_precision(legacy)
-            for backend, precision in coarse.items():
+            for backend, precision in zip(backends, before, strict=True):
                 backend.fp32_precision = precision
-
-
-_FULL = ("none", "ieee")
 
 
 class Moments:

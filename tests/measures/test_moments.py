@@ -288,6 +288,10 @@ def use_cpu(precision):
     torch.backends.mkldnn.matmul.fp32_precision = torch.backends.mkldnn.conv.fp32_precision = precision
 
 
+def use_convolutions(precision):
+    torch.backends.mkldnn.conv.fp32_precision = precision
+
+
 def use_all(precision):
     torch.backends.fp32_precision = precision
 
@@ -307,7 +311,14 @@ def restored_precision():
 @pytest.mark.usefixtures("restored_precision")
 @pytest.mark.parametrize(
     ("use", "precision"),
-    [(use_legacy, "high"), (use_legacy, "medium"), (use_cuda, "tf32"), (use_cpu, "bf16"), (use_all, "bf16")],
+    [
+        (use_legacy, "high"),
+        (use_legacy, "medium"),
+        (use_cuda, "tf32"),
+        (use_cpu, "bf16"),
+        (use_convolutions, "bf16"),
+        (use_all, "bf16"),
+    ],
 )
 def test_global_matmul_precision_is_neither_used_nor_changed(use, precision):
     use(precision)
