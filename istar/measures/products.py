@@ -22,8 +22,68 @@ def by_convolution(device: torch.device, dtype: torch.dtype) -> bool:
 
 def slices(count: int, dim: int, dtype: torch.dtype, device: torch.device) -> Iterator[slice]:
     """So many points `(dim,)` in blocks of `BLOCK` bytes; at once on other devices than CPUs, where kernels cost."""
-    rows = max(BLOCK // (dim * dtype.itemsize) if device.type == "cpu" else count, 1)
+    rows = max(BLOCK // (dim * dtype.itemsize), 1) if device.type == "cpu" else max(count, 1)
     return (slice(first, min(first + rows, count)) for first in range(0, count, rows))
+
+
+class Gram:
+    r"""The lower half of :math:`X^T X`, of points X that come in portions of any size.
+
+    On a CPU they are gathered in a block, which is multiplied when it is full: oneDNN makes a kernel for each shape
+    that it meets and keeps it, and batches of texts have a shape each.
+
+    Args:
+        dim: d. device: of the points.
+        dtype: of the sums.
+        products: dtype of the points, that of the sums or a narrower one.
+
+    Attributes:
+        total: `(d, d)`, anything above the diagonal; all points are in it after `finish`.
+    """
+
+    def __init__(self, dim: int, device: torch.device, dtype: torch.dtype, products: torch.dtype) -> None:
+        self.total = torch.zeros(dim, dim, dtype=dtype, device=device)
+        self._products = products
+        self._block: Tensor | None = None
+        self._filled = 0
+
+    def parts(self, count: int, kept: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:
+        """So many points in parts: which of them, and the memory `(n, d)` that they are to be written to by the time
+        that the next part is asked for.
+
+        Args:
+            kept: `(count, d)`, memory to be used for them instead of the block.
+        """
+        dim, device = len(self.total), self.total.device
+        if kept is None and device.type != "cpu":
+            kept = self.total.new_empty(count, dim, dtype=self._products)
+        if kept is not None:
+            for chosen in slices(count, dim, self._products, device):
+                yield chosen, kept[chosen]
+                add_gram(self.total, kept[chosen])
+            return
+        first = 0
+        while first < count:
+            if self._block is None:
+                rows = max(BLOCK // (dim * self._products.itemsize), 1)
+                by_columns = by_convolution(device, self._products)
+                shape = (dim, rows) if by_columns else (rows, dim)
+                block = self.total.new_empty(shape, dtype=self._products)
+                self._block = block.T if by_columns else block
+            part = self._block[self._filled : self._filled + count - first]
+            yield slice(first, first + len(part)), part
+            first, self._filled = first + len(part), self._filled + len(part)
+            if self._filled == len(self._block):
+                self.finish()
+
+    def finish(self) -> Tensor:
+        """Multiply what is gathered; returns the total."""
+        if self._block is not None and self._filled:
+            # torch changes what was made in inference mode nowhere else.
+            with torch.inference_mode(self.total.is_inference()):
+                add_gram(self.total, self._block[: self._filled])
+            self._filled = 0
+        return self.total
 
 
 def times_transposed(left: Tensor, right: Tensor) -> Tensor:

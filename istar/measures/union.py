@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from istar.measures.moments import Moments, full_precision
-from istar.measures.products import add_gram, by_convolution, slices
+from istar.measures.products import Gram, add_gram
 
 FEW_ON_CPU, FEW = 3 * 2**17, 2**23
 """Bytes of a layer's points that are few. A device that is faster than its host takes more: a layer of BERT-base and 32
@@ -33,7 +33,7 @@ class UnionSums:
 
     def __init__(self, products: torch.dtype | None = None) -> None:
         self.products = products
-        self._total: Tensor | None = None
+        self._gram: Gram | None = None
         self._layers: list[tuple[int, Tensor, Tensor]] = []
 
     @property
@@ -50,33 +50,32 @@ class UnionSums:
             keep: return them centered, `(n, d)` in the dtype of the products, and what about, `(d,)`.
         """
         dim, device, dtype = states.shape[-1], states.device, torch.promote_types(states.dtype, torch.float32)
-        if self._total is None:
-            self._total = torch.zeros(dim, dim, dtype=dtype, device=device)
+        products = self.products or dtype
+        if self._gram is None:
+            self._gram = Gram(dim, device, dtype, products)
         states = states.reshape(-1, dim)
         count = len(states) if index is None else len(index)
-        products = self.products or dtype
         kept = states.new_empty(count, dim, dtype=products) if keep else None
-        by_columns = by_convolution(device, products)
-        shift = residual = self._total.new_zeros(dim)
+        shift = residual = states.new_zeros(dim, dtype=dtype)
         with full_precision(device):
-            for chosen in slices(count, dim, products, device):
+            for chosen, rows in self._gram.parts(count, kept):
                 block = states[chosen] if index is None else states.index_select(0, index[chosen])
                 if chosen.start == 0:
                     shift = _nearby(block, dtype)
-                # In the layout that `add_gram` likes best.
-                columns = self._total.new_empty(dim, len(block)).T if by_columns else None
-                centered = torch.sub(block, shift, out=columns)
+                centered = torch.sub(block, shift, out=rows if rows.dtype == dtype else None)
                 residual = residual + centered.sum(0)
-                centered = centered.to(products) if kept is None else kept[chosen].copy_(centered)
-                add_gram(self._total, centered)
+                if centered is not rows:
+                    rows.copy_(centered)
         self._layers.append((count, shift, residual))
         return None if kept is None else (kept, shift)
 
     def moments(self) -> Moments:
         """Of the union, in float64 (float32 on MPS); at least one layer must have been added."""
-        assert self._total is not None
+        assert self._gram is not None
+        with full_precision(self._gram.total.device):
+            total = self._gram.finish()
         counts, shifts, residuals = zip(*self._layers, strict=True)
-        return _moments(self._total, counts, torch.stack(shifts), torch.stack(residuals))
+        return _moments(total, counts, torch.stack(shifts), torch.stack(residuals))
 
 
 class UnionPoints:

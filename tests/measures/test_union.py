@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from istar.measures import Moments, isoscore
-from istar.measures.products import BLOCK, PANEL, add_gram, times_transposed
+from istar.measures import Moments, isoscore, products
+from istar.measures.products import BLOCK, PANEL, Gram, add_gram, times_transposed
 from istar.measures.union import UnionPoints, UnionSums
 
 
@@ -125,6 +125,35 @@ def test_half_a_product_is_the_lower_half(dtype, dim, transposed):
     expected = start.double() + points.double().T @ points.double()
     tolerance = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
     assert_close(total.tril().double(), expected.tril(), rtol=tolerance, atol=50 * tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_points_in_portions_are_multiplied_by_the_block(dtype, monkeypatch):
+    rows, dim, shapes = 16, 5, []
+    monkeypatch.setattr(products, "BLOCK", rows * dim * dtype.itemsize)
+    monkeypatch.setattr(products, "add_gram", lambda *given: (shapes.append(given[1].shape[0]), add_gram(*given)))
+    portions = torch.randn(60, dim, generator=torch.Generator().manual_seed(0)).to(dtype).split([7, 0, 30, 1, 16, 6])
+    # As the shrinkage covariance's refresh does: the last block is multiplied when inference mode is over.
+    with torch.inference_mode():
+        gram = Gram(dim, torch.device("cpu"), torch.promote_types(dtype, torch.float32), dtype)
+        for portion in portions:
+            for chosen, part in gram.parts(len(portion)):
+                part.copy_(portion[chosen])
+    total = gram.finish()
+    assert shapes == [16, 16, 16, 12]
+    points = torch.cat(portions).double()
+    tolerance = 0.05 if dtype == torch.bfloat16 else 1e-5
+    assert_close(total.tril().double(), (points.T @ points).tril(), rtol=tolerance, atol=tolerance)
+    assert torch.equal(gram.finish(), total)
+
+
+def test_points_that_are_kept_are_multiplied_where_they_are():
+    points = torch.randn(10, 3, dtype=torch.float64)
+    gram, kept = Gram(3, points.device, points.dtype, points.dtype), torch.empty_like(points)
+    for chosen, part in gram.parts(len(points), kept):
+        part.copy_(points[chosen])
+    assert torch.equal(kept, points)
+    assert_close(gram.finish().tril(), (points.T @ points).tril(), rtol=1e-14, atol=1e-14)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (7, 1, 5), (1, 9, 4), (33, 17, 65)])

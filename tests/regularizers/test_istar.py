@@ -6,6 +6,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from istar.errors import UserError
+from istar.measures import products
 from istar.regularizers import IStar, union_isoscore_star, union_isoscore_unbiased
 from tests.oracles import algorithm_1, shrinkage_intensity, stack, unbiased_isoscore
 
@@ -278,8 +279,9 @@ class Operations(TorchDispatchMode):
 
 @SCORES
 @pytest.mark.parametrize("attention_mask", [None, mask(8, 16)], ids=["all", "masked"])
-def test_layers_are_not_stacked_and_cost_one_product_each_way(attention_mask, union, road):
+def test_layers_are_not_stacked_and_cost_one_product_each_way(attention_mask, union, road, monkeypatch):
     hidden_states = [state.requires_grad_() for state in states((8, 16, DIM), layers=5)]
+    monkeypatch.setattr(products, "BLOCK", hidden_states[0].nbytes)  # which has that size however few the points are
     points = 128 if attention_mask is None else int(attention_mask.sum())
     with Operations() as forward:
         score = union(hidden_states, attention_mask)
