@@ -22,7 +22,7 @@ def by_convolution(device: torch.device, dtype: torch.dtype) -> bool:
 
 def slices(count: int, dim: int, dtype: torch.dtype, device: torch.device) -> Iterator[slice]:
     """So many points `(dim,)` in blocks of `BLOCK` bytes; at once on other devices than CPUs, where kernels cost."""
-    rows = max(BLOCK // (dim * dtype.itemsize), 1) if device.type == "cpu" else max(count, 1)
+    rows = _block_rows(dim, dtype) if device.type == "cpu" else max(count, 1)
     return (slice(first, min(first + rows, count)) for first in range(0, count, rows))
 
 
@@ -65,7 +65,7 @@ class Gram:
         first = 0
         while first < count:
             if self._block is None:
-                rows = max(BLOCK // (dim * self._products.itemsize), 1)
+                rows = _block_rows(dim, self._products)
                 by_columns = by_convolution(device, self._products)
                 shape = (dim, rows) if by_columns else (rows, dim)
                 block = self.total.new_empty(shape, dtype=self._products)
@@ -84,6 +84,10 @@ class Gram:
                 add_gram(self.total, self._block[: self._filled])
             self._filled = 0
         return self.total
+
+
+def _block_rows(dim: int, dtype: torch.dtype) -> int:
+    return max(BLOCK // (dim * dtype.itemsize), 1)
 
 
 def times_transposed(left: Tensor, right: Tensor) -> Tensor:

@@ -56,12 +56,11 @@ class UnionSums:
         states = states.reshape(-1, dim)
         count = len(states) if index is None else len(index)
         kept = states.new_empty(count, dim, dtype=products) if keep else None
-        shift = residual = states.new_zeros(dim, dtype=dtype)
+        shift = _nearby(states, index, dtype)
+        residual = torch.zeros_like(shift)
         with full_precision(device):
             for chosen, rows in self._gram.parts(count, kept):
                 block = states[chosen] if index is None else states.index_select(0, index[chosen])
-                if chosen.start == 0:
-                    shift = _nearby(block, dtype)
                 centered = torch.sub(block, shift, out=rows if rows.dtype == dtype else None)
                 residual = residual + centered.sum(0)
                 if centered is not rows:
@@ -120,9 +119,11 @@ def are_few(count: int, dim: int, dtype: torch.dtype, device: torch.device) -> b
     return count * dim * dtype.itemsize <= (FEW_ON_CPU if device.type == "cpu" else FEW)
 
 
-def _nearby(points: Tensor, dtype: torch.dtype) -> Tensor:
+def _nearby(states: Tensor, index: Tensor | None, dtype: torch.dtype) -> Tensor:
     """The mean of some 64 points: any point near them all will do, and what it misses is in the residual."""
-    return points[:: len(points) // 64 + 1].mean(0, dtype=dtype)
+    every = slice(None, None, (len(states) if index is None else len(index)) // 64 + 1)
+    some = states[every] if index is None else states.index_select(0, index[every])
+    return some.sum(0, dtype=dtype) / max(len(some), 1)
 
 
 def _moments(total: Tensor, counts: Sequence[int], shifts: Tensor, residuals: Tensor) -> Moments:

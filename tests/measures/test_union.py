@@ -142,9 +142,19 @@ def test_points_in_portions_are_multiplied_by_the_block(dtype, monkeypatch):
     total = gram.finish()
     assert shapes == [16, 16, 16, 12]
     points = torch.cat(portions).double()
-    tolerance = 0.05 if dtype == torch.bfloat16 else 1e-5
+    tolerance = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 0.05}[dtype]
     assert_close(total.tril().double(), (points.T @ points).tril(), rtol=tolerance, atol=tolerance)
     assert torch.equal(gram.finish(), total)
+
+
+def test_a_point_far_off_that_fills_up_a_block_is_not_what_its_layer_is_centered_about(monkeypatch):
+    dim = 4
+    monkeypatch.setattr(products, "BLOCK", 16 * dim * torch.bfloat16.itemsize)
+    first, second = 0.01 * torch.randn(2, 4000, dim, generator=torch.Generator().manual_seed(0))
+    second[:, 0] += 1.3
+    second[0, 0] = 1000
+    states = [first[:15], second]
+    assert_moments(one_by_one(states, products=torch.bfloat16), stacked(states), 0.01)
 
 
 def test_points_that_are_kept_are_multiplied_where_they_are():
