@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.waiting import SECONDS, until
+
 REPOSITORY = Path(__file__).resolve().parents[1]
-SECONDS = 120.0
 MARK = "ISTAR_TEST_JOB"
 NOT_THE_TESTS = re.compile(r"SLURM|TORCHELASTIC|MASTER_|(LOCAL_|NODE_|GROUP_)?RANK$|WORLD_SIZE|HYDRA_FULL_ERROR")
 
@@ -50,8 +51,8 @@ class Job:
                 command, cwd=folder, env={**environment, MARK: self.mark}, stdout=stdout, stderr=stderr
             )
 
-    def wait(self, seconds: float = SECONDS) -> Done:
-        code = self.process.wait(seconds)
+    def wait(self) -> Done:
+        code = self.process.wait(SECONDS)
         return Done(code, *(file.read_text() for file in self.files))
 
     def until(self, condition: Callable[[], bool]) -> "Job":
@@ -78,11 +79,9 @@ class Job:
         [pid] = [pid for pid in self.pids() if f"LOCAL_RANK={rank}" in environ(Path(f"/proc/{pid}"))]
         return pid
 
-    def is_gone(self, seconds: float) -> bool:
-        deadline = time.monotonic() + seconds
-        while self.pids() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return not self.pids()
+    def until_it_is_gone(self) -> None:
+        """Until none of its processes is left."""
+        until(lambda: not self.pids())
 
     def kill(self) -> None:
         while pids := self.pids():

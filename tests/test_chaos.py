@@ -13,7 +13,6 @@ def test_kills_with_one_process(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_kills_with_two_processes(capsys: pytest.CaptureFixture[str]) -> None:
     assert chaos.main(["--kills", "4", "--processes", "2", "--seed", "1", *SHORT]) == 0
     assert "4 of 4" in capsys.readouterr().out

@@ -20,6 +20,7 @@ from istar.schema import to_dict
 from istar.tasks.specs import TASKS
 from istar.training import FineTuner
 from tests.outcomes import only_run
+from tests.waiting import SECONDS
 from tests.wandb_records import config_of, logged_by, offline_records, start_of, summary_of
 
 Build = Callable[..., Config]
@@ -242,7 +243,7 @@ def agents_run(repository: Path, command: list[str], run_id: str, folder: Path) 
              f"run.root={folder / 'runs'}", f"hydra.run.dir={folder / 'hydra'}"]  # fmt: skip
     command = [word for word in command if word != "task=rte"]
     return subprocess.run(
-        [*command, *small], cwd=repository, env=environment, capture_output=True, text=True, timeout=120
+        [*command, *small], cwd=repository, env=environment, capture_output=True, text=True, timeout=SECONDS
     )
 
 
@@ -282,7 +283,7 @@ def test_the_sweeps_metric_is_the_headline_of_its_task(sweep: dict[str, Any]) ->
 def workspace(repository: Path) -> list[dict[str, Any]]:
     """Its sections, built without a server."""
     command = [sys.executable, str(repository / "sweep" / "wandb" / "workspace.py"), "somebody", "--dry-run"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stderr
     sections: list[dict[str, Any]] = json.loads(done.stdout)["section"]["panelBankConfig"]["sections"]
     return sections
@@ -337,7 +338,7 @@ def test_without_its_package_the_workspace_says_what_to_install(repository: Path
     (tmp_path / "wandb_workspaces.py").write_text("raise ModuleNotFoundError('No module', name='wandb_workspaces')")
     done = subprocess.run(
         [sys.executable, str(repository / "sweep" / "wandb" / "workspace.py"), "somebody", "--dry-run"],
-        capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True, text=True, timeout=SECONDS, env={**os.environ, "PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1

@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -18,11 +17,11 @@ import pytest
 from istar import forking, launch
 from istar.errors import UserError
 from istar.forking import Forked, Servers
+from tests.waiting import SECONDS, until
 
 pytestmark = pytest.mark.skipif(not forking.is_possible(), reason="runs are forked on Linux alone")
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-SECONDS = 60.0
 STAND_IN = """
 import sys
 from istar import forking, launch
@@ -69,10 +68,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def is_over(process: Forked) -> int:
-    deadline = time.monotonic() + SECONDS
-    while process.poll() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: process.poll() is not None)
     assert process.returncode is not None
     return process.returncode
 
@@ -157,13 +153,15 @@ def test_signals_wait_until_the_process_is_ready(told: Callable[..., dict[str, o
 
 
 def test_one_that_is_killed_does_not_disturb_the_others(servers: Servers) -> None:
-    other = servers.start(["import time; time.sleep(0.5)"], environment(), None)
+    other = servers.start(["import signal; signal.sigwait([signal.SIGUSR1])"], environment(), None)
     for number in (signal.SIGKILL, signal.SIGSEGV):
         process = servers.start([f"import os; os.kill(os.getpid(), {number:d})"], environment(), None)
         assert is_over(process) == -number
-    waiting = servers.start(["import time; time.sleep(60)"], environment(), None)
+    waiting = servers.start(["import time; time.sleep(3600)"], environment(), None)
     waiting.kill()
     assert waiting.wait() == -signal.SIGKILL
+    assert other.poll() is None
+    other.send_signal(signal.SIGUSR1)
     assert is_over(other) == 0
 
 
@@ -178,29 +176,21 @@ from istar import launch
 signal.pthread_sigmask(signal.SIG_UNBLOCK, launch.PASSED_ON)
 launch._end_with(int(parent))
 print(os.getpid(), flush=True)
-time.sleep(60)
+time.sleep(3600)
 """
 
 
 def pid_in(log: Path) -> int:
-    deadline = time.monotonic() + SECONDS
-    while not log.exists() or not log.read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: log.exists() and log.read_text().endswith("\n"))
     return int(log.read_text())
 
 
 def is_gone(pid: int) -> bool:
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return True
-        if state == "Z":  # nobody's child any more: reaped by whoever takes care of this machine's
-            return True
-        time.sleep(0.05)
-    return False
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state == "Z"  # nobody's child any more: reaped by whoever takes care of this machine's
 
 
 def test_a_server_that_is_killed_and_one_that_nobody_needs_any_more(tmp_path: Path) -> None:
@@ -213,18 +203,18 @@ def test_a_server_that_is_killed_and_one_that_nobody_needs_any_more(tmp_path: Pa
                 server._process.kill()
                 with pytest.raises(UserError, match=r"that starts the runs was killed by SIGKILL .*; the same command"):
                     process.wait()
-                assert is_gone(pid)
+                until(lambda pid=pid: is_gone(pid))
                 process.send_signal(signal.SIGTERM)
     # The second process had a server of its own, which has gone because the block is over.
     assert server._process.returncode == 0
-    assert is_gone(pid)
+    until(lambda: is_gone(pid))
 
 
 @pytest.mark.parametrize(
     ("library", "told"),
     [
         ("import nowhere", "ModuleNotFoundError: No module named 'nowhere'"),
-        ("import threading, time; threading.Thread(target=time.sleep, args=(60,), daemon=True).start()", "threads"),
+        ("import threading, time; threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()", "threads"),
         (
             "import torch; a = torch.ones(600, 600); (a @ a).sum()",
             "RuntimeError: loading the libraries has left threads",

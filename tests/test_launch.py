@@ -82,7 +82,7 @@ def pair(own_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     with starting(own_cache) as start:
         job = start(folder, *PAIR)
         done = job.wait()
-        assert job.is_gone(1)
+        job.until_it_is_gone()
         return only_run(folder / "runs"), done
 
 
@@ -229,7 +229,7 @@ def test_a_stopped_run_is_saved_and_goes_on_exactly(tmp_path, start, alone):
     def stopped(index: int) -> Done:
         number, arguments, environment = cases[index]
         job = start(tmp_path / str(index), *arguments, "seed=1", *LONG, **environment)
-        return job.until_it_trains().send(number).wait(30)
+        return job.until_it_trains().send(number).wait()
 
     def sent_again(index: int) -> Done:
         _, arguments, environment = cases[index]
@@ -255,12 +255,12 @@ def test_a_signal_where_nothing_is_to_be_saved(tmp_path, start):
     def validating() -> Done:
         job = start(tmp_path / "validating", *LONG, "task.limit_validation=null", "data.eval_batch_size=1")
         job.until(lambda: catches(job.process.pid, signal.SIGUSR1))
-        return job.send(signal.SIGTERM).wait(30)
+        return job.send(signal.SIGTERM).wait()
 
     def refreshing() -> Done:
         job = start(tmp_path / "refreshing", *LONG, "reg.num_points=1000000", "data.eval_batch_size=1")
         job.until(lambda: "the shrinkage covariance uses all" in job.files[0].read_text())
-        return job.send(signal.SIGTERM).wait(30)
+        return job.send(signal.SIGTERM).wait()
 
     for done in at_once(validating, refreshing):
         assert_stopped(done, signal.SIGTERM, "the last checkpoint is kept")
@@ -289,17 +289,17 @@ def lost(rank: int) -> str:
 
 def assert_a_lost_rank_ends_it(job: Job, rank: int) -> None:
     os.kill(job.until_it_trains().rank(rank), signal.SIGKILL)
-    done = job.wait(60)
+    done = job.wait()
     assert done.code == 1
     assert done.line() == lost(rank)
-    assert job.is_gone(1)
+    job.until_it_is_gone()
 
 
 def test_a_lost_process_and_a_lost_parent(tmp_path, start, pair):
     assert_a_lost_rank_ends_it(start(tmp_path, *PAIR), 1)
     job = start(tmp_path, *PAIR).until_it_trains().send(signal.SIGKILL)
     job.wait()
-    assert job.is_gone(10)
+    job.until_it_is_gone()
     record = only_run(tmp_path / "runs") / results.RESULT
     assert not record.exists() or results.read(record.parent).status != "finished"
     assert "was interrupted; it goes on from step-" in start(tmp_path, *PAIR, **IN_SBATCH).wait().well().stdout
@@ -311,11 +311,11 @@ def test_the_first_process_lost_and_both_stopped(tmp_path, start, pair):
     assert_a_lost_rank_ends_it(start(tmp_path, *PAIR), 0)
     for number in (signal.SIGTERM, signal.SIGINT):
         job = start(tmp_path, *PAIR).until_it_trains().send(number)
-        assert_stopped(job.wait(30), number)
-        assert job.is_gone(1)
+        assert_stopped(job.wait(), number)
+        job.until_it_is_gone()
     job = start(tmp_path, *PAIR).until_it_trains()
     os.kill(job.rank(1), signal.SIGTERM)
-    assert_stopped(job.wait(30), signal.SIGTERM)
+    assert_stopped(job.wait(), signal.SIGTERM)
     start(tmp_path, *PAIR).wait().well()
     assert_same(only_run(tmp_path / "runs"), pair[0])
 
@@ -325,8 +325,8 @@ def test_a_lost_process_under_torchrun(tmp_path, start, pair):
     for rank in (0, 1):
         job = start(tmp_path, *PAIR, python=torchrun())
         os.kill(job.until_it_trains().rank(rank), signal.SIGKILL)
-        assert job.wait(60).code != 0
-        assert job.is_gone(1)
+        assert job.wait().code != 0
+        job.until_it_is_gone()
     assert start(tmp_path, *PAIR, python=torchrun()).wait().code == 0
     assert_same(only_run(tmp_path / "runs"), pair[0])
 
@@ -336,10 +336,10 @@ def test_a_writer_is_not_disturbed(tmp_path, start):
     """Two at once, where the first does not finish in the time that the second waits."""
     arguments = (*LONG, "trainer.max_epochs=1000")
     first = start(tmp_path, *arguments).until_it_trains()
-    second = start(tmp_path, *arguments).wait(60)
+    second = start(tmp_path, *arguments).wait()
     assert second.code == 2
     assert "is being written by another process" in second.line()
-    assert_stopped(first.send(signal.SIGTERM).wait(30), signal.SIGTERM)
+    assert_stopped(first.send(signal.SIGTERM).wait(), signal.SIGTERM)
 
 
 @pytest.mark.slow
@@ -352,7 +352,7 @@ def test_stopped_by_slurm(tmp_path, start, pair, number):
         if not is_second:
             for job in jobs:
                 job.until_it_trains()
-            first, second = [job.wait(30) for job in [job.send(number) for job in jobs]]
+            first, second = [job.wait() for job in [job.send(number) for job in jobs]]
             assert_stopped(first, number)
             assert (second.code, second.stderr) == (128 + number, "")
         else:
@@ -364,10 +364,10 @@ def test_stopped_by_slurm(tmp_path, start, pair, number):
 @pytest.mark.slow
 def test_stopped_through_torchrun(tmp_path, start, pair):
     job = start(tmp_path, *PAIR, python=torchrun()).until_it_trains().send(signal.SIGTERM)
-    done = job.wait(60)
+    done = job.wait()
     assert done.code != 0
     assert "error: stopped by SIGTERM: saved at step" in done.stderr
-    assert job.is_gone(1)
+    job.until_it_is_gone()
     assert start(tmp_path, *PAIR, python=torchrun()).wait().code == 0
     assert_same(only_run(tmp_path / "runs"), pair[0])
 

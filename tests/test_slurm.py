@@ -117,7 +117,7 @@ def test_a_job_that_is_killed_is_one_line(tmp_path, start):
     assert done.code == 2
     assert done.line().startswith("error: UncompletedJobError: Job ")
     assert "the same command" in done.line()
-    assert submitter.is_gone(10)
+    submitter.until_it_is_gone()
 
 
 def saved(folder: Path, seed: int) -> int:

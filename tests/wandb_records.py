@@ -7,26 +7,33 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tests.waiting import SECONDS
+
 
 def recorded(path: Path) -> list[Any]:
-    """W&B's own record of a run: protocol buffers in a log of LevelDB's format, behind seven bytes."""
+    """W&B's record of a run: protocol buffers in a log of LevelDB's format, behind seven bytes.
+
+    Raises AssertionError where the file ends within a record, as it does while W&B is still writing it.
+    """
     from wandb.proto.wandb_internal_pb2 import Record
 
-    data, position, piece, found = path.read_bytes(), 7, b"", []
+    data, position, piece, records = path.read_bytes(), 7, b"", []
     while position + 7 <= len(data):
         left = 2**15 - position % 2**15
         if left < 7:  # too short for the head of a piece: the block ends with zeros
             position += left
             continue
         _, size, kind = struct.unpack_from("<IHB", data, position)
+        assert kind != 0, "an unwritten part of the file"
+        assert position + 7 + size <= len(data), "a record that is cut short"
         piece += data[position + 7 : position + 7 + size]
         position += 7 + size
         if kind in (1, 4):  # whole, or the last of its pieces
-            found.append(Record.FromString(piece))
+            records.append(Record.FromString(piece))
             piece = b""
     assert piece == b""
     assert position == len(data)
-    return found
+    return records
 
 
 def offline_records(folder: Path) -> list[list[Any]]:
@@ -37,7 +44,7 @@ def offline_records(folder: Path) -> list[list[Any]]:
 
 def _when_written(path: Path) -> list[Any]:
     """W&B's service may still be writing when it has said that the run is finished."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + SECONDS
     while time.monotonic() < deadline:
         with suppress(AssertionError):
             records = recorded(path)

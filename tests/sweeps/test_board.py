@@ -2,8 +2,8 @@
 
 import io
 import json
-import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from istar.cli import main
 from istar.errors import UserError
 from istar.results import RunRecord
 from istar.schema import to_dict
-from istar.sweeps import board
+from istar.sweeps import board, watch
 from istar.sweeps.board import (
     FOLDER,
     STATE,
@@ -28,6 +28,15 @@ from istar.sweeps.board import (
     seconds_left,
 )
 from istar.sweeps.trials import Trial
+
+NOW = 1_700_000_000.0
+
+
+@pytest.fixture(autouse=True)
+def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is always `NOW`."""
+    for module in (board, watch):
+        monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: NOW))
 
 
 def entry(number: int = 1, **values: Any) -> Entry:
@@ -77,15 +86,14 @@ def test_epochs_are_counted_in_the_metrics_file(tmp_path: Path) -> None:
 
 
 def test_the_time_to_go() -> None:
-    now = time.time()
     done = [
-        entry(1, status="finished", started=now - 100, ended=now - 40),
+        entry(1, status="finished", started=NOW - 100, ended=NOW - 40),
         entry(2, status="finished", started=0, ended=0),
     ]
     waiting = [entry(number, status="waiting") for number in range(3, 6)]
-    running = entry(6, status="running", started=now - 20)
+    running = entry(6, status="running", started=NOW - 20)
     # One of 60 s was seen; a run found finished says nothing. 40 s are left of the running one.
-    assert seconds_left(state(*done, *waiting, running)) == pytest.approx((40 + 3 * 60) / 2, abs=1)
+    assert seconds_left(state(*done, *waiting, running)) == pytest.approx((40 + 3 * 60) / 2)
     assert seconds_left(state(*waiting)) is None
     assert seconds_left(state(*waiting, expected=10, jobs=1, to_come=2)) == pytest.approx(50)
 
@@ -96,7 +104,7 @@ def test_the_table() -> None:
         entry(2, status="finished", metric="accuracy", value=0.7),
         entry(3, status="pruned", metric="accuracy", value=0.9),
         entry(4, status="failed", error="it broke"),
-        entry(5, status="running", started=time.time() - 65, epochs=(1, 3)),
+        entry(5, status="running", started=NOW - 65, epochs=(1, 3)),
         entry(6),
         entry(7, method="Base", status="stopped"),
     ]
@@ -165,7 +173,7 @@ def test_a_broken_file_is_one_line(tmp_path: Path, content: str) -> None:
 def put(root: Path, name: str, **values: Any) -> None:
     folder = root / FOLDER / name
     folder.mkdir(parents=True)
-    whole = state(entry(1, status="running", started=time.time()), **{"name": name, "seen": time.time(), **values})
+    whole = state(entry(1, status="running", started=NOW), **{"name": name, "seen": NOW, **values})
     from dataclasses import asdict
 
     (folder / STATE).write_text(json.dumps(asdict(whole)))
@@ -184,7 +192,7 @@ def test_watch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_watch_tells_a_dead_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    put(tmp_path, "dead-1", seen=time.time() - 3600)
+    put(tmp_path, "dead-1", seen=NOW - 3600)
     assert main(["watch", str(tmp_path), "--once"]) == 0
     told = " ".join(capsys.readouterr().out.split())
     assert "nothing heard of it for 60 min; if it was killed, this goes on with it: python train.py -m" in told
