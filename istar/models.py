@@ -79,6 +79,11 @@ def load_config(config: ModelConfig, spec: TaskSpec, tokenizer: PreTrainedTokeni
         model_config = tiny.config(len(tokenizer))
     if not hasattr(model_config, "num_hidden_layers"):
         raise UserError(f"model.name={config.name}: {model_config.model_type} models are not text encoders")
+    if model_config.is_encoder_decoder:
+        raise UserError(
+            f"model.name={config.name}: {model_config.model_type} models are encoder-decoders, whose two stacks have "
+            "hidden states of their own; expected an encoder or a decoder"
+        )
     for name, value in _label_settings(spec).items():
         setattr(model_config, name, value)
     return model_config

@@ -21,7 +21,6 @@ from istar.measures import (
     isoscore,
     isoscore_unbiased,
     outlier_dimensions,
-    participation_ratio,
     singular_values,
     two_nn_with_error,
 )
@@ -109,9 +108,10 @@ class Layer:
         # A mean of many times the deviation that is common: the rogue dimensions of pretrained models.
         outliers = outlier_dimensions(self.dimensions.mean, 5, "median", reference=self.dimensions.deviation())
         kurtosis = self.dimensions.kurtosis()
+        score = isoscore(self.moments)
         found: dict[str, float | Tensor] = {
             "tokens": float(self.moments.count),
-            "isoscore": isoscore(self.moments),
+            "isoscore": score,
             "isoscore_unbiased": isoscore_unbiased(self.moments),
             "inter_sim": self.cosine.compute(),
             "mean_direction_norm": self.cosine.mean_direction_norm(),
@@ -119,7 +119,7 @@ class Layer:
             "mean_vector_norm": norms.mean_vector,
             "norm_ratio": norms.ratio,
             "effective_rank": effective_rank(values),
-            "participation_ratio": participation_ratio(torch.linalg.eigvalsh(covariance).clamp(min=0)),
+            "participation_ratio": 1 + (self.moments.dim - 1) * score,
             "largest_variance_share": variances.max() / variances.sum(),
             "outlier_dimensions": float(len(outliers)),
             "largest_kurtosis": kurtosis.nan_to_num(0).max(),

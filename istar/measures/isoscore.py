@@ -12,7 +12,7 @@ singular and repeated eigenvalues too.
 """
 
 import math
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -43,7 +43,9 @@ def isoscore(points: Tensor | Moments, mask: Tensor | None = None) -> Tensor:
     >>> round(isoscore(cross).item(), 6), round(isoscore(cross * torch.tensor([1.0, 0.0])).item(), 6)
     (1.0, 0.0)
     """
-    return closed_form(_covariance(points, mask), "the covariance of the points")
+    covariance = _covariance(points, mask)
+    _check_spread(covariance, "the covariance of the points")
+    return closed_form(covariance)
 
 
 def isoscore_star(
@@ -65,7 +67,9 @@ def isoscore_star(
     """
     covariance = _covariance(points, mask)
     check_covariance(shrinkage_covariance, "the shrinkage covariance")
-    return closed_form(shrink(covariance, shrinkage_covariance, zeta), "the shrunk covariance")
+    shrunk = shrink(covariance, shrinkage_covariance, zeta)
+    _check_spread(shrunk, "the shrunk covariance")
+    return closed_form(shrunk)
 
 
 def isoscore_unbiased(points: Tensor | FourthMoments, mask: Tensor | None = None) -> Tensor:
@@ -110,7 +114,7 @@ def isoscore_unbiased(points: Tensor | FourthMoments, mask: Tensor | None = None
         raise UserError("Moments do not hold the fourth-order sum that the unbiased score needs; give FourthMoments")
     moments = _moments(points, mask, FourthMoments)
     _check_unbiased(moments)
-    return _unbiased_terms(moments).score
+    return unchecked_unbiased_score(moments)
 
 
 def shrinkage_intensity(moments: FourthMoments, shrinkage_covariance: Tensor) -> Tensor:
@@ -150,12 +154,12 @@ def shrinkage_intensity(moments: FourthMoments, shrinkage_covariance: Tensor) ->
     _check_shapes(covariance, shrinkage_covariance)
     _check_spread(covariance, "the covariance of the points")
     _check_spread(shrinkage_covariance, "the shrinkage covariance")
-    return intensity(moments, shrinkage_covariance)
+    return unchecked_intensity(moments, shrinkage_covariance)
 
 
-def intensity(moments: FourthMoments, shrinkage_covariance: Tensor) -> Tensor:
-    """`shrinkage_intensity` without looking at what it is given; NaN where that has none."""
-    normalized, trace = _normalized(defined_covariance(moments).detach())
+def unchecked_intensity(moments: FourthMoments, shrinkage_covariance: Tensor) -> Tensor:
+    """`shrinkage_intensity` without its checks, which wait for a device; NaN for moments that have no intensity."""
+    normalized, trace = _normalized(covariance_or_nan(moments).detach())
     count = moments.count
     fourth = moments.fourth.detach() / trace / trace
     variance = count / (count - 1) ** 3 * fourth - normalized.square().sum() / (count - 1)
@@ -170,12 +174,14 @@ def isoscore_from_covariance(covariance: Tensor) -> Tensor:
         UserError: if it is not square, not finite, zero, or not symmetric positive semi-definite to rounding.
     """
     check_covariance(covariance, "the covariance")
-    return closed_form(covariance, "the covariance")
+    return closed_form(covariance)
 
 
-def closed_form(covariance: Tensor, name: str = "the covariance") -> Tensor:
-    """`isoscore_from_covariance` without the tests of symmetry and sign that cost O(d^3): for sums of squares."""
-    _check_spread(covariance, name)
+def closed_form(covariance: Tensor) -> Tensor:
+    """`isoscore_from_covariance` without its checks, which cost O(d^3) and wait for a device.
+
+    NaN for a covariance that is zero or not finite.
+    """
     normalized, _ = _normalized(covariance)
     return (1 / normalized.square().sum() - 1) / (covariance.shape[0] - 1)
 
@@ -192,68 +198,22 @@ def shrink(covariance: Tensor, shrinkage_covariance: Tensor, zeta: float) -> Ten
     return (1 - zeta) * covariance + zeta * shrinkage_covariance.to(covariance)
 
 
-def score_and_gradient(covariance: Tensor) -> tuple[Tensor, Tensor]:
-    r"""IsoScore and its derivative by the covariance, 0-d and `(d, d)`, symmetric, in the covariance's dtype.
-
-    With t = tr(S), R = S / t and f = ||R||_F^2: :math:`\partial\iota/\partial S = \frac{2}{(d-1)\,t f}(I - R/f)`.
-    Zero where S is a multiple of the identity, the maximum. Inputs are not looked at, as that would make the host wait
-    for a device: without variance, or where something is not finite, the score is NaN.
-    """
-    normalized, trace = _normalized(covariance)
-    squared_norm = normalized.square().sum()
-    score = (1 / squared_norm - 1) / (covariance.shape[0] - 1)
-    scale = 2 / ((covariance.shape[0] - 1) * trace * squared_norm)
-    gradient = normalized.mul_(-scale / squared_norm)
-    gradient.diagonal().add_(scale)
-    return score, gradient.to(covariance.dtype)
-
-
-def defined_covariance(moments: Moments) -> Tensor:
-    """The unbiased covariance without looking at what there is: NaN for fewer than 2 points."""
+def covariance_or_nan(moments: Moments) -> Tensor:
+    """The unbiased covariance `(d, d)`, without waiting for a device; NaN for fewer than 2 points."""
     return moments.scatter / torch.where(moments.count > 1, moments.count - 1, torch.nan)
 
 
-class UnbiasedGradient(NamedTuple):
-    """The derivatives of `isoscore_unbiased` by the covariance, `(d, d)`, and by the fourth-order sum, 0-d."""
+def unchecked_unbiased_score(moments: FourthMoments) -> Tensor:
+    """`isoscore_unbiased` without its checks, which wait for a device; NaN for moments that have no unbiased score."""
+    squared_norm, squared_trace = _unbiased_estimates(moments)
+    return (squared_trace / squared_norm - 1) / (moments.dim - 1)
 
-    covariance: Tensor
-    fourth: Tensor
 
+def _unbiased_estimates(moments: FourthMoments) -> tuple[Tensor, Tensor]:
+    r"""The estimates of :math:`tr(S^2)` and :math:`tr(S)^2`, both divided by :math:`a \operatorname{tr}(C)^2`.
 
-def unbiased_score_and_gradient(moments: FourthMoments) -> tuple[Tensor, UnbiasedGradient]:
-    r"""`isoscore_unbiased` of moments and its derivatives by C and F, both as if the other were constant.
-
-    With t = tr(C), R = C / t, f = ||R||_F^2, q = F / ((n - 1) t^2) and the estimates A of tr(S^2) and B of tr(S)^2,
-    both over a t^2: the score is (B / A - 1) / (d - 1), its derivatives by f and q are
-    :math:`(2 A - (n-1)(n-2) B) / A^2` and :math:`n (B - A) / A^2` over (d - 1), and
-    :math:`\partial f/\partial C = \frac{2}{t}(R - f I)`, :math:`\partial q/\partial C = -\frac{2 q}{t} I`,
-    :math:`\partial q/\partial F = 1 / ((n - 1) t^2)`.
+    The first is NaN where it is not defined.
     """
-    terms, n = _unbiased_terms(moments), moments.count
-    below = terms.squared_norm.square() * (terms.normalized.shape[0] - 1)
-    by_norm = (2 * terms.squared_norm - (n - 1) * (n - 2) * terms.squared_trace) / below
-    by_fourth = n * (terms.squared_trace - terms.squared_norm) / below
-    covariance = terms.normalized * (2 * by_norm / terms.trace)
-    covariance.diagonal().sub_(2 * (by_norm * terms.normalized.square().sum() + by_fourth * terms.q) / terms.trace)
-    return terms.score, UnbiasedGradient(covariance, by_fourth / (n - 1) / terms.trace / terms.trace)
-
-
-class _UnbiasedTerms(NamedTuple):
-    """Of `unbiased_score_and_gradient`: R, t, q, and the estimates A and B over a t^2."""
-
-    normalized: Tensor
-    trace: Tensor
-    q: Tensor
-    squared_norm: Tensor
-    squared_trace: Tensor
-
-    @property
-    def score(self) -> Tensor:
-        return (self.squared_trace / self.squared_norm - 1) / (self.normalized.shape[0] - 1)
-
-
-def _unbiased_terms(moments: FourthMoments) -> _UnbiasedTerms:
-    """NaN where they are not defined."""
     n = torch.where(moments.count < 4, torch.nan, moments.count)
     normalized, trace = _normalized(moments.scatter / (n - 1))
     q = moments.fourth / (n - 1) / trace / trace
@@ -263,14 +223,15 @@ def _unbiased_terms(moments: FourthMoments) -> _UnbiasedTerms:
     squared_trace = 2 * norm + n.square() - 3 * n + 1 - n * q
     # A smaller rest is the rounding of sums in float32.
     squared_norm = torch.where(squared_norm.detach() > 1e-6 * noisy.detach(), squared_norm, torch.nan)
-    return _UnbiasedTerms(normalized, trace, q, squared_norm, squared_trace)
+    return squared_norm, squared_trace
 
 
 def _check_unbiased(moments: FourthMoments) -> None:
     if moments.count < 4:
         raise UserError(f"{moments.count:g} points have no unbiased score; expected at least 4 points")
     _check_spread(moments.covariance(), "the covariance of the points")
-    if not torch.isfinite(_unbiased_terms(moments).squared_norm.detach()):
+    squared_norm, _ = _unbiased_estimates(moments)
+    if not torch.isfinite(squared_norm):
         raise UserError(
             "the squared norm of the covariance is estimated as 0, so the unbiased score is not defined; more points, "
             "or points that are not all but one equal, have one"
@@ -279,6 +240,10 @@ def _check_unbiased(moments: FourthMoments) -> None:
 
 def check_covariance(covariance: Tensor, name: str) -> None:
     """Refuse what is not a covariance: the closed form needs symmetric positive semi-definite input."""
+    if not isinstance(covariance, Tensor):
+        raise UserError(f"{name} is a {type(covariance).__name__}; expected a tensor (d, d)")
+    if not covariance.is_floating_point():
+        raise UserError(f"{name} is {covariance.dtype}; expected a floating dtype")
     if covariance.dim() != 2 or covariance.shape[0] != covariance.shape[1]:
         raise UserError(f"{name} has shape {tuple(covariance.shape)}; expected (d, d)")
     _check_spread(covariance, name)

@@ -1,18 +1,21 @@
-"""Penalties on hidden states: which points, gathered how, weighted how. Needs torch and `istar.measures` alone."""
+"""Penalties on hidden states as torch losses, and how one is fastened to a model. Needs torch alone."""
 
-from istar.regularizers.base import Penalty, Regularizer
+from istar.regularizers.attach import Watch, attach
+from istar.regularizers.base import Penalty, Terms
 from istar.regularizers.cosreg import CosReg, cosine_penalty
-from istar.regularizers.istar import IStar, union_isoscore_star, union_isoscore_unbiased
+from istar.regularizers.istar import IStar
 from istar.regularizers.points import layer_numbers, select_layers
+from istar.regularizers.shrinkage import shrinkage_covariance
 
 __all__ = [
     "CosReg",
     "IStar",
     "Penalty",
-    "Regularizer",
+    "Terms",
+    "Watch",
+    "attach",
     "cosine_penalty",
     "layer_numbers",
     "select_layers",
-    "union_isoscore_star",
-    "union_isoscore_unbiased",
+    "shrinkage_covariance",
 ]

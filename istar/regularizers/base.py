@@ -3,112 +3,122 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from istar.errors import UserError
-from istar.regularizers.points import Layers, check_hidden_states, select_layers, token_index
+from istar.regularizers.points import ALL_TOKENS, Layers, Tokens, select_layers
 
 
-class Penalty(NamedTuple):
-    """A penalty before its weight, the measure behind it and, where it is estimated, zeta; all 0-d.
+class Terms(NamedTuple):
+    """A penalty before its weight, and what it was computed from; all 0-d tensors.
 
-    The last two are for the log, detached.
+    Attributes:
+        value: the penalty, differentiable.
+        score: the measure that the penalty pushes, such as IsoScore*.
+        points: number of points in the cloud, over all processes.
+        zeta: the shrinkage weight, where it is estimated from the points.
     """
 
     value: Tensor
-    measure: Tensor
+    score: Tensor
+    points: Tensor
     zeta: Tensor | None = None
 
-
-class Pass(Protocol):
-    """The penalty of one forward pass, which sees the layers as the model computes them."""
-
-    def add(self, hidden_state: Tensor) -> Tensor:
-        """Take in a layer's `(batch, tokens, d)`; the model is to go on with what is returned, the same numbers."""
-
-    def penalty(self) -> Penalty:
-        """Of the layers that were taken in. Once."""
+    def detach(self) -> Self:
+        """The same terms without their graph, for logs."""
+        zeta = None if self.zeta is None else self.zeta.detach()
+        return type(self)(self.value.detach(), self.score.detach(), self.points.detach(), zeta)
 
 
-class Regularizer(ABC):
-    """A penalty on hidden states: `loss = task_loss + weight * penalty`.
+class Penalty(nn.Module, ABC):
+    """A penalty on hidden states, a loss like any other: `loss = task_loss + penalty(hidden_states, attention_mask)`.
+
+    The points of all chosen layers form one cloud. Each layer is summarized by itself, as soon as a model has computed
+    it, and the score is computed from the summaries.
 
     Args:
-        weight: lambda, any finite number.
+        weight: lambda, any finite number. It may be changed at any time, for example by a schedule.
         layers: see `istar.regularizers.points.select_layers`.
-        include_padding: count padding as points.
-        sync: one penalty for the union of all processes' points rather than one per process.
+        include_padding: count padding tokens as points.
+        sync: one cloud of the points of all processes, instead of one cloud per process.
+        group: the process group of that cloud; None is the default group.
+
+    Attributes:
+        last: detached terms of the last penalty, for logs; None before the first.
 
     Raises:
         UserError: for a weight that is not finite.
     """
 
     measure: str
+    """Name of the score in logs."""
 
-    def __init__(self, weight: float, layers: Layers, include_padding: bool = False, sync: bool = True) -> None:
-        if not math.isfinite(weight):
-            raise UserError(f"lambda is {weight}; expected a finite number")
+    def __init__(
+        self,
+        weight: float,
+        layers: Layers,
+        include_padding: bool = False,
+        sync: bool = True,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__()
         self.weight = weight
         self.layers = layers
         self.include_padding = include_padding
         self.sync = sync
+        self.group = group
+        self.last: Terms | None = None
 
-    @abstractmethod
-    def begin(self, index: Tensor | None, checked: bool = False) -> Pass:
-        """Ready for a forward pass; `layers` and `include_padding` are for the caller to heed.
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight" and not math.isfinite(value):
+            raise UserError(f"lambda is {value}; expected a finite number")
+        super().__setattr__(name, value)
+
+    def extra_repr(self) -> str:
+        return f"weight={self.weight}, layers={self.layers!r}"
+
+    def forward(self, hidden_states: Sequence[Tensor], attention_mask: Tensor | None = None) -> Tensor:
+        """The weighted penalty of a batch; its terms are in `last` afterwards.
 
         Args:
-            index: of the points that count, see `istar.regularizers.points.token_index`.
-            checked: look at the points, which makes the host wait for a device, and refuse those without a penalty;
-                otherwise their penalty is NaN.
-        """
+            hidden_states: embedding output and the output of every layer, `(batch, tokens, d)` each, as transformers'
+                `output_hidden_states=True` returns them; any floating dtype, sums are float32 or wider.
+            attention_mask: `(batch, tokens)`, 1 for tokens and 0 for padding; None counts all tokens.
 
-    def penalty(self, hidden_states: Sequence[Tensor], attention_mask: Tensor | None) -> Penalty:
-        """The penalty of a batch.
-
-        Args:
-            hidden_states: embedding output and the output of every layer, `(batch, tokens, d)` each.
-            attention_mask: `(batch, tokens)`, 1 for tokens and 0 for padding.
+        Returns:
+            0-d tensor on the hidden states' device: float32, or float64 for float64 states. NaN where the points have
+            no score: fewer than two, all equal, or not finite. With weight 0 it is 0, whatever the states hold.
 
         Raises:
-            UserError: for shapes that do not fit, and points that have no penalty.
+            UserError: for shapes that do not fit, or layers that do not exist.
         """
         chosen = select_layers(hidden_states, self.layers)
-        mask = None if self.include_padding else attention_mask
-        check_hidden_states(chosen, mask)
-        started = self.begin(token_index(mask), checked=True)
-        for hidden_state in chosen:
-            started.add(hidden_state)
-        return started.penalty()
+        if self.weight == 0:
+            return torch.zeros((), device=chosen[0].device)
+        tokens = Tokens(attention_mask)
+        return self.combine([self.summarize(state, tokens) for state in chosen])
 
+    def combine(self, summaries: Sequence[Any]) -> Tensor:
+        """The weighted penalty of the union of layers that `summarize` has summarized, as `forward` returns it."""
+        terms = self.score(summaries)
+        self.last = terms.detach()
+        return self.weight * terms.value
 
-def world_size() -> int:
-    """Number of processes; 1 without a process group."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    def summarize(self, hidden_state: Tensor, tokens: Tokens) -> Any:
+        """What the score needs of one layer `(batch, tokens, d)`: sums over its points."""
+        tokens = ALL_TOKENS if self.include_padding else tokens
+        tokens.check(hidden_state)
+        with torch.autocast(hidden_state.device.type, enabled=False):
+            return self.summarize_points(hidden_state.flatten(0, -2), tokens.rows)
 
+    @abstractmethod
+    def summarize_points(self, points: Tensor, rows: Tensor | None) -> Any:
+        """`summarize` of those rows of points `(n, d)` that count, all for None; outside of autocast."""
 
-class SumOverProcesses(torch.autograd.Function):
-    """Sum of a tensor over all processes; backward sums the processes' gradients likewise.
-
-    So the gradient on each process is that of the sum of all processes' losses, and averaging gradients over
-    processes, as DDP does, gives the gradient of the one global loss.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return _all_reduced(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return _all_reduced(grad)
-
-
-def _all_reduced(tensor: Tensor) -> Tensor:
-    total = tensor.detach().clone()
-    if world_size() > 1:
-        dist.all_reduce(total)
-    return total
+    @abstractmethod
+    def score(self, summaries: Sequence[Any]) -> Terms:
+        """The terms of the union of the summarized layers, over all processes if `sync` is set."""

@@ -4,87 +4,73 @@ r"""CosReg: :math:`\lambda \frac{1}{M^2} \sum_i \sum_{j \ne i} \hat x_i^T \hat x
 :math:`\lVert \sum_i \hat x_i \rVert^2 - M`, so M points cost O(M d) rather than O(M^2 d).
 """
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from istar.errors import NonFiniteError, UserError
-from istar.regularizers.base import Pass, Penalty, Regularizer, SumOverProcesses
-from istar.regularizers.points import Layers, check_hidden_states, gather_points, token_index
+from istar.errors import UserError
+from istar.measures.processes import sum_over_processes
+from istar.regularizers.base import Penalty, Terms
+from istar.regularizers.points import Layers, Tokens
 
 
-class CosReg(Regularizer):
-    """The CosReg penalty on the hidden states of the layers chosen; the last layer in the paper.
+class CosReg(Penalty):
+    """The average cosine of the points of the chosen layers, which is the last layer in the paper.
 
-    Args: see `Regularizer`.
+    A positive weight spreads the directions of the points, a negative one aligns them. Arguments as in `Penalty`.
     """
 
     measure = "average_cosine"
 
     def __init__(
-        self, weight: float, layers: Layers = "last", include_padding: bool = False, sync: bool = True
+        self,
+        weight: float,
+        layers: Layers = "last",
+        include_padding: bool = False,
+        sync: bool = True,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
-        super().__init__(weight, layers, include_padding, sync)
+        super().__init__(weight, layers, include_padding, sync, group)
 
-    def begin(self, index: Tensor | None, checked: bool = False) -> Pass:
-        return _CosRegPass(index, self.sync, checked)
+    def summarize_points(self, points: Tensor, rows: Tensor | None) -> Tensor:
+        """Sum of the unit vectors, number of unit vectors and number of points: `(d + 2,)`."""
+        points = points if rows is None else points.index_select(0, rows)
+        points = points.to(torch.promote_types(points.dtype, torch.float32))
+        norms = torch.linalg.vector_norm(points, dim=-1, keepdim=True)
+        # A zero vector has no direction: its cosine with any other is 0, and so is its gradient.
+        units = points / norms.masked_fill(norms == 0, torch.inf)
+        counts = torch.stack([norms.count_nonzero().to(norms.dtype), norms.new_tensor(len(points))])
+        return torch.cat([units.sum(0), counts])
+
+    def score(self, summaries: Sequence[Tensor]) -> Terms:
+        widths = sorted({len(sums) - 2 for sums in summaries})
+        if len(widths) > 1:
+            raise UserError(f"the layers have {widths} dimensions; expected the same in all, so choose other layers")
+        sums = torch.stack(list(summaries)).sum(0)
+        if self.sync:
+            sums = sum_over_processes(sums, self.group)
+        total, directions, count = sums[:-2], sums[-2], sums[-1]
+        # 0 / 0 without points is NaN.
+        value = (total.square().sum() - directions) / count.square()
+        return Terms(value, value, count)
 
 
-def cosine_penalty(hidden_states: Sequence[Tensor], attention_mask: Tensor | None = None, sync: bool = False) -> Tensor:
-    r""":math:`(\lVert \sum_i \hat x_i \rVert^2 - M) / M^2` over the points of all layers given.
+def cosine_penalty(hidden_states: Sequence[Tensor], attention_mask: Tensor | None = None) -> Tensor:
+    r""":math:`(\lVert \sum_i \hat x_i \rVert^2 - M) / M^2` over the M points of all layers given, in this process.
 
     Args:
-        hidden_states: tensors `(batch, tokens, d)`, any floating dtype; sums are float32 or better.
-        attention_mask: `(batch, tokens)`, 1 for tokens and 0 for padding; None counts everything.
-        sync: over the union of all processes' points; see `SumOverProcesses`.
+        hidden_states: tensors `(batch, tokens, d)`, any floating dtype; sums are float32 or wider.
+        attention_mask: `(batch, tokens)`, 1 for tokens and 0 for padding; None counts all tokens.
 
     Returns:
-        0-d tensor in [-1 / M, 1 - 1 / M], float32 or wider, differentiable.
+        0-d tensor in [-1 / M, 1 - 1 / M], float32 or wider, differentiable; NaN without points.
 
     Raises:
-        UserError: when there is no point at all, points are not finite, or shapes do not fit.
+        UserError: when shapes do not fit, or without hidden states.
     """
-    check_hidden_states(hidden_states, attention_mask)
-    started = _CosRegPass(token_index(attention_mask), sync, checked=True)
-    for hidden_state in hidden_states:
-        started.add(hidden_state)
-    return started.penalty().value
-
-
-@dataclass
-class _CosRegPass:
-    index: Tensor | None
-    sync: bool
-    checked: bool
-    sums: list[Tensor] = field(default_factory=list)
-
-    def add(self, hidden_state: Tensor) -> Tensor:
-        with torch.autocast(hidden_state.device.type, enabled=False):
-            self.sums.append(_direction_sums(gather_points(hidden_state, self.index)))
-        return hidden_state
-
-    def penalty(self) -> Penalty:
-        sums = torch.stack(self.sums).sum(0)
-        if self.sync:
-            sums = SumOverProcesses.apply(sums)
-        total, directions, count = sums[:-2], sums[-2], sums[-1]
-        if self.checked and count == 0:
-            raise UserError("CosReg was given no points: every token is padding")
-        if self.checked and not torch.isfinite(total.detach()).all():
-            raise NonFiniteError("CosReg was given points that are not finite; look for NaN or infinite values")
-        value = (total.square().sum() - directions) / count.square()
-        return Penalty(value, value.detach())
-
-
-def _direction_sums(points: Tensor) -> Tensor:
-    """Sum of the unit vectors, number of unit vectors, number of points: `(d + 2,)`.
-
-    A zero vector has no direction: its cosine with any other is 0, and so is its gradient.
-    """
-    norms = torch.linalg.vector_norm(points, dim=-1, keepdim=True)
-    units = points / norms.masked_fill(norms == 0, math.inf)
-    counts = torch.stack([norms.count_nonzero(), norms.new_tensor(points.shape[0])])
-    return torch.cat([units.sum(0), counts.to(units.dtype)])
+    if not hidden_states:
+        raise UserError("no hidden states were given; expected at least one layer")
+    penalty, tokens = CosReg(1.0, sync=False), Tokens(attention_mask)
+    return penalty.score([penalty.summarize(state, tokens) for state in hidden_states]).value

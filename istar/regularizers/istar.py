@@ -1,69 +1,94 @@
 r"""I-STAR: :math:`\lambda \, (1 - \mathrm{IsoScore}^*(\bigcup_l X_l, \zeta, \Sigma_S))`.
 
 *Stable Anisotropic Regularization* (Rudman and Eickhoff, ICLR 2024), equation (2). Negative weights lower isotropy,
-positive weights raise it. Beside the paper's score: with a zeta that is estimated from each batch, and the unbiased
+positive weights raise it. Two variants go beyond the paper: a zeta that is estimated from each batch, and the unbiased
 score, which needs neither zeta nor Sigma_S.
+
+How the gradient is made: each layer is reduced to its number of points, mean and scatter
+(`istar.measures.moments.mean_and_scatter`, whose backward pass is one matrix product). Everything after that, the union
+of the layers, the shrinkage and the closed form of IsoScore, is plain autograd on a few `(d, d)` matrices.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from istar.errors import UserError
-from istar.measures import FourthMoments, Moments, isoscore_unbiased, shrink, shrinkage_intensity
 from istar.measures.isoscore import (
+    check_covariance,
     closed_form,
-    defined_covariance,
-    intensity,
-    score_and_gradient,
-    unbiased_score_and_gradient,
+    covariance_or_nan,
+    unchecked_intensity,
+    unchecked_unbiased_score,
 )
-from istar.regularizers.base import Pass, Penalty, Regularizer
-from istar.regularizers.points import check_hidden_states, token_index
-from istar.regularizers.union import Scored, UnionScore
+from istar.measures.moments import (
+    CloudMoments,
+    FourthMoments,
+    Moments,
+    fourth_moments,
+    mean_and_scatter,
+    merge_clouds,
+)
+from istar.regularizers.base import Penalty, Terms
+from istar.regularizers.points import Layers
 
 AUTO = "auto"
 ESTIMATORS = ("shrinkage", "unbiased")
 COMPUTE = ("float32", "bfloat16")
 
 
-class IStar(Regularizer):
-    """The I-STAR penalty on the union of the hidden states of the layers chosen.
+class IStar(Penalty):
+    r"""The I-STAR penalty: 1 - IsoScore\* of the union of the hidden states of the chosen layers.
 
     Args:
-        weight: lambda, any finite number.
+        weight: lambda, any finite number. Negative values lower isotropy, positive values raise it.
         zeta: weight of the shrinkage covariance, 0 to 1, or `auto`: estimated anew from each batch
             (`istar.measures.shrinkage_intensity`) and a constant in the gradient.
-        layers: see `istar.regularizers.points.select_layers`.
-        include_padding: count padding as points, as the published code does.
-        sync: one penalty for the union of all processes' points (the default) rather than one per process.
-        compute: `float32`, or `bfloat16` for the products of the points with themselves and with the score's
-            derivative; the rest is float32 or better in both. See `istar.measures.union` for the error. Not for the
-            unbiased estimator and zeta `auto`, whose fourth powers need the digits.
+        layers: `all` (the outputs of all layers), `last`, `with_embeddings`, or a list of layer numbers.
+        include_padding: count padding tokens as points, as the published code does.
+        sync: one cloud of the points of all processes (the default) instead of one cloud per process.
+        group: the process group of that cloud; None is the default group.
         estimator: `shrinkage`, the paper's, or `unbiased` (`istar.measures.isoscore_unbiased`), for which zeta must
-            be 0. Where that score is above 1, the penalty is 0 and has no gradient: without an end, a positive lambda
-            would drive the batch's points to be orthogonal rather than isotropic.
+            be 0. Where the unbiased score exceeds 1, the penalty is 0 and has no gradient: otherwise a positive weight
+            would make the points of a batch orthogonal rather than isotropic.
+        compute: `float32`, or `bfloat16` for the two matrix products with the points; all other sums are float32 or
+            wider in both. See `istar.measures.moments.mean_and_scatter` for the error. Not for the unbiased estimator
+            and zeta `auto`, whose fourth powers need the digits.
 
     Attributes:
-        shrinkage_covariance: Sigma_S, `(d, d)`; must be set before the first penalty if it is needed.
+        shrinkage_covariance: Sigma_S, `(d, d)`: a buffer, so that it is saved in the `state_dict` and moves with `to`.
+            None until it is set, which must happen before the first penalty unless zeta is 0. It is checked when it
+            is set.
 
     Raises:
-        UserError: for a weight, a zeta, an estimator or a precision that is none of these.
+        UserError: for a weight, zeta, estimator or precision outside of these, and for a Sigma_S that is not a
+            covariance.
+
+    >>> penalty = IStar(weight=-1.0, zeta=0.4)
+    >>> penalty.shrinkage_covariance = torch.eye(8)
+    >>> hidden_states = [torch.randn(2, 5, 8) for _ in range(4)]
+    >>> loss = penalty(hidden_states, attention_mask=torch.ones(2, 5))
+    >>> bool(penalty.last.value == 1 - penalty.last.score), penalty.last.points.item()
+    (True, 30.0)
     """
+
+    shrinkage_covariance: Tensor | None
 
     def __init__(
         self,
         weight: float,
         zeta: float | str,
-        layers: str | Sequence[int] = "all",
+        layers: Layers = "all",
         include_padding: bool = False,
         sync: bool = True,
+        group: dist.ProcessGroup | None = None,
         estimator: str = "shrinkage",
         compute: str = "float32",
     ) -> None:
-        super().__init__(weight, layers, include_padding, sync)
+        super().__init__(weight, layers, include_padding, sync, group)
         if estimator not in ESTIMATORS:
             raise UserError(f"estimator is {estimator}; expected one of {', '.join(ESTIMATORS)}")
         if zeta != AUTO and (isinstance(zeta, str) or not 0 <= zeta <= 1):
@@ -75,151 +100,81 @@ class IStar(Regularizer):
         if compute != "float32" and (estimator == "unbiased" or zeta == AUTO):
             raise UserError(f"compute is {compute}; the unbiased estimator and zeta {AUTO} need float32")
         self.zeta = zeta
-        self.compute = compute
         self.estimator = estimator
+        self.compute = compute
         self.measure = "isoscore_star" if estimator == "shrinkage" else "isoscore_unbiased"
-        self.shrinkage_covariance: Tensor | None = None
+        self.register_buffer("shrinkage_covariance", None)
+        self.register_load_state_dict_pre_hook(_receive_shrinkage_covariance)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "shrinkage_covariance" and value is not None:
+            check_covariance(value, "the shrinkage covariance")
+            value = value.detach()
+        super().__setattr__(name, value)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, zeta={self.zeta}, estimator={self.estimator}, compute={self.compute}"
 
     @property
     def products(self) -> torch.dtype | None:
-        """Dtype of the products with the points; None is that of the sums."""
+        """Dtype of the products with the points; None is the dtype of the sums."""
         return torch.bfloat16 if self.compute == "bfloat16" else None
 
     @property
     def needs_shrinkage_covariance(self) -> bool:
         return self.zeta != 0
 
-    def begin(self, index: Tensor | None, checked: bool = False) -> Pass:
+    def summarize_points(self, points: Tensor, rows: Tensor | None) -> CloudMoments:
         if self.needs_shrinkage_covariance and self.shrinkage_covariance is None:
             raise UserError("the shrinkage covariance is not set; zeta > 0 needs it before the first step")
-        is_unbiased = self.estimator == "unbiased"
-        estimator = _Unbiased() if is_unbiased else _Shrinkage(self.shrinkage_covariance, self.zeta)
-        union = UnionScore(estimator, index, self.sync, self.products, checked)
-        return _IStarPass(union, is_unbiased, self.zeta == AUTO)
+        if self.estimator == "unbiased" or self.zeta == AUTO:
+            return fourth_moments(points, rows=rows)
+        return mean_and_scatter(points, products=self.products, rows=rows)
 
+    def score(self, summaries: Sequence[CloudMoments]) -> Terms:
+        moments = merge_clouds(summaries)
+        if moments.dim < 2:
+            raise UserError(f"isotropy needs at least 2 dimensions; the hidden states have {moments.dim}")
+        if self.sync:
+            moments = moments.all_reduce(self.group)
+        score, zeta = self._score(moments)
+        # A 0-d float64 term would make the whole loss float64.
+        score = score.to(summaries[0].scatter.dtype)
+        value = 1 - (score.clamp(max=1) if self.estimator == "unbiased" else score)
+        return Terms(value, score, moments.count, zeta)
 
-@dataclass(frozen=True)
-class _IStarPass:
-    union: UnionScore
-    is_unbiased: bool
-    tells_zeta: bool
-
-    def add(self, hidden_state: Tensor) -> Tensor:
-        return self.union.add(hidden_state)
-
-    def penalty(self) -> Penalty:
-        score, zeta = self.union.score()
-        value = 1 - (score.clamp(max=1) if self.is_unbiased else score)
-        return Penalty(value, score.detach(), zeta if self.tells_zeta else None)
-
-
-def union_isoscore_star(
-    hidden_states: Sequence[Tensor],
-    attention_mask: Tensor | None,
-    shrinkage_covariance: Tensor | None,
-    zeta: float | str,
-    sync: bool = False,
-) -> Tensor:
-    r"""IsoScore\* of the union of the points of several layers, without stacking them.
-
-    The forward pass takes one product :math:`X^T X` per layer and keeps only moments; the backward pass is
-    :math:`\partial\iota/\partial x = \frac{2(1-\zeta)}{n-1} (x - m) G`, one product per layer, with m the mean of the
-    union and G the symmetric derivative by the covariance (`istar.measures.isoscore.score_and_gradient`).
-
-    Args:
-        hidden_states: tensors `(batch, tokens, d)`, any floating dtype; statistics are float32 or better.
-        attention_mask: `(batch, tokens)`, 1 for tokens and 0 for padding; None counts everything.
-        shrinkage_covariance: Sigma_S, `(d, d)`, constant (no gradient); None only if zeta is 0.
-        zeta: weight of Sigma_S in [0, 1], or `auto`: that of `shrinkage_intensity`, a constant, too.
-        sync: over the union of all processes' points. Each process's gradient is then that of the sum of all
-            processes' losses by its own points, so that averaging over processes, as DDP does, gives the gradient
-            of one process with all points.
-
-    Returns:
-        0-d tensor in [0, 1]; the dtype of the points, at least float32.
-
-    Raises:
-        UserError: for fewer than 2 points in all, points that are not finite, an all-zero covariance, shapes
-            that do not fit, or zeta > 0 without a shrinkage covariance.
-    """
-    if shrinkage_covariance is None and zeta != 0:
-        raise UserError(f"no shrinkage covariance was given for zeta = {zeta}; expected one unless zeta is 0")
-    return _score(_Shrinkage(shrinkage_covariance, zeta), hidden_states, attention_mask, sync)
-
-
-def union_isoscore_unbiased(
-    hidden_states: Sequence[Tensor], attention_mask: Tensor | None, sync: bool = False
-) -> Tensor:
-    r"""`istar.measures.isoscore_unbiased` of the union of the points of several layers, without stacking them.
-
-    As `union_isoscore_star`, and beside :math:`X^T X` the fourth-order sum F, whose gradient adds
-    :math:`4 \frac{\partial\iota}{\partial F} (\lVert x - m \rVert^2 (x - m) - t / n)` with
-    :math:`t = \sum \lVert x - m \rVert^2 (x - m)`: still one matrix product per layer each way.
-
-    Args: as in `union_isoscore_star`.
-
-    Returns:
-        0-d tensor in [0, inf), see the measure; the dtype of the points, at least float32.
-
-    Raises:
-        UserError: as `union_isoscore_star`, for fewer than 4 points in all, and where the measure is not defined.
-    """
-    return _score(_Unbiased(), hidden_states, attention_mask, sync)
-
-
-def _score(
-    estimator: "_Shrinkage | _Unbiased", hidden_states: Sequence[Tensor], attention_mask: Tensor | None, sync: bool
-) -> Tensor:
-    check_hidden_states(hidden_states, attention_mask)
-    union = UnionScore(estimator, token_index(attention_mask), sync, checked=True)
-    for hidden_state in hidden_states:
-        union.add(hidden_state)
-    return union.score()[0]
-
-
-@dataclass(frozen=True)
-class _Shrinkage:
-    """IsoScore* with a given zeta or, if that is `auto`, with the one estimated from the moments."""
-
-    covariance: Tensor | None
-    zeta: float | str
-
-    @property
-    def needs_fourth(self) -> bool:
-        return self.zeta == AUTO
-
-    def check(self, moments: Moments) -> None:
-        covariance = moments.covariance()
+    def _score(self, moments: Moments) -> tuple[Tensor, Tensor | None]:
+        """The score, and zeta where it is estimated."""
+        if self.estimator == "unbiased":
+            assert isinstance(moments, FourthMoments)
+            return unchecked_unbiased_score(moments), None
+        covariance = covariance_or_nan(moments)
+        if self.shrinkage_covariance is None:
+            return closed_form(covariance), None
+        if self.shrinkage_covariance.shape != covariance.shape:
+            raise UserError(
+                f"the shrinkage covariance has shape {tuple(self.shrinkage_covariance.shape)}; expected "
+                f"{tuple(covariance.shape)} for hidden states of width {moments.dim}"
+            )
+        shrinkage = self.shrinkage_covariance.to(covariance)
         if isinstance(moments, FourthMoments):
-            assert self.covariance is not None
-            shrinkage_intensity(moments, self.covariance)
-        elif self.covariance is not None:
-            assert not isinstance(self.zeta, str)
-            covariance = shrink(covariance, self.covariance, self.zeta)
-        closed_form(covariance)
-
-    def __call__(self, moments: Moments) -> Scored:
-        covariance = defined_covariance(moments)
-        zeta = covariance.new_zeros(()) if isinstance(self.zeta, str) else covariance.new_tensor(self.zeta)
-        if isinstance(moments, FourthMoments):
-            assert self.covariance is not None
-            zeta = intensity(moments, self.covariance)
-        if self.covariance is not None:
-            covariance = torch.lerp(covariance, self.covariance.to(covariance), zeta)
-        score, gradient = score_and_gradient(covariance)
-        return Scored(score, zeta, (1 - zeta) * gradient)
+            zeta = unchecked_intensity(moments, shrinkage)
+            return closed_form(torch.lerp(covariance, shrinkage, zeta)), zeta
+        assert not isinstance(self.zeta, str)
+        return closed_form((1 - self.zeta) * covariance + self.zeta * shrinkage), None
 
 
-class _Unbiased:
-    """The unbiased IsoScore."""
+def _receive_shrinkage_covariance(module: IStar, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Make room for a Sigma_S in a state that is about to be loaded, as `load_state_dict` copies into buffers.
 
-    needs_fourth = True
-
-    def check(self, moments: Moments) -> None:
-        assert isinstance(moments, FourthMoments)
-        isoscore_unbiased(moments)
-
-    def __call__(self, moments: Moments) -> Scored:
-        assert isinstance(moments, FourthMoments)
-        score, gradient = unbiased_score_and_gradient(moments)
-        return Scored(score, torch.zeros_like(score), gradient.covariance, gradient.fourth, moments.third)
+    A state without one is that of a penalty without one.
+    """
+    saved = state_dict.get(f"{prefix}shrinkage_covariance")
+    if saved is None:
+        module.shrinkage_covariance = None
+        return
+    check_covariance(saved, "the saved shrinkage covariance")
+    current = module.shrinkage_covariance
+    if current is None or current.shape != saved.shape:
+        device = None if current is None else current.device
+        module.shrinkage_covariance = torch.eye(len(saved), dtype=saved.dtype, device=device)

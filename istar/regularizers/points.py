@@ -1,11 +1,13 @@
-"""Which points a penalty sees: the layers chosen, the padding left out."""
+"""Which hidden states a penalty sees: the layers chosen, and a mask that fits them."""
 
 from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from istar.errors import UserError
+from istar.measures.moments import counted_rows
 
 Layers = str | Sequence[int]
 
@@ -13,7 +15,7 @@ NAMED_LAYERS = ("all", "last", "with_embeddings")
 
 
 def select_layers(hidden_states: Sequence[Tensor], layers: Layers = "all") -> list[Tensor]:
-    """The hidden states of the layers asked for, in the model's order and without copying.
+    """The hidden states of the chosen layers, in the model's order and without copying.
 
     Args:
         hidden_states: embedding output, then one `(batch, tokens, d)` per transformer layer: L + 1 tensors.
@@ -54,40 +56,42 @@ def layer_numbers(num_layers: int, layers: Layers) -> list[int]:
     return sorted(chosen)
 
 
-def check_hidden_states(hidden_states: Sequence[Tensor], attention_mask: Tensor | None) -> None:
-    """Refuse what is not one cloud of points: once flattened, an ill-shaped mask would pick wrong tokens."""
-    if len(hidden_states) == 0:
-        raise UserError("no hidden states were given; expected at least one layer")
-    dim = hidden_states[0].shape[-1]
-    for hidden_state in hidden_states:
-        shape = tuple(hidden_state.shape)
+class Tokens:
+    """The tokens of a forward pass that count as points.
+
+    Args:
+        attention_mask: `(batch, tokens)`, 1 for tokens and 0 for padding; None counts all tokens.
+    """
+
+    def __init__(self, attention_mask: Any = None) -> None:
+        self.attention_mask = attention_mask
+
+    @cached_property
+    def rows(self) -> Tensor | None:
+        """Row numbers of these tokens in a hidden state flattened to `(n, d)`; None if all count. Computed once."""
+        return counted_rows(self.attention_mask)
+
+    def check(self, hidden_state: Tensor) -> None:
+        """Refuse a hidden state whose tokens are not those of the mask.
+
+        Raises:
+            UserError: for a dtype that is not floating, or a mask that is not a tensor `(batch, tokens)` for
+                `(batch, tokens, d)`.
+        """
         if not hidden_state.is_floating_point():
             raise UserError(f"hidden states are {hidden_state.dtype}; expected a floating dtype")
-        if shape[-1] != dim:
-            raise UserError(f"layers have {dim} and {shape[-1]} dimensions; expected the same in all")
-        if hidden_state.shape != hidden_states[0].shape:
-            raise UserError(f"layers have shapes {tuple(hidden_states[0].shape)} and {shape}; expected the same in all")
-        if attention_mask is not None and tuple(attention_mask.shape) != shape[:-1]:
+        shape = tuple(hidden_state.shape)
+        mask = self.attention_mask
+        if mask is not None and not isinstance(mask, Tensor):
             raise UserError(
-                f"the attention mask has shape {tuple(attention_mask.shape)}; expected {shape[:-1]} for "
-                f"hidden states of shape {shape}"
+                f"the attention mask is a {type(mask).__name__}; expected a tensor of shape {shape[:-1]}, 1 for each "
+                "token that counts"
+            )
+        if mask is not None and tuple(mask.shape) != shape[:-1]:
+            raise UserError(
+                f"the attention mask has shape {tuple(mask.shape)} and the hidden states have shape {shape}; "
+                f"expected a mask of shape {shape[:-1]}, 1 for each token that counts"
             )
 
 
-def token_index(attention_mask: Tensor | None) -> Tensor | None:
-    """Row numbers of the real tokens in hidden states flattened to `(batch * tokens, d)`; None for all of them.
-
-    Computed once a step and shared by all layers: gathering costs less than multiplying padding by zero.
-    """
-    if attention_mask is None:
-        return None
-    index = attention_mask.reshape(-1).nonzero().squeeze(-1)
-    return None if index.numel() == attention_mask.numel() else index
-
-
-def gather_points(hidden_state: Tensor, index: Tensor | None) -> Tensor:
-    """`(n, d)` points of one layer in float32 or its own wider dtype."""
-    points = hidden_state.reshape(-1, hidden_state.shape[-1])
-    if index is not None:
-        points = points.index_select(0, index)
-    return points.to(torch.promote_types(points.dtype, torch.float32))
+ALL_TOKENS = Tokens()

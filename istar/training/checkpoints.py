@@ -18,12 +18,11 @@ from lightning.pytorch.callbacks import Checkpoint
 from istar.errors import UserError, shorten
 from istar.files import replacing
 from istar.training.history import History
-from istar.training.lagging import Lagging
 from istar.training.metrics_file import MetricsFile
 from istar.training.module import gathered
 from istar.training.signals import StopSignal
 
-FORMAT = 2
+FORMAT = 3
 KEPT = 2
 """Checkpoints to keep: should the newest be damaged, the one before it serves."""
 
@@ -111,8 +110,7 @@ class Checkpoints(Checkpoint):
         self.every_n_steps = every_n_steps
         self.every_n_minutes = every_n_minutes
         self._step = 0
-        self._saved_at, self._saved_step = time.monotonic(), 0
-        self._asked: Lagging[int] = Lagging()
+        self._saved_at = time.monotonic()
         self._resumed: Mapping[str, Any] | None = None
 
     # ---- writing
@@ -151,25 +149,20 @@ class Checkpoints(Checkpoint):
     def _agree(self, trainer: L.Trainer, device: torch.device) -> tuple[bool, int]:
         """Whether the time for a checkpoint has come, and which signal, or 0.
 
-        Processes, whose clocks and signals differ, take each other's: on a device some steps later.
+        Where clocks or signals differ between processes, all act on the largest value.
         """
         minutes = (time.monotonic() - self._saved_at) / 60
         is_overdue, number = self.every_n_minutes is not None and minutes >= self.every_n_minutes, self.stop.number or 0
         if trainer.world_size == 1:
             return is_overdue, number
-        # Filled in place: a copy to the device would wait for it.
-        own = torch.stack([torch.full((), value, dtype=torch.int64, device=device) for value in (is_overdue, number)])
-        dist.all_reduce(own, op=dist.ReduceOp.MAX)
-        self._asked.send(self._step, own)
-        is_overdue, number = False, 0
-        for asked_at, (overdue, signal) in self._asked.read():
-            # What was overdue before the latest checkpoint has been written with it.
-            is_overdue, number = is_overdue or (bool(overdue) and asked_at > self._saved_step), max(number, int(signal))
-        return is_overdue, number
+        largest = torch.tensor([int(is_overdue), number], device=device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        is_overdue, number = largest.tolist()
+        return bool(is_overdue), number
 
     def _save(self, trainer: L.Trainer) -> None:
         trainer.save_checkpoint(self.folder / f"step-{trainer.global_step}.ckpt")
-        self._saved_at, self._saved_step = time.monotonic(), trainer.global_step
+        self._saved_at = time.monotonic()
         if trainer.is_global_zero:
             self.metrics.write()
             self._prune()

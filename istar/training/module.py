@@ -8,17 +8,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from torch.optim import AdamW, Optimizer
 from transformers import PreTrainedModel, get_scheduler
 
 from istar.config import OptimConfig
-from istar.regularizers import Regularizer
-from istar.regularizers.base import world_size
-from istar.regularizers.points import token_index
+from istar.measures.processes import sum_over_processes, world_size
+from istar.regularizers import Watch
 from istar.tasks.evaluation import Evaluation, Evaluator
-from istar.training.nonfinite import StepGuard, leave_out, spoil
-from istar.training.taps import Taps, find_taps, forward_with_penalty
+from istar.training.nonfinite import StepGuard
 
 Batch = dict[str, Tensor]
 Outputs = dict[int, np.ndarray]
@@ -26,17 +24,17 @@ T = TypeVar("T")
 
 
 class FineTuner(L.LightningModule):
-    """An encoder with a head, trained on `task_loss + weight * penalty`.
+    """An encoder with a head, trained on the task loss plus a weighted penalty on its hidden states.
 
     Args:
         model: sequence classification or question answering model.
-        regularizer: penalty on hidden states; None trains on the task loss alone.
+        watch: the penalty, attached to the model; None trains on the task loss alone.
         optim: AdamW and its schedule.
         evaluators: scorer of each validation set, by the suffix of its metrics (`""` for the first).
         skip_nonfinite: leave out optimizer steps whose gradient is not finite instead of stopping.
 
     Attributes:
-        guard: keeps steps that are not finite from the weights.
+        guard: keeps gradients that are not finite from the weights.
         evaluations: metrics and predictions of the latest validation, by the same suffix.
         metrics: all metrics of the latest validation, e.g. `accuracy` and `accuracy_mismatched`.
     """
@@ -44,43 +42,44 @@ class FineTuner(L.LightningModule):
     def __init__(
         self,
         model: PreTrainedModel,
-        regularizer: Regularizer | None,
+        watch: Watch | None,
         optim: OptimConfig,
         evaluators: Mapping[str, Evaluator],
         skip_nonfinite: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
-        # With weight 0 the penalty is skipped rather than multiplied: 0 x NaN is NaN.
-        self.regularizer = regularizer if regularizer is not None and regularizer.weight != 0 else None
+        # Not a submodule: DDP would overwrite the buffers of a penalty that is kept per process.
+        self.watch = watch
         self.optim = optim
         self.evaluators = dict(evaluators)
         self.guard = StepGuard(skip_nonfinite)
-        self._taps: tuple[Taps | None, ...] = ()
-        self._logged: dict[str, Any] = {}
+        self._micro_batches: list[dict[str, Tensor]] = []
         self.evaluations: dict[str, Evaluation] = {}
         self.metrics: dict[str, float] = {}
         self._outputs: list[Outputs] = []
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        inputs, penalty = _model_inputs(batch), None
-        if self.regularizer is None:
-            outputs = self.model(**inputs)
-        else:
-            index = batch["token_index"] if "token_index" in batch else token_index(batch["attention_mask"])
-            outputs, penalty = forward_with_penalty(self.model, inputs, self.regularizer, index, self.taps(inputs))
-        loss = outputs.loss
-        self._check_finite("task loss", loss)
+        loss = self.model(**_model_inputs(batch)).loss
         logged = {"train/task_loss": loss.detach()}
-        if self.regularizer is not None and penalty is not None:
-            weighted = self.regularizer.weight * penalty.value
-            self._check_finite("penalty", weighted)
+        self.guard.record("task loss", loss)
+        if self.watch is not None and self.watch.penalty.weight != 0:
+            weighted = self.watch.loss()
+            self.guard.record("penalty", weighted)
             loss = loss + weighted.to(loss.dtype)
-            logged |= {"train/penalty": weighted.detach(), f"train/{self.regularizer.measure}": penalty.measure}
-            if penalty.zeta is not None:
-                logged["train/zeta"] = penalty.zeta
-        self._logged = logged | {"train/loss": loss.detach()}
+            logged |= self._penalty_terms(weighted)
+        self._micro_batches.append({"train/loss": loss.detach(), **logged})
         return loss
+
+    def _penalty_terms(self, weighted: Tensor) -> dict[str, Tensor]:
+        assert self.watch is not None
+        penalty = self.watch.penalty
+        terms = penalty.last
+        if terms is None:
+            return {}
+        zeta = {} if terms.zeta is None else {"train/zeta": terms.zeta}
+        score, points = {f"train/{penalty.measure}": terms.score}, {"train/points": terms.points}
+        return {"train/penalty": weighted.detach(), **score, **points, **zeta}
 
     def configure_gradient_clipping(
         self,
@@ -88,50 +87,40 @@ class FineTuner(L.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip by the norm of the whole gradient; one that is not finite never reaches the weights."""
-        step, scaler = self.trainer.global_step + 1, getattr(self.trainer.precision_plugin, "scaler", None)
-        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        """Clip the gradient by its norm or its values; one that is not finite never reaches the weights."""
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
         if scaler is not None:
-            # Overflow is a part of the method: the scaler leaves out what it finds in the gradient.
-            spoil(gradients, self.guard.close(step, None))
-            # Lightning leaves this to fused optimizers, which would do so behind the clipping.
+            # Lightning leaves this to fused optimizers, which would unscale after the clipping.
             scaler.unscale_(optimizer)
-        norm = get_total_norm(gradients)
-        if scaler is None:
-            leave_out(optimizer, self.guard.close(step, norm))
-        if gradient_clip_val is not None:
+        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+        # A gradient scaler leaves out steps that overflow by itself: that is a part of its method.
+        is_refused = self.guard.refuses(self.trainer.global_step + 1, None if scaler is not None else norm)
+        if is_refused:
+            # An optimizer does nothing to parameters without a gradient: no decay, no moments, no count of steps.
+            optimizer.zero_grad(set_to_none=True)
+        elif gradient_clip_val is not None and gradient_clip_algorithm == "value":
+            clip_grad_value_(parameters, gradient_clip_val)
+        elif gradient_clip_val is not None:
             clip_grads_with_norm_(parameters, gradient_clip_val, norm)
         self._log_step({"train/grad_norm": norm, "train/lr": optimizer.param_groups[0]["lr"]})
-        self.guard.tell()
 
     def _log_step(self, more: Mapping[str, Any]) -> None:
-        """Log a step at once: Lightning would do so behind the hooks that write checkpoints, which must hold it.
+        """Log the means over the step's micro-batches and processes, every `log_every_n_steps`.
 
-        Only here the host waits for the device, every `log_every_n_steps`. What it reads goes to the progress bar as
-        well: left to Lightning, that would read a figure of every batch from the device.
+        Lightning would log after the hooks that write checkpoints, which must hold the logged step.
         """
+        micro_batches, self._micro_batches = self._micro_batches, []
         if (self.trainer.global_step + 1) % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
-            values = log_now(self.trainer, {**self._logged, **more})
+            values = log_now(self.trainer, {**_means(micro_batches), **more})
             self.log_dict({name: torch.tensor(value) for name, value in values.items()}, logger=False)
             self.log("loss", torch.tensor(values["train/loss"]), prog_bar=True, logger=False)
 
-    def _check_finite(self, name: str, value: Tensor) -> None:
-        self.guard.see(name, value)
-
     def on_train_start(self) -> None:
-        self.guard.begin()
-
-    def on_validation_start(self) -> None:
-        if self.trainer.state.fn == "fit":
-            self.guard.tell(everything=True)
-
-    def on_train_epoch_end(self) -> None:
-        self.guard.tell(everything=True)
+        self.guard.reset()
+        self._micro_batches = []
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        # No state is kept that has a step behind it of which the host does not know.
-        self.guard.tell(everything=True)
         checkpoint["skipped_steps"] = self.guard.skipped
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -165,18 +154,6 @@ class FineTuner(L.LightningModule):
     def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Outputs:
         return _logits_by_feature(batch, self.model(**_model_inputs(batch)))
 
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Look for the real tokens while the mask is on the host: a device would make it wait for the answer."""
-        if self.regularizer is not None and self.trainer.training:
-            batch["token_index"] = token_index(batch["attention_mask"])
-        return batch
-
-    def taps(self, inputs: Batch) -> Taps | None:
-        """Where the model's hidden states come about; found by the first example of the first inputs."""
-        if self._taps == ():
-            self._taps = (find_taps(self.model, {name: value[:1] for name, value in inputs.items()}),)
-        return self._taps[0]
-
     def hidden_states(self, batch: Batch) -> tuple[Tensor, ...]:
         """Embedding output and the output of every layer, `(batch, tokens, d)` each."""
         states: tuple[Tensor, ...] = self.model.base_model(**inputs_of(batch), output_hidden_states=True).hidden_states
@@ -188,7 +165,6 @@ class FineTuner(L.LightningModule):
             lr=self.optim.lr,
             betas=(self.optim.betas[0], self.optim.betas[1]),
             eps=self.optim.eps,
-            # It leaves out steps by itself; on a device for which torch has none, the first step says so.
             fused=True,
         )
         steps = int(self.trainer.estimated_stepping_batches)
@@ -207,19 +183,20 @@ def inputs_of(batch: Batch) -> Batch:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Trainable parameters with weight decay, and those without: biases and normalization layers' weights."""
-    norms = {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, nn.LayerNorm)
-        for parameter in module.parameters(recurse=False)
-    }
-    decayed: list[nn.Parameter] = []
-    kept: list[nn.Parameter] = []
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            (kept if id(parameter) in norms or name.endswith("bias") else decayed).append(parameter)
-    return [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
+    """Trainable parameters with weight decay, and those without: vectors, which are biases and gains of norms."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [
+        {"params": [parameter for parameter in trainable if parameter.dim() > 1], "weight_decay": weight_decay},
+        {"params": [parameter for parameter in trainable if parameter.dim() <= 1], "weight_decay": 0.0},
+    ]
+
+
+def _means(micro_batches: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The mean of each figure over the micro-batches of a step and over all processes."""
+    names = list(micro_batches[0])
+    sums = torch.stack([torch.stack([figures[name].double() for name in names]) for figures in micro_batches]).sum(0)
+    means = sum_over_processes(sums) / (len(micro_batches) * world_size())
+    return dict(zip(names, means.unbind(), strict=True))
 
 
 def log_now(trainer: L.Trainer, metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -236,7 +213,7 @@ def merge_outputs(batches: Sequence[Outputs]) -> Outputs:
 
 
 def _model_inputs(batch: Batch) -> Batch:
-    return {key: value for key, value in batch.items() if key not in ("feature_id", "token_index")}
+    return {key: value for key, value in batch.items() if key != "feature_id"}
 
 
 def _logits_by_feature(batch: Batch, outputs: Any) -> Outputs:

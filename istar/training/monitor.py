@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from istar.measures import AverageCosine, Moments, effective_rank, participation_ratio, singular_values
+from istar.measures import AverageCosine, Moments, effective_rank, isoscore, singular_values
 from istar.training.isotropy import OverLayers
 
 
@@ -88,7 +88,7 @@ class _Layer:
             "average_norm": average,
             "norm_ratio": mean / average,
             "effective_rank": effective_rank(singular_values(moments)),
-            "participation_ratio": participation_ratio(torch.linalg.eigvalsh(moments.covariance()).clamp(min=0)),
+            "participation_ratio": 1 + (moments.dim - 1) * isoscore(moments),
         }
         return {name: float(value) for name, value in found.items()}
 

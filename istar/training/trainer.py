@@ -121,8 +121,6 @@ _ADVICE = (
     "is deprecated, use `isinstance.treespec",
     # Ours is: FineTuningData goes on where it was.
     "your dataloader is not resumable",
-    # It is the module that knows of the penalty which asks for the real tokens.
-    "You have overridden `on_before_batch_transfer`",
     # It is used where there are several processes, and one process needs none.
     "The `srun` command is available",
 )
@@ -144,9 +142,6 @@ def _trainer(settings: TrainerConfig, **arguments: Any) -> L.Trainer:
             )
         except (MisconfigurationException, ValueError, TypeError, RuntimeError) as error:
             raise UserError(f"the trainer refuses its settings: {shorten(error)}") from error
-    # Signals are agreed on by `Checkpoints`; with several processes Lightning would ask about SIGTERM at every batch,
-    # and make each of them wait for its device.
-    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
     return trainer
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.geometry.test_stream import TOKENIZER, WORDS, bert
+from tests.waiting import SECONDS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -18,7 +19,7 @@ def call(folder: Path, *arguments: str, processes: int = 1) -> "subprocess.Compl
     command = [sys.executable, *(several if processes > 1 else []), "-m", "istar.cli", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "COLUMNS": "150"}
     return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
     )
 
 

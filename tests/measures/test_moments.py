@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from istar.errors import UserError
 from istar.measures import FourthMoments, Moments, isoscore
-from istar.measures.moments import full_precision
+from istar.measures.moments import fourth_moments, full_precision, mean_and_scatter, merge_clouds
 from tests.oracles import algorithm_1, steps_6_to_9, streamed_about_the_origin, third_and_fourth
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
@@ -86,9 +86,10 @@ def test_merge_leaves_the_other_accumulator_as_it_was():
 def test_masked_points_change_nothing_bit_for_bit(garbage, dtype):
     points = cloud().reshape(6, 10, 5)
     mask = torch.rand(6, 10, generator=torch.Generator().manual_seed(3)) < 0.6
-    expected = Moments.of(points[mask])
+    without_padding, expected = Moments.of(points[mask]), Moments.of(points, mask)
     points[~mask] = garbage
     assert_same(Moments.of(points, mask.to(dtype)), expected, rtol=0, atol=0)
+    assert_same(expected, without_padding)
 
 
 def test_integer_weights_count_points_as_often():
@@ -111,7 +112,7 @@ def test_points_of_weight_zero_are_out_whatever_they_hold():
     points, weights = cloud(), torch.arange(60).double() % 3
     expected = Moments.of(points[weights > 0], weights=weights[weights > 0])
     points[weights == 0] = torch.nan
-    assert_same(Moments.of(points, weights=weights), expected, rtol=0, atol=0)
+    assert_same(Moments.of(points, weights=weights), expected)
     assert Moments.of(points, weights=torch.zeros(60)).count == 0
 
 
@@ -258,6 +259,130 @@ def test_gradients_flow_through_the_fourth_order():
     assert torch.autograd.gradcheck(statistics, cloud(8, 3).requires_grad_())
 
 
+# One cloud, and the union of several --------------------------------------------------------------------------
+
+
+HALF = torch.arange(8) % 3 > 0
+SHARES = torch.linspace(0, 2, 8, dtype=torch.float64)
+COUNTED = pytest.mark.parametrize(
+    ("mask", "weights"),
+    [(None, None), (HALF, None), (None, SHARES), (HALF, SHARES)],
+    ids=["all", "mask", "weights", "both"],
+)
+
+
+@COUNTED
+def test_mean_and_scatter_are_those_of_a_naive_sum(mask, weights):
+    points = cloud(8, 3)
+    counts = np.ones(8) * (1 if mask is None else mask.numpy()) * (1 if weights is None else weights.numpy())
+    size, mean, scatter = mean_and_scatter(points, mask, weights)[:3]
+    assert_close(size.item(), counts.sum(), **CLOSE)
+    assert_close(mean.numpy(), np.average(points.numpy(), axis=0, weights=counts), **CLOSE)
+    expected = np.cov(points.numpy(), rowvar=False, aweights=counts, ddof=0) * counts.sum()
+    assert_close(scatter.numpy(), expected, rtol=1e-12, atol=1e-11)
+
+
+@COUNTED
+@pytest.mark.parametrize("function", [mean_and_scatter, fourth_moments])
+def test_first_and_second_derivatives_are_those_of_finite_differences(function, mask, weights):
+    def differentiable(points):
+        return [moment for moment in function(points, mask, weights)[1:] if moment is not None]
+
+    points = cloud(8, 3).requires_grad_()
+    assert torch.autograd.gradcheck(differentiable, points)
+    assert torch.autograd.gradgradcheck(differentiable, points)
+
+
+@pytest.mark.parametrize("which", ["mean", "scatter"])
+def test_either_output_alone_has_its_gradient(which):
+    points = cloud(8, 3)
+    upstream = torch.linspace(-1, 2, 3 if which == "mean" else 9, dtype=torch.float64).view(
+        (3,) if which == "mean" else (3, 3)
+    )
+
+    def naive(points):
+        mean = points[HALF].mean(0)
+        return mean if which == "mean" else (points[HALF] - mean).T @ (points[HALF] - mean)
+
+    gradients = []
+    for function in (naive, lambda points: getattr(mean_and_scatter(points, HALF), which)):
+        leaf = points.clone().requires_grad_()
+        gradients.append(torch.autograd.grad((function(leaf) * upstream).sum(), leaf)[0])
+    assert_close(*gradients, **CLOSE)
+    assert not gradients[1][~HALF].any()
+
+
+def test_a_hessian_vector_product_of_float32_points_is_that_of_float64_ones():
+    direction = cloud(8, 3, seed=4)
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        points = cloud(8, 3, dtype=dtype).requires_grad_()
+        loss = mean_and_scatter(points, HALF).scatter.square().sum()
+        (gradient,) = torch.autograd.grad(loss, points, create_graph=True)
+        found.append(torch.autograd.grad((gradient * direction.to(dtype)).sum(), points)[0].double())
+    assert (found[0] - found[1]).norm() < 1e-5 * found[1].norm()
+
+
+def test_products_in_bfloat16_have_no_second_derivative():
+    points = cloud(8, 3, dtype=torch.float32).requires_grad_()
+    scatter = mean_and_scatter(points, products=torch.bfloat16).scatter
+    with pytest.raises(UserError, match="no second derivative; use compute='float32'") as error:
+        torch.autograd.grad(scatter.sum(), points, create_graph=True)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("apart", [0, 30, 1e4])
+@pytest.mark.parametrize("function", [mean_and_scatter, fourth_moments])
+def test_merged_clouds_have_the_moments_of_everything(function, apart, dtype):
+    parts = [cloud(n=20 + 7 * i, seed=i) + apart * i for i in range(4)]
+    union = merge_clouds([function(part.to(dtype)) for part in parts])
+    points = torch.cat([part.to(dtype).double() for part in parts])
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    scale = np.abs(points.numpy()).max()
+    assert union.count == len(points)
+    assert_close(union.mean.numpy(), points.numpy().mean(0), rtol=0, atol=tolerance * scale)
+    expected = np.cov(points.numpy(), rowvar=False) * (len(points) - 1)
+    assert np.linalg.norm(union.scatter.numpy() - expected) < tolerance * np.linalg.norm(expected)
+    assert isinstance(union, FourthMoments) == (function is fourth_moments)
+    if function is fourth_moments and dtype == torch.float64:
+        assert_fourth(union, points, 1e-10)
+
+
+@pytest.mark.parametrize("function", [mean_and_scatter, fourth_moments])
+def test_merging_has_the_derivatives_of_finite_differences(function):
+    def statistics(*parts):
+        union = merge_clouds([function(part) for part in parts])
+        return (union.mean, union.scatter) if function is mean_and_scatter else (union.third, union.fourth)
+
+    parts = [cloud(n=3 + i, d=3, seed=i).requires_grad_() for i in range(3)]
+    assert torch.autograd.gradcheck(statistics, parts)
+    assert torch.autograd.gradgradcheck(statistics, parts)
+
+
+@pytest.mark.parametrize("function", [mean_and_scatter, fourth_moments])
+def test_empty_clouds_are_no_part_of_a_union(function):
+    empty, none = function(cloud()[:0]), function(cloud(), torch.zeros(60))
+    assert_same(merge_clouds([none, function(cloud()), empty]), Moments.of(cloud()))
+    nothing = merge_clouds([empty, none])
+    assert (nothing.count, nothing.mean.any(), nothing.scatter.any()) == (0, False, False)
+
+
+def test_a_point_far_off_costs_the_others_no_digits_in_bfloat16():
+    first, second = 0.01 * torch.randn(2, 4000, 4, generator=torch.Generator().manual_seed(0))
+    second[:, 0] += 1.3
+    second[0, 0] = 1000
+    union = merge_clouds([mean_and_scatter(part, products=torch.bfloat16) for part in (first[:15], second)])
+    expected = Moments.of(torch.cat([first[:15], second]).double())
+    assert (union.scatter - expected.scatter).norm() < 0.01 * expected.scatter.norm()
+
+
+def test_clouds_of_several_widths_are_refused_in_one_line():
+    with pytest.raises(UserError, match=r"the layers have \[4, 5\] dimensions; expected the same in all") as error:
+        merge_clouds([mean_and_scatter(cloud(d=5)), mean_and_scatter(cloud(d=4))])
+    assert "\n" not in str(error.value)
+
+
 class Products(TorchDispatchMode):
     """The precision settings in force at each matrix product."""
 
@@ -324,12 +449,15 @@ def test_global_matmul_precision_is_neither_used_nor_changed(use, precision):
     use(precision)
     before = settings()
     assert set(before) != {"none"}
-    points = cloud(dtype=torch.float32)
-    with Products() as products, torch.autocast("cpu", torch.bfloat16):
-        Moments.of(points)
-    [(used, dtype)] = products.settings
-    assert set(used) <= {"ieee", "none"}
-    assert dtype == torch.float32
+    points = cloud(dtype=torch.float32).requires_grad_()
+    with Products() as forward, torch.autocast("cpu", torch.bfloat16):
+        loss = Moments.of(points).scatter.sum()
+    with Products() as backward, torch.autocast("cpu", torch.bfloat16):
+        loss.backward()
+    for products in (forward, backward):
+        [(used, dtype)] = products.settings
+        assert set(used) <= {"ieee", "none"}
+        assert dtype == torch.float32
     assert settings() == before
     if use is use_legacy:
         assert torch.get_float32_matmul_precision() == precision

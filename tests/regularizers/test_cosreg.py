@@ -35,35 +35,40 @@ def test_gradient_is_that_of_finite_differences():
     hidden_states = [state.requires_grad_() for state in states(2, (2, 2, 3))]
     mask = torch.tensor([[1, 1], [1, 0]])
     assert torch.autograd.gradcheck(lambda *layers: cosine_penalty(layers, mask), hidden_states)
+    assert torch.autograd.gradgradcheck(lambda *layers: cosine_penalty(layers, mask), hidden_states)
 
 
 @pytest.mark.parametrize(("layers", "chosen"), [("last", [2]), ("all", [1, 2]), ([0, 2], [0, 2])])
 def test_the_penalty_is_the_double_sum_over_the_layers_chosen(layers, chosen):
-    regularizer = CosReg(1.0, layers)
-    value, measure, _ = regularizer.penalty([state.requires_grad_() for state in states()], MASK)
+    penalty = CosReg(-2.0, layers)
+    loss = penalty([state.requires_grad_() for state in states()], MASK)
     expected = oracles.cosreg(oracles.stack([states()[i] for i in chosen], MASK))
-    assert_close(value.detach(), expected, **CLOSE)
-    assert_close(measure, expected, **CLOSE)
-    assert value.requires_grad
-    assert not measure.requires_grad
+    assert_close(loss.detach(), -2 * expected, **CLOSE)
+    assert_close((penalty.last.value, penalty.last.score), (expected, expected), **CLOSE)
+    assert penalty.last.points == len(chosen) * MASK.sum()
+    assert loss.requires_grad
+    assert not penalty.last.value.requires_grad
 
 
 def test_the_last_layer_is_the_default_and_padding_counts_only_when_asked_to():
-    assert_close(CosReg(1.0).penalty(states(), MASK).value, oracles.cosreg(states()[2][MASK.bool()]), **CLOSE)
-    counting = CosReg(1.0, include_padding=True).penalty(states(), MASK).value
+    assert_close(CosReg(1.0)(states(), MASK), oracles.cosreg(states()[2][MASK.bool()]), **CLOSE)
+    counting = CosReg(1.0, include_padding=True)(states(), MASK)
     assert_close(counting, oracles.cosreg(oracles.stack(states()[2:])), **CLOSE)
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, 1e300, 0.0])
 def test_padding_changes_nothing_bit_for_bit_and_gets_no_gradient(garbage):
     kept = MASK.bool()
-    expected, expected_gradients = value_and_gradients(cosine_penalty, [state[kept][None] for state in states()])
+    expected, expected_gradients = value_and_gradients(lambda s: cosine_penalty(s, MASK), states())
     padded = [state.masked_fill(~kept[..., None], garbage) for state in states()]
     value, gradients = value_and_gradients(lambda s: cosine_penalty(s, MASK), padded)
     assert torch.equal(value, expected)
     for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
-        assert torch.equal(gradient[kept], expected_gradient[0])
+        assert torch.equal(gradient, expected_gradient)
         assert not gradient[~kept].any()
+    without, gradients_without = value_and_gradients(cosine_penalty, [state[kept][None] for state in states()])
+    assert_close(value, without, **CLOSE)
+    assert_close([gradient[kept] for gradient in gradients], [gradient[0] for gradient in gradients_without], **CLOSE)
 
 
 def test_zero_vectors_have_cosine_0_and_no_gradient():
@@ -114,20 +119,25 @@ def with_value(value):
     return hidden_states
 
 
+@pytest.mark.parametrize("mask", [0 * MASK, MASK], ids=["no points", "a value that is not finite"])
+def test_what_has_no_cosine_is_nan(mask):
+    assert cosine_penalty(states() if not mask.any() else with_value(math.nan), mask).isnan()
+    assert mask.any() or CosReg(1.0)(states(), mask).isnan()
+    assert not mask.any() or cosine_penalty(with_value(math.inf), mask).isnan()
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: CosReg(math.inf), "lambda is inf; expected a finite number"),
         (lambda: CosReg(math.nan), "lambda is nan"),
-        (lambda: CosReg(1.0, "lst").penalty(states(), MASK), "layers='lst'"),
-        (lambda: CosReg(1.0, [5]).penalty(states(), MASK), "layer 5 does not exist"),
+        (lambda: CosReg(1.0, "lst")(states(), MASK), "layers='lst'"),
+        (lambda: CosReg(1.0, [5])(states(), MASK), "layer 5 does not exist"),
         (lambda: cosine_penalty([]), "no hidden states"),
-        (lambda: cosine_penalty(states(), 0 * MASK), "no points: every token is padding"),
-        (lambda: cosine_penalty(with_value(math.nan)), "not finite"),
-        (lambda: cosine_penalty(with_value(math.inf)), "not finite"),
         (lambda: cosine_penalty([states()[0].int()]), "int32; expected a floating dtype"),
-        (lambda: cosine_penalty(states(), MASK[:, 1:]), r"mask has shape \(3, 3\); expected \(3, 4\)"),
+        (lambda: cosine_penalty(states(), MASK[:, 1:]), r"mask has shape \(3, 3\).*expected a mask of shape \(3, 4\)"),
         (lambda: cosine_penalty(states(), MASK.T), r"mask has shape \(4, 3\)"),
+        (lambda: CosReg(1.0, "all")([*states(), states()[0][..., 1:]], MASK), r"the layers have \[4, 5\] dimensions"),
     ],
 )
 def test_what_has_no_penalty_is_refused_in_one_line(call, message):

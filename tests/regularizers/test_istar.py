@@ -2,19 +2,16 @@ import math
 
 import pytest
 import torch
+from IsoScore import IsoScore as Published
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from istar.errors import UserError
-from istar.measures import products
-from istar.regularizers import IStar, union_isoscore_star, union_isoscore_unbiased
+from istar.errors import NonFiniteError, UserError
+from istar.regularizers import CosReg, IStar
 from tests.oracles import algorithm_1, shrinkage_intensity, stack, unbiased_isoscore
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 LAYERS, BATCH, TOKENS, DIM = 3, 4, 7, 6
-
-
-pytestmark = pytest.mark.usefixtures("road")
 
 
 def states(shape=(BATCH, TOKENS, DIM), layers=LAYERS, ratio=10.0, seed=0, dtype=torch.float64):
@@ -39,6 +36,14 @@ def sigma(dim=DIM):
     return torch.cov((points * torch.linspace(1, 2, dim)).T)
 
 
+def made(zeta=0.2, shrinkage="default", weight=1.0, layers="with_embeddings", **arguments):
+    """A penalty on all states that it is given."""
+    penalty = IStar(weight, zeta, layers, **arguments)
+    if zeta != 0:
+        penalty.shrinkage_covariance = sigma() if isinstance(shrinkage, str) else shrinkage
+    return penalty
+
+
 def value_and_gradients(function, hidden_states):
     hidden_states = [state.detach().clone().requires_grad_() for state in hidden_states]
     value = function(hidden_states)
@@ -46,14 +51,16 @@ def value_and_gradients(function, hidden_states):
 
 
 def check_against_algorithm_1(hidden_states, attention_mask, shrinkage, zeta, spectrum=torch.linalg.eigvalsh):
-    actual = value_and_gradients(
-        lambda states: union_isoscore_star(states, attention_mask, shrinkage, zeta), hidden_states
-    )
+    penalty = made(zeta, shrinkage)
+    actual = value_and_gradients(lambda layers: penalty(layers, attention_mask), hidden_states)
     expected = value_and_gradients(
-        lambda states: algorithm_1(stack(states, attention_mask), shrinkage, zeta, spectrum), hidden_states
+        lambda layers: 1 - algorithm_1(stack(layers, attention_mask), shrinkage, zeta, spectrum), hidden_states
     )
     assert_close(actual, expected, **CLOSE)
     return expected
+
+
+# The paper's penalty ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("spectrum", [torch.linalg.svdvals, torch.linalg.eigvalsh])
@@ -72,113 +79,147 @@ def test_fewer_points_than_dimensions_are_algorithm_1(zeta):
     check_against_algorithm_1(hidden_states, attention_mask, sigma(40), zeta)
 
 
-def test_gradient_is_that_of_finite_differences():
+@pytest.mark.parametrize("zeta", [0.0, 0.2, 0.8])
+def test_values_are_those_of_the_published_package(zeta):
+    """To 1e-6: the package takes the square root of d in float32."""
+    points = stack(states(), mask()).numpy()
+    expected = Published.IsoScore_star(points, sigma(), zeta).item()
+    assert_close(1 - made(zeta)(states(), mask()).item(), expected, rtol=0, atol=1e-6)
+
+
+DIFFERENTIABLE = {
+    "zeta 0": made(0.0),
+    "zeta 0.4": made(0.4, sigma(4)),
+    "unbiased": made(0, estimator="unbiased"),
+    "cosreg": CosReg(1.0, "with_embeddings"),
+}
+
+
+@pytest.mark.parametrize("attention_mask", [None, torch.tensor([[1, 1, 1], [1, 0, 1]])], ids=["all", "masked"])
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_first_and_second_derivatives_are_those_of_finite_differences(name, attention_mask):
     hidden_states = [state.requires_grad_() for state in states((2, 3, 4), layers=2)]
-    attention_mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
-    for attention in (None, attention_mask):
-        for zeta in (0.0, 0.4):
-            assert torch.autograd.gradcheck(
-                lambda *layers, a=attention, z=zeta: union_isoscore_star(layers, a, sigma(4), z),
-                hidden_states,
-            )
+
+    def function(*layers):
+        return -3 * DIFFERENTIABLE[name](layers, attention_mask)
+
+    assert torch.autograd.gradcheck(function, hidden_states)
+    assert torch.autograd.gradgradcheck(function, hidden_states)
+
+
+def test_second_derivatives_with_zeta_auto_are_those_of_the_zeta_of_the_batch():
+    """Zeta is a constant in the first derivative, which is hence none of finite differences."""
+    hidden_states = [state.requires_grad_() for state in states((2, 3, 4), layers=2)]
+    shrinkage = 1.2 * torch.cov(stack(states((2, 3, 4), layers=2)).T) + 0.1 * sigma(4)
+    automatic = made("auto", shrinkage)
+    automatic(hidden_states)
+    fixed = made(automatic.last.zeta.item(), shrinkage)
+    assert 0.02 < automatic.last.zeta < 0.98
+    products = []
+    for penalty in (automatic, fixed):
+        gradients = torch.autograd.grad(penalty(hidden_states), hidden_states, create_graph=True)
+        products.append(torch.autograd.grad(sum(each.square().sum() for each in gradients), hidden_states))
+    assert_close(*products, **CLOSE)
 
 
 def test_the_incoming_gradient_and_layers_without_gradient_are_respected():
-    whole = value_and_gradients(lambda s: union_isoscore_star(s, mask(), sigma(), 0.3), states())[1]
-    scaled = value_and_gradients(lambda s: -7 * union_isoscore_star(s, mask(), sigma(), 0.3), states())[1]
+    penalty = made(0.3)
+    whole = value_and_gradients(lambda layers: penalty(layers, mask()), states())[1]
+    scaled = value_and_gradients(lambda layers: -7 * penalty(layers, mask()), states())[1]
     assert_close(scaled, [-7 * gradient for gradient in whole], **CLOSE)
     some = states()
     some[1].requires_grad_()
-    union_isoscore_star(some, mask(), sigma(), 0.3).backward()
-    assert torch.equal(some[1].grad, whole[1])
+    penalty(some, mask()).backward()
+    assert_close(some[1].grad, whole[1], rtol=1e-14, atol=0)
     assert some[0].grad is None
-    assert not union_isoscore_star(states(), mask(), sigma(), 0.3).requires_grad
+    assert not penalty(states(), mask()).requires_grad
 
 
-def test_strided_hidden_states_and_masks_are_algorithm_1():
-    hidden_states = [state.transpose(0, 1) for state in states((TOKENS, BATCH, DIM))]
-    strided = mask(TOKENS, BATCH).T
-    check_against_algorithm_1(hidden_states, strided, sigma(), 0.2)
+@pytest.mark.parametrize("size", [(TOKENS, BATCH, DIM), (300, 8, 16)])
+def test_states_and_gradients_with_time_first_are_algorithm_1(size):
+    hidden_states = [state.transpose(0, 1) for state in states(size)]
+    attention_mask = mask(*size[:2]).T
+    assert not hidden_states[0].is_contiguous()
+    expected = check_against_algorithm_1(hidden_states, attention_mask, sigma(size[-1]), 0.2)
+    leaves = [state.requires_grad_() for state in states(size)]
+    penalty = made(0.2, sigma(size[-1]))
+    penalty([leaf.transpose(0, 1) * 1 for leaf in leaves], attention_mask).backward()
+    assert_close([leaf.grad.transpose(0, 1) for leaf in leaves], expected[1], **CLOSE)
 
 
+@pytest.mark.parametrize("tokens", [2, 7, 600])
+def test_a_state_that_is_modified_in_place_after_it_was_read_is_refused(tokens):
+    inputs = [state.requires_grad_() for state in states((2, tokens, DIM))]
+    hidden_states = [2 * state for state in inputs]
+    loss = made(0.2)(hidden_states)
+    hidden_states[1].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+# Padding ------------------------------------------------------------------------------------------------------
+
+
+SCORES = pytest.mark.parametrize(
+    "penalty", [made(), made("auto"), made(0, estimator="unbiased")], ids=["star", "auto", "unbiased"]
+)
+
+
+@SCORES
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, 1e300])
-def test_padding_changes_nothing_bit_for_bit_and_gets_no_gradient(garbage, dtype):
+def test_what_padding_holds_changes_nothing_bit_for_bit_and_gets_no_gradient(garbage, dtype, penalty):
     kept = mask().bool()
-
-    def score(attention_mask):
-        return lambda layers: union_isoscore_star(layers, attention_mask, sigma(), 0.2)
-
-    points = [state[kept][None] for state in states()]
-    expected, expected_gradients = value_and_gradients(score(None), points)
+    expected, expected_gradients = value_and_gradients(lambda layers: penalty(layers, mask()), states())
     padded = [state.masked_fill(~kept[..., None], garbage) for state in states()]
-    value, gradients = value_and_gradients(score(kept.to(dtype)), padded)
+    value, gradients = value_and_gradients(lambda layers: penalty(layers, kept.to(dtype)), padded)
     assert torch.equal(value, expected)
     for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
-        assert torch.equal(gradient[kept], expected_gradient[0])
-        assert torch.equal(gradient[~kept], torch.zeros_like(gradient[~kept]))
+        assert torch.equal(gradient, expected_gradient)
+        assert not gradient[~kept].any()
 
 
-def test_more_padding_on_any_side_changes_nothing_bit_for_bit():
-    expected, expected_gradients = value_and_gradients(
-        lambda layers: union_isoscore_star(layers, mask(), sigma(), 0.2), states()
-    )
+@SCORES
+def test_more_padding_on_any_side_and_none_at_all_change_nothing(penalty):
+    kept = mask().bool()
+    expected, expected_gradients = value_and_gradients(lambda layers: penalty(layers, mask()), states())
     widen = torch.nn.ConstantPad2d((2, 3, 1, 2), 0)
-    attention_mask = widen(mask())
     wide = [torch.nn.functional.pad(state, (0, 0, 2, 3, 1, 2), value=1e30) for state in states()]
-    value, gradients = value_and_gradients(
-        lambda layers: union_isoscore_star(layers, attention_mask, sigma(), 0.2), wide
-    )
-    assert torch.equal(value, expected)
-    assert all(torch.equal(g[1:-2, 2:-3], e) for g, e in zip(gradients, expected_gradients, strict=True))
+    value, gradients = value_and_gradients(lambda layers: penalty(layers, widen(mask())), wide)
+    close = {"rtol": 1e-12, "atol": 1e-14}
+    assert_close(value, expected, **close)
+    assert_close([gradient[1:-2, 2:-3] for gradient in gradients], expected_gradients, **close)
+    value, gradients = value_and_gradients(penalty, [state[kept][None] for state in states()])
+    assert_close(value, expected, **close)
+    assert_close([g[0] for g in gradients], [g[kept] for g in expected_gradients], **close)
 
 
 def test_order_of_layers_examples_and_tokens_does_not_matter():
     order = torch.randperm(BATCH * TOKENS, generator=torch.Generator().manual_seed(0))
     shuffled = [state.reshape(-1, DIM)[order].reshape(state.shape) for state in states()][::-1]
     shuffled_mask = mask().reshape(-1)[order].reshape(BATCH, TOKENS)
-    value = union_isoscore_star(shuffled, shuffled_mask, sigma(), 0.2)
-    assert_close(value, union_isoscore_star(states(), mask(), sigma(), 0.2), rtol=1e-12, atol=0)
+    assert_close(made()(shuffled, shuffled_mask), made()(states(), mask()), rtol=1e-12, atol=0)
 
 
 def test_zeta_1_has_no_gradient():
-    value, gradients = value_and_gradients(lambda s: union_isoscore_star(s, mask(), sigma(), 1), states())
-    assert_close(value, algorithm_1(stack(states()), sigma(), 1), **CLOSE)
+    value, gradients = value_and_gradients(made(1), states())
+    assert_close(value, 1 - algorithm_1(stack(states()), sigma(), 1), **CLOSE)
     assert not any(gradient.any() for gradient in gradients)
 
 
-# Small samples: the unbiased score, and zeta from the batch --------------------------------------------------
-
-
-def star(zeta):
-    shrinkage = sigma()
-    return lambda layers, attention_mask=None: union_isoscore_star(layers, attention_mask, shrinkage, zeta)
-
-
-def unbiased(layers, attention_mask=None):
-    return union_isoscore_unbiased(layers, attention_mask)
-
-
-plain = star(0.2)
-SCORES = pytest.mark.parametrize("union", [plain, star("auto"), unbiased], ids=["star", "auto", "unbiased"])
+# Small samples: the unbiased score, and zeta from the batch ---------------------------------------------------
 
 
 @pytest.mark.parametrize("attention_mask", [None, mask(2, 4)], ids=["all", "masked"])
 @pytest.mark.parametrize("ratio", [1, 1e3])
 def test_unbiased_value_and_gradient_are_those_of_all_quadruples_of_the_stacked_layers(ratio, attention_mask):
     hidden_states = states((2, 4, 5), ratio=ratio)
-    actual = value_and_gradients(lambda layers: union_isoscore_unbiased(layers, attention_mask), hidden_states)
-    expected = value_and_gradients(lambda layers: unbiased_isoscore(stack(layers, attention_mask)), hidden_states)
+    penalty = made(0, estimator="unbiased")
+    actual = value_and_gradients(lambda layers: penalty(layers, attention_mask), hidden_states)
+    expected = value_and_gradients(lambda layers: 1 - unbiased_isoscore(stack(layers, attention_mask)), hidden_states)
+    assert actual[0] > 0
     assert_close(actual, expected, rtol=1e-9, atol=1e-9)
     assert all(gradient.norm() > 1e-6 for gradient in expected[1])
-
-
-def test_unbiased_gradient_is_that_of_finite_differences():
-    hidden_states = [state.requires_grad_() for state in states((2, 3, 4), layers=2)]
-    for attention in (None, torch.tensor([[1, 1, 1], [1, 0, 0]])):
-        assert torch.autograd.gradcheck(
-            lambda *layers, a=attention: -3 * union_isoscore_unbiased(layers, a), hidden_states
-        )
 
 
 @pytest.mark.parametrize("attention_mask", [None, mask()], ids=["all", "masked"])
@@ -188,26 +229,26 @@ def test_zeta_auto_is_algorithm_1_with_the_intensity_of_the_batch_as_a_constant(
     shrinkage = 2 * torch.cov(stack(hidden_states).T) + sigma()
     zeta = shrinkage_intensity(stack(hidden_states, attention_mask).numpy(), shrinkage.numpy())
     assert 0.02 < zeta < 0.98
-    actual = value_and_gradients(
-        lambda layers: union_isoscore_star(layers, attention_mask, shrinkage, "auto"), hidden_states
-    )
+    penalty = made("auto", shrinkage)
+    actual = value_and_gradients(lambda layers: penalty(layers, attention_mask), hidden_states)
     expected = value_and_gradients(
-        lambda layers: algorithm_1(stack(layers, attention_mask), shrinkage, zeta), hidden_states
+        lambda layers: 1 - algorithm_1(stack(layers, attention_mask), shrinkage, zeta), hidden_states
     )
     assert_close(actual, expected, **CLOSE)
+    assert_close(penalty.last.zeta.item(), zeta, **CLOSE)
+    assert not penalty.last.zeta.requires_grad
 
 
-@SCORES
-@pytest.mark.parametrize("garbage", [math.nan, math.inf, 1e300])
-def test_padding_changes_no_score_and_gets_no_gradient(garbage, union):
-    kept = mask().bool()
-    expected, expected_gradients = value_and_gradients(union, [state[kept][None] for state in states()])
-    padded = [state.masked_fill(~kept[..., None], garbage) for state in states()]
-    value, gradients = value_and_gradients(lambda layers: union(layers, kept), padded)
-    assert torch.equal(value, expected)
-    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
-        assert torch.equal(gradient[kept], expected_gradient[0])
-        assert not gradient[~kept].any()
+@pytest.mark.parametrize("weight", [-1.0, 1.0])
+def test_an_unbiased_score_above_1_is_measured_but_neither_rewarded_nor_punished(weight):
+    generator = torch.Generator().manual_seed(1)
+    points = torch.randn(1, 5, 30, generator=generator, dtype=torch.float64, requires_grad=True)
+    penalty = IStar(weight, zeta=0, layers="last", estimator="unbiased")
+    loss = penalty([points, points])
+    assert penalty.last.score > 1
+    assert loss == 0
+    loss.backward()
+    assert not points.grad.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -216,50 +257,24 @@ def test_unbiased_of_half_precision_is_the_score_of_the_rounded_states_in_full(d
     hidden_states = [
         (state + ratio * (torch.arange(16) == 3)).to(dtype) for state in states((8, 32, 16), ratio=3, layers=2)
     ]
-    value, gradients = value_and_gradients(
-        lambda layers: 2.0**14 * union_isoscore_unbiased(layers, mask(8, 32)), hidden_states
-    )
-    exact, exact_gradients = value_and_gradients(
-        lambda layers: 2.0**14 * union_isoscore_unbiased(layers, mask(8, 32)),
-        [state.double() for state in hidden_states],
-    )
+    penalty = made(0, weight=2.0**14, estimator="unbiased")
+    value, gradients = value_and_gradients(lambda layers: penalty(layers, mask(8, 32)), hidden_states)
+    score = penalty.last.score
+    doubles = [state.double() for state in hidden_states]
+    _, exact_gradients = value_and_gradients(lambda layers: penalty(layers, mask(8, 32)), doubles)
     assert value.dtype == torch.float32
-    assert_close(value.double(), exact, rtol=1e-5, atol=0)
+    assert_close(score.double(), penalty.last.score, rtol=1e-5, atol=0)
     for gradient, exact_gradient in zip(gradients, exact_gradients, strict=True):
         error = (gradient.double() - exact_gradient).norm() / exact_gradient.norm()
         assert gradient.dtype == dtype
         assert error < max(torch.finfo(dtype).eps, 2e-5)
 
 
-@pytest.mark.parametrize("scale", [1e-6, 1e10])
-def test_no_scale_of_float32_states_overflows_the_fourth_order(scale):
-    value, gradients = value_and_gradients(
-        lambda layers: unbiased(layers, mask()), [scale * state for state in states(dtype=torch.float32)]
-    )
-    expected, expected_gradients = value_and_gradients(
-        lambda layers: unbiased(layers, mask()), states(dtype=torch.float32)
-    )
-    assert_close(value, expected, rtol=1e-4, atol=0)
-    assert_close([scale * gradient for gradient in gradients], expected_gradients, rtol=1e-3, atol=1e-5)
-
-
-@SCORES
-def test_the_incoming_gradient_and_layers_without_gradient_are_respected_by_all_scores(union):
-    whole = value_and_gradients(union, states())[1]
-    scaled = value_and_gradients(lambda layers: -7 * union(layers), states())[1]
-    assert_close(scaled, [-7 * gradient for gradient in whole], **CLOSE)
-    some = states()
-    some[1].requires_grad_()
-    union(some).backward()
-    assert torch.equal(some[1].grad, whole[1])
-    assert some[0].grad is None
-
-
-# What it costs ---------------------------------------------------------------------------------------------
+# What it costs ------------------------------------------------------------------------------------------------
 
 
 class Operations(TorchDispatchMode):
-    """The multiplications in matrix products, and the size of the largest tensor that any operation made."""
+    """The multiplications in matrix products of points, and the size of the largest tensor that an operation made."""
 
     def __init__(self):
         super().__init__()
@@ -279,37 +294,31 @@ class Operations(TorchDispatchMode):
 
 @SCORES
 @pytest.mark.parametrize("attention_mask", [None, mask(8, 16)], ids=["all", "masked"])
-def test_layers_are_not_stacked_and_cost_one_product_each_way(attention_mask, union, road, monkeypatch):
+def test_layers_are_not_stacked_and_cost_one_product_each_way(attention_mask, penalty):
     hidden_states = [state.requires_grad_() for state in states((8, 16, DIM), layers=5)]
-    monkeypatch.setattr(products, "BLOCK", hidden_states[0].nbytes)  # which has that size however few the points are
-    points = 128 if attention_mask is None else int(attention_mask.sum())
     with Operations() as forward:
-        score = union(hidden_states, attention_mask)
+        loss = penalty(hidden_states, attention_mask)
     with Operations() as backward:
-        score.backward()
-    small = 5 * (DIM * DIM + DIM)
-    assert 0 <= forward.multiplications - 5 * points * DIM * DIM <= small
-    assert 0 <= backward.multiplications - 5 * points * DIM * DIM <= small
-    if road == "as they come" or union is not plain:
-        assert forward.largest <= hidden_states[0].numel()
-        assert backward.largest <= hidden_states[0].numel()
+        loss.backward()
+    points = 5 * (8 * 16 if attention_mask is None else int(attention_mask.sum()))
+    # The products of the 5 layers' means, which merge their clouds, and of the chain rule through them.
+    small = 2 * 5 * (DIM * DIM + DIM)
+    assert 0 <= forward.multiplications - points * DIM * DIM <= small
+    assert 0 <= backward.multiplications - points * DIM * DIM <= small
+    assert forward.largest <= hidden_states[0].numel()
+    assert backward.largest <= hidden_states[0].numel()
 
 
-def test_layers_without_gradient_cost_no_product_on_the_way_back(road):
+def test_layers_without_gradient_cost_no_product_on_the_way_back():
     hidden_states = states()
     hidden_states[2].requires_grad_()
-    score = union_isoscore_star(hidden_states, mask(), sigma(), 0.2)
+    loss = made()(hidden_states, mask())
     with Operations() as backward:
-        score.backward()
-    layers = LAYERS if road == "together" else 1
-    assert 0 <= backward.multiplications - layers * int(mask().sum()) * DIM * DIM <= LAYERS * DIM * DIM
+        loss.backward()
+    assert 0 <= backward.multiplications - int(mask().sum()) * DIM * DIM <= 2 * LAYERS * (DIM * DIM + DIM)
 
 
-@SCORES
-@pytest.mark.parametrize("attention_mask", [None, mask()], ids=["all", "masked"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_backward_keeps_the_hidden_states_themselves_and_moments(dtype, attention_mask, union, road):
-    hidden_states = [state.requires_grad_() for state in states(dtype=dtype)]
+def saved_by(penalty, hidden_states, attention_mask):
     saved = []
 
     def keep(tensor):
@@ -317,28 +326,43 @@ def test_backward_keeps_the_hidden_states_themselves_and_moments(dtype, attentio
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        union(hidden_states, attention_mask)
+        penalty(hidden_states, attention_mask)
+    return saved
+
+
+@pytest.mark.parametrize("zeta", [0, 0.2])
+@pytest.mark.parametrize("attention_mask", [None, mask(8, 64)], ids=["all", "masked"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_backward_keeps_the_hidden_states_themselves_and_nothing_else_of_their_size(dtype, attention_mask, zeta):
+    hidden_states = [state.requires_grad_() for state in states((8, 64, DIM), dtype=dtype)]
+    saved = saved_by(made(zeta), hidden_states, attention_mask)
     pointers = {state.data_ptr() for state in hidden_states}
-    if road == "together" and union is plain:
-        pointers = {saved[0].data_ptr()}  # the points of all layers instead, and their shift
     assert {tensor.data_ptr() for tensor in saved} >= pointers
-    rest = sum(tensor.numel() for tensor in saved if tensor.data_ptr() not in pointers)
-    # G, the mean, the number of points; unbiased: the third-order sum and the derivative by the fourth, too.
-    assert rest <= DIM * DIM + (LAYERS + 1) * DIM + 1 + (DIM + 1) * (union is unbiased)
+    rest = [tensor for tensor in saved if tensor.data_ptr() not in pointers]
+    # A mask of one byte a token, and matrices of d^2 numbers.
+    assert max(tensor.numel() for tensor in rest) <= (DIM * DIM * LAYERS if attention_mask is None else 8 * 64)
 
 
-# Precision -------------------------------------------------------------------------------------------------
+def test_products_in_bfloat16_keep_half_of_the_bytes_for_backward():
+    hidden_states = [state.requires_grad_() for state in states((8, 64, DIM), dtype=torch.float32)]
+    saved = saved_by(made(compute="bfloat16"), hidden_states, None)
+    large = [tensor for tensor in saved if tensor.numel() >= hidden_states[0].numel()]
+    assert {tensor.dtype for tensor in large} == {torch.bfloat16}
+    assert sum(tensor.numel() for tensor in large) == LAYERS * hidden_states[0].numel()
+
+
+# Precision ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("attention_mask", [None, mask()], ids=["all", "masked"])
 def test_autocast_changes_nothing_bit_for_bit(dtype, attention_mask):
-    def score(layers):
-        return union_isoscore_star(layers, attention_mask, sigma().float(), 0.2)
+    def penalty(layers):
+        return made(shrinkage=sigma().float())(layers, attention_mask)
 
-    expected, expected_gradients = value_and_gradients(score, states(dtype=dtype))
+    expected, expected_gradients = value_and_gradients(penalty, states(dtype=dtype))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        value, gradients = value_and_gradients(score, states(dtype=dtype))
+        value, gradients = value_and_gradients(penalty, states(dtype=dtype))
     assert value.dtype == torch.float32
     assert torch.equal(value, expected)
     assert all(torch.equal(g, e) for g, e in zip(gradients, expected_gradients, strict=True))
@@ -354,17 +378,14 @@ def test_half_precision_is_the_score_of_the_rounded_states_in_full(dtype, deviat
     ]
     shrinkage = deviation**2 * sigma(16)
     loss_scale = 2.0**14 * deviation  # as a gradient scaler does for float16
-
-    def scaled(layers):
-        return loss_scale * union_isoscore_star(layers, mask(8, 32), shrinkage, 0.2)
-
-    value, gradients = value_and_gradients(scaled, hidden_states)
+    penalty = made(shrinkage=shrinkage)
+    value, gradients = value_and_gradients(lambda layers: loss_scale * penalty(layers, mask(8, 32)), hidden_states)
     exact, exact_gradients = value_and_gradients(
-        lambda layers: loss_scale * algorithm_1(stack(layers, mask(8, 32)), shrinkage, 0.2),
+        lambda layers: loss_scale * (1 - algorithm_1(stack(layers, mask(8, 32)), shrinkage, 0.2)),
         [state.double() for state in hidden_states],
     )
     assert value.dtype == torch.float32
-    assert_close(value.double(), exact, rtol=1e-6, atol=0)
+    assert_close(1 - value.double() / loss_scale, 1 - exact / loss_scale, rtol=1e-6, atol=0)
     for gradient, exact_gradient in zip(gradients, exact_gradients, strict=True):
         assert gradient.dtype == dtype
         error = (gradient.double() - exact_gradient).norm() / exact_gradient.norm()
@@ -372,98 +393,223 @@ def test_half_precision_is_the_score_of_the_rounded_states_in_full(dtype, deviat
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1e10])
-def test_no_scale_of_float32_states_overflows(scale):
-    def score(factor):
-        return lambda layers: union_isoscore_star(layers, mask(), factor**2 * sigma(), 0.2)
+@pytest.mark.parametrize("kind", ["star", "auto", "unbiased"])
+def test_no_scale_of_float32_states_overflows(kind, scale):
+    def scores(factor):
+        penalty = {
+            "star": lambda: made(shrinkage=factor**2 * sigma()),
+            "auto": lambda: made("auto", factor**2 * sigma()),
+            "unbiased": lambda: made(0, estimator="unbiased"),
+        }[kind]()
+        inputs = [factor * state for state in states(dtype=torch.float32)]
+        value, gradients = value_and_gradients(lambda layers: penalty(layers, mask()), inputs)
+        return 1 - value, [factor * gradient for gradient in gradients]
 
-    value, gradients = value_and_gradients(score(scale), [scale * state for state in states(dtype=torch.float32)])
-    expected, expected_gradients = value_and_gradients(score(1), states(dtype=torch.float32))
-    assert_close(value, expected, rtol=1e-5, atol=0)
-    assert_close([scale * gradient for gradient in gradients], expected_gradients, rtol=1e-3, atol=1e-6)
+    value, gradients = scores(scale)
+    expected, expected_gradients = scores(1)
+    assert_close(value, expected, rtol=1e-4 if kind == "unbiased" else 1e-5, atol=0)
+    assert_close(gradients, expected_gradients, rtol=1e-3, atol=1e-5)
 
 
-def test_the_score_has_the_dtype_of_the_states_at_least_float32():
+def test_the_penalty_has_the_dtype_of_the_states_at_least_float32():
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
-        assert union_isoscore_star(states(dtype=dtype), None, None, 0).dtype == torch.float32
-    assert union_isoscore_star(states(), None, sigma().float(), 0.2).dtype == torch.float64
+        assert made()(states(dtype=dtype)).dtype == torch.float32
+    assert made(shrinkage=sigma().float())(states()).dtype == torch.float64
 
 
-# The regularizer -------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("attention_mask", [None, mask(8, 32)], ids=["all", "masked"])
+@pytest.mark.parametrize("mean", [0, 300])
+def test_products_in_bfloat16_are_off_by_what_is_said(attention_mask, mean):
+    """The score by less than 1e-3 of itself, the gradient by less than 1e-2, however far the mean is."""
+    hidden_states = [state.float() + mean * (torch.arange(16) == 3) for state in states((8, 32, 16), layers=4)]
+
+    def penalty(compute):
+        return lambda layers: made(shrinkage=sigma(16), compute=compute)(layers, attention_mask)
+
+    expected, exact = value_and_gradients(penalty("float32"), [state.double() for state in hidden_states])
+    value, gradients = value_and_gradients(penalty("bfloat16"), hidden_states)
+    assert_close(1 - value.double(), 1 - expected, rtol=1e-3, atol=0)
+    for gradient, reference in zip(gradients, exact, strict=True):
+        assert gradient.dtype == torch.float32
+        assert (gradient - reference).norm() < 1e-2 * reference.norm()
+
+
+# The module ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layers", ["all", "last", "with_embeddings", [0, -1]])
-def test_the_penalty_is_one_minus_the_score_of_the_layers_chosen(layers):
-    regularizer = IStar(weight=-3.0, zeta=0.2, layers=layers)
-    regularizer.shrinkage_covariance = sigma()
+def test_the_penalty_is_weight_times_one_minus_the_score_of_the_layers_chosen(layers):
+    penalty = made(weight=-3.0, layers=layers)
     chosen = {"all": [1, 2], "last": [2], "with_embeddings": [0, 1, 2]}.get(str(layers), [0, 2])
-    value, measure, _ = regularizer.penalty([state.requires_grad_() for state in states()], mask())
+    loss = penalty([state.requires_grad_() for state in states()], mask())
     expected = algorithm_1(stack([states()[i] for i in chosen], mask()), sigma(), 0.2)
-    assert_close(measure, expected, **CLOSE)
-    assert_close(value.detach(), 1 - expected, **CLOSE)
-    assert value.requires_grad
-    assert not measure.requires_grad
+    assert_close(loss.detach(), -3 * (1 - expected), **CLOSE)
+    assert_close((penalty.last.value, penalty.last.score), (1 - expected, expected), **CLOSE)
+    assert penalty.last.points == len(chosen) * mask().sum()
+    assert penalty.last.zeta is None
+    assert loss.requires_grad
+    assert not any(term.requires_grad for term in penalty.last[:3])
 
 
 def test_padding_counts_when_asked_to_as_in_the_published_code():
-    counting = IStar(1.0, zeta=0.2, include_padding=True)
-    counting.shrinkage_covariance = sigma()
-    expected = 1 - algorithm_1(stack(states()[1:]), sigma(), 0.2)
-    assert_close(counting.penalty(states(), mask()).value, expected, **CLOSE)
-    masking = IStar(1.0, zeta=0.2)
-    masking.shrinkage_covariance = sigma()
-    assert abs(masking.penalty(states(), mask()).value - expected) > 1e-3
-    assert_close(masking.penalty(states(), None).value, expected, **CLOSE)
+    counting, masking = made(include_padding=True), made()
+    expected = 1 - algorithm_1(stack(states()), sigma(), 0.2)
+    assert_close(counting(states(), mask()), expected, **CLOSE)
+    assert abs(masking(states(), mask()) - expected) > 1e-3
+    assert_close(masking(states(), None), expected, **CLOSE)
 
 
-def test_zeta_0_needs_no_shrinkage_covariance():
-    regularizer = IStar(1.0, zeta=0)
-    assert not regularizer.needs_shrinkage_covariance
-    assert IStar(1.0, zeta=0.1).needs_shrinkage_covariance
-    value = regularizer.penalty(states(), mask()).value
-    assert_close(value, 1 - algorithm_1(stack(states()[1:], mask())), **CLOSE)
-
-
-def test_the_unbiased_penalty_needs_no_shrinkage_covariance_and_counts_real_tokens():
-    regularizer = IStar(-2.0, zeta=0, layers=[1], estimator="unbiased")
-    assert not regularizer.needs_shrinkage_covariance
-    assert regularizer.measure == "isoscore_unbiased"
+def test_zeta_0_and_the_unbiased_score_need_no_shrinkage_covariance():
+    assert IStar(1.0, 0.1).needs_shrinkage_covariance
+    assert IStar(1.0, "auto").needs_shrinkage_covariance
+    assert not IStar(1.0, 0).needs_shrinkage_covariance
+    assert not IStar(1.0, 0, estimator="unbiased").needs_shrinkage_covariance
+    assert_close(IStar(1.0, 0)(states(), mask()), 1 - algorithm_1(stack(states()[1:], mask())), **CLOSE)
+    assert IStar(1.0, 0, estimator="unbiased").measure == "isoscore_unbiased"
     assert IStar(1.0, 0.2).measure == "isoscore_star"
-    value, measure, zeta = regularizer.penalty([state.requires_grad_() for state in states()], mask())
-    expected = unbiased_isoscore(states()[1][mask().bool()])
-    assert expected < 1
-    assert_close((value.detach(), measure), (1 - expected, expected), rtol=1e-9, atol=0)
-    assert value.requires_grad
-    assert not measure.requires_grad
-    assert zeta is None
 
 
-@pytest.mark.parametrize("weight", [-1.0, 1.0])
-def test_an_unbiased_score_above_1_is_measured_but_neither_rewarded_nor_punished(weight):
-    generator = torch.Generator().manual_seed(1)
-    points = torch.randn(1, 5, 30, generator=generator, dtype=torch.float64, requires_grad=True)
-    penalty = IStar(weight, zeta=0, layers="last", estimator="unbiased").penalty([points, points], None)
-    assert penalty.measure > 1
-    assert penalty.value == 0
-    penalty.value.backward()
-    assert not points.grad.any()
+def test_weight_0_is_0_whatever_the_states_hold_and_a_schedule_may_change_it():
+    penalty = made(weight=0.0)
+    assert penalty([state * math.nan for state in states()]) == 0
+    assert penalty.last is None
+    for weight in (0.5, -2.0):
+        penalty.weight = weight
+        assert_close(penalty(states()), weight * penalty.last.value, **CLOSE)
+    with pytest.raises(UserError, match="lambda is nan; expected a finite number"):
+        penalty.weight = math.nan
+    assert penalty.weight == -2.0
 
 
-def test_zeta_auto_is_told():
-    regularizer = IStar(1.0, zeta="auto")
-    assert regularizer.needs_shrinkage_covariance
-    regularizer.shrinkage_covariance = 4 * sigma()
-    found = regularizer.penalty([state.requires_grad_() for state in states()], mask())
-    zeta = shrinkage_intensity(stack(states()[1:], mask()).numpy(), 4 * sigma().numpy())
-    assert_close(found.zeta.item(), zeta, **CLOSE)
-    assert not found.zeta.requires_grad
-    assert_close(found.measure, algorithm_1(stack(states()[1:], mask()), 4 * sigma(), zeta), **CLOSE)
-    assert IStar(1.0, zeta=0).penalty(states(), mask()).zeta is None
-
-
-def with_value(value):
-    hidden_states = states()
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    "arguments", [{}, {"compute": "bfloat16"}, {"zeta": "auto"}, {"zeta": 0, "estimator": "unbiased"}]
+)
+def test_a_state_that_is_not_finite_carries_nan_to_the_loss_and_the_gradient(value, arguments):
+    """So that a step can be refused where its gradient is, without asking a device before."""
+    hidden_states = states(dtype=torch.float32)
     hidden_states[1][0, 0, 0] = value
-    return hidden_states
+    hidden_states = [state.requires_grad_() for state in hidden_states]
+    loss = made(**arguments)(hidden_states, mask())
+    assert loss.isnan()
+    loss.backward()
+    assert all(state.grad.isnan().any() for state in hidden_states)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"zeta": 0}, {"zeta": 0.2}, {"zeta": "auto"}, {"zeta": 0, "estimator": "unbiased"}]
+)
+@pytest.mark.parametrize("points", [0, 1])
+def test_a_pass_without_enough_points_is_nan(points, arguments):
+    attention_mask = (torch.arange(TOKENS) < points).expand(BATCH, -1) & (torch.arange(BATCH) == 0)[:, None]
+    assert made(layers="last", **arguments)(states(), attention_mask).isnan()
+    assert made(layers="last", **arguments)([state[:points, :1] for state in states()]).isnan()
+
+
+# Sigma_S ------------------------------------------------------------------------------------------------------
+
+
+def negative():
+    matrix = torch.eye(DIM, dtype=torch.float64)
+    matrix[0, 0] = -0.1
+    return matrix
+
+
+def lopsided():
+    matrix = sigma()
+    matrix[0, 1] += 0.1
+    return matrix
+
+
+NOT_COVARIANCES = {
+    "scalar": (torch.tensor(1.0), r"covariance has shape \(\); expected \(d, d\)"),
+    "vector": (torch.ones(DIM), r"covariance has shape \(6,\); expected \(d, d\)"),
+    "not square": (torch.ones(DIM, 5), r"covariance has shape \(6, 5\); expected \(d, d\)"),
+    "one dimension": (torch.ones(1, 1), "at least 2 dimensions"),
+    "nan": (sigma() * math.nan, "covariance is not finite"),
+    "infinite": (sigma() / 0, "covariance is not finite"),
+    "zero": (0 * sigma(), "covariance is zero"),
+    "asymmetric": (lopsided(), "covariance is not symmetric"),
+    "negative": (negative(), "covariance has negative eigenvalues"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_COVARIANCES)
+def test_what_is_no_covariance_is_refused_when_it_is_set_and_the_old_one_stays(name):
+    wrong, message = NOT_COVARIANCES[name]
+    penalty = made()
+    with pytest.raises(UserError, match=f"^the shrinkage {message}|{message}") as error:
+        penalty.shrinkage_covariance = wrong
+    assert "\n" not in str(error.value)
+    assert isinstance(error.value, NonFiniteError) == ("finite" in message)
+    assert torch.equal(penalty.shrinkage_covariance, sigma())
+
+
+@pytest.mark.parametrize("name", NOT_COVARIANCES)
+def test_what_is_no_covariance_is_refused_when_it_is_loaded_and_the_old_one_stays(name):
+    wrong, message = NOT_COVARIANCES[name]
+    penalty = made()
+    with pytest.raises(UserError, match=message) as error:
+        penalty.load_state_dict({"shrinkage_covariance": wrong})
+    assert "\n" not in str(error.value)
+    assert torch.equal(penalty.shrinkage_covariance, sigma())
+    fresh = IStar(1.0, 0.2)
+    with pytest.raises(UserError, match=message):
+        fresh.load_state_dict({"shrinkage_covariance": wrong})
+    assert fresh.shrinkage_covariance is None
+
+
+def test_what_is_no_tensor_is_refused_as_a_shrinkage_covariance():
+    penalty = made()
+    with pytest.raises(UserError, match="the shrinkage covariance is a list; expected a tensor"):
+        penalty.shrinkage_covariance = [[1.0, 0.0], [0.0, 1.0]]
+    with pytest.raises(UserError, match=r"the shrinkage covariance is torch\.int64; expected a floating dtype"):
+        penalty.shrinkage_covariance = torch.eye(DIM).long()
+
+
+@pytest.mark.parametrize("before", [None, sigma(4), sigma()], ids=["none", "another width", "another"])
+def test_sigma_s_survives_a_state_dict_into_another_penalty(before):
+    saved = made(shrinkage=2 * sigma()).state_dict()
+    assert torch.equal(saved["shrinkage_covariance"], 2 * sigma())
+    loaded = IStar(1.0, 0.2)
+    loaded.shrinkage_covariance = before
+    assert not any(loaded.load_state_dict(saved, strict=True))
+    assert torch.equal(loaded.shrinkage_covariance, 2 * sigma())
+    assert loaded.shrinkage_covariance is not saved["shrinkage_covariance"]
+    assert torch.equal(loaded(states()), made(shrinkage=2 * sigma(), layers="all")(states()))
+
+
+def test_sigma_s_within_a_larger_module_is_saved_moved_and_loaded():
+    inner = torch.nn.ModuleDict({"penalty": made(), "model": torch.nn.Linear(2, 2)})
+    assert "penalty.shrinkage_covariance" in inner.state_dict()
+    fresh = torch.nn.ModuleDict({"penalty": IStar(1.0, 0.2), "model": torch.nn.Linear(2, 2)})
+    fresh.load_state_dict(inner.state_dict())
+    assert torch.equal(fresh["penalty"].shrinkage_covariance, sigma())
+    assert fresh.to(torch.float32)["penalty"].shrinkage_covariance.dtype == torch.float32
+    assert fresh.to("meta")["penalty"].shrinkage_covariance.is_meta
+    assert list(inner["penalty"].parameters()) == []
+
+
+def test_none_stays_none():
+    empty = IStar(1.0, 0.2)
+    assert empty.state_dict() == {}
+    other = IStar(1.0, 0.2)
+    other.load_state_dict(empty.state_dict())
+    assert other.shrinkage_covariance is None
+    loaded = made()
+    loaded.load_state_dict({})
+    assert loaded.shrinkage_covariance is None
+    loaded.shrinkage_covariance = sigma()
+    loaded.shrinkage_covariance = None
+    assert loaded.state_dict() == {}
+
+
+def test_sigma_s_has_no_graph():
+    penalty = made(shrinkage=sigma().requires_grad_())
+    assert not penalty.shrinkage_covariance.requires_grad
+
+
+# What is refused ----------------------------------------------------------------------------------------------
 
 
 WRONG = [
@@ -476,37 +622,23 @@ WRONG = [
     (lambda: IStar(1.0, 0.2, estimator="unbiased"), r"zeta is 0\.2; the unbiased estimator has no shrinkage"),
     (lambda: IStar(1.0, "auto", estimator="unbiased"), "zeta is auto; the unbiased estimator"),
     (lambda: IStar(1.0, 0, estimator="unbised"), "estimator is unbised; expected one of shrinkage, unbiased"),
-    (lambda: IStar(1.0, "auto").penalty(states(), mask()), "the shrinkage covariance is not set"),
-    (lambda: union_isoscore_star(states(), None, None, "auto"), "no shrinkage covariance was given for zeta = auto"),
-    (lambda: union_isoscore_star(states(), None, sigma(5), "auto"), r"shape \(5, 5\); expected \(6, 6\)"),
-    (lambda: union_isoscore_star(with_value(math.nan), None, sigma(), "auto"), "not finite; look for NaN"),
-    (lambda: union_isoscore_unbiased(states((1, 3, 6), 1), None), "3 points have no unbiased score"),
-    (lambda: union_isoscore_unbiased(with_value(math.nan), None), "not finite; look for NaN"),
-    (lambda: IStar(1.0, 0.2).penalty(states(), mask()), "the shrinkage covariance is not set"),
-    (lambda: IStar(1.0, 0, layers="first").penalty(states(), mask()), "layers='first'"),
-    (lambda: IStar(1.0, 0, layers=[7]).penalty(states(), mask()), "layer 7 does not exist"),
-    (lambda: union_isoscore_star([], None, None, 0), "no hidden states"),
-    (
-        lambda: union_isoscore_star(states(), None, None, 0.2),
-        r"no shrinkage covariance was given for zeta = 0\.2",
-    ),
-    (lambda: union_isoscore_star(states(), None, sigma(), 1.2), r"zeta is 1\.2"),
-    (lambda: union_isoscore_star(states(), None, sigma(5), 0.2), r"shape \(5, 5\); expected \(6, 6\)"),
-    (lambda: union_isoscore_star(states(), None, sigma() * math.nan, 0.2), "not finite"),
-    (lambda: union_isoscore_star(states(), 0 * mask(), None, 0), "0 points have no covariance"),
-    (lambda: union_isoscore_star(states((1, 1, 6), 1), None, None, 0), "1 points have no covariance"),
-    (lambda: union_isoscore_star(states((4, 7, 1)), None, None, 0), "at least 2 dimensions"),
-    (lambda: union_isoscore_star([torch.full((4, 7, 6), 0.1)] * 3, mask(), None, 0), "all points are equal"),
-    (lambda: union_isoscore_star(with_value(math.nan), None, sigma(), 0.2), "not finite; look for NaN"),
-    (lambda: union_isoscore_star(with_value(math.inf), None, None, 0), "not finite; look for NaN"),
-    (lambda: union_isoscore_star([states()[0].long()], None, None, 0), "int64; expected a floating dtype"),
-    (
-        lambda: union_isoscore_star(states(), mask()[:, 1:], None, 0),
-        r"mask has shape \(4, 6\); expected \(4, 7\)",
-    ),
-    (lambda: union_isoscore_star(states(), mask().T, None, 0), r"mask has shape \(7, 4\); expected \(4, 7\)"),
-    (lambda: union_isoscore_star(states(), mask()[:, None, None], None, 0), r"mask has shape \(4, 1, 1, 7\)"),
-    (lambda: union_isoscore_star([*states(), *states((4, 7, 5))], None, None, 0), "6 and 5 dimensions"),
+    (lambda: IStar(1.0, 0, compute="float16"), "compute is float16; expected one of float32, bfloat16"),
+    (lambda: IStar(1.0, "auto", compute="bfloat16"), "compute is bfloat16; the unbiased estimator and zeta auto"),
+    (lambda: IStar(1.0, 0, estimator="unbiased", compute="bfloat16"), "compute is bfloat16; the unbiased estimator"),
+    (lambda: IStar(1.0, "auto")(states(), mask()), "the shrinkage covariance is not set"),
+    (lambda: IStar(1.0, 0.2)(states(), mask()), "the shrinkage covariance is not set"),
+    (lambda: IStar(1.0, 0, layers="first")(states(), mask()), "layers='first'"),
+    (lambda: IStar(1.0, 0, layers=[7])(states(), mask()), "layer 7 does not exist"),
+    (lambda: made()([], None), "0 hidden states were given"),
+    (lambda: made(0.2, sigma(5))(states()), r"shape \(5, 5\); expected \(6, 6\) for hidden states of width 6"),
+    (lambda: made("auto", sigma(5))(states()), r"shape \(5, 5\); expected \(6, 6\)"),
+    (lambda: made(0)([state.long() for state in states()]), "int64; expected a floating dtype"),
+    (lambda: made(0)(states(), mask()[:, 1:]), r"mask has shape \(4, 6\).*expected a mask of shape \(4, 7\)"),
+    (lambda: made(0)(states(), mask().T), r"mask has shape \(7, 4\).*expected a mask of shape \(4, 7\)"),
+    (lambda: made(0)(states(), mask()[:, None, None]), r"mask has shape \(4, 1, 1, 7\)"),
+    (lambda: made(0)(states(), mask().tolist()), "the attention mask is a list; expected a tensor"),
+    (lambda: made(0)([*states(), *states((4, 7, 5))]), r"the layers have \[5, 6\] dimensions"),
+    (lambda: made(0)(states((4, 7, 1))), "isotropy needs at least 2 dimensions"),
 ]
 
 
@@ -515,71 +647,3 @@ def test_what_has_no_penalty_is_refused_in_one_line(call, message):
     with pytest.raises(UserError, match=message) as error:
         call()
     assert "\n" not in str(error.value)
-
-
-# Products in bfloat16 ---------------------------------------------------------------------------------------
-
-
-def istar(compute="float32", zeta=0.2, dim=16):
-    made = IStar(1.0, zeta, "with_embeddings", compute=compute)
-    made.shrinkage_covariance = sigma(dim)
-    return made
-
-
-@pytest.mark.parametrize("attention_mask", [None, mask(8, 32)], ids=["all", "masked"])
-@pytest.mark.parametrize("mean", [0, 300])
-def test_products_in_bfloat16_are_off_by_what_is_said(attention_mask, mean):
-    """The score by less than 1e-3 of itself, the gradient by less than 1e-2, however far the mean is."""
-    hidden_states = [state.float() + mean * (torch.arange(16) == 3) for state in states((8, 32, 16), layers=4)]
-
-    def penalty(compute):
-        return lambda layers: istar(compute).penalty(layers, attention_mask).value
-
-    expected, exact = value_and_gradients(penalty("float32"), [state.double() for state in hidden_states])
-    value, gradients = value_and_gradients(penalty("bfloat16"), hidden_states)
-    assert_close(1 - value.double(), 1 - expected, rtol=1e-3, atol=0)
-    for gradient, reference in zip(gradients, exact, strict=True):
-        assert gradient.dtype == torch.float32
-        assert (gradient - reference).norm() < 1e-2 * reference.norm()
-
-
-def test_products_in_bfloat16_keep_half_of_the_bytes_for_backward():
-    hidden_states = [state.requires_grad_() for state in states(layers=4, dtype=torch.float32)]
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
-        istar("bfloat16", dim=DIM).penalty(hidden_states, None)
-    large = [tensor for tensor in saved if tensor.numel() >= hidden_states[0].numel()]
-    assert {tensor.dtype for tensor in large} == {torch.bfloat16}
-    assert sum(tensor.numel() for tensor in large) == 4 * hidden_states[0].numel()
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [{"compute": "float16"}, {"compute": "bfloat16", "zeta": "auto"}, {"compute": "bfloat16", "estimator": "unbiased"}],
-)
-def test_precisions_that_there_are_not(arguments):
-    with pytest.raises(UserError, match="compute is"):
-        IStar(1.0, **({"zeta": 0.0} | arguments))
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
-def test_a_pass_that_is_not_looked_at_carries_nan_to_the_gradient(value, compute):
-    """So that a step can be refused where its gradient is, without asking a device before."""
-    hidden_state = states(dtype=torch.float32)[0]
-    hidden_state[0, 0, 0] = value
-    hidden_state.requires_grad_()
-    started = istar(compute, dim=DIM).begin(None)
-    started.add(hidden_state)
-    penalty = started.penalty()
-    assert penalty.value.isnan()
-    penalty.value.backward()
-    assert hidden_state.grad.isnan().any()
-
-
-@pytest.mark.parametrize("made", [IStar(1.0, 0.0), IStar(1.0, 0.0, estimator="unbiased")])
-@pytest.mark.parametrize("points", [0, 1])
-def test_a_pass_without_enough_points_is_nan(made, points):
-    started = made.begin(torch.arange(points))
-    started.add(states()[0])
-    assert started.penalty().value.isnan()

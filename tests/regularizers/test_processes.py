@@ -1,23 +1,30 @@
 """Two real gloo processes, unequal shards, plain SGD: the same as one process with the union."""
 
 import os
-from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
-from istar.errors import UserError
 from istar.measures import FourthMoments, Moments
-from istar.regularizers import CosReg, IStar
+from istar.measures.processes import sum_over_processes
+from istar.regularizers import CosReg, IStar, attach, shrinkage_covariance
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 WIDTH, LAYERS, STEPS = 5, 3, 3
 SHARDS = ((3, 7), (2, 4))  # (batch, tokens) of each process
 LENGTHS = ((7, 3, 5), (2, 4))  # real tokens of each example
+
+
+class Layer(torch.nn.Linear):
+    def forward(self, hidden_state):
+        return torch.tanh(super().forward(hidden_state)) * torch.linspace(0.5, 2, WIDTH)
 
 
 class Tower(torch.nn.Module):
@@ -26,12 +33,12 @@ class Tower(torch.nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(1)
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)).double()
+        self.layers = torch.nn.ModuleList(Layer(WIDTH, WIDTH) for _ in range(LAYERS)).double()
 
-    def forward(self, hidden_state):
+    def forward(self, hidden_state, attention_mask=None):
         hidden_states = [hidden_state]
         for layer in self.layers:
-            hidden_states.append(torch.tanh(layer(hidden_states[-1])) * torch.linspace(0.5, 2, WIDTH))
+            hidden_states.append(layer(hidden_states[-1]))
         return hidden_states
 
 
@@ -51,41 +58,57 @@ def union():
     return torch.cat([first, second]), torch.cat([first_mask, second_mask])
 
 
-class AsTheyCome(IStar):
-    """Takes the layers in one by one, as it does where their points are many."""
-
-    def penalty(self, *arguments):
-        with mock.patch("istar.regularizers.union.are_few", return_value=False):
-            return super().penalty(*arguments)
-
-
-def regularizer(name, sync):
+def made(name, sync, group=None):
+    arguments = {"weight": 0.7, "layers": "all", "sync": sync, "group": group}
     if name == "cosreg":
-        return CosReg(0.7, "all", sync=sync)
+        return CosReg(**arguments)
     if name == "unbiased":
-        return IStar(0.7, zeta=0, sync=sync, estimator="unbiased")
-    kind = AsTheyCome if name == "as they come" else IStar
-    istar = kind(0.7, zeta="auto" if name == "auto" else 0.3, sync=sync)
+        return IStar(zeta=0, estimator="unbiased", **arguments)
+    istar = IStar(zeta="auto" if name == "auto" else 0.3, **arguments)
     istar.shrinkage_covariance = torch.diag(torch.linspace(1, 2, WIDTH, dtype=torch.float64))
     return istar
 
 
-NAMES = ["istar", "as they come", "auto", "unbiased", "cosreg"]
+NAMES = ["istar", "auto", "unbiased", "cosreg"]
 CASES = [(name, sync, empty) for name in NAMES for sync, empty in ((True, 0), (False, 0), (True, 1))]
 
 
-def train(model, penalize, points, mask):
-    """Penalty alone, plain SGD. Returns the penalty of every step and the parameters after the last."""
+def train(model, penalty, points, mask, modules=None):
+    """Penalty alone, plain SGD. Returns the penalty of every step and the parameters after the last.
+
+    With `modules`, the penalty is attached to the model instead of called with what it returns.
+    """
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    watch = None if modules is None else attach(model, penalty, modules)
     values = []
     for _ in range(STEPS):
-        value = penalize.penalty(model(points), mask).value
+        hidden_states = model(points, mask)
+        loss = penalty(hidden_states, mask) if watch is None else watch.loss()
         optimizer.zero_grad()
-        (penalize.weight * value).backward()
+        loss.backward()
         optimizer.step()
-        values.append(value.detach())
-    parameters = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
-    return torch.cat([torch.stack(values), parameters])
+        values.append(loss.detach())
+    parameters = [each.full_tensor() if isinstance(each, DTensor) else each for each in model.parameters()]
+    return torch.cat([torch.stack(values), torch.nn.utils.parameters_to_vector(parameters).detach()])
+
+
+def sharded():
+    """The tower under FSDP2, layer by layer."""
+    model = Tower()
+    mesh = dist.init_device_mesh("cpu", (2,))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def batches(rank, sizes):
+    """Batches of the tower's arguments, made of the first points of a shard."""
+    points, mask = shard(rank)
+    return [(points[:, :tokens], mask[:, :tokens]) for tokens in sizes]
+
+
+# Batches of each process: as many, fewer, none at all.
+LOADERS = {"equal": ((7, 3), (4, 2)), "unequal": ((7, 3, 5, 6), (4,)), "one is empty": ((7, 3), ())}
 
 
 def moments_of(rank, kind=Moments):
@@ -96,13 +119,31 @@ def moments_of(rank, kind=Moments):
 def work(rank, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    alone = [dist.new_group([0]), dist.new_group([1])][rank]
     results = {}
     for name, sync, empty in CASES:
         points, mask = shard(rank)
         if empty and rank == 1:
             mask = 0 * mask
+        results[f"{name} {sync} {empty}"] = train(DistributedDataParallel(Tower()), made(name, sync), points, mask)
+    for name in NAMES:
+        points, mask = shard(rank)
         model = DistributedDataParallel(Tower())
-        results[f"{name} {sync} {empty}"] = train(model, regularizer(name, sync), points, mask)
+        results[f"{name} attached"] = train(model, made(name, True), points, mask, model.module.layers)
+        model = sharded()
+        results[f"{name} sharded"] = train(model, made(name, True), points, mask, model.layers)
+        results[f"{name} group"] = train(DistributedDataParallel(Tower()), made(name, True, alone), points, mask)
+
+    for loader, sizes in LOADERS.items():
+        for sync, group in ((True, None), (False, None), (True, alone)):
+            if (sync and group is None) or sizes[rank]:
+                data = iter(batches(rank, sizes[rank]))
+                model = Tower()
+                covariance = shrinkage_covariance(model, data, sync=sync, group=group, modules=model.layers)
+                results[f"{loader} {sync} {group is None}"] = covariance
+    model = sharded()
+    data = batches(rank, LOADERS["unequal"][rank])
+    results["sharded refresh"] = shrinkage_covariance(model, data, modules=model.layers)
 
     moments = moments_of(rank).all_reduce()
     results["moments"] = torch.cat([moments.count[None], moments.mean, moments.scatter.flatten()])
@@ -118,20 +159,33 @@ def work(rank, folder):
     dist.all_reduce = all_reduce
     results["sizes"] = sizes
     results["fourth"] = torch.cat([moments.count[None], moments.mean, moments.third, moments.fourth[None]])
-    results["reduced has a gradient"] = Moments.of(shard(rank)[0].requires_grad_()).all_reduce().mean.requires_grad
 
+    results["gradients"] = reduced_gradients(shard(rank)[0])
+    results["second"] = second_derivative(torch.arange(3.0, dtype=torch.float64) + rank)
     for name in NAMES:
         points, mask = shard(rank)
         if rank == 1:
             points[0, 0, 0] = torch.nan
-        try:
-            regularizer(name, True).penalty([points, points], mask)
-        except UserError as error:
-            results[f"{name} told"] = str(error)
+        results[f"{name} of nan"] = made(name, True)([points, points], mask)
     torch.save(results, f"{folder}/{rank}.pt")
     dist.barrier()
     # Not through the end of the interpreter, where what is left of a process group may abort.
     os._exit(0)
+
+
+def reduced_gradients(points):
+    """The gradient of a function of the reduced moments, which is the same on all processes."""
+    points = points.clone().requires_grad_()
+    moments = FourthMoments.of(points).all_reduce()
+    loss = moments.mean.square().sum() + moments.covariance().square().sum() + moments.third.sum() + moments.fourth
+    return torch.autograd.grad(loss, points)[0]
+
+
+def second_derivative(vector):
+    vector = vector.requires_grad_()
+    total = sum_over_processes(vector.square())
+    (gradient,) = torch.autograd.grad(total.square().sum(), vector, create_graph=True)
+    return torch.autograd.grad(gradient.sum(), vector)[0]
 
 
 @pytest.fixture(scope="module")
@@ -147,22 +201,66 @@ def test_penalties_and_training_equal_one_process_with_the_union(results, name, 
     points, mask = union()
     if empty:
         mask[SHARDS[0][0] :] = 0
-    expected = train(Tower(), regularizer(name, True), points, mask)
+    expected = train(Tower(), made(name, True), points, mask)
     for result in results:
         assert_close(result[f"{name} True {empty}"], expected, **CLOSE)
     start = torch.nn.utils.parameters_to_vector(Tower().parameters())
     assert (expected[STEPS:] - start).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("wrapping", ["attached", "sharded"])
 @pytest.mark.parametrize("name", NAMES)
-def test_without_sync_each_process_has_its_own_penalty(results, name):
+def test_a_penalty_that_is_attached_under_ddp_and_fsdp2_equals_one_process(results, name, wrapping):
+    points, mask = union()
+    expected = train(Tower(), made(name, True), points, mask)
+    if wrapping == "sharded":
+        # The layers behind the last hidden state that is read have no other gradient in either.
+        assert torch.equal(results[0][f"{name} sharded"], results[1][f"{name} sharded"])
+    model = Tower()
+    assert_close(train(model, made(name, True), points, mask, model.layers), expected, **CLOSE)
+    for result in results:
+        assert_close(result[f"{name} {wrapping}"], expected, **CLOSE)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_sync_or_with_a_group_of_its_own_each_process_has_its_own_penalty(results, name):
     for rank, result in enumerate(results):
         points, mask = shard(rank)
-        alone = regularizer(name, False).penalty(Tower()(points), mask).value
+        alone = made(name, False)(Tower()(points), mask)
         assert_close(result[f"{name} False 0"][0], alone.detach(), **CLOSE)
+        assert_close(result[f"{name} group"], result[f"{name} False 0"], **CLOSE)
     difference = results[0][f"{name} False 0"] - results[0][f"{name} True 0"]
     assert difference.abs().max() > 1e-3
     assert torch.equal(results[0][f"{name} False 0"][STEPS:], results[1][f"{name} False 0"][STEPS:])
+
+
+def naive_covariance(ranks, sizes):
+    """Of the real tokens of all layers, example by example."""
+    points = [
+        state[mask.bool()]
+        for rank in ranks
+        for batch, mask in batches(rank, sizes[rank])
+        for state in Tower()(batch)[1:]
+    ]
+    return torch.from_numpy(np.cov(torch.cat(points).detach().numpy(), rowvar=False))
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_sigma_s_of_two_processes_is_that_of_all_points_or_of_each_ones_own(results, loader):
+    sizes = LOADERS[loader]
+    assert torch.equal(results[0][f"{loader} True True"], results[1][f"{loader} True True"])
+    assert_close(results[0][f"{loader} True True"].double(), naive_covariance((0, 1), sizes), rtol=1e-6, atol=1e-6)
+    for rank, result in enumerate(results):
+        if sizes[rank]:
+            own = naive_covariance((rank,), sizes)
+            assert_close(result[f"{loader} False True"].double(), own, rtol=1e-6, atol=1e-6)
+            assert_close(result[f"{loader} True False"].double(), own, rtol=1e-6, atol=1e-6)
+
+
+def test_sigma_s_of_a_sharded_model_is_that_of_all_points(results):
+    expected = naive_covariance((0, 1), LOADERS["unequal"])
+    for result in results:
+        assert_close(result["sharded refresh"].double(), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_reduced_moments_are_those_of_the_union_and_equal_bit_for_bit(results):
@@ -182,13 +280,27 @@ def test_reduced_fourth_order_sums_are_those_of_the_union_and_plain_moments_do_n
     assert results[0]["sizes"] == [plain, plain, WIDTH + 1]
 
 
-def test_reduced_moments_have_no_gradient_rather_than_a_wrong_one(results):
-    assert not any(result["reduced has a gradient"] for result in results)
+def test_the_gradients_of_reduced_moments_add_up_over_the_processes(results):
+    """Each process has the loss of the union, so that the gradient is that of the sum of two equal losses."""
+    sizes = [len(result["gradients"].flatten(0, 1)) for result in results]
+    points = torch.cat([shard(rank)[0].flatten(0, 1) for rank in range(2)])
+    for result, expected in zip(results, (2 * reduced_gradients(points)).split(sizes), strict=True):
+        assert_close(result["gradients"].flatten(0, 1), expected, **CLOSE)
+
+
+def test_a_sum_over_processes_has_a_second_derivative(results):
+    """Of the sum of both processes' losses: twice the loss, and twice the sum of both gradients."""
+    both = torch.stack([torch.arange(3.0, dtype=torch.float64) + rank for rank in range(2)]).requires_grad_()
+    loss = 2 * both.square().sum(0).square().sum()
+    (gradient,) = torch.autograd.grad(loss, both, create_graph=True)
+    (expected,) = torch.autograd.grad(gradient.sum(), both)
+    for result, row in zip(results, expected, strict=True):
+        assert_close(result["second"], row, **CLOSE)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_nan_on_one_process_is_told_on_both(results, name):
-    assert all("not finite" in result[f"{name} told"] for result in results)
+def test_a_nan_on_one_process_is_nan_on_both(results, name):
+    assert all(result[f"{name} of nan"].isnan() for result in results)
 
 
 def test_without_a_process_group_all_reduce_changes_nothing():

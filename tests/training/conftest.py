@@ -10,6 +10,7 @@ from transformers import AutoModelForSequenceClassification
 
 from istar import tiny
 from istar.config import DataConfig, OptimConfig
+from istar.regularizers import attach
 from istar.tasks import demo
 from istar.tasks.evaluation import Evaluator
 from istar.tasks.features import Collator, featurize
@@ -30,7 +31,9 @@ class Setting:
 
     def module(self, regularizer=None, skip_nonfinite=False, **optim) -> FineTuner:
         optim = OptimConfig(**({"lr": 1e-3} | optim))
-        return FineTuner(copy.deepcopy(self.model), regularizer, optim, self.evaluators, skip_nonfinite)
+        model = copy.deepcopy(self.model)
+        watch = None if regularizer is None else attach(model, regularizer)
+        return FineTuner(model, watch, optim, self.evaluators, skip_nonfinite)
 
     def data(self, batch_size=8, seed=3, **settings) -> FineTuningData:
         config = DataConfig(batch_size=batch_size, eval_batch_size=16, **settings)

@@ -15,9 +15,9 @@ from istar.training import History, LayerIsotropy, ShrinkageCovariance
 from tests.oracles import algorithm_1
 
 
-def refresh_for(setting, regularizer, num_points=2_000, batch_size=16, seed=3):
+def refresh_for(setting, module, num_points=2_000, batch_size=16, seed=3):
     return ShrinkageCovariance(
-        regularizer, setting.train, setting.collate, num_points, batch_size, seed, progress_bar=False
+        module.watch, setting.train, setting.collate, num_points, batch_size, seed, progress_bar=False
     )
 
 
@@ -33,40 +33,38 @@ def states_one_by_one(setting, module, rows):
 
 @pytest.mark.parametrize("layers", ["all", "last", "with_embeddings", [0, 2]])
 def test_the_covariance_is_that_of_the_sample_without_padding(setting, harness, layers):
-    regularizer = IStar(-1.0, 0.4, layers=layers)
-    module, refresh = setting.module(regularizer), refresh_for(setting, regularizer)
+    module = setting.module(IStar(-1.0, 0.4, layers=layers))
+    refresh = refresh_for(setting, module)
     chosen = {"all": [1, 2], "last": [2], "with_embeddings": [0, 1, 2]}.get(str(layers), layers)
     sample = refresh.sample(len(chosen), epoch=0)
     states = states_one_by_one(setting, module, [setting.train[row] for row in sample])
     points = torch.cat([state[number].flatten(0, 1) for state in states for number in chosen])
     trainer = harness.trainer(refresh)
     trainer.strategy.connect(module)
-    moments = refresh.compute(trainer, module, sample)
-    torch.testing.assert_close(moments.covariance(), torch.cov(points.double().T), rtol=1e-4, atol=1e-6)
-    assert moments.count == len(points)
+    assert refresh.refresh(trainer, sample) == len(points)
+    covariance = module.watch.penalty.shrinkage_covariance
+    torch.testing.assert_close(covariance.double(), torch.cov(points.double().T), rtol=1e-4, atol=1e-6)
 
 
 def test_the_sample_holds_the_points_asked_for_and_no_example_more(setting):
-    regularizer = IStar(-1.0, 0.4)
+    module = setting.module(IStar(-1.0, 0.4))
     lengths = torch.tensor(setting.train["length"][:])
     for num_layers in (1, 2, 12):
-        sample = refresh_for(setting, regularizer, num_points=3_000).sample(num_layers, epoch=0)
+        sample = refresh_for(setting, module, num_points=3_000).sample(num_layers, epoch=0)
         points = int(lengths[sample].sum()) * num_layers
         assert 3_000 <= points < 3_000 + int(lengths.max()) * num_layers
         assert len(set(sample)) == len(sample)
 
 
 def test_the_sample_is_seeded_and_new_in_every_epoch(setting):
-    regularizer = IStar(-1.0, 0.4)
-    samples = [
-        sorted(refresh_for(setting, regularizer, seed=seed).sample(2, epoch)) for seed in (1, 2) for epoch in (0, 1)
-    ]
-    assert samples[0] == sorted(refresh_for(setting, regularizer, seed=1).sample(2, 0))
+    module = setting.module(IStar(-1.0, 0.4))
+    samples = [sorted(refresh_for(setting, module, seed=seed).sample(2, epoch)) for seed in (1, 2) for epoch in (0, 1)]
+    assert samples[0] == sorted(refresh_for(setting, module, seed=1).sample(2, 0))
     assert all(a != b for i, a in enumerate(samples) for b in samples[i + 1 :])
 
 
 def test_fewer_points_than_asked_for_are_all_used_and_said_once(setting, caplog):
-    refresh = refresh_for(setting, IStar(-1.0, 0.4), num_points=10**9)
+    refresh = refresh_for(setting, setting.module(IStar(-1.0, 0.4)), num_points=10**9)
     with caplog.at_level(logging.WARNING):
         for epoch in range(3):
             assert len(refresh.sample(2, epoch)) == len(setting.train)
@@ -79,13 +77,11 @@ def test_it_is_refreshed_before_training_and_in_every_epoch(setting, harness):
 
     class Seen(L.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            seen.append(pl_module.regularizer.shrinkage_covariance.clone())
+            seen.append(pl_module.watch.penalty.shrinkage_covariance.clone())
 
-    regularizer = IStar(-1.0, 0.4)
-    refresh = refresh_for(setting, regularizer)
-    harness.trainer(refresh, Seen(), max_epochs=3, limit_train_batches=2).fit(
-        setting.module(regularizer), datamodule=setting.data()
-    )
+    module = setting.module(IStar(-1.0, 0.4))
+    refresh = refresh_for(setting, module)
+    harness.trainer(refresh, Seen(), max_epochs=3, limit_train_batches=2).fit(module, datamodule=setting.data())
     assert len(refresh.seconds) == 3
     assert torch.equal(seen[0], seen[1])
     assert not torch.equal(seen[1], seen[2])
@@ -93,13 +89,13 @@ def test_it_is_refreshed_before_training_and_in_every_epoch(setting, harness):
 
 
 def test_a_refresh_changes_neither_random_numbers_nor_weights_nor_modes(setting, harness):
-    regularizer = IStar(-1.0, 0.4)
-    module, refresh = setting.module(regularizer), refresh_for(setting, regularizer)
+    module = setting.module(IStar(-1.0, 0.4))
+    refresh = refresh_for(setting, module)
     trainer = harness.trainer(refresh)
     trainer.strategy.connect(module)
     before = {name: value.clone() for name, value in module.state_dict().items()}
     state = torch.get_rng_state()
-    refresh.compute(trainer, module, refresh.sample(2, 0))
+    refresh.refresh(trainer, refresh.sample(2, 0))
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     assert module.training
@@ -107,15 +103,17 @@ def test_a_refresh_changes_neither_random_numbers_nor_weights_nor_modes(setting,
 
 
 def test_the_covariance_is_part_of_the_checkpoint_and_comes_back(setting, harness, tmp_path):
-    regularizer = IStar(-1.0, 0.4)
-    refresh = refresh_for(setting, regularizer)
+    module = setting.module(IStar(-1.0, 0.4))
+    refresh = refresh_for(setting, module)
     trainer = harness.trainer(refresh, limit_train_batches=2, enable_checkpointing=True, default_root_dir=tmp_path)
-    trainer.fit(setting.module(regularizer), datamodule=setting.data())
+    trainer.fit(module, datamodule=setting.data())
     trainer.save_checkpoint(tmp_path / "state.ckpt")
     stored = torch.load(tmp_path / "state.ckpt", weights_only=True)
-    other = refresh_for(setting, IStar(-1.0, 0.4))
-    other.load_state_dict(stored["callbacks"][other.state_key])
-    assert torch.equal(other.regularizer.shrinkage_covariance, regularizer.shrinkage_covariance)
+    other = setting.module(IStar(-1.0, 0.4))
+    resumed = refresh_for(setting, other)
+    resumed.load_state_dict(stored["callbacks"][resumed.state_key])
+    resumed.on_train_start(trainer, module)
+    assert torch.equal(other.watch.penalty.shrinkage_covariance, module.watch.penalty.shrinkage_covariance)
 
 
 @pytest.mark.parametrize("eval_batch_size", [1, 7, 40])

@@ -8,6 +8,7 @@ import pytest
 
 from istar.training import memory
 from istar.training.memory import keep_freed_memory
+from tests.waiting import SECONDS
 
 CODE = """
 import resource, sys, torch
@@ -16,7 +17,7 @@ if sys.argv[1] == "kept":
     assert keep_freed_memory()
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(20):
+    for _ in range(5):
         torch.ones(16_000_000)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 faults()
@@ -28,7 +29,7 @@ print(faults())
 def test_freed_tensors_cost_no_new_pages():
     def faults(how):
         command = [sys.executable, "-c", CODE, how]
-        return int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout)
+        return int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=SECONDS).stdout)
 
     assert faults("kept") < 0.1 * faults("left alone")
 

@@ -1,5 +1,7 @@
 """Whatever precision the model computes in, the penalty and Sigma_S are those of its hidden states in full."""
 
+import copy
+
 import lightning as L
 import pytest
 import torch
@@ -18,35 +20,30 @@ PRECISIONS = [
 STEPS = 6
 
 
-class Watched:
-    """A regularizer that keeps what it was given and what it said."""
+class Recorded:
+    """Keeps the hidden states, the mask and the terms of each pass of a penalty."""
 
-    def __init__(self, regularizer):
+    def __init__(self, penalty):
         self.seen = []
-        original = regularizer.begin
+        self._states, self._mask = [], None
+        summarize, combine = penalty.summarize, penalty.combine
 
-        def begin(index):
-            return WatchedPass(original(index), index, self.seen)
+        def recording_summarize(state, tokens):
+            self._states.append(state.detach())
+            self._mask = tokens.attention_mask
+            return summarize(state, tokens)
 
-        regularizer.begin = begin
+        def recording_combine(summaries):
+            loss = combine(summaries)
+            self.seen.append((self._states, self._mask, penalty.last))
+            self._states = []
+            return loss
 
-
-class WatchedPass:
-    def __init__(self, original, index, seen):
-        self.original, self.index, self.seen, self.states = original, index, seen, []
-
-    def add(self, state):
-        self.states.append(state.detach())
-        return self.original.add(state)
-
-    def penalty(self):
-        said = self.original.penalty()
-        self.seen.append((self.states, self.index, said))
-        return said
+        object.__setattr__(penalty, "summarize", recording_summarize)
+        object.__setattr__(penalty, "combine", recording_combine)
 
 
-def trained(setting, harness, regularizer, device, precision, *callbacks):
-    module = setting.module(regularizer)
+def trained(setting, harness, module, device, precision, *callbacks):
     losses = harness.Losses()
     L.seed_everything(5, verbose=False)
     trainer = harness.trainer(
@@ -56,36 +53,37 @@ def trained(setting, harness, regularizer, device, precision, *callbacks):
     return module, losses.values
 
 
-def real_tokens(states, index):
-    points = [state.flatten(0, 1) for state in states]
-    return torch.cat([rows if index is None else rows[index] for rows in points]).double().cpu()
+def real_tokens(states, mask):
+    return torch.cat([state[mask.bool()] for state in states]).double().cpu()
 
 
 @pytest.mark.parametrize(("device", "precision"), PRECISIONS)
 def test_istar_is_the_score_of_the_states_in_full(setting, harness, device, precision):
-    regularizer = IStar(-1.0, 0.4)
-    watched = Watched(regularizer)
-    refresh = ShrinkageCovariance(regularizer, setting.train, setting.collate, 2_000, 16, seed=3, progress_bar=False)
-    trained(setting, harness, regularizer, device, precision, refresh)
-    shrinkage = regularizer.shrinkage_covariance
+    penalty = IStar(-1.0, 0.4)
+    recorded = Recorded(penalty)
+    module = setting.module(penalty)
+    refresh = ShrinkageCovariance(module.watch, setting.train, setting.collate, 2_000, 16, seed=3, progress_bar=False)
+    trained(setting, harness, module, device, precision, refresh)
+    shrinkage = penalty.shrinkage_covariance
     assert shrinkage.dtype == torch.float32
-    assert len(watched.seen) == STEPS
-    for states, index, said in watched.seen:
-        assert said.value.dtype == said.measure.dtype == torch.float32
-        expected = algorithm_1(real_tokens(states, index), shrinkage.double().cpu(), 0.4)
-        assert_close(said.measure.double().cpu(), expected, rtol=1e-5, atol=0)
+    assert len(recorded.seen) == STEPS
+    for states, mask, terms in recorded.seen:
+        assert terms.value.dtype == terms.score.dtype == torch.float32
+        expected = algorithm_1(real_tokens(states, mask), shrinkage.double().cpu(), 0.4)
+        assert_close(terms.score.double().cpu(), expected, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize(("device", "precision"), PRECISIONS)
 def test_cosreg_is_the_average_cosine_of_the_states_in_full(setting, harness, device, precision):
-    regularizer = CosReg(1.0)
-    watched = Watched(regularizer)
-    trained(setting, harness, regularizer, device, precision)
-    for states, index, said in watched.seen:
-        points = torch.nn.functional.normalize(real_tokens(states, index), dim=1)
+    penalty = CosReg(1.0)
+    recorded = Recorded(penalty)
+    trained(setting, harness, setting.module(penalty), device, precision)
+    assert len(recorded.seen) == STEPS
+    for states, mask, terms in recorded.seen:
+        points = torch.nn.functional.normalize(real_tokens(states, mask), dim=1)
         cosines = points @ points.T
         expected = (cosines.sum() - cosines.trace()) / len(points) ** 2
-        assert_close(said.measure.double().cpu(), expected, rtol=1e-5, atol=1e-7)
+        assert_close(terms.score.double().cpu(), expected, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(("device", "precision"), PRECISIONS)
@@ -96,8 +94,8 @@ def test_training_differs_by_the_models_own_rounding(setting, harness, regulariz
         if isinstance(module, torch.nn.Dropout):
             module.p, module.was = 0.0, module.p
     try:
-        _, expected = trained(setting, harness, regularizer, "cpu", "32-true")
-        module, losses = trained(setting, harness, regularizer, device, precision)
+        _, expected = trained(setting, harness, setting.module(regularizer), "cpu", "32-true")
+        module, losses = trained(setting, harness, setting.module(regularizer), device, precision)
     finally:
         for dropout in setting.model.modules():
             if isinstance(dropout, torch.nn.Dropout):
@@ -111,13 +109,14 @@ def test_training_differs_by_the_models_own_rounding(setting, harness, regulariz
 @pytest.mark.parametrize("regularizer", [IStar(-1.0, 0.4), CosReg(1.0)], ids=["istar", "cosreg"])
 def test_states_of_large_mean_and_scale(setting, harness, regularizer, device, precision):
     """A last layer with means 30 times the deviation, and one whose deviation is 1e4 (in half precision: 1e3)."""
-    watched = Watched(regularizer)
+    penalty = copy.deepcopy(regularizer)
+    recorded = Recorded(penalty)
+    module = setting.module(penalty)
     callbacks = []
-    if isinstance(regularizer, IStar):
+    if isinstance(penalty, IStar):
         callbacks = [
-            ShrinkageCovariance(regularizer, setting.train, setting.collate, 2_000, 16, seed=3, progress_bar=False)
+            ShrinkageCovariance(module.watch, setting.train, setting.collate, 2_000, 16, seed=3, progress_bar=False)
         ]
-    module = setting.module(regularizer)
     first, last = (module.model.base_model.encoder.layer[number].output.LayerNorm for number in (0, 1))
     with torch.no_grad():
         first.bias.fill_(30.0)
@@ -129,7 +128,7 @@ def test_states_of_large_mean_and_scale(setting, harness, regularizer, device, p
         gradient_clip_val=1.0,
     )  # fmt: skip
     trainer.fit(module, datamodule=setting.data())
-    assert len(watched.seen) == STEPS
-    assert all(said.value.isfinite() for _, _, said in watched.seen)
+    assert len(recorded.seen) == STEPS
+    assert all(terms.value.isfinite() for _, _, terms in recorded.seen)
     assert all(parameter.isfinite().all() for parameter in module.model.parameters())
     assert all(0 <= score <= 1 for score in isotropy.scores.values())

@@ -3,6 +3,7 @@
 import lightning as L
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from istar.regularizers import CosReg, IStar
 from istar.training import ShrinkageCovariance
@@ -59,7 +60,7 @@ def test_twenty_steps_of_the_paper_code_preset_equal_algorithm_1_by_hand(setting
     weight, zeta = -1.0, 0.4
     regularizer = IStar(weight, zeta, include_padding=True, sync=False)
     module, recorder = setting.module(regularizer), harness.Losses()
-    refresh = ShrinkageCovariance(regularizer, setting.train, setting.collate, 5_000, 16, seed=3, progress_bar=False)
+    refresh = ShrinkageCovariance(module.watch, setting.train, setting.collate, 5_000, 16, seed=3, progress_bar=False)
     sample = refresh.sample(num_layers=2, epoch=0)
     L.seed_everything(5, verbose=False)
     harness.trainer(recorder, refresh, limit_train_batches=STEPS, gradient_clip_val=1.0).fit(
@@ -107,7 +108,7 @@ def test_lambda_0_is_bit_equal_to_no_regularizer(setting, harness, regularizer):
 def test_lambda_0_never_asks_for_the_penalty(setting, harness, monkeypatch):
     """0 x NaN is NaN: skipping is not the same as multiplying."""
     regularizer = IStar(0.0, 0.4)
-    monkeypatch.setattr(regularizer, "penalty", lambda *_: pytest.fail("asked"))
+    monkeypatch.setattr(regularizer, "summarize", lambda *_: pytest.fail("asked"))
     harness.trainer(limit_train_batches=1).fit(setting.module(regularizer), datamodule=setting.data())
 
 
@@ -132,9 +133,7 @@ def test_dropout_is_on_in_training_steps(setting, harness):
             seen.append(all(module.training for module in pl_module.modules()))
 
     module = setting.module(IStar(-1.0, 0.4))
-    refresh = ShrinkageCovariance(
-        module.regularizer, setting.train, setting.collate, 1_000, 16, seed=0, progress_bar=False
-    )
+    refresh = ShrinkageCovariance(module.watch, setting.train, setting.collate, 1_000, 16, seed=0, progress_bar=False)
     harness.trainer(Modes(), refresh, limit_train_batches=3).fit(module, datamodule=setting.data())
     assert seen == [True] * 3
 
@@ -158,6 +157,58 @@ def test_schedules(setting, harness, schedule, warmup, expected):
     module = setting.module(lr=1.0, schedule=schedule, warmup=warmup)
     harness.trainer(Rates(), limit_train_batches=4, log_every_n_steps=1).fit(module, datamodule=setting.data())
     assert rates == pytest.approx(expected)
+
+
+def test_the_gains_of_rms_norms_are_not_decayed():
+    config = LlamaConfig(vocab_size=20, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    model = LlamaForSequenceClassification(config)
+    decayed, kept = parameter_groups(model, 0.01)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert {names[id(parameter)] for parameter in kept["params"]} == {name for name in names.values() if "norm" in name}
+    assert len(decayed["params"]) + len(kept["params"]) == len(names)
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_gradients_are_clipped_by_the_algorithm_that_was_chosen(setting, harness, algorithm):
+    largest, norms = [], []
+
+    class Gradients(L.Callback):
+        def on_before_zero_grad(self, trainer, pl_module, optimizer):
+            gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
+            if gradients:
+                largest.append(max(gradient.abs().max().item() for gradient in gradients))
+                norms.append(torch.nn.utils.get_total_norm(gradients).item())
+
+    harness.trainer(Gradients(), limit_train_batches=3, gradient_clip_val=1e-3, gradient_clip_algorithm=algorithm).fit(
+        setting.module(), datamodule=setting.data()
+    )
+    if algorithm == "value":
+        assert largest == pytest.approx([1e-3] * len(largest))
+        assert min(norms) > 1e-3
+    else:
+        assert norms == pytest.approx([1e-3] * len(norms), rel=1e-3)
+    assert len(norms) >= 2
+
+
+def test_logged_figures_are_means_over_the_micro_batches_of_a_step(setting, harness):
+    recorder, logged = harness.Losses(), []
+
+    class Logged(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if (batch_idx + 1) % 4 == 0:
+                logged.append({name: value.item() for name, value in trainer.callback_metrics.items()})
+
+    harness.trainer(recorder, Logged(), limit_train_batches=8, accumulate_grad_batches=4, log_every_n_steps=1).fit(
+        setting.module(IStar(-1.0, 0.0)), datamodule=setting.data()
+    )
+    means = [sum(recorder.values[start : start + 4]) / 4 for start in (0, 4)]
+    assert [figures["train/loss"] for figures in logged] == pytest.approx(means, rel=1e-5)
+    for figures in logged:
+        assert figures["train/loss"] == pytest.approx(figures["train/task_loss"] + figures["train/penalty"], rel=1e-5)
+        assert figures["train/penalty"] == pytest.approx(-(1 - figures["train/isoscore_star"]), rel=1e-5)
+    tokens = [int(batch["attention_mask"].sum()) for batch in first_batches(setting, 8)]
+    points = [2 * sum(tokens[start : start + 4]) / 4 for start in (0, 4)]
+    assert [figures["train/points"] for figures in logged] == pytest.approx(points)
 
 
 def test_biases_and_layer_norms_are_not_decayed(setting):

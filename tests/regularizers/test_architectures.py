@@ -1,0 +1,219 @@
+"""What the penalty sees of every architecture and head, against what `output_hidden_states=True` returns."""
+
+import copy
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor
+from torch.testing import assert_close
+
+from istar.errors import UserError
+from istar.regularizers import IStar, attach
+from tests.penalties import WIDTH, Recording, assert_equal, gradients, naive_loss, received, seeded_pass
+
+LAYERS, VOCABULARY = 3, 40
+SHAPE: dict[str, Any] = {
+    "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 2, "intermediate_size": 24,
+    "vocab_size": VOCABULARY, "initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+POSITIONS = {"max_position_embeddings": 64}
+HEADS = ("Model", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "LM")
+NO_ANSWERS = tuple(head for head in HEADS if head != "ForQuestionAnswering")
+
+
+class Architecture(NamedTuple):
+    """One architecture of transformers: `prefix` and `lm` name its classes, and `settings` make it small."""
+
+    prefix: str
+    lm: str
+    settings: dict[str, Any]
+    heads: tuple[str, ...] = HEADS
+    is_decoder: bool = False
+
+
+def encoder(prefix: str, **settings: Any) -> Architecture:
+    return Architecture(prefix, f"{prefix}ForMaskedLM", {**SHAPE, **POSITIONS, **settings})
+
+
+def decoder(prefix: str, lm: str = "ForCausalLM", heads: tuple[str, ...] = HEADS, **settings: Any) -> Architecture:
+    return Architecture(prefix, f"{prefix}{lm}", {**SHAPE, **settings}, heads, is_decoder=True)
+
+
+ARCHITECTURES = {
+    "bert": encoder("Bert"),
+    "albert": encoder("Albert", embedding_size=8, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1),
+    "distilbert": encoder("DistilBert", dim=WIDTH, n_layers=LAYERS, n_heads=2, hidden_dim=24),
+    "roberta": encoder("Roberta"),
+    "xlm_roberta": encoder("XLMRoberta"),
+    "electra": encoder("Electra", embedding_size=8),
+    "deberta_v2": encoder("DebertaV2", relative_attention=True, position_buckets=4, pos_att_type=["p2c", "c2p"]),
+    "mpnet": encoder("MPNet"),
+    "modernbert": encoder("ModernBert", global_attn_every_n_layers=2, local_attention=4, cls_token_id=1, sep_token_id=2,
+                          embedding_dropout=0.1, attention_dropout=0.1, mlp_dropout=0.1),
+    "longformer": encoder("Longformer", attention_window=4),
+    "big_bird": encoder("BigBird", attention_type="original_full"),
+    "gpt2": decoder("GPT2", "LMHeadModel", n_embd=WIDTH, n_layer=LAYERS, n_head=2, n_inner=24),
+    "gpt_neox": decoder("GPTNeoX", hidden_dropout=0.1, attention_dropout=0.1),
+    "opt": decoder("OPT", heads=tuple(head for head in HEADS if head != "ForTokenClassification"),
+                   ffn_dim=24, word_embed_proj_dim=WIDTH, init_std=0.2),
+    "llama": decoder("Llama", num_key_value_heads=1, attention_dropout=0.1),
+    "qwen3": decoder("Qwen3", num_key_value_heads=1, head_dim=8, attention_dropout=0.1),
+    "bloom": decoder("Bloom", n_layer=LAYERS, n_head=2, hidden_dropout=0.1),
+}  # fmt: skip
+CASES = [(name, head) for name, made in ARCHITECTURES.items() for head in made.heads]
+
+
+@cache
+def build(name: str, head: str) -> hf.PreTrainedModel:
+    made = ARCHITECTURES[name]
+    config = getattr(hf, f"{made.prefix}Config")(**made.settings)
+    torch.manual_seed(0)
+    model = getattr(hf, made.lm if head == "LM" else f"{made.prefix}{head}")(config).double()
+    # Biases and norms start as constants, which would hide a gradient that is applied to the wrong one.
+    for parameter in model.parameters():
+        parameter.data.add_(0.05 * torch.randn_like(parameter))
+    return model
+
+
+def batch(name: str, head: str, is_left_padded: bool = False, tokens: int = 7) -> dict[str, Tensor]:
+    """Three examples of unlike length with the labels of the head."""
+    mask = (torch.arange(tokens) < torch.tensor([tokens, 4, 2])[:, None]).long()
+    mask = mask.flip(1) if is_left_padded else mask
+    generator = torch.Generator().manual_seed(3)
+    input_ids = torch.randint(3, VOCABULARY, (3, tokens), generator=generator) * mask
+    first = mask.argmax(1)
+    inputs = {"input_ids": input_ids, "attention_mask": mask}
+    if name == "longformer":
+        # Without a global token, the padding at the end of a text sees nothing, and its gradient is NaN.
+        inputs["global_attention_mask"] = (torch.arange(tokens) == first[:, None]).long()
+    labels: dict[str, dict[str, Tensor]] = {
+        "Model": {},
+        "ForSequenceClassification": {"labels": torch.tensor([0, 1, 1])},
+        "ForTokenClassification": {"labels": (input_ids % 2).masked_fill(mask == 0, -100)},
+        "ForQuestionAnswering": {"start_positions": first, "end_positions": first + 1},
+        "LM": {"labels": input_ids.masked_fill(mask == 0, -100)},
+    }
+    return {**inputs, **labels[head]}
+
+
+def check(model: hf.PreTrainedModel, inputs: dict[str, Tensor], layers: str, seed: int = 1) -> list[Tensor]:
+    """Compare hidden states, loss and all gradients with the naive ones. Returns all hidden states of the model."""
+    outputs = seeded_pass(model, inputs, seed, output_hidden_states=True)
+    states = outputs.hidden_states[int(layers == "all") :]
+    loss = naive_loss(outputs, states, inputs["attention_mask"])
+    expected = [loss.detach(), gradients(model, loss)]
+
+    penalty = Recording(layers)
+    with attach(model, penalty) as watch:
+        watched = seeded_pass(model, inputs, seed)
+        loss = watch.loss() + (watched.loss if "loss" in watched else 0)
+    assert_equal(penalty.received, states)
+    assert_close([loss.detach(), gradients(model, loss)], expected, rtol=1e-9, atol=1e-9)
+    assert penalty.last is not None
+    assert penalty.last.points == inputs["attention_mask"].sum() * len(states)
+    return list(outputs.hidden_states)
+
+
+@pytest.mark.parametrize("is_training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize(("name", "head"), CASES)
+def test_the_penalty_sees_what_the_model_returns_and_its_gradient_is_the_naive_one(name, head, is_training):
+    """Gradients of all layers in train mode, with the embeddings in eval mode; hidden states of both in both."""
+    model = build(name, head).train(is_training)
+    sides = [False, True] if ARCHITECTURES[name].is_decoder and name != "bloom" else [False]
+    for is_left_padded in sides:
+        inputs = batch(name, head, is_left_padded)
+        states = check(model, inputs, "all" if is_training else "with_embeddings")
+        assert len(states) == LAYERS + 1
+        assert_equal(received(model, inputs, "with_embeddings", seed=1), states)
+        assert_equal(received(model, inputs, "all", seed=1), states[1:])
+
+
+def test_bloom_padded_on_the_left_is_seen_in_float32():
+    """Its float32 softmax makes NaN of a float64 row without any token to attend to."""
+    model, inputs = copy.deepcopy(build("bloom", "LM")).float().train(), batch("bloom", "LM", is_left_padded=True)
+    states = seeded_pass(model, inputs, 1, output_hidden_states=True).hidden_states
+    assert_equal(received(model, inputs, "with_embeddings", seed=1), states)
+
+
+# Layers that are skipped, and texts that are padded inside of the model ---------------------------------------
+
+
+def dropping(rate: float = 0.4) -> hf.PreTrainedModel:
+    """OPT, some of whose layers do not run."""
+    model = copy.deepcopy(build("opt", "LM")).train()
+    model.get_decoder().layerdrop = rate
+    return model
+
+
+def layers_that_run(model: hf.PreTrainedModel, inputs: dict[str, Tensor], seed: int) -> list[int]:
+    ran: list[int] = []
+    handles = [
+        layer.register_forward_hook(lambda *_, number=number: ran.append(number))
+        for number, layer in enumerate(model.get_decoder().layers, 1)
+    ]
+    seeded_pass(model, inputs, seed)
+    for handle in handles:
+        handle.remove()
+    return ran
+
+
+def test_with_layerdrop_the_penalty_sees_what_the_model_returns():
+    model, inputs, counts = dropping(), batch("opt", "LM", is_left_padded=True), set()
+    for seed in range(8):
+        counts.add(len(check(model, inputs, "all", seed)) if layers_that_run(model, inputs, seed) else 0)
+    assert {2, 3, 4} <= counts
+
+
+def test_layerdrop_does_not_shift_the_numbers_of_layers():
+    """Layer L is the state behind the final norm, which is made of the output of the last layer that ran."""
+    model, inputs, seen = dropping(), batch("opt", "LM"), set()
+    for seed in range(12):
+        ran = layers_that_run(model, inputs, seed)
+        seen.add(tuple(ran))
+        states = seeded_pass(model, inputs, seed, output_hidden_states=True).hidden_states
+        for number in range(1, LAYERS + 1):
+            if not ran:
+                expected = []
+            elif number == LAYERS:
+                expected = [states[-1]]
+            else:
+                expected = [states[ran.index(number) + 1]] if number in ran[:-1] else []
+            assert_equal(received(model, inputs, [number], seed), expected)
+    assert seen >= {(1, 3), (2, 3), (1, 2), (1,), ()}
+
+
+def test_a_pass_whose_layers_are_all_skipped_has_no_penalty():
+    model, inputs = dropping(1.0), batch("opt", "LM")
+    with attach(model, IStar(1.0, zeta=0)) as watch:
+        model(**inputs)
+        loss = watch.loss()
+    assert loss == 0
+    assert not loss.requires_grad
+
+
+@pytest.mark.parametrize("tokens", [5, 8, 11])
+def test_longformer_returns_its_states_without_the_padding_of_its_windows(tokens):
+    states = check(build("longformer", "LM").train(), batch("longformer", "LM", tokens=tokens), "with_embeddings")
+    assert {state.shape[1] for state in states} == {tokens}
+
+
+def test_big_bird_in_blocks_is_seen_where_its_states_fit_the_mask_and_refused_where_they_are_longer():
+    made = ARCHITECTURES["big_bird"]
+    torch.manual_seed(0)
+    sparse = {"attention_type": "block_sparse", "block_size": 2, "num_random_blocks": 1}
+    model = hf.BigBirdForMaskedLM(hf.BigBirdConfig(**{**made.settings, **sparse})).double().train()
+    np.random.seed(0)  # of the random blocks
+    inputs = batch("big_bird", "LM", tokens=20)
+    states = seeded_pass(model, inputs, 1, output_hidden_states=True).hidden_states
+    assert model.bert.attention_type == "block_sparse"
+    np.random.seed(0)
+    assert_equal(received(model, inputs, "with_embeddings", seed=1), states)
+    with attach(model, IStar(1.0, zeta=0)) as watch:
+        with pytest.raises(UserError, match=r"mask has shape \(3, 21\) and the hidden states have shape \(3, 22, 16\)"):
+            model(**batch("big_bird", "LM", tokens=21))
+        with pytest.raises(UserError, match="no forward pass was read"):
+            watch.loss()

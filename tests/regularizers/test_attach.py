@@ -1,0 +1,592 @@
+"""`attach` in the ways that people run models, against the naive penalty of the same pass."""
+
+import gc
+import warnings
+import weakref
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor, nn
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+from istar.errors import UserError
+from istar.regularizers import CosReg, IStar, attach
+from tests.oracles import algorithm_1, stack
+from tests.penalties import (
+    WEIGHT,
+    WIDTH,
+    ZETA,
+    Recording,
+    assert_equal,
+    gradients,
+    naive_loss,
+    received,
+    seeded_pass,
+    sigma,
+)
+
+CLOSE = {"rtol": 1e-9, "atol": 1e-9}
+SHAPE: dict[str, Any] = {
+    "hidden_size": WIDTH, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 24,
+    "vocab_size": 40, "initializer_range": 0.2, "pad_token_id": 0, "max_position_embeddings": 64,
+}  # fmt: skip
+MASK = torch.tensor([[1, 1, 1, 1, 1, 0], [1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 1]])
+IDS = (torch.arange(3, 21).reshape(3, 6) * 7 % 37 + 3) * MASK
+INPUTS = {"input_ids": IDS, "attention_mask": MASK, "labels": torch.tensor([0, 1, 1])}
+UNLABELLED = {"input_ids": IDS, "attention_mask": MASK}
+
+
+def bert(**settings: Any) -> hf.PreTrainedModel:
+    torch.manual_seed(0)
+    return hf.BertForSequenceClassification(hf.BertConfig(**SHAPE, **settings)).double().train()
+
+
+def llama() -> hf.PreTrainedModel:
+    torch.manual_seed(0)
+    config = hf.LlamaConfig(**SHAPE, num_key_value_heads=1, bos_token_id=1, eos_token_id=2)
+    return hf.LlamaForCausalLM(config).double().train()
+
+
+def istar(layers: Any = "all", **arguments: Any) -> IStar:
+    penalty = IStar(WEIGHT, ZETA, layers, **arguments)
+    penalty.shrinkage_covariance = sigma()
+    return penalty
+
+
+def check(model: nn.Module, inputs: dict[str, Tensor], layers: str = "all", to_run: nn.Module | None = None) -> None:
+    """Compare the states, the loss and the gradient of every parameter of a transformers model with the naive ones."""
+    mask = inputs["attention_mask"]
+    outputs = seeded_pass(model, inputs, 1, output_hidden_states=True)
+    states = outputs.hidden_states[int(layers == "all") :]
+    # Prompt tuning puts tokens of its own, which count, in front of the text.
+    mask = nn.functional.pad(mask, (states[0].shape[1] - mask.shape[1], 0), value=1)
+    loss = naive_loss(outputs, states, mask)
+    expected = [loss.detach(), gradients(model, loss)]
+    penalty = Recording(layers)
+    with attach(model, penalty) as watch:
+        outputs = seeded_pass(model if to_run is None else to_run, inputs, 1)
+        loss = watch.loss() + outputs.loss
+        actual = [loss.detach(), gradients(model, loss)]
+    assert_equal(penalty.received, states)
+    assert_close(actual, expected, **CLOSE)
+    assert len(actual[1]) > 0
+
+
+# Wrapped and unusual models -----------------------------------------------------------------------------------
+
+
+# PEFT reads an attribute that transformers has renamed.
+OF_PEFT = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+
+@OF_PEFT
+@pytest.mark.parametrize("layers", ["all", "with_embeddings"])
+@pytest.mark.parametrize("make", [bert, llama])
+def test_lora_on_a_frozen_model(make, layers):
+    targets = ["query", "value"] if make is bert else ["q_proj", "v_proj"]
+    config = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False, lora_dropout=0.1)
+    model = peft.get_peft_model(make(), config).double().train()
+    inputs = INPUTS if make is bert else {**UNLABELLED, "labels": IDS.masked_fill(MASK == 0, -100)}
+    assert not model.base_model.model.get_input_embeddings().weight.requires_grad
+    check(model, inputs, layers)
+
+
+@OF_PEFT
+@pytest.mark.parametrize("make", [bert, llama])
+def test_the_tokens_of_prompt_tuning_count(make):
+    kind = "SEQ_CLS" if make is bert else "CAUSAL_LM"
+    model = peft.get_peft_model(make(), peft.PromptTuningConfig(task_type=kind, num_virtual_tokens=2)).double().train()
+    check(model, INPUTS if make is bert else {**UNLABELLED, "labels": IDS.masked_fill(MASK == 0, -100)})
+
+
+class Wrapper(nn.Module):
+    """A model within a module of somebody's own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.model(**inputs)
+
+
+def test_a_model_within_another_module():
+    check(Wrapper(bert()), INPUTS)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("layers", ["all", "with_embeddings", [2]])
+@pytest.mark.parametrize("make", [bert, llama])
+def test_gradient_checkpointing_counts_each_state_once(make, layers, use_reentrant):
+    """The naive pass has no checkpointing, under which transformers returns states without a gradient."""
+    model = make()
+    outputs = seeded_pass(model, {**UNLABELLED, "labels": INPUTS["labels"] if make is bert else IDS}, 1,
+                          output_hidden_states=True)  # fmt: skip
+    states = [outputs.hidden_states[2]] if layers == [2] else outputs.hidden_states[int(layers == "all") :]
+    expected = gradients(model, naive_loss(outputs, states, MASK))
+    newer = getattr(model, "activation_checkpointing_enable", None)
+    (newer or model.gradient_checkpointing_enable)({"use_reentrant": use_reentrant})
+    penalty = Recording(layers)
+    with attach(model, penalty) as watch:
+        outputs = seeded_pass(model, {**UNLABELLED, "labels": INPUTS["labels"] if make is bert else IDS}, 1)
+        # `torch.autograd.grad` is not for reentrant checkpoints.
+        (watch.loss() + outputs.loss).backward()
+        with pytest.raises(UserError, match="no forward pass was read"):
+            watch.loss()
+    assert_equal(penalty.received, states)
+    actual = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert_close(actual, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["T5", "Bart"])
+def test_encoder_decoders_are_refused_and_each_stack_can_be_attached_to(name):
+    sizes = {
+        "T5": {"d_model": WIDTH, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 2},
+        "Bart": {"d_model": WIDTH, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
+                 "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24},
+    }[name]  # fmt: skip
+    torch.manual_seed(0)
+    config = getattr(hf, f"{name}Config")(**sizes, vocab_size=40, decoder_start_token_id=1)
+    model = getattr(hf, f"{name}ForConditionalGeneration")(config).double().train()
+    with pytest.raises(UserError, match=r"is an encoder-decoder.*attach\(model\.get_encoder\(\), penalty\)") as error:
+        attach(model, istar())
+    assert "\n" not in str(error.value)
+
+    inputs = {**UNLABELLED, "labels": IDS}
+    encoder = model.get_encoder()
+    outputs = seeded_pass(model, inputs, 1, output_hidden_states=True)
+    expected = gradients(model, naive_loss(outputs, outputs.encoder_hidden_states[1:], MASK))
+    penalty = Recording()
+    with attach(encoder, penalty) as watch:
+        again = seeded_pass(model, inputs, 1)
+        loss = watch.loss() + again.loss
+    assert_equal(penalty.received, outputs.encoder_hidden_states[1:])
+    assert_close(gradients(model, loss), expected, **CLOSE)
+    decoder = model.get_decoder()
+    states = seeded_pass(decoder, {"input_ids": IDS}, 1, output_hidden_states=True).hidden_states[1:]
+    assert_equal(received(decoder, {"input_ids": IDS}, "all", 1), states)
+
+
+def test_the_head_of_a_question_answering_model_is_no_layer():
+    """DistilBERT drops out hidden states before its head: that is what a search for the last layer once found."""
+    torch.manual_seed(0)
+    config = hf.DistilBertConfig(dim=WIDTH, n_layers=3, n_heads=2, hidden_dim=24, vocab_size=40, qa_dropout=0.5)
+    model = hf.DistilBertForQuestionAnswering(config).double().train()
+    states = seeded_pass(model, UNLABELLED, 1, output_hidden_states=True).hidden_states
+    assert_equal(received(model, UNLABELLED, "last", 1), states[-1:])
+    assert_equal(received(model, UNLABELLED, [1, 3], 1), [states[1], states[3]])
+    with attach(model, istar("last")) as watch:
+        assert watch.refresh([UNLABELLED]) == MASK.sum()
+        assert watch.refresh([{**UNLABELLED, "start_positions": torch.zeros(3), "end_positions": torch.ones(3)}]) == 14
+
+
+# Modules that the user names ----------------------------------------------------------------------------------
+
+
+class Tower(nn.Module):
+    """Layers of a model that is not of transformers; time comes first if asked for."""
+
+    def __init__(self, uses_checkpoint: bool = False, is_time_first: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)).double()
+        self.uses_checkpoint = uses_checkpoint
+        self.is_time_first = is_time_first
+
+    def forward(self, points: Tensor, attention_mask: Tensor | None = None) -> list[Tensor]:
+        states = [points]
+        for layer in self.layers:
+            state = states[-1].tanh()
+            states.append(checkpoint(layer, state, use_reentrant=False) if self.uses_checkpoint else layer(state))
+        return states
+
+
+POINTS = torch.randn(3, 6, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def naive_gradients(model: Tower, points: Tensor, mask: Tensor | None, numbers: list[int]) -> dict[str, Tensor]:
+    states = model(points)
+    score = algorithm_1(stack([states[n] for n in numbers], mask), sigma(), ZETA, torch.linalg.eigvalsh)
+    return gradients(model, WEIGHT * (1 - score) + states[-1].square().sum())
+
+
+@pytest.mark.parametrize("uses_checkpoint", [False, True])
+@pytest.mark.parametrize(("layers", "numbers"), [("all", [1, 2, 3]), ("last", [3]), ([1, -1], [1, 3])])
+@pytest.mark.parametrize("mask", [MASK, None], ids=["masked", "all"])
+def test_any_module_whose_layers_are_named(mask, layers, numbers, uses_checkpoint):
+    expected = naive_gradients(Tower(), POINTS, mask, numbers)
+    model = Tower(uses_checkpoint)
+    with attach(model, istar(layers), modules=model.layers) as watch:
+        states = model(POINTS, mask)
+        loss = watch.loss() + states[-1].square().sum()
+        loss.backward()
+    assert_close({name: parameter.grad for name, parameter in model.named_parameters()}, expected, **CLOSE)
+
+
+def test_states_with_time_first_and_gradients_that_are_not_contiguous():
+    expected = naive_gradients(Tower(), POINTS, MASK, [1, 2, 3])
+    model = Tower()
+    with attach(model, istar(), modules=model.layers) as watch:
+        states = model(POINTS.transpose(0, 1), MASK.T)
+        loss = watch.loss() + states[-1].transpose(0, 1).square().sum()
+        assert_close(gradients(model, loss), expected, **CLOSE)
+
+
+def test_modules_that_cannot_be_layers_are_refused_in_one_line():
+    model = Tower()
+    with pytest.raises(UserError, match="layer 0, the embeddings, is not among the given modules"):
+        attach(model, istar("with_embeddings"), modules=model.layers)
+    with pytest.raises(UserError, match="named twice"):
+        attach(model, istar(), modules=[*model.layers, model.layers[0]])
+    with pytest.raises(UserError, match="layer 4 does not exist"):
+        attach(model, istar([4]), modules=model.layers)
+    with pytest.raises(UserError, match=r"no transformers model in Tower.*modules=\[\.\.\.\]"):
+        attach(model, istar())
+    with pytest.raises(UserError, match=r"nn\.DataParallel runs copies"):
+        attach(nn.DataParallel(bert()), istar())
+    with (
+        attach(model, istar(), modules=[*model.layers, nn.Linear(1, 1)]),
+        pytest.raises(UserError, match="Tower called 3 layers; expected a call of all 4"),
+    ):
+        model(POINTS)
+
+
+# Masks --------------------------------------------------------------------------------------------------------
+
+
+def test_a_positional_mask_is_the_mask():
+    model = bert().bert
+    by_name, by_position = Recording(), Recording()
+    values = []
+    for penalty, call in (
+        (by_name, lambda: model(input_ids=IDS, attention_mask=MASK)),
+        (by_position, lambda: model(IDS, MASK)),
+    ):
+        with attach(model, penalty) as watch:
+            torch.manual_seed(1)
+            call()
+            values.append(watch.loss())
+        assert penalty.last.points == 3 * MASK.sum()
+    assert torch.equal(*values)
+
+
+@pytest.mark.parametrize("is_eager", [False, True])
+def test_masks_of_four_dimensions_are_refused_in_one_line(is_eager):
+    model = bert()
+    four = MASK[:, None, None].bool() & MASK[:, None, :, None].bool()
+    with (
+        attach(model, istar()),
+        pytest.raises(UserError, match=r"mask has shape \(3, 1, 6, 6\).*expected a mask of shape \(3, 6\)") as error,
+    ):
+        model(input_ids=IDS, attention_mask=four)
+    assert "\n" not in str(error.value)
+
+
+def test_masks_by_kind_of_attention_are_refused_in_one_line():
+    config = hf.Qwen3Config(**SHAPE, num_key_value_heads=1, head_dim=8, bos_token_id=1, eos_token_id=2)
+    model = hf.Qwen3ForCausalLM(config)
+    masks = {"full_attention": torch.zeros(3, 1, 6, 6)}
+    with attach(model, istar()), pytest.raises(UserError, match="attention mask is a dict; expected a tensor") as error:
+        model.model(input_ids=IDS, attention_mask=masks)
+    assert "\n" not in str(error.value)
+
+
+def test_a_mask_of_another_shape_is_refused_in_every_pass_and_the_next_one_is_right():
+    penalty = istar()
+    states = [torch.ones(3, 6, WIDTH) for _ in range(3)]
+    for _ in range(3):
+        assert penalty([torch.randn(3, 6, WIDTH) for _ in range(3)], MASK).isfinite()
+        for wrong in (MASK[:, 1:], MASK.T, MASK[:2], MASK[..., None], MASK.flatten()):
+            with pytest.raises(UserError, match="the attention mask has shape"):
+                penalty(states, wrong)
+
+
+def test_batches_without_padding_have_no_mask_and_all_their_tokens_count():
+    model = llama()
+    inputs = {"input_ids": IDS[2:], "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}
+    states = seeded_pass(model, inputs, 1, output_hidden_states=True).hidden_states
+    penalty = Recording()
+    with attach(model, penalty) as watch:
+        seeded_pass(model, inputs, 1)
+        watch.loss()
+    assert_equal(penalty.received, states[1:])
+    assert penalty.last.points == 3 * 6
+
+
+# Passes -------------------------------------------------------------------------------------------------------
+
+
+def test_passes_without_gradients_are_not_read_and_leave_the_training_pass_alone():
+    model, penalty = bert(), Recording()
+    with attach(model, penalty) as watch:
+        with torch.no_grad():
+            model(**INPUTS)
+        assert penalty.received == []
+        with pytest.raises(UserError, match="no forward pass was read since the last loss"):
+            watch.loss()
+        seeded_pass(model, INPUTS, 1)
+        with torch.no_grad():
+            model(**INPUTS)
+        with torch.inference_mode():
+            model(**INPUTS)
+        loss = watch.loss()
+        assert loss.requires_grad
+        with pytest.raises(UserError, match="no forward pass was read since the last loss"):
+            watch.take()
+    assert len(penalty.received) == 3
+    states = seeded_pass(model, INPUTS, 1, output_hidden_states=True).hidden_states
+    assert_close(loss, penalty(states, MASK), rtol=1e-12, atol=0)
+
+
+def test_the_loss_is_that_of_the_latest_pass():
+    model = bert()
+    with attach(model, istar()) as watch:
+        seeded_pass(model, INPUTS, 1)
+        seeded_pass(model, INPUTS, 2)
+        latest = watch.loss()
+        seeded_pass(model, INPUTS, 2)
+        assert torch.equal(watch.loss(), latest)
+        seeded_pass(model, INPUTS, 1)
+        assert not torch.equal(watch.loss(), latest)
+
+
+def test_several_passes_make_one_cloud():
+    model = bert()
+    other = {"input_ids": IDS.flip(0)[:, :4], "attention_mask": MASK.flip(0)[:, :4]}
+    points = []
+    for each in (UNLABELLED, other):
+        states = seeded_pass(model, each, 1, output_hidden_states=True).hidden_states
+        points.append(stack(states[1:], each["attention_mask"]))
+    score = algorithm_1(torch.cat(points), sigma(), ZETA, torch.linalg.eigvalsh)
+    expected = [WEIGHT * (1 - score.detach()), gradients(model, WEIGHT * (1 - score))]
+    with attach(model, istar()) as watch:
+        summaries = []
+        for each in (UNLABELLED, other):
+            seeded_pass(model, each, 1)
+            summaries += watch.take()
+        loss = watch.combine(summaries)
+    assert_close([loss.detach(), gradients(model, loss)], expected, **CLOSE)
+    assert watch.penalty.last.points == 3 * (14 + 11)
+
+
+def test_a_pass_that_fails_leaves_nothing_behind():
+    model, penalty = bert(), istar()
+    kept: list[weakref.ref[Tensor]] = []
+
+    def fail(module: nn.Module, args: Any, output: Any) -> None:
+        kept.append(weakref.ref(args[0]))
+        raise ZeroDivisionError
+
+    with attach(model, penalty) as watch:
+        handle = model.bert.encoder.layer[1].register_forward_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            model(**INPUTS)
+        handle.remove()
+        gc.collect()
+        assert kept[0]() is None
+        with pytest.raises(UserError, match="no forward pass was read"):
+            watch.loss()
+        seeded_pass(model, INPUTS, 1)
+        loss = watch.loss()
+    assert penalty.last.points == 3 * MASK.sum()
+    states = seeded_pass(model, INPUTS, 1, output_hidden_states=True).hidden_states
+    assert_close(loss, penalty(states, MASK), rtol=1e-12, atol=0)
+
+
+def test_removed_hooks_leave_the_model_as_it_was():
+    model = bert()
+    before = [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
+    watch = attach(model, istar())
+    during = [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
+    watch.remove()
+    after = [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
+    assert before == after != during
+    assert model(**INPUTS).hidden_states is None
+
+
+def test_two_penalties_on_one_model_add_up():
+    model = bert()
+    with attach(model, istar()) as first, attach(model, CosReg(0.3)) as second:
+        outputs = seeded_pass(model, INPUTS, 1, output_hidden_states=True)
+        loss = first.loss() + second.loss()
+    expected = istar()(outputs.hidden_states, MASK) + CosReg(0.3)(outputs.hidden_states, MASK)
+    assert_close(loss, expected, rtol=1e-12, atol=0)
+
+
+def test_weight_0_is_bit_for_bit_no_penalty_and_a_schedule_turns_it_on_and_off():
+    model, penalty = bert(), Recording()
+    plain = gradients(model, seeded_pass(model, INPUTS, 1).loss)
+    with attach(model, penalty) as watch:
+        penalty.weight = 0.0
+        outputs = seeded_pass(model, INPUTS, 1)
+        loss = watch.loss()
+        assert loss == 0
+        assert penalty.received == []
+        for name, gradient in gradients(model, outputs.loss + loss).items():
+            assert torch.equal(gradient, plain[name])
+        for weight in (0.5, -1.0, 0.0, 2.0):
+            penalty.weight = weight
+            seeded_pass(model, INPUTS, 1)
+            loss = watch.loss()
+            assert loss == (0 if weight == 0 else weight * penalty.last.value)
+        penalty.weight = 1.0
+        seeded_pass(model, INPUTS, 1)
+        penalty.weight = 0.0
+        assert watch.loss() == 0
+        penalty.weight = 1.0
+        with pytest.raises(UserError, match="no forward pass was read"):
+            watch.loss()
+
+
+def test_a_penalty_without_gradient_is_warned_of_once():
+    model = bert()
+    model.bert.requires_grad_(False)
+    with attach(model, istar()) as watch:
+        model(**INPUTS)
+        with pytest.warns(UserWarning, match="nothing before the chosen layers is trainable"):
+            watch.loss()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model(**INPUTS)
+            watch.loss()
+
+
+def test_a_hessian_vector_product_through_a_model_is_that_of_the_naive_penalty():
+    torch.manual_seed(0)
+    config = hf.BertConfig(**SHAPE, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    model = hf.BertModel(config).double()
+    model.set_attn_implementation("eager")
+    weight = model.encoder.layer[0].output.dense.weight
+    direction = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+    def product(loss: Tensor) -> Tensor:
+        (gradient,) = torch.autograd.grad(loss, weight, create_graph=True)
+        return torch.autograd.grad((gradient * direction).sum(), weight)[0]
+
+    outputs = model(**UNLABELLED, output_hidden_states=True)
+    score = algorithm_1(stack(outputs.hidden_states[1:], MASK), sigma(), ZETA, torch.linalg.eigvalsh)
+    expected = product(WEIGHT * (1 - score))
+    with attach(model, istar()) as watch:
+        model(**UNLABELLED)
+        assert_close(product(watch.loss()), expected, rtol=1e-8, atol=1e-10)
+    assert expected.norm() > 1e-4
+
+
+def test_products_in_bfloat16_refuse_a_second_derivative_in_one_line():
+    model = Tower()
+    with attach(model, istar(compute="bfloat16"), modules=model.layers) as watch:
+        model(POINTS)
+        with pytest.raises(UserError, match="no second derivative; use compute='float32'") as error:
+            torch.autograd.grad(watch.loss(), list(model.parameters()), create_graph=True)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("tokens", [2, 600])
+def test_a_state_that_is_modified_in_place_after_it_was_read_is_refused(tokens):
+    class InPlace(Tower):
+        def forward(self, points: Tensor) -> Tensor:
+            for layer in self.layers:
+                points = layer(points).add_(1)
+            return points
+
+    model = InPlace()
+    with attach(model, istar(), modules=model.layers[:2]) as watch:
+        # Read when the pass has ended: the states are then what they were changed to.
+        model(torch.randn(3, tokens, WIDTH, dtype=torch.float64))
+        watch.loss().backward()
+    states = [layer(torch.randn(3, tokens, WIDTH, dtype=torch.float64)) for layer in model.layers]
+    loss = istar()([states[0], *states])
+    states[1].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+# Precision and compilation ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["bert", "albert", "llama"])
+def test_under_autocast_the_states_are_those_that_the_model_returns(name):
+    if name == "albert":
+        config = hf.AlbertConfig(**SHAPE, embedding_size=8)
+        model = hf.AlbertForSequenceClassification(config).train()
+    else:
+        model = (bert() if name == "bert" else llama()).float()
+    inputs = INPUTS if name != "llama" else UNLABELLED
+    with torch.autocast("cpu", torch.bfloat16):
+        states = seeded_pass(model, inputs, 1, output_hidden_states=True).hidden_states[1:]
+        penalty = Recording()
+        with attach(model, penalty) as watch:
+            seeded_pass(model, inputs, 1)
+            loss = watch.loss()
+    assert_equal(penalty.received, states)
+    assert loss.dtype == torch.float32
+    exact = algorithm_1(stack([state.double() for state in states], MASK), sigma(), ZETA)
+    assert_close(loss.double(), WEIGHT * (1 - exact), rtol=1e-5, atol=0)
+    loss.backward()
+    assert all(parameter.grad is None or parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+@pytest.fixture
+def backend():
+    """Dynamo's graphs, without a compiler behind them: tracing alone takes seconds."""
+    torch._dynamo.reset()
+    yield "eager"
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's own, while it traces
+def test_a_compiled_layer_and_its_hooks_have_the_value_and_gradient_of_eager_ones(backend):
+    expected = naive_gradients(Tower(), POINTS, MASK, [1, 2, 3])
+    model = Tower()
+    with attach(model, istar(), modules=model.layers) as watch:
+        states = torch.compile(model, backend=backend)(POINTS, MASK)
+        assert_close(gradients(model, watch.loss() + states[-1].square().sum()), expected, **CLOSE)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("layers", ["all", "with_embeddings"])
+@pytest.mark.parametrize("make", [bert, llama])
+def test_a_compiled_model_has_the_value_and_gradient_of_an_eager_one(make, layers, backend):
+    model = make().eval()
+    inputs = INPUTS if make is bert else {**UNLABELLED, "labels": IDS}
+    check(model, inputs, layers, to_run=torch.compile(model, backend=backend))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("part", ["whole", "base", "layers"])
+def test_what_was_compiled_and_called_before_is_refused_or_right(part, backend):
+    """Which of the two depends on what torch recompiles for new hooks."""
+    model = bert().eval()
+    parts = {"whole": [model], "base": [model.bert], "layers": list(model.bert.encoder.layer)}[part]
+    for module in parts:
+        module.compile(backend=backend)
+    states = model(**INPUTS, output_hidden_states=True).hidden_states
+    model(**INPUTS)
+    refusal = ""
+    with attach(model, istar()) as watch:
+        try:
+            model(**INPUTS)
+            loss = watch.loss()
+        except UserError as error:
+            refusal, loss = str(error), istar()(states, MASK)
+    assert_close(loss, istar()(states, MASK), **CLOSE)
+    assert not refusal or "compiled" in refusal
+
+
+def test_layers_whose_hooks_are_not_called_are_refused_by_name():
+    """As those of layers that were compiled before may be: fewer points than there are would be a wrong number."""
+    model = bert()
+    model.bert.encoder.layer[1].forward, skipped = (lambda state, *_, **__: state), model.bert.encoder.layer[1]
+    with attach(model, istar()):
+        skipped._forward_hooks.clear()
+        with pytest.raises(
+            UserError, match="BertModel called 2 layers; expected a call of all 3: attach before"
+        ) as error:
+            model(**INPUTS)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,250 @@
+"""The shrinkage covariance of a model's hidden states, and what computing it must leave alone."""
+
+import copy
+import math
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+from torch.testing import assert_close
+
+from istar.errors import NonFiniteError, UserError
+from istar.regularizers import CosReg, IStar, attach, shrinkage_covariance
+from tests.oracles import stack
+
+WIDTH = 16
+SHAPE: dict[str, Any] = {
+    "hidden_size": WIDTH, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 24,
+    "vocab_size": 40, "initializer_range": 0.2, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def model() -> hf.PreTrainedModel:
+    torch.manual_seed(0)
+    return hf.BertForSequenceClassification(hf.BertConfig(**SHAPE)).train()
+
+
+def batches(number: int = 4, size: int = 3, tokens: int = 6) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    made = []
+    for _ in range(number):
+        lengths = torch.randint(2, tokens + 1, (size, 1), generator=generator)
+        mask = (torch.arange(tokens) < lengths).long()
+        ids = torch.randint(3, 40, (size, tokens), generator=generator) * mask
+        made.append({"input_ids": ids, "attention_mask": mask, "labels": torch.zeros(size, dtype=torch.long)})
+    return made
+
+
+def naive(encoder: nn.Module, data: list[dict[str, torch.Tensor]], numbers: list[int], padding: bool = False) -> Any:
+    """np.cov of the stacked states, in eval mode; and their number."""
+    encoder = copy.deepcopy(encoder).eval()
+    points = []
+    with torch.no_grad():
+        for batch in data:
+            states = encoder(**batch, output_hidden_states=True).hidden_states
+            points.append(stack([states[n] for n in numbers], None if padding else batch["attention_mask"]))
+    together = torch.cat(points).double().numpy()
+    return torch.from_numpy(np.cov(together, rowvar=False)), len(together)
+
+
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+@pytest.mark.parametrize("padding", [False, True])
+@pytest.mark.parametrize(("layers", "numbers"), [("all", [1, 2, 3]), ("last", [3]), ("with_embeddings", [0, 1, 2, 3])])
+def test_it_is_the_covariance_of_the_stacked_hidden_states(layers, numbers, padding):
+    encoder = model()
+    expected, points = naive(encoder, batches(), numbers, padding)
+    actual = shrinkage_covariance(encoder, batches(), layers=layers, include_padding=padding)
+    assert actual.dtype == torch.float32
+    assert_close(actual.double(), expected, **CLOSE)
+    penalty = IStar(1.0, 0.2, layers, include_padding=padding)
+    with attach(encoder, penalty) as watch:
+        assert watch.refresh(batches()) == points
+    assert torch.equal(penalty.shrinkage_covariance, actual)
+
+
+@pytest.mark.parametrize("num_points", [2, 30, 31, 100, 10**6])
+def test_batches_are_taken_until_there_are_enough_points(num_points):
+    encoder, data, taken, points = model(), batches(), 0, 0
+    while points < num_points and taken < len(data):
+        points += 3 * int(data[taken]["attention_mask"].sum())
+        taken += 1
+    drawn: list[int] = []
+
+    def loader():
+        for number, batch in enumerate(data):
+            drawn.append(number)
+            yield batch
+
+    penalty = IStar(1.0, "auto")
+    with attach(encoder, penalty) as watch:
+        assert watch.refresh(loader(), num_points) == points
+    expected, _ = naive(encoder, data[:taken], [1, 2, 3])
+    assert_close(penalty.shrinkage_covariance.double(), expected, **CLOSE)
+    # One batch ahead at most.
+    assert taken <= len(drawn) <= taken + 1
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.3, 0.9])
+def test_momentum_keeps_a_share_of_the_previous_one(momentum):
+    encoder, penalty = model(), IStar(1.0, 0.2)
+    first, second = (naive(encoder, batches()[i : i + 2], [1, 2, 3])[0] for i in (0, 2))
+    with attach(encoder, penalty) as watch:
+        watch.refresh(batches()[:2], momentum=momentum)
+        assert_close(penalty.shrinkage_covariance.double(), first, **CLOSE)
+        watch.refresh(batches()[2:], momentum=momentum)
+    assert_close(penalty.shrinkage_covariance.double(), momentum * first + (1 - momentum) * second, **CLOSE)
+
+
+def test_penalties_without_a_shrinkage_covariance_run_no_pass():
+    def loader():
+        raise AssertionError
+        yield
+
+    for penalty in (CosReg(1.0), IStar(1.0, 0), IStar(1.0, 0, estimator="unbiased")):
+        with attach(model(), penalty) as watch:
+            assert watch.refresh(loader()) == 0
+
+
+def states_of_generators() -> list[Any]:
+    return [torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()]
+
+
+def test_modes_and_random_numbers_are_as_they_were_whatever_the_loader_draws():
+    encoder = model()
+    encoder.bert.encoder.layer[1].eval()
+    modes = [module.training for module in encoder.modules()]
+    during = []
+
+    class Data(torch.utils.data.Dataset):
+        def __len__(self):
+            return 12
+
+        def __getitem__(self, index):
+            torch.rand(1)
+            random.random()
+            np.random.rand()
+            during.append(any(module.training for module in encoder.modules()))
+            batch = batches(1, 12)[0]
+            return {name: value[index] for name, value in batch.items()}
+
+    loader = torch.utils.data.DataLoader(Data(), batch_size=4, shuffle=True)
+    random.seed(1)
+    np.random.seed(1)
+    before = states_of_generators()
+    with attach(encoder, IStar(1.0, 0.2)) as watch:
+        first = watch.refresh(loader)
+    after = states_of_generators()
+    assert torch.equal(before[0], after[0])
+    assert before[1] == after[1]
+    assert (before[2] == after[2]).all()
+    assert first == 3 * batches(1, 12)[0]["attention_mask"].sum()
+    assert [module.training for module in encoder.modules()] == modes
+    # The loader fetches its first batch before the first pass, in eval mode like the others.
+    assert not any(during)
+    assert torch.is_grad_enabled()
+
+
+def test_modes_and_random_numbers_are_as_they_were_after_an_error():
+    encoder = model()
+
+    def loader():
+        yield batches()[0]
+        torch.rand(1)
+        np.random.rand()
+        raise ZeroDivisionError
+
+    before = states_of_generators()
+    hooks = [len(module._forward_hooks) for module in encoder.modules()]
+    with pytest.raises(ZeroDivisionError):
+        shrinkage_covariance(encoder, loader())
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert (before[2] == np.random.get_state()[1]).all()
+    assert all(module.training for module in encoder.modules())
+    assert [len(module._forward_hooks) for module in encoder.modules()] == hooks
+
+
+def test_batches_may_be_mappings_tuples_or_tensors():
+    base, data = model().bert, batches()
+    expected = shrinkage_covariance(base, data)
+    assert torch.equal(shrinkage_covariance(base, [(b["input_ids"], b["attention_mask"]) for b in data]), expected)
+    assert torch.equal(shrinkage_covariance(base, [hf.BatchEncoding(batch) for batch in data]), expected)
+    unmasked = [{"input_ids": b["input_ids"], "attention_mask": torch.ones_like(b["input_ids"])} for b in data]
+    without_mask, _ = naive(base, unmasked, [1, 2, 3])
+    assert_close(shrinkage_covariance(base, [b["input_ids"] for b in data]).double(), without_mask, **CLOSE)
+
+
+def test_a_refresh_between_a_pass_and_its_loss_leaves_that_pass_alone():
+    encoder, penalty = model(), IStar(1.0, 0.2)
+    batch = batches()[0]
+    with attach(encoder, penalty) as watch:
+        watch.refresh(batches())
+        encoder(**batch)
+        watch.refresh(batches())
+        loss = watch.loss()
+    assert loss.requires_grad
+    assert penalty.last.points == 3 * batch["attention_mask"].sum()
+
+
+def test_under_autocast_it_is_that_of_the_states_in_that_precision():
+    encoder = model()
+    exact = shrinkage_covariance(encoder, batches())
+    with torch.autocast("cpu", torch.bfloat16):
+        coarse = shrinkage_covariance(encoder, batches())
+        expected, _ = naive(encoder, batches(), [1, 2, 3])
+    assert coarse.dtype == torch.float32
+    assert_close(coarse.double(), expected, **CLOSE)
+    assert not torch.equal(coarse, exact)
+
+
+def test_named_modules_have_a_shrinkage_covariance_too():
+    torch.manual_seed(0)
+    tower = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
+    points = torch.randn(50, 4)
+    inner = tower[1](tower[0](points))
+    expected = np.cov(torch.cat([inner, tower(points)]).detach().numpy(), rowvar=False)
+    actual = shrinkage_covariance(tower, points.split(20), modules=[tower[1], tower[3]])
+    assert_close(actual.double(), torch.from_numpy(expected), **CLOSE)
+
+
+def broken() -> hf.PreTrainedModel:
+    encoder = model()
+    encoder.bert.encoder.layer[0].output.dense.weight.data.fill_(math.nan)
+    return encoder
+
+
+WRONG = [
+    (lambda: shrinkage_covariance(model(), []), "0 points have no covariance; expected at least 2"),
+    (lambda: shrinkage_covariance(model(), batches(), num_points=1), "num_points is 1; expected at least 2"),
+    (lambda: shrinkage_covariance(broken(), batches()), "the shrinkage covariance is not finite"),
+    (lambda: shrinkage_covariance(model(), batches(), layers=[4]), "layer 4 does not exist"),
+    (
+        lambda: attach(model(), IStar(1.0, 0.2)).refresh(batches(), momentum=1),
+        "momentum is 1; expected",
+    ),
+    (lambda: attach(model(), IStar(1.0, 0.2)).refresh(batches(), momentum=-0.1), r"momentum is -0\.1"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), WRONG, ids=[message[:20] for _, message in WRONG])
+def test_what_has_no_shrinkage_covariance_is_refused_in_one_line(call, message):
+    with pytest.raises(UserError, match=message) as error:
+        call()
+    assert "\n" not in str(error.value)
+    assert isinstance(error.value, NonFiniteError) == ("finite" in message)
+
+
+def test_a_refresh_that_fails_leaves_the_old_one():
+    encoder, penalty = model(), IStar(1.0, 0.2)
+    with attach(encoder, penalty) as watch:
+        watch.refresh(batches())
+        old = penalty.shrinkage_covariance.clone()
+        encoder.bert.encoder.layer[0].output.dense.weight.data.fill_(math.nan)
+        with pytest.raises(NonFiniteError):
+            watch.refresh(batches())
+    assert torch.equal(penalty.shrinkage_covariance, old)
