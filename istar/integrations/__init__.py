@@ -1,0 +1,1 @@
+"""The penalty in other libraries' trainers; each module imports its library when it is imported."""

@@ -1,0 +1,209 @@
+"""The penalty in any LightningModule: a callback, and one line in the module's `training_step`."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor, nn
+
+from istar.errors import UserError
+from istar.integrations.loaders import second_pass
+from istar.measures.processes import world_size
+from istar.regularizers import IStar, Penalty, Watch, attach
+from istar.regularizers.shrinkage import NUM_POINTS
+
+
+class PenaltyCallback(L.Callback):
+    """Attaches a penalty to the model within a LightningModule, refreshes its Sigma_S, and logs and saves it.
+
+    Callbacks cannot change a loss, so `training_step` adds the penalty:
+
+    >>> import istar, lightning, torch, transformers
+    >>> class Classifier(lightning.LightningModule):
+    ...     def __init__(self, penalty):
+    ...         super().__init__()
+    ...         self.penalty = penalty
+    ...         config = transformers.BertConfig(
+    ...             hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=50
+    ...         )
+    ...         self.model = transformers.BertForSequenceClassification(config)
+    ...
+    ...     def training_step(self, batch, batch_idx):
+    ...         return self.model(**batch).loss + self.penalty.loss()
+    ...
+    ...     def configure_optimizers(self):
+    ...         return torch.optim.AdamW(self.parameters(), lr=1e-3)
+    >>> penalty = PenaltyCallback(istar.IStar(weight=-1.0, zeta=0.4))
+    >>> rows = [{"input_ids": torch.randint(50, (12,)), "labels": torch.tensor(i % 2)} for i in range(16)]
+    >>> loader = torch.utils.data.DataLoader(rows, batch_size=4, shuffle=True)
+    >>> quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    >>> trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", callbacks=[penalty], **quiet)
+    >>> trainer.fit(Classifier(penalty), loader)
+    >>> sorted(trainer.callback_metrics)
+    ['train/isoscore_star', 'train/penalty', 'train/points']
+
+    It logs `train/penalty` (weighted, as it enters the loss), the score, `train/points`, the size of the cloud, and
+    `train/zeta` where it is estimated, on the logging steps of the trainer. With gradient accumulation each micro-batch
+    is a cloud by itself, and the gradient is that of the mean over micro-batches of task loss and penalty. Checkpoints
+    hold Sigma_S; a penalty with `sync=False` has one per process, and then all processes must save together, as
+    Lightning's do.
+
+    Args:
+        penalty: `IStar`, `CosReg` or any other `Penalty`.
+        model: name of the module's attribute with the model, or a function of the LightningModule that returns the
+            model; see `istar.attach`.
+        loader: batches for Sigma_S, in random order, as the model takes them: see `istar.Watch.refresh`. By default
+            the trainer's train dataloader, in a second pass, in an order of its own, that leaves the training's batches
+            and all global random number generators alone.
+        refresh: when to compute Sigma_S: `epoch` (before each epoch), a number of optimizer steps, or None (never: it
+            is set beforehand). Not needed, it is not computed: for zeta 0, `CosReg`, or lambda 0.
+        num_points: points in Sigma_S.
+        momentum: how much of the previous Sigma_S to keep, in [0, 1).
+        weight_schedule: lambda as a function of the number of optimizer steps so far.
+        modules: for a model that is not of transformers: function of the LightningModule that returns the modules whose
+            outputs are the hidden states.
+
+    Raises:
+        UserError: for a `refresh` that is none of these.
+    """
+
+    def __init__(
+        self,
+        penalty: Penalty,
+        model: str | Callable[[L.LightningModule], nn.Module] = "model",
+        loader: Iterable[Any] | None = None,
+        refresh: str | int | None = "epoch",
+        num_points: int = NUM_POINTS,
+        momentum: float = 0.0,
+        weight_schedule: Callable[[int], float] | None = None,
+        modules: Callable[[L.LightningModule], Sequence[nn.Module]] | None = None,
+    ) -> None:
+        if not (refresh in ("epoch", None) or (type(refresh) is int and refresh > 0)):
+            raise UserError(f"refresh is {refresh!r}; expected 'epoch', a number of optimizer steps, or None")
+        self.penalty = penalty
+        self.model = model
+        self.loader = loader
+        self.refresh = refresh
+        self.num_points = num_points
+        self.momentum = momentum
+        self.weight_schedule = weight_schedule
+        self.modules = modules
+        self._watch: Watch | None = None
+        self._step_of_refresh: int | None = None
+
+    def loss(self) -> Tensor:
+        """The weighted penalty of the latest forward pass, for `training_step`: see `istar.Watch.loss`.
+
+        Returns:
+            0-d tensor. 0 where gradients are disabled, as in validation, so that steps may share code.
+
+        Raises:
+            UserError: if the callback is not among the trainer's, or no forward pass was read.
+        """
+        if not torch.is_grad_enabled():
+            return torch.zeros(())
+        if self._watch is None:
+            raise UserError("the PenaltyCallback is attached to no model: Trainer(callbacks=[penalty_callback])")
+        return self._watch.loss()
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._remove()
+        self._step_of_refresh = None
+        modules = None if self.modules is None else self.modules(pl_module)
+        self._watch = attach(self._find_model(pl_module), self.penalty, modules)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        # A Sigma_S from a checkpoint is on the CPU.
+        self.penalty.to(pl_module.device)
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        step = trainer.global_step
+        if self.weight_schedule is not None:
+            self.penalty.weight = self.weight_schedule(step)
+        if self._is_refresh_due(step, batch_idx):
+            self._step_of_refresh = step
+            self._refresh(trainer)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self.penalty.weight == 0:
+            return
+        terms = self.penalty.last
+        if terms is None:
+            raise UserError("training_step did not call loss() of the PenaltyCallback; add it to the task loss")
+        # Tensors stay on their device until the trainer writes its logs.
+        values = {"penalty": self.penalty.weight * terms.value, self.penalty.measure: terms.score}
+        values |= {"points": terms.points} | ({} if terms.zeta is None else {"zeta": terms.zeta})
+        pl_module.log_dict({f"train/{name}": value for name, value in values.items()})
+
+    def state_dict(self) -> dict[str, Any]:
+        state = {name: value.cpu() for name, value in self.penalty.state_dict().items()}
+        states: list[Any] = [state]
+        if self._differs_between_processes():
+            states = [None] * world_size()
+            dist.all_gather_object(states, state)
+        return {"penalties": states}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        states = state_dict["penalties"]
+        if len(states) not in (1, world_size()):
+            raise UserError(
+                f"the checkpoint holds a penalty's state for each of {len(states)} processes; expected "
+                f"{world_size()}: resume with as many processes as before"
+            )
+        self.penalty.load_state_dict(states[0] if len(states) == 1 else states[dist.get_rank()])
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._remove()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._remove()
+
+    def _find_model(self, pl_module: L.LightningModule) -> nn.Module:
+        if not isinstance(self.model, str):
+            return self.model(pl_module)
+        try:
+            return pl_module.get_submodule(self.model)
+        except AttributeError as error:
+            raise UserError(
+                f"{type(pl_module).__name__} has no module {self.model!r}; name the attribute with the model: "
+                "PenaltyCallback(penalty, model=...)"
+            ) from error
+
+    def _is_refresh_due(self, step: int, batch_idx: int) -> bool:
+        penalty = self.penalty
+        is_needed = isinstance(penalty, IStar) and penalty.needs_shrinkage_covariance
+        if self.refresh is None or not is_needed or (penalty.weight == 0 and self.weight_schedule is None):
+            return False
+        if penalty.shrinkage_covariance is None:
+            return True
+        if self.refresh == "epoch":
+            return batch_idx == 0
+        # The micro-batches of one optimizer step share its number.
+        return step % int(self.refresh) == 0 and step != self._step_of_refresh
+
+    def _refresh(self, trainer: L.Trainer) -> None:
+        assert self._watch is not None
+        with trainer.precision_plugin.train_step_context():
+            self._watch.refresh(self._batches(trainer), self.num_points, self.momentum)
+
+    def _batches(self, trainer: L.Trainer) -> Iterator[Any]:
+        loader = trainer.train_dataloader if self.loader is None else self.loader
+        if self.loader is None and isinstance(loader, Mapping | list | tuple | CombinedLoader):
+            raise UserError("there are several train dataloaders; name one for Sigma_S: PenaltyCallback(loader=...)")
+        for batch in second_pass(loader, trainer.global_step):
+            yield trainer.precision_plugin.convert_input(batch)
+
+    def _differs_between_processes(self) -> bool:
+        return world_size() > 1 and (not self.penalty.sync or self.penalty.group is not None)
+
+    def _remove(self) -> None:
+        if self._watch is not None:
+            self._watch.remove()
+            self._watch = None

@@ -1,0 +1,230 @@
+"""The penalty in sentence-transformers: a loss that adds it to another loss, and a callback that refreshes Sigma_S."""
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Transformer
+from torch import Tensor, nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from istar.errors import UserError
+from istar.integrations.loaders import second_pass
+from istar.regularizers import IStar, Penalty, attach, select_layers
+from istar.regularizers.model_layers import find_base_model
+from istar.regularizers.points import Tokens
+from istar.regularizers.shrinkage import NUM_POINTS
+
+SETTINGS = ("tokens", "pooled")
+
+
+class PenaltyLoss(nn.Module):
+    """Another loss of sentence-transformers, plus a penalty on the hidden states or embeddings of all its columns.
+
+    >>> import datasets, istar, tempfile, transformers
+    >>> from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
+    >>> from sentence_transformers import SentenceTransformerTrainingArguments
+    >>> from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+    >>> from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+    >>> folder = tempfile.mkdtemp()
+    >>> words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "dog", "sat", "ran", "away"]
+    >>> tokenizer = transformers.BertTokenizer(vocab={word: i for i, word in enumerate(words)})
+    >>> config = transformers.BertConfig(
+    ...     hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=11
+    ... )
+    >>> _ = tokenizer.save_pretrained(folder), transformers.BertModel(config).save_pretrained(folder)
+    >>> model = SentenceTransformer(modules=[Transformer(folder), Pooling(16)], device="cpu")
+    >>> pairs = {"anchor": ["the cat sat", "the dog ran"] * 4, "positive": ["a cat", "dog"] * 4}
+    >>> loss = PenaltyLoss(model, MultipleNegativesRankingLoss(model), istar.IStar(weight=-1.0, zeta=0.4))
+    >>> args = SentenceTransformerTrainingArguments(
+    ...     folder, per_device_train_batch_size=4, max_steps=2, report_to="none", use_cpu=True
+    ... )
+    >>> trainer = SentenceTransformerTrainer(
+    ...     model, args, train_dataset=datasets.Dataset.from_dict(pairs), loss=loss, callbacks=[RefreshCallback(loss)]
+    ... )
+    >>> _ = trainer.train()  # doctest: +ELLIPSIS
+    {'train_runtime': ...}
+    >>> loss.penalty.last.points.item() > 0
+    True
+
+    The trainer adds up the components and logs each by its name. With gradient accumulation each micro-batch is a cloud
+    by itself, and the gradient is that of the mean over micro-batches of loss and penalty. In evaluation, without
+    gradients, there is no penalty.
+
+    Args:
+        model: the model that is trained.
+        loss: any loss on the model that runs it with gradients; not one that computes embeddings again in its backward
+            pass, such as `CachedMultipleNegativesRankingLoss`.
+        penalty: `IStar`, `CosReg` or any other `Penalty`.
+        on: `tokens`: the cloud is the union over all columns of the hidden states of the penalty's layers; or
+            `pooled`: of the sentence embeddings, one point for each text.
+
+    Raises:
+        UserError: if `on` is neither, or the model's hidden states cannot be read.
+    """
+
+    def __init__(self, model: SentenceTransformer, loss: nn.Module, penalty: Penalty, on: str = "tokens") -> None:
+        super().__init__()
+        if on not in SETTINGS:
+            raise UserError(f"on is {on!r}; expected one of {', '.join(SETTINGS)}")
+        # The trainer replaces this attribute, here and in the inner loss, by the model as it has wrapped it.
+        self.model: nn.Module = model
+        self.loss = loss
+        self.penalty = penalty
+        self.on = on
+        # In a tuple, so that it is no submodule, which the trainer would replace, too.
+        self._unwrapped = (model,)
+        self._is_reading = False
+        # The layers or embeddings of all passes that one loss makes; None before the first.
+        self._summaries: list[Any] | None = None
+        if on == "pooled":
+            model[-1].register_forward_hook(self._read_embeddings)
+            return
+        base_model = find_base_model(model)
+        self._argument_names = set(inspect.signature(base_model.forward).parameters)
+        transformers = [module for module in model.modules() if isinstance(module, Transformer)]
+        if len(transformers) != 1:
+            raise UserError(f"the model has {len(transformers)} transformers; expected 1, or use on='pooled'")
+        # It calls `forward` of the transformers model directly, so that the hooks of `istar.attach` would not run.
+        transformers[0].register_forward_pre_hook(self._ask_for_hidden_states)
+        transformers[0].register_forward_hook(self._read_hidden_states, always_call=True)
+
+    def forward(
+        self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """The components of the wrapped loss (`task_loss`, if it has none) and `penalty`, which is weighted.
+
+        Raises:
+            UserError: if the wrapped loss did not run the model with gradients.
+        """
+        self._is_reading = torch.is_grad_enabled() and self.penalty.weight != 0
+        self._summaries = None
+        try:
+            loss = self.loss(sentence_features, labels)
+        finally:
+            is_penalized, self._is_reading = self._is_reading, False
+            summaries, self._summaries = self._summaries, None
+        components = dict(loss) if isinstance(loss, Mapping) else {"task_loss": loss}
+        if not is_penalized:
+            return components
+        if summaries is None:
+            raise UserError(
+                f"{type(self.loss).__name__} does not run the model with gradients, as losses that compute embeddings "
+                "again in the backward pass; wrap its counterpart without a cache"
+            )
+        return components | {"penalty": self.penalty.combine(summaries)}
+
+    def refresh(self, loader: Iterable[Any], num_points: int = NUM_POINTS, momentum: float = 0.0) -> int:
+        """Compute Sigma_S from the batches of the trainer's dataloader; see `istar.Watch.refresh`.
+
+        Returns:
+            The number of points used.
+        """
+        [model] = self._unwrapped
+        if self.on == "tokens":
+            watch = attach(model, self.penalty)
+        else:
+            pooled = _Pooled(model)
+            watch = attach(pooled, self.penalty, [pooled.embeddings])
+        with watch:
+            return watch.refresh(self._columns(loader), num_points, momentum)
+
+    def _is_active(self) -> bool:
+        return self._is_reading and torch.is_grad_enabled()
+
+    def _ask_for_hidden_states(self, module: Transformer, args: Any) -> None:
+        self._config_before = module.model.config.output_hidden_states
+        if self._is_active():
+            module.model.config.output_hidden_states = True
+
+    def _read_hidden_states(self, module: Transformer, args: Any, output: dict[str, Any] | None) -> None:
+        module.model.config.output_hidden_states = self._config_before
+        # Without an output, the pass has failed.
+        if self._is_active() and output is not None:
+            for state in select_layers(output["all_layer_embeddings"], self.penalty.layers):
+                self._add(state, output.get("attention_mask"))
+
+    def _read_embeddings(self, module: nn.Module, args: Any, output: dict[str, Any]) -> None:
+        if self._is_active():
+            self._add(output["sentence_embedding"], None)
+
+    def _add(self, points: Tensor, mask: Tensor | None) -> None:
+        # A loss may call the model once for each column.
+        self._summaries = [*(self._summaries or []), self.penalty.summarize(points, Tokens(mask))]
+
+    def _columns(self, loader: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
+        """The inputs of each column: the trainer's batches have them all in one mapping, with the column as prefix."""
+        for batch in loader:
+            prefixes = [name.removesuffix("input_ids") for name in batch if name.endswith("input_ids")]
+            for prefix in prefixes:
+                features = {name.removeprefix(prefix): batch[name] for name in batch if name.startswith(prefix)}
+                if self.on == "tokens":
+                    yield {name: value for name, value in features.items() if name in self._argument_names}
+                else:
+                    yield [features]
+
+
+class _Pooled(nn.Module):
+    """A model whose layer is the sentence embeddings."""
+
+    def __init__(self, model: SentenceTransformer) -> None:
+        super().__init__()
+        self.model = model
+        self.embeddings = nn.Identity()
+
+    def forward(self, features: dict[str, Any]) -> Tensor:
+        embeddings: Tensor = self.embeddings(self.model(features)["sentence_embedding"])
+        return embeddings
+
+
+class RefreshCallback(TrainerCallback):
+    """Computes the Sigma_S of a `PenaltyLoss` before each epoch, and keeps it in the trainer's checkpoints.
+
+    The batches are those of the trainer's train dataloader, in a second pass, in an order of its own, that leaves
+    the training's batches and all global random number generators alone.
+
+    Args:
+        loss: the loss that the trainer is given.
+        num_points: points in Sigma_S.
+        momentum: how much of the previous Sigma_S to keep, in [0, 1).
+    """
+
+    def __init__(self, loss: PenaltyLoss, num_points: int = NUM_POINTS, momentum: float = 0.0) -> None:
+        self.loss = loss
+        self.num_points = num_points
+        self.momentum = momentum
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        saved = self._file(args, state)
+        if state.global_step > 0 and saved.exists():
+            self.loss.penalty.load_state_dict(torch.load(saved, map_location=args.device))
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        penalty = self.loss.penalty
+        if not isinstance(penalty, IStar) or penalty.weight == 0:
+            return
+        # A training that resumes in the middle of an epoch goes on with the Sigma_S of that epoch.
+        is_resumed = state.epoch is not None and not float(state.epoch).is_integer()
+        if is_resumed and penalty.shrinkage_covariance is not None:
+            return
+        dtype = torch.bfloat16 if args.bf16 else torch.float16
+        with torch.autocast(args.device.type, dtype, enabled=args.bf16 or args.fp16):
+            batches = second_pass(kwargs["train_dataloader"], state.global_step)
+            self.loss.refresh(batches, self.num_points, self.momentum)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        file = self._file(args, state)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(self.loss.penalty.state_dict(), file)
+
+    def _file(self, args: TrainingArguments, state: TrainerState) -> Path:
+        """One for each process, whose matrices differ with `sync=False`."""
+        assert args.output_dir is not None
+        return Path(args.output_dir, f"checkpoint-{state.global_step}", f"penalty_{args.process_index}.pt")

@@ -1,0 +1,324 @@
+"""I-STAR and CosReg in the `Trainer` of transformers, and in trainers derived from it, such as trl's `SFTTrainer`."""
+
+import random
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
+
+from istar.errors import UserError
+from istar.files import replacing
+from istar.regularizers.attach import Watch, attach
+from istar.regularizers.base import Penalty
+from istar.regularizers.istar import IStar
+from istar.regularizers.shrinkage import NUM_POINTS, eval_mode, unchanged_random_numbers
+
+if TYPE_CHECKING:
+    _Base = Trainer
+else:
+    _Base = object
+
+
+class PenaltyMixin(_Base):
+    """Adds a penalty on hidden states to the loss of a `Trainer`: `class MyTrainer(PenaltyMixin, Trainer)`.
+
+    The mixin stands before the trainer, whose `compute_loss` may be anything that calls the model once with gradients.
+    The hidden states are read by hooks while `train` runs. trl's `SFTTrainer`, whose fused head returns no hidden
+    states, works like any other; tell the mixin how that trainer normalizes its loss:
+
+        class PenaltySFTTrainer(PenaltyMixin, SFTTrainer):
+            task_loss_is_normalized = True
+
+    **Gradient accumulation.** The gradient of an optimizer step is that of the mean, over its micro-batches, of task
+    loss and weighted penalty; with several processes, each penalty is that of the union of their micro-batches.
+    `Trainer` does not always compute that mean of the task loss: for models that accept `num_items_in_batch` but do not
+    use it, which in current versions includes sequence classification and question answering, `Trainer` sums the task
+    loss over the micro-batches, and over the processes if `average_tokens_across_devices` is set. The penalty is then
+    summed alike, so that lambda keeps its meaning relative to the task loss.
+
+    **Shrinkage covariance.** Sigma_S is computed on batches of the training data, in eval mode and in the precision of
+    the training. No random number of the training changes by it. The penalty's state is saved in each checkpoint, and
+    loaded when training resumes from it. Where a checkpoint has none, a warning says so, and Sigma_S is computed anew
+    if `refresh` is set; otherwise the Sigma_S that the penalty already has is used.
+
+    **Logs.** Beside `loss`, the optimized loss including the penalty, the trainer logs the means since the last log of
+    `penalty` (weighted, as it enters the loss), of the score under its name (`isoscore_star`), of `points` (number of
+    points in one penalty) and, where it is estimated, of `zeta`. The losses of evaluations hold no penalty.
+
+    Not supported are `nn.DataParallel` and losses over several passes with gradients, whose last pass alone would
+    count. DeepSpeed, tensor, context and sequence parallelism are not tested.
+
+    Args:
+        penalty: `istar.IStar`, `istar.CosReg` or any other `Penalty`.
+        refresh: when to compute Sigma_S: `epoch`, before each epoch; a number n, before the first and then every n
+            optimizer steps; None, never: set `penalty.shrinkage_covariance` yourself.
+        num_points: see `istar.Watch.refresh`.
+        momentum: see `istar.Watch.refresh`.
+        weight_schedule: returns lambda for a training progress from 0 to 1; called before each optimizer step. None
+            keeps `penalty.weight`.
+
+    Other arguments are those of the trainer, by position or name.
+
+    Attributes:
+        task_loss_is_normalized: whether `compute_loss` divides the task loss by `num_items_in_batch`, the number of
+            items in all micro-batches of a step. None, the default, finds out when it matters: the task loss of one
+            micro-batch is computed two or three times in eval mode. Set it for a trainer whose `compute_loss` should
+            not be called more often than its batches, such as `SFTTrainer`, which collects metrics in it.
+
+    Raises:
+        UserError: for a `refresh` that is none of these, and for `nn.DataParallel`.
+    """
+
+    task_loss_is_normalized: bool | None = None
+
+    def __init__(
+        self,
+        *args: Any,
+        penalty: Penalty,
+        refresh: str | int | None = "epoch",
+        num_points: int | None = NUM_POINTS,
+        momentum: float = 0.0,
+        weight_schedule: Callable[[float], float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        is_count = isinstance(refresh, int) and not isinstance(refresh, bool) and refresh > 0
+        if not (refresh is None or refresh == "epoch" or is_count):
+            raise UserError(f"refresh is {refresh!r}; expected epoch, a number of optimizer steps, or None")
+        super().__init__(*args, **kwargs)
+        if self.args.n_gpu > 1:
+            raise UserError(
+                "several GPUs are visible to one process, which would use nn.DataParallel; start one process per GPU "
+                "with torchrun or accelerate launch, or make one GPU visible with CUDA_VISIBLE_DEVICES"
+            )
+        self.penalty = penalty
+        self.refresh = refresh
+        self.num_points = num_points
+        self.momentum = momentum
+        self.weight_schedule = weight_schedule
+        self._watch: Watch | None = None
+        self._checkpoint: Path | None = None
+        self._refresh_loader: Any = None
+        # By what Trainer multiplies a task loss that is not normalized by the number of items.
+        self._process_factor = 1
+        self._term_sums: Tensor | None = None
+        self._num_terms = 0
+        self.add_callback(_PenaltyCallback(self))
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As `Trainer.train`; the model has hooks until it returns."""
+        folder = get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
+        self._checkpoint = Path(folder) if folder else None
+        try:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            self.detach_penalty()
+
+    def attach_penalty(self) -> None:
+        """Attach the penalty to the model; called when training starts."""
+        self.detach_penalty()
+        self.penalty.to(self.args.device)
+        assert isinstance(self.model, nn.Module)
+        self._watch = attach(self.model, self.penalty)
+
+    def detach_penalty(self) -> None:
+        """Take the hooks off the model, if there are any; called when training ends, also by an error."""
+        if self._watch is not None:
+            self._watch.remove()
+        self._watch = self._refresh_loader = self._term_sums = None
+        self._num_terms = 0
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The trainer's loss and, in training, the weighted penalty, scaled as the class describes."""
+        kwargs.update(return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
+        if self._watch is None or not torch.is_grad_enabled():
+            return super().compute_loss(model, inputs, **kwargs)
+        scale = self._penalty_scale(model, inputs, num_items_in_batch)
+        result: Any = super().compute_loss(model, inputs, **kwargs)
+        loss, outputs = result if return_outputs else (result, None)
+        self.penalty.last = None
+        loss = loss + scale * self._watch.loss().to(loss.device)
+        self._add_terms()
+        return (loss, outputs) if return_outputs else loss
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As `Trainer.log`; logs of the training loss get the means of the penalty's terms."""
+        if "loss" in logs:
+            logs.update(self._mean_terms())
+        super().log(logs, *args, **kwargs)
+
+    def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """As `Trainer.save_model`; during training the penalty's state is saved in the same folder."""
+        super().save_model(output_dir, *args, **kwargs)
+        state = self.penalty.state_dict()
+        if self._watch is not None and state and (self.args.should_save or not self.penalty.sync):
+            folder = self.args.output_dir if output_dir is None else output_dir
+            with replacing(self._penalty_file(Path(str(folder)))) as file:
+                file.write(save({name: tensor.contiguous() for name, tensor in state.items()}))
+
+    def load_penalty(self) -> bool:
+        """Load the penalty's state from the checkpoint that training resumes from; returns whether there was one."""
+        if self._checkpoint is None:
+            return False
+        path = self._penalty_file(self._checkpoint)
+        if path.exists():
+            self.penalty.load_state_dict(load_file(path))
+            self.penalty.to(self.args.device)
+        elif isinstance(self.penalty, IStar) and self.penalty.needs_shrinkage_covariance:
+            warnings.warn(
+                f"{path} does not exist: the checkpoint has no shrinkage covariance", UserWarning, stacklevel=2
+            )
+        return path.exists()
+
+    def refresh_penalty(self) -> int:
+        """Compute Sigma_S on batches of the training data; see `istar.Watch.refresh`. Returns the number of points."""
+        assert self._watch is not None
+        with unchanged_random_numbers(self.args.device), self.accelerator.autocast():
+            if self._refresh_loader is None:
+                _seed_data(self.args.seed)
+                self._refresh_loader = self.get_train_dataloader()
+            # After resuming, a refresh uses the same batches as without an interruption.
+            _seed_data(self.args.seed + self.state.global_step)
+            if hasattr(self._refresh_loader, "set_epoch"):
+                self._refresh_loader.set_epoch(self.state.global_step)
+            try:
+                return self._watch.refresh(self._refresh_loader, self.num_points, self.momentum)
+            finally:
+                # A loader of accelerate that is not read to its end would stay the active one.
+                if hasattr(self._refresh_loader, "end"):
+                    self._refresh_loader.end()
+
+    def _penalty_file(self, folder: Path) -> Path:
+        name = "istar_penalty" if self.penalty.sync else f"istar_penalty_rank{self.args.process_index}"
+        return folder / f"{name}.safetensors"
+
+    def _penalty_scale(self, model: nn.Module, inputs: dict[str, Any], num_items: Tensor | int | None) -> float:
+        """The factor of the penalty, decided as `Trainer.training_step` decides whether to divide the loss."""
+        steps = self.current_gradient_accumulation_steps
+        # Before transformers 5.19, Trainer had no such attribute and did not heed it.
+        is_declared_scaled = self.loss_is_scaled_for_ga if hasattr(Trainer, "loss_is_scaled_for_ga") else None
+        if is_declared_scaled is not None:
+            return 1 / steps if is_declared_scaled else 1.0
+        if num_items is None or not (self.model_accepts_loss_kwargs or self.compute_loss_func is not None):
+            # Trainer divides the sum; or it does not divide a task loss that nothing has normalized, see the class.
+            return 1.0
+        if steps == 1 and self.args.world_size == 1:
+            return 1.0
+        if self.task_loss_is_normalized is None:
+            self._find_normalization(model, inputs, num_items)
+        return float(self._process_factor) if self.task_loss_is_normalized is False else 1 / steps
+
+    def _find_normalization(self, model: nn.Module, inputs: dict[str, Any], num_items: Tensor | int) -> None:
+        """Compute the task loss for two numbers of items, to see whether it is divided by that number.
+
+        Where it is not, the ratio of the task losses with and without a number is the factor that makes up for the
+        average over processes. A task loss that is 0 or not finite leaves it open.
+        """
+
+        def total(number: Tensor | int | None) -> float:
+            loss: Any = super(PenaltyMixin, self).compute_loss(model, dict(inputs), num_items_in_batch=number)
+            return float(self.accelerator.reduce(loss.detach().to(self.args.device, torch.float32), "sum"))
+
+        with unchanged_random_numbers(self.args.device), eval_mode(model), torch.no_grad():
+            single, double = total(num_items), total(2 * num_items)
+            if single == 0 or not np.isfinite([single, double]).all():
+                return
+            self.task_loss_is_normalized = double / single < 0.75
+            if not self.task_loss_is_normalized:
+                self._process_factor = max(round(single / total(None)), 1)
+
+    def _add_terms(self) -> None:
+        """Add the terms of the latest penalty to those to be logged, without waiting for a device."""
+        terms = self.penalty.last
+        if terms is not None:
+            weighted = terms._replace(value=self.penalty.weight * terms.value)
+            values = torch.stack([term.float() for term in weighted if term is not None])
+            self._term_sums = values if self._term_sums is None else self._term_sums + values
+            self._num_terms += 1
+
+    def _mean_terms(self) -> dict[str, float]:
+        """The terms' means since the last call; without `sync`, those of all processes."""
+        if self._term_sums is None:
+            return {}
+        means = self._term_sums / self._num_terms
+        if not self.penalty.sync:
+            means = self.accelerator.reduce(means, "mean")
+        self._term_sums, self._num_terms = None, 0
+        return dict(zip(("penalty", self.penalty.measure, "points", "zeta"), means.tolist(), strict=False))
+
+
+class PenaltyTrainer(PenaltyMixin, Trainer):
+    """transformers' `Trainer` with a penalty on hidden states; see `PenaltyMixin` for the penalty's arguments.
+
+    >>> import istar, tempfile
+    >>> from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
+    >>> config = BertConfig(
+    ...     vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
+    ... )
+    >>> examples = [{"input_ids": [i, 7, i + 1, 9], "attention_mask": [1] * 4, "labels": i % 2} for i in range(16)]
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> trainer = PenaltyTrainer(
+    ...     model=BertForSequenceClassification(config),
+    ...     args=TrainingArguments(folder.name, max_steps=2, logging_steps=2, use_cpu=True, report_to="none"),
+    ...     train_dataset=examples,
+    ...     penalty=istar.IStar(weight=-1.0, zeta=0.4),
+    ... )
+    >>> output = trainer.train()  # doctest: +ELLIPSIS
+    {...'loss': ...'penalty': ...'isoscore_star': ...'points': ...}
+    ...
+    >>> trainer.penalty.shrinkage_covariance.shape
+    torch.Size([16, 16])
+    >>> folder.cleanup()
+    """
+
+
+class _PenaltyCallback(TrainerCallback):
+    """Attaches, refreshes and schedules the penalty of a trainer; logs are written by the trainer itself.
+
+    A callback's `on_log` would be too late: the history and the reporters that come first would lack the terms.
+    """
+
+    def __init__(self, trainer: PenaltyMixin) -> None:
+        self.trainer = trainer
+        # Whether the penalty has the state that the next step needs, unless a refresh is due.
+        self.is_loaded = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.attach_penalty()
+        self.is_loaded = self.trainer.load_penalty()
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.trainer.refresh == "epoch":
+            # Training that resumes within an epoch goes on with the Sigma_S of that epoch.
+            if not self.is_loaded or float(state.epoch).is_integer():
+                self.trainer.refresh_penalty()
+            self.is_loaded = False
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        trainer = self.trainer
+        if trainer.weight_schedule is not None:
+            trainer.penalty.weight = trainer.weight_schedule(state.global_step / state.max_steps)
+        if isinstance(trainer.refresh, int):
+            if not self.is_loaded or state.global_step % trainer.refresh == 0:
+                trainer.refresh_penalty()
+            self.is_loaded = True
+
+
+def _seed_data(seed: int) -> None:
+    """Seed what loaders and collators draw from; the generators of accelerators stay as they are."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)

@@ -1,0 +1,51 @@
+"""A loop with accelerate: `backward` divides task loss and penalty by the number of micro-batches alike."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+from torch.utils.data import DataLoader
+
+import istar
+from tests.integrations.naive import (
+    CLOSE,
+    WEIGHT,
+    ZETA,
+    classifier,
+    collate,
+    examples,
+    gradients,
+    penalty_of,
+    task_loss_and_points,
+)
+
+accelerate = pytest.importorskip("accelerate")
+BATCH_SIZE = 3
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 4])
+def test_the_gradient_is_that_of_the_mean_over_micro_batches(accumulation):
+    rows = examples(BATCH_SIZE * accumulation)
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+    model = classifier("gpt2")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(rows, BATCH_SIZE, collate_fn=collate)  # type: ignore[arg-type]
+    model, optimizer, prepared = accelerator.prepare(model, optimizer, loader)
+    watch = istar.attach(model, istar.IStar(WEIGHT, ZETA))
+    watch.refresh(loader)
+
+    steps = []
+    for batch in prepared:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**batch).loss + watch.loss())
+            if accelerator.sync_gradients:
+                steps.append({name: each.grad.clone() for name, each in model.named_parameters()})
+            optimizer.step()
+            optimizer.zero_grad()
+
+    naive = classifier("gpt2")
+    losses = []
+    for first in range(0, len(rows), BATCH_SIZE):
+        task_loss, points = task_loss_and_points(naive, collate(rows[first : first + BATCH_SIZE]))
+        losses.append(task_loss + penalty_of(points, watch.penalty.shrinkage_covariance))
+    [computed] = steps
+    assert_close(computed, gradients(naive, torch.stack(losses).mean()), **CLOSE)

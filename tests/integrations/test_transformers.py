@@ -1,0 +1,602 @@
+"""The penalty in transformers' `Trainer`: gradients against those computed by hand, and all that surrounds a step."""
+
+import copy
+import os
+import random
+import socket
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.testing import assert_close
+from transformers import BertForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
+
+import istar
+from istar.errors import UserError
+from istar.integrations.transformers import PenaltyMixin, PenaltyTrainer
+from tests.integrations.trainers import (
+    collate,
+    expected_gradient,
+    make_examples,
+    make_model,
+    make_sigma,
+    sgd_arguments,
+    task_loss,
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning"),
+    # peft's call.
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`enable_input_require_grads` is deprecated:FutureWarning"),
+]
+
+CLOSE = {"rtol": 1e-9, "atol": 1e-9}
+WEIGHT, ZETA = 3.0, 0.3
+HEEDS_DECLARATIONS = hasattr(Trainer, "loss_is_scaled_for_ga")  # transformers >= 5.19
+
+
+def make_penalty(weight=WEIGHT, **arguments):
+    penalty = istar.IStar(weight, ZETA, **arguments)
+    penalty.shrinkage_covariance = make_sigma()
+    return penalty
+
+
+class Recorder(PenaltyMixin, Trainer):
+    """Keeps the batches that it trains on, and the number of items of a step."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.batches, self.num_items = [], None
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        self.batches.append(dict(inputs))
+        self.num_items = num_items_in_batch
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+class MeanLossTrainer(Trainer):
+    """A `compute_loss` as users write it: the mean over the batch, whatever the number of items; it pops the labels."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = task_loss(outputs, {"labels": labels})
+        return (loss, outputs) if return_outputs else loss
+
+
+class RecorderOfMeans(Recorder, MeanLossTrainer):
+    pass
+
+
+class DeclaredMeans(RecorderOfMeans):
+    loss_is_scaled_for_ga = False
+
+
+class SumOfItems(MeanLossTrainer):
+    """Divides by the items of the whole step, and says so."""
+
+    loss_is_scaled_for_ga = True
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return len(inputs["labels"]) / num_items_in_batch * super().compute_loss(model, inputs)
+
+
+class RecorderOfSums(Recorder, SumOfItems):
+    pass
+
+
+def loss_by_items(outputs, labels, num_items_in_batch=None):
+    mean = task_loss(outputs, {"labels": labels})
+    return mean if num_items_in_batch is None else mean * len(labels) / num_items_in_batch
+
+
+def loss_by_batch(outputs, labels, num_items_in_batch=None):
+    return task_loss(outputs, {"labels": labels})
+
+
+def step_and_expected(name, folder, accumulation, factor, trainer_class=Recorder, arguments=None, **trainer_arguments):
+    """The parameters' change in one step, what it should be, and the latter without a penalty."""
+    model, processes = make_model(name), int(os.environ.get("WORLD_SIZE", 1))
+    trainer = trainer_class(
+        model=model,
+        args=sgd_arguments(folder, gradient_accumulation_steps=accumulation, **(arguments or {})),
+        train_dataset=make_examples(name),
+        data_collator=collate,
+        penalty=make_penalty(),
+        refresh=None,
+        **trainer_arguments,
+    )
+    before = copy.deepcopy(model)
+    trainer.train()
+    assert len(trainer.batches) == accumulation
+    batches = [[batch] for batch in trainer.batches]
+    if processes > 1:
+        gathered = [None] * processes
+        dist.all_gather_object(gathered, trainer.batches)
+        batches = [list(step) for step in zip(*gathered, strict=True)]
+    changes = {
+        name: old.detach() - new.detach()
+        for (name, old), new in zip(before.named_parameters(), model.parameters(), strict=True)
+    }
+    expected = expected_gradient(before, batches, WEIGHT, make_sigma(), ZETA, factor, trainer.num_items)
+    without = expected_gradient(before, batches, 0.0, make_sigma(), ZETA, factor, trainer.num_items)
+    return changes, expected, without
+
+
+def check(changes, expected, without):
+    assert_close({name: changes[name] for name in expected}, expected, **CLOSE)
+    assert all(not change.any() for name, change in changes.items() if name not in expected)
+    assert sum((expected[name] - without[name]).norm() for name in expected) > 1e-2
+
+
+# By what Trainer multiplies the mean task loss: by nothing, or by the number of micro-batches.
+MEAN = ("bert question answering", "gpt2 language model", "llama language model")
+
+
+@pytest.mark.parametrize(
+    ("name", "accumulation", "checkpointing"),
+    [
+        ("bert classification", 1, None),
+        ("bert classification", 4, {"use_reentrant": True}),
+        ("bert question answering", 4, None),
+        ("bert question answering", 8, {"use_reentrant": False}),
+        ("albert classification", 2, None),
+        ("distilbert classification", 8, None),
+        ("distilbert classification", 2, {"use_reentrant": False}),
+        ("gpt2 language model", 1, {"use_reentrant": False}),
+        ("gpt2 language model", 2, None),
+        ("gpt2 language model", 4, {"use_reentrant": True}),
+        ("gpt2 classification", 2, None),
+        ("llama language model", 8, None),
+        ("llama language model", 2, {"use_reentrant": False}),
+        ("llama classification", 4, None),
+    ],
+)
+def test_a_step_is_the_gradient_of_the_mean_of_task_loss_and_penalty(name, accumulation, checkpointing, tmp_path):
+    arguments = (
+        {}
+        if checkpointing is None
+        else {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": checkpointing}
+    )
+    factor = 1 if name in MEAN else accumulation
+    check(*step_and_expected(name, tmp_path, accumulation, factor, arguments=arguments))
+
+
+@pytest.mark.parametrize(
+    ("trainer_class", "factor", "loss_function"),
+    [
+        pytest.param(RecorderOfMeans, 4, None, id="a-mean-that-is-not-declared"),
+        pytest.param(DeclaredMeans, 1 if HEEDS_DECLARATIONS else 4, None, id="a-mean-that-is-declared"),
+        pytest.param(RecorderOfSums, 1, None, id="normalized-and-declared"),
+        pytest.param(Recorder, 1, loss_by_items, id="a-function-by-items"),
+        pytest.param(Recorder, 4, loss_by_batch, id="a-function-by-batch"),
+    ],
+)
+def test_losses_of_ones_own_are_scaled_as_the_trainer_scales_them(trainer_class, factor, loss_function, tmp_path):
+    check(
+        *step_and_expected("bert classification", tmp_path, 4, factor, trainer_class, compute_loss_func=loss_function)
+    )
+
+
+# Several processes ------------------------------------------------------------------------------------------------
+
+CASES = {
+    2: [
+        ("bert classification", 1, 2),
+        ("bert classification", 4, 8),
+        ("bert question answering", 2, 1),
+        ("gpt2 language model", 2, 1),
+        ("gpt2 language model", 8, 1),
+        ("mean of one's own", 2, 2),
+        ("not averaged", 2, 2),
+    ],
+    4: [("bert classification", 2, 8), ("gpt2 language model", 1, 1), ("gpt2 language model", 4, 1)],
+}
+
+
+def work(rank, processes, port, folder):
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(processes),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        ACCELERATE_USE_CPU="true",
+    )
+    results = {}
+    for case, accumulation, factor in CASES[processes]:
+        name, trainer_class, arguments = case, Recorder, {}
+        if case == "mean of one's own":
+            name, trainer_class = "bert classification", RecorderOfMeans
+        elif case == "not averaged":
+            name, arguments = "bert classification", {"average_tokens_across_devices": False}
+        results[case, accumulation] = step_and_expected(
+            name, f"{folder}/{rank}", accumulation, factor, trainer_class, arguments
+        )
+    results["state"] = refresh_and_save(f"{folder}/shared", sync=True)
+    results["states"] = refresh_and_save(f"{folder}/apart", sync=False)
+    torch.save(results, f"{folder}/{rank}.pt")
+    dist.barrier()
+    # Not through the end of the interpreter, where what is left of a process group may abort.
+    os._exit(0)
+
+
+def refresh_and_save(folder, sync):
+    """Sigma_S and the logged terms of a process that has saved a checkpoint."""
+    trainer = PenaltyTrainer(
+        model=make_model("gpt2 language model").float(),
+        args=sgd_arguments(folder, save_strategy="steps", save_steps=1, logging_steps=1),
+        train_dataset=make_examples("gpt2 language model"),
+        data_collator=collate,
+        penalty=istar.IStar(WEIGHT, ZETA, sync=sync),
+    )
+    trainer.train()
+    dist.barrier()
+    return (
+        trainer.penalty.shrinkage_covariance,
+        trainer.state.log_history[0]["points"],
+        sorted(path.name for path in Path(folder, "checkpoint-1").iterdir()),
+    )
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def results(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gloo")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    mp.get_context("forkserver").set_forkserver_preload(
+        ["istar.integrations.transformers", "tests.integrations.trainers"]
+    )
+    mp.start_processes(work, (request.param, port, str(folder)), request.param, start_method="forkserver")
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(request.param)]
+
+
+def test_a_step_of_several_processes_has_one_penalty_per_micro_step_of_the_union(results):
+    for case in CASES[len(results)]:
+        for result in results:
+            check(*result[case[:2]])
+
+
+def test_processes_share_one_shrinkage_covariance_and_file_or_have_one_each(results):
+    shared = [result["state"] for result in results]
+    apart = [result["states"] for result in results]
+    assert all(torch.equal(state[0], shared[0][0]) and state[1] == shared[0][1] for state in shared)
+    assert "istar_penalty.safetensors" in shared[0][2]
+    assert not torch.equal(apart[0][0], apart[1][0])
+    # The points of one process' penalty, in the mean.
+    assert apart[0][1] == pytest.approx(shared[0][1] / len(results), rel=1e-6)
+    assert {f"istar_penalty_rank{rank}.safetensors" for rank in range(len(results))} <= set(apart[0][2])
+
+
+# What surrounds a step --------------------------------------------------------------------------------------------
+
+
+class RandomCollator:
+    """Drops tokens at random, by every generator that a collator may use."""
+
+    def __call__(self, examples):
+        batch = collate(examples)
+        number = int(torch.randint(2, 40, ())) + random.randrange(2) + np.random.randint(2)
+        batch["input_ids"][:, 1] = number % 40
+        return batch
+
+
+def make_bert(dropout=0.0):
+    torch.manual_seed(5)
+    config = make_model("bert classification").config
+    config.hidden_dropout_prob = dropout
+    return BertForSequenceClassification(config)
+
+
+def make_trainer(folder, penalty, trainer_class=Recorder, model=None, **arguments):
+    names = (
+        "refresh",
+        "num_points",
+        "momentum",
+        "weight_schedule",
+        "compute_metrics",
+        "callbacks",
+        "compute_loss_func",
+    )
+    penalty_arguments = {name: arguments.pop(name) for name in names if name in arguments}
+    collator = arguments.pop("data_collator", RandomCollator())
+    if trainer_class is not Trainer:
+        penalty_arguments["penalty"] = penalty
+    return trainer_class(
+        model=model or make_bert(),
+        args=sgd_arguments(folder, **({"learning_rate": 0.1, "logging_steps": 1} | arguments)),
+        train_dataset=make_examples("bert classification", 24),
+        eval_dataset=make_examples("bert classification", 10),
+        data_collator=collator,
+        **penalty_arguments,
+    )
+
+
+def parameters(trainer):
+    return [parameter.detach().clone() for parameter in trainer.model.parameters()]
+
+
+@pytest.mark.parametrize("refresh", [None, "epoch", 1, 3])
+def test_a_penalty_of_weight_0_and_its_refreshes_change_nothing_bit_for_bit(refresh, tmp_path):
+    arguments = {"max_steps": 7, "gradient_accumulation_steps": 2}
+    plain = make_trainer(tmp_path, None, Trainer, make_bert(0.2), **arguments)
+    plain.train()
+    trainer = make_trainer(
+        tmp_path, make_penalty(0.0), Recorder, make_bert(0.2), refresh=refresh, num_points=60, **arguments
+    )
+    trainer.train()
+    assert all(torch.equal(*pair) for pair in zip(parameters(trainer), parameters(plain), strict=True))
+    assert "penalty" not in trainer.state.log_history[0]
+
+
+def test_the_training_uses_the_same_batches_with_and_without_a_penalty(tmp_path):
+    seen = []
+    for penalty, refresh in ((make_penalty(), None), (make_penalty(-1.0), "epoch"), (make_penalty(-1.0), 2)):
+        trainer = make_trainer(tmp_path, penalty, refresh=refresh, num_points=60, num_train_epochs=2, max_steps=-1)
+        trainer.train()
+        seen.append([batch["input_ids"] for batch in trainer.batches])
+    assert len(seen[0]) == 24
+    for other in seen[1:]:
+        assert all(torch.equal(*pair) for pair in zip(other, seen[0], strict=True))
+
+
+class Steps(TrainerCallback):
+    """The Sigma_S after each step."""
+
+    def __init__(self, penalty):
+        self.penalty, self.matrices = penalty, []
+
+    def on_step_end(self, *args, **kwargs):
+        self.matrices.append(self.penalty.shrinkage_covariance)
+
+
+def test_the_loader_of_the_training_stays_the_active_one_of_accelerate(tmp_path):
+    active = []
+
+    class Active(TrainerCallback):
+        def on_step_end(self, *args, train_dataloader=None, **kwargs):
+            active.append(trainer.accelerator.gradient_state.active_dataloader is train_dataloader)
+
+    trainer = make_trainer(
+        tmp_path, istar.IStar(1.0, ZETA), refresh=2, num_points=60, max_steps=4, callbacks=[Active()]
+    )
+    trainer.train()
+    assert active == [True] * 4
+
+
+@pytest.mark.parametrize(("refresh", "refreshed"), [("epoch", [0, 6]), (4, [0, 4, 8]), (1, list(range(12)))])
+def test_the_shrinkage_covariance_is_computed_before_each_epoch_or_every_n_steps(refresh, refreshed, tmp_path):
+    penalty = istar.IStar(1.0, ZETA)
+    steps = Steps(penalty)
+    arguments = {"num_train_epochs": 2, "max_steps": -1, "gradient_accumulation_steps": 2, "num_points": 60}
+    make_trainer(tmp_path, penalty, refresh=refresh, callbacks=[steps], **arguments).train()
+    matrices = [None, *steps.matrices]
+    changed = [i for i in range(12) if matrices[i] is None or not torch.equal(matrices[i], matrices[i + 1])]
+    assert changed == refreshed
+
+
+def test_the_first_shrinkage_covariance_is_that_of_the_data_under_the_trainers_autocast(tmp_path):
+    penalty = istar.IStar(1.0, ZETA)
+    model = make_bert()
+    before = copy.deepcopy(model)
+    trainer = make_trainer(tmp_path, penalty, model=model, bf16=True, num_points=None)
+    trainer.data_collator = collate
+    trainer.train()
+    batches = [collate([example]) for example in trainer.train_dataset]
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = istar.shrinkage_covariance(before, batches)
+    exact = istar.shrinkage_covariance(before, batches)
+    # Batches of other lengths round differently, by much less than bfloat16 does.
+    error = (penalty.shrinkage_covariance - expected).norm()
+    assert error < 0.3 * (exact - expected).norm()
+
+
+def test_logs_hold_the_means_of_the_terms_since_the_last_log(tmp_path):
+    terms = []
+
+    class Keeper(Recorder):
+        def compute_loss(self, *args, **kwargs):
+            loss = super().compute_loss(*args, **kwargs)
+            terms.append((*self.penalty.last, loss.detach()))
+            return loss
+
+    penalty = istar.IStar(2.0, "auto")
+    trainer = make_trainer(tmp_path, penalty, Keeper, max_steps=4, logging_steps=2, gradient_accumulation_steps=2)
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    assert len(logs) == 2
+    for number, log in enumerate(logs):
+        value, score, points, zeta, loss = torch.tensor(terms[4 * number : 4 * number + 4]).mean(0).tolist()
+        expected = {"penalty": 2.0 * value, "isoscore_star": score, "points": points, "zeta": zeta, "loss": 2 * loss}
+        assert {name: log[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+        assert log["penalty"] == pytest.approx(2.0 * (1 - log["isoscore_star"]), rel=1e-5)
+    assert not any("penalty" in log for log in trainer.state.log_history if "loss" not in log)
+
+
+def test_evaluations_hold_no_penalty_and_predictions_no_hidden_states(tmp_path):
+    trainer = make_trainer(tmp_path, make_penalty(1000.0), eval_strategy="steps", eval_steps=1, refresh=None)
+    trainer.data_collator = collate
+    trainer.train()
+    [logged] = [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
+    plain = make_trainer(tmp_path, None, Trainer, trainer.model)
+    plain.data_collator = collate
+    assert logged == trainer.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
+    assert trainer.predict(trainer.eval_dataset).predictions.shape == (10, 2)
+
+
+def test_outputs_can_be_returned_with_the_loss(tmp_path):
+    trainer = make_trainer(tmp_path, make_penalty())
+    trainer.attach_penalty()
+    trainer.current_gradient_accumulation_steps = 1
+    batch = collate(make_examples("bert classification", 3))
+    loss, outputs = trainer.compute_loss(trainer.model, dict(batch), return_outputs=True)
+    assert outputs.hidden_states is None
+    assert outputs.logits.shape == (3, 2)
+    assert_close(loss - outputs.loss, WEIGHT * trainer.penalty.last.value)
+    trainer.detach_penalty()
+    assert_close(trainer.compute_loss(trainer.model, dict(batch)), outputs.loss)
+
+
+def test_a_schedule_sets_lambda_before_each_step(tmp_path):
+    penalty = make_penalty()
+    weights = []
+
+    class Weights(TrainerCallback):
+        def on_step_end(self, *args, **kwargs):
+            weights.append(penalty.weight)
+
+    trainer = make_trainer(
+        tmp_path, penalty, max_steps=4, weight_schedule=lambda progress: -2 * progress, callbacks=[Weights()]
+    )
+    trainer.train()
+    assert weights == [0, -0.5, -1, -1.5]
+    assert ["penalty" in log for log in trainer.state.log_history] == [False, True, True, True, False]
+
+
+class StopError(Exception):
+    pass
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise StopError
+
+
+def num_hooks(model):
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+
+
+def test_hooks_are_on_the_trained_model_only_while_it_trains(tmp_path):
+    trainer = make_trainer(tmp_path, make_penalty(), max_steps=3, callbacks=[StopAt(2)])
+    assert num_hooks(trainer.model) == 0
+    with pytest.raises(StopError):
+        trainer.train()
+    assert num_hooks(trainer.model) == 0
+    made = []
+    arguments = {"penalty": make_penalty(), "args": sgd_arguments(tmp_path), "data_collator": collate}
+    trainer = PenaltyTrainer(
+        model_init=lambda: made.append(make_bert()) or made[-1], train_dataset=make_examples("bert"), **arguments
+    )
+    trainer.train()
+    assert trainer.model is made[-1]
+    assert trainer.penalty.last is not None
+    assert num_hooks(trainer.model) == 0
+
+
+RESUMED = {
+    "max_steps": 14,
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "gradient_accumulation_steps": 2,
+    "num_points": 60,
+}
+
+
+@pytest.mark.parametrize(
+    ("refresh", "momentum", "step"), [("epoch", 0.0, 4), ("epoch", 0.5, 6), ("epoch", 0.5, 8), (3, 0.0, 4), (3, 0.0, 6)]
+)
+def test_a_resumed_training_equals_one_without_an_interruption(refresh, momentum, step, tmp_path):
+    """An epoch has 6 steps. Trainer itself resumes exactly only if the collator draws no random numbers."""
+
+    def train(folder, steps=None, **arguments):
+        trainer = make_trainer(
+            folder, istar.IStar(2.0, ZETA), model=make_bert(0.1), refresh=refresh, momentum=momentum,
+            callbacks=[StopAt(steps)], data_collator=collate, **RESUMED,
+        )  # fmt: skip
+        trainer.train(**arguments)
+        return trainer
+
+    whole = train(tmp_path / "whole")
+    with pytest.raises(StopError):
+        train(tmp_path / "parts", step + 1)
+    assert (tmp_path / "parts" / f"checkpoint-{step}" / "istar_penalty.safetensors").exists()
+    resumed = train(tmp_path / "parts", resume_from_checkpoint=True)
+    assert_close(parameters(resumed), parameters(whole), rtol=0, atol=1e-7)
+    assert_close(resumed.penalty.shrinkage_covariance, whole.penalty.shrinkage_covariance, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("refresh", ["epoch", 4, None])
+def test_a_checkpoint_without_the_penaltys_state_gives_one_warning(refresh, tmp_path):
+    make_trainer(tmp_path, None, Trainer, max_steps=2, save_strategy="steps", save_steps=2).train()
+    folder = str(tmp_path / "checkpoint-2")
+    trainer = make_trainer(tmp_path, istar.IStar(2.0, ZETA), refresh=refresh, max_steps=3)
+    outcome = pytest.raises(UserError, match="shrinkage covariance is not set") if refresh is None else nullcontext()
+    with outcome, pytest.warns(UserWarning, match=r"istar_penalty.safetensors does not exist: the checkpoint has no"):
+        trainer.train(resume_from_checkpoint=folder)
+    assert (trainer.penalty.shrinkage_covariance is None) == (refresh is None)
+
+
+def test_a_penalty_without_state_needs_no_file(tmp_path):
+    arguments = {"save_strategy": "steps", "save_steps": 2}
+    make_trainer(tmp_path, istar.CosReg(0.1), max_steps=2, **arguments).train()
+    assert not (tmp_path / "checkpoint-2" / "istar_penalty.safetensors").exists()
+    trainer = make_trainer(tmp_path, istar.CosReg(0.1), max_steps=3, **arguments)
+    trainer.train(resume_from_checkpoint=True)
+    log = trainer.state.log_history[-2]
+    assert log["penalty"] == pytest.approx(0.1 * log["average_cosine"])
+
+
+@pytest.mark.parametrize("checkpointing", [None, {"use_reentrant": True}, {"use_reentrant": False}], ids=str)
+def test_adapters_of_a_frozen_model_get_the_penaltys_gradient(checkpointing, tmp_path):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(6)
+    model = make_model("gpt2 language model")
+    config = peft.LoraConfig(r=2, target_modules=["c_attn"], init_lora_weights=False, fan_in_fan_out=True)
+    model = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+    if checkpointing is not None:
+        model.enable_input_require_grads()
+    before = copy.deepcopy(model)
+    trainer = Recorder(
+        model=model,
+        args=sgd_arguments(
+            tmp_path,
+            gradient_accumulation_steps=2,
+            **(
+                {}
+                if checkpointing is None
+                else {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": checkpointing}
+            ),
+        ),
+        train_dataset=make_examples("gpt2 language model"),
+        data_collator=collate,
+        penalty=make_penalty(),
+        refresh=None,
+    )
+    trainer.train()
+    steps = [[batch] for batch in trainer.batches]
+    expected = expected_gradient(before, steps, WEIGHT, make_sigma(), ZETA, num_items=trainer.num_items)
+    assert len(expected) == 4
+    new, old = dict(model.named_parameters()), dict(before.named_parameters())
+    for name, gradient in expected.items():
+        assert_close(old[name] - new[name], gradient, **CLOSE)
+    assert all(torch.equal(new[name], old[name]) for name in new if name not in expected)
+
+
+@pytest.mark.parametrize("refresh", ["step", 0, -1, True, 1.5])
+def test_a_refresh_that_there_is_not_is_refused_in_one_line(refresh, tmp_path):
+    with pytest.raises(UserError, match=r"^refresh is .*; expected epoch, a number of optimizer steps, or None$"):
+        make_trainer(tmp_path, make_penalty(), refresh=refresh)
+
+
+def test_data_parallel_is_refused_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda self: 2))
+    with pytest.raises(UserError, match=r"^several GPUs are visible to one process.*torchrun.*$"):
+        make_trainer(tmp_path, make_penalty())
+
+
+def test_importing_istar_does_not_import_transformers():
+    code = "import sys, istar.integrations; assert not {'transformers', 'trl', 'accelerate'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,160 @@
+"""The penalty in trl's `SFTTrainer`, whose fused head returns no hidden states."""
+
+import copy
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.testing import assert_close
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import istar
+from istar.integrations.transformers import PenaltyMixin
+from tests.integrations.trainers import GPT2, LLAMA, SGD, expected_gradient, make_sigma
+from tests.oracles import algorithm_1
+
+trl = pytest.importorskip("trl")
+datasets = pytest.importorskip("datasets")
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning"),
+]
+
+WEIGHT, ZETA = 3.0, 0.3
+WORDS = [f"w{number}" for number in range(36)]
+
+
+class PenaltySFTTrainer(PenaltyMixin, trl.SFTTrainer):
+    task_loss_is_normalized = True
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.batches, self.terms = [], []
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        if torch.is_grad_enabled():
+            self.batches.append(dict(inputs))
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        if torch.is_grad_enabled():
+            self.terms.append(self.penalty.last)
+        self.num_items = kwargs.get("num_items_in_batch")
+        return loss
+
+
+def make_tokenizer():
+    vocabulary = {word: number for number, word in enumerate(["<pad>", "<s>", "</s>", "<unk>", *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+def make_texts(count=16):
+    generator = torch.Generator().manual_seed(4)
+    lengths = torch.randint(3, 9, (count,), generator=generator).tolist()
+    return [
+        {"text": " ".join(WORDS[i] for i in torch.randint(36, (n,), generator=generator).tolist())} for n in lengths
+    ]
+
+
+def make_model(name):
+    torch.manual_seed(5)
+    ends = {"bos_token_id": 1, "eos_token_id": 2}
+    if name == "gpt2":
+        return GPT2LMHeadModel(GPT2Config(**(GPT2 | ends))).double()
+    return LlamaForCausalLM(LlamaConfig(**(LLAMA | ends))).double()
+
+
+def make_trainer(folder, model, penalty, **arguments):
+    defaults = SGD | {"bf16": False, "gradient_checkpointing": False, "logging_steps": 1}
+    refresh = arguments.pop("refresh", None)
+    return PenaltySFTTrainer(
+        model=model,
+        args=trl.SFTConfig(str(folder), **(defaults | arguments)),
+        train_dataset=datasets.Dataset.from_list(make_texts()),
+        eval_dataset=datasets.Dataset.from_list(make_texts(4)),
+        processing_class=make_tokenizer(),
+        penalty=penalty,
+        refresh=refresh,
+    )
+
+
+def make_penalty(weight=WEIGHT):
+    penalty = istar.IStar(weight, ZETA)
+    penalty.shrinkage_covariance = make_sigma()
+    return penalty
+
+
+def changes_by_training(trainer):
+    before = copy.deepcopy({name: p.detach() for name, p in trainer.model.named_parameters()})
+    trainer.train()
+    return {name: before[name] - p.detach() for name, p in trainer.model.named_parameters()}
+
+
+@pytest.mark.parametrize(("name", "accumulation"), [("gpt2", 1), ("gpt2", 4), ("llama", 2)])
+def test_a_step_is_the_gradient_of_the_mean_of_task_loss_and_penalty(name, accumulation, tmp_path):
+    arguments = {"gradient_accumulation_steps": accumulation, "per_device_train_batch_size": 4}
+    trainer = make_trainer(tmp_path, make_model(name), make_penalty(), **arguments)
+    changes = changes_by_training(trainer)
+    assert len(trainer.batches) == accumulation
+    assert any((batch["attention_mask"] == 0).any() for batch in trainer.batches)
+    keys = ("input_ids", "attention_mask", "labels")
+    steps = [[{key: batch[key] for key in keys}] for batch in trainer.batches]
+    expected = expected_gradient(make_model(name), steps, WEIGHT, make_sigma(), ZETA, num_items=trainer.num_items)
+    # The fused head computes the task loss in float32.
+    assert_close({key: changes[key] for key in expected}, expected, rtol=1e-5, atol=1e-6)
+    without = expected_gradient(make_model(name), steps, 0.0, make_sigma(), ZETA, num_items=trainer.num_items)
+    assert sum((expected[key] - without[key]).norm() for key in expected) > 1e-2
+    for batch, terms in zip(steps, trainer.terms, strict=True):
+        assert_close(terms.value, 1 - naive_score(make_model(name), batch[0]), rtol=1e-9, atol=1e-9)
+
+
+def naive_score(model, batch):
+    batch = {key: value for key, value in batch.items() if key != "labels"}
+    states = model(**batch, output_hidden_states=True, use_cache=False).hidden_states[1:]
+    kept = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+    return algorithm_1(torch.cat([state[kept] for state in states]), make_sigma(), ZETA, torch.linalg.eigvalsh)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:trl")
+@pytest.mark.parametrize("packing", [False, True])
+def test_all_tokens_count_where_batches_have_no_padding(packing, tmp_path):
+    trainer = make_trainer(
+        tmp_path,
+        make_model("llama"),
+        make_penalty(),
+        padding_free=True,
+        packing=packing,
+        max_length=16 if packing else None,
+    )
+    changes = changes_by_training(trainer)
+    [batch], [terms] = trainer.batches, trainer.terms
+    assert "attention_mask" not in batch
+    assert len(batch["input_ids"]) == 1
+    assert terms.points == 2 * batch["input_ids"].numel()
+    batch = {key: batch[key] for key in ("input_ids", "position_ids")}
+    assert_close(terms.value, 1 - naive_score(make_model("llama"), batch), rtol=1e-9, atol=1e-9)
+    assert changes["model.layers.0.self_attn.q_proj.weight"].any()
+
+
+def test_the_penalty_is_refreshed_and_logged_and_evaluations_hold_none(tmp_path):
+    trainer = make_trainer(
+        tmp_path,
+        make_model("gpt2").float(),
+        istar.IStar(WEIGHT, ZETA),
+        refresh="epoch",
+        max_steps=2,
+        eval_strategy="steps",
+        eval_steps=2,
+        gradient_accumulation_steps=2,
+        learning_rate=1e-3,
+    )
+    trainer.train()
+    first = trainer.state.log_history[0]
+    assert first["penalty"] == pytest.approx(WEIGHT * (1 - first["isoscore_star"]), rel=1e-5)
+    assert first["loss"] == pytest.approx(4 + first["penalty"], rel=0.5)
+    [evaluation] = [log for log in trainer.state.log_history if "eval_loss" in log]
+    assert evaluation["eval_loss"] < 4.5
+    assert "eval_penalty" not in evaluation
+    assert trainer.penalty.shrinkage_covariance.shape == (12, 12)
