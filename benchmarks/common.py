@@ -17,7 +17,7 @@ from rich.console import Console
 from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification
 
-from istar.regularizers import IStar, Penalty, select_layers
+from istar.regularizers import IStar, select_layers
 from istar.training.memory import keep_freed_memory
 
 
@@ -61,15 +61,14 @@ class Published:
     def __init__(self, covariance: Tensor, zeta: float, spectrum: bool = True) -> None:
         self.covariance, self.zeta, self.spectrum = covariance, zeta, spectrum
 
-    def penalty(self, hidden_states: Sequence[Tensor], attention_mask: Tensor | None) -> Penalty:
+    def score(self, hidden_states: Sequence[Tensor], attention_mask: Tensor | None) -> Tensor:
         stacked = torch.stack(select_layers(hidden_states, "all"))
         points = stacked.reshape(-1, stacked.shape[-1])
         if attention_mask is not None:
             points = points[attention_mask.bool().flatten().repeat(len(stacked))]
         with torch.autocast(points.device.type, enabled=False):
             covariance = (1 - self.zeta) * torch.cov(points.float().T) + self.zeta * self.covariance
-            score = by_spectrum(covariance) if self.spectrum else by_closed_form(covariance)
-        return Penalty(1 - score, score.detach())
+            return by_spectrum(covariance) if self.spectrum else by_closed_form(covariance)
 
 
 def by_spectrum(covariance: Tensor) -> Tensor:
@@ -90,7 +89,7 @@ def by_closed_form(covariance: Tensor) -> Tensor:
 Method = IStar | Published | None
 
 
-def regularizers(width: int, device: torch.device, names: Sequence[str]) -> dict[str, Method]:
+def penalties(width: int, device: torch.device, names: Sequence[str]) -> dict[str, Method]:
     """By name, all with the same Sigma_S and zeta."""
     covariance = torch.eye(width, device=device)
     built: dict[str, Method] = {
@@ -120,17 +119,28 @@ def batch(shape: Shape, device: torch.device, real: float = 1.0) -> dict[str, Te
     return {name: value.to(device) for name, value in inputs.items()}
 
 
-def in_turns(calls: Mapping[str, Callable[[], object]], rounds: int, device: torch.device) -> dict[str, list[float]]:
-    """Seconds of each call in each round, one after the other so that all meet the same machine; a round more warms."""
+def in_turns(
+    calls: Mapping[str, Callable[[], object]],
+    rounds: int,
+    device: torch.device,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
+    """Seconds of each call in each round, after one round that warms up.
+
+    The calls take turns, so that all meet the same machine, and every round begins with the next of them, so that none
+    always follows the same other one.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in calls}
+    order = list(calls.items())
     for number in range(rounds + 1):
-        for name, call in calls.items():
+        order = [*order[1:], order[0]]
+        for name, call in order:
             synchronize(device)
-            start = time.perf_counter()
+            start = clock()
             call()
             synchronize(device)
             if number:
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(clock() - start)
     return seconds
 
 

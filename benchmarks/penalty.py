@@ -31,11 +31,10 @@ from benchmarks.common import (
     parsed,
     parser,
     peak_mb,
+    penalties,
     ratios,
-    regularizers,
 )
 from istar.regularizers import IStar
-from istar.regularizers.points import token_index
 
 METHODS = ("published", "closed form, autograd", "istar, float32", "istar, bfloat16")
 
@@ -54,23 +53,16 @@ class Cloud:
             for _ in range(shape.layers + 1)
         ]
         mask = batch(shape, torch.device("cpu"), real)["attention_mask"]
-        index = token_index(mask)
-        self.index = None if index is None else index.to(device)
-        self.mask = None if index is None else mask.to(device)
+        self.mask = None if mask.all() else mask.to(device)
 
-    def __call__(
-        self, regularizer: IStar | Published, dtype: torch.dtype = torch.float32
-    ) -> tuple[Tensor, list[Tensor]]:
+    def __call__(self, penalty: IStar | Published, dtype: torch.dtype = torch.float32) -> tuple[Tensor, list[Tensor]]:
         states = [state.detach().to(dtype).requires_grad_() for state in self.states]
-        if isinstance(regularizer, IStar):
-            # As in training: nothing is looked at, and the tokens have been counted.
-            started = regularizer.begin(self.index)
-            for state in states[1:]:
-                started.add(state)
-            penalty = started.penalty()
+        if isinstance(penalty, IStar):
+            penalty.weight = 1.0
+            score = 1 - penalty(states, self.mask)
         else:
-            penalty = regularizer.penalty(states, self.mask)
-        return penalty.measure, list(torch.autograd.grad(penalty.value, states[1:]))
+            score = penalty.score(states, self.mask)
+        return score.detach(), list(torch.autograd.grad(score, states[1:]))
 
 
 def main() -> None:
@@ -88,7 +80,7 @@ def main() -> None:
 
 def table(shape: str, real: float, rounds: int, device: torch.device) -> Table:
     cloud = Cloud(SHAPES[shape], real, device)
-    made = regularizers(SHAPES[shape].width, device, METHODS)
+    made = penalties(SHAPES[shape].width, device, METHODS)
     calls: dict[str, Callable[[], object]] = {name: lambda one=made[name]: cloud(one) for name in made}  # type: ignore[misc]
     seconds = in_turns(calls, rounds, device)
     exact = cloud(IStarInFull(made["istar, float32"]), torch.float64)
@@ -128,14 +120,14 @@ def distance(gradients: list[Tensor], exact: list[Tensor]) -> float:
 def peak(options: argparse.Namespace) -> float:
     shape, device = SHAPES[options.shape[0]], options.device
     cloud = Cloud(shape, options.real[0], device)
-    [regularizer] = regularizers(shape.width, device, [options.peak_of]).values()
-    assert regularizer is not None
+    [penalty] = penalties(shape.width, device, [options.peak_of]).values()
+    assert penalty is not None
     # Libraries load their kernels at the first call.
-    Cloud(SHAPES["tiny"], 1.0, device)(regularizers(SHAPES["tiny"].width, device, [options.peak_of])[options.peak_of])  # type: ignore[arg-type]
+    Cloud(SHAPES["tiny"], 1.0, device)(penalties(SHAPES["tiny"].width, device, [options.peak_of])[options.peak_of])  # type: ignore[arg-type]
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     before = peak_mb(device)
-    cloud(regularizer)
+    cloud(penalty)
     return peak_mb(device) - before
 
 

@@ -24,10 +24,10 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.common import SHAPES, console, in_fresh_process, in_turns, parsed, parser, peak_mb, ratios
-from istar.config import OptimConfig, TrainerConfig
+from istar.config import TrainerConfig
 from istar.measures.isoscore import closed_form
-from istar.regularizers import IStar
-from istar.training import FineTuner, ShrinkageCovariance
+from istar.regularizers import IStar, attach
+from istar.training import ShrinkageCovariance
 from istar.training.data import evaluation_loader
 from istar.training.trainer import bare_trainer
 
@@ -45,26 +45,29 @@ class Refresh:
         self.trainer: L.Trainer = bare_trainer(settings)
         self.device, self.layers = device, of.layers
         compute = "bfloat16" if precision == "bf16" else "float32"
-        regularizer = IStar(-1.0, 0.4, compute=compute)
-        self.module = FineTuner(of.model().to(device), regularizer, OptimConfig(), {}).eval()
+        self.model = of.model().to(device).eval()
+        self.penalty = IStar(-1.0, 0.4, compute=compute)
+        watch = attach(self.model, self.penalty)
         features, batch_size = texts(points // of.layers, of.tokens), 2 * of.batch
-        self.callback = ShrinkageCovariance(regularizer, features, collate, points, batch_size, 0, progress_bar=False)
+        self.callback = ShrinkageCovariance(watch, features, collate, points, batch_size, 0, progress_bar=False)
         self.sample = self.callback.sample(of.layers, 0)
         self.loader = lambda: evaluation_loader(features, collate, batch_size, self.sample)
 
     def bare_forward(self) -> None:
         for inputs in self._batches():
             with torch.inference_mode(), self.trainer.precision_plugin.val_step_context():
-                self.module.model.base_model(**inputs)
+                self.model.base_model(**inputs)
 
     def istar(self) -> Tensor:
-        return self.callback.compute(self.trainer, self.module, self.sample).covariance()
+        self.callback.refresh(self.trainer, self.sample)
+        assert self.penalty.shrinkage_covariance is not None
+        return self.penalty.shrinkage_covariance
 
     def published(self) -> Tensor:
         points = []
         for inputs in self._batches():
             with torch.inference_mode(), self.trainer.precision_plugin.val_step_context():
-                states = self.module.model.base_model(**inputs, output_hidden_states=True).hidden_states
+                states = self.model.base_model(**inputs, output_hidden_states=True).hidden_states
             mask = inputs["attention_mask"].bool()
             points += [state[mask].float().cpu() for state in states[1:]]
         return torch.from_numpy(np.cov(torch.cat(points).numpy().T))

@@ -12,9 +12,8 @@ from math import ceil
 import torch
 from rich.table import Table
 
-from benchmarks.common import SHAPES, Shape, console, in_turns, ratios, regularizers
+from benchmarks.common import SHAPES, Shape, console, in_turns, penalties, ratios
 from benchmarks.step import Steps
-from istar.measures.products import PANEL
 
 MODELS = {"BERT-base": (109.5, 768), "DistilBERT": (66.4, 768), "ALBERT-base": (11.7, 768), "MiniLM-L6": (22.7, 384)}
 """Millions of parameters, and width."""
@@ -98,11 +97,10 @@ def predicted(shape: Shape) -> float:
     """The step with a penalty over that without, by multiplications alone.
 
     A layer of the model takes 12 d^2 + 2 n d for each token of a text of n, three times over for forward and backward.
-    The penalty takes half of d^2, and as much again of the panels on the diagonal, and d^2 on the way back.
+    The penalty takes d^2 on the way forward and d^2 on the way back.
     """
     width = shape.width
-    half = (1 + min(PANEL, width) / width) / 2
-    return 1 + (half + 1) * width**2 / (3 * (12 * width**2 + 2 * shape.tokens * width))
+    return 1 + 2 * width**2 / (3 * (12 * width**2 + 2 * shape.tokens * width))
 
 
 def shares(rounds: int) -> Table:
@@ -113,7 +111,7 @@ def shares(rounds: int) -> Table:
     for name, shape in VARIED.items():
         SHAPES[name] = shape
         steps = Steps(name, "32", 1.0, device)
-        [own] = regularizers(shape.width, device, ["istar, float32"]).values()
+        [own] = penalties(shape.width, device, ["istar, float32"]).values()
         seconds = in_turns({"with": lambda s=steps, o=own: s(o), "without": lambda s=steps: s(None)}, rounds, device)  # type: ignore[misc]
         table.add_row(name, f"{predicted(shape):.3f}", ratios(seconds["with"], seconds["without"]))
     return table

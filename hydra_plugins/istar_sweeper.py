@@ -58,7 +58,7 @@ class IstarSweeper(Sweeper):
             schema.load_sweep(self.config),
             arguments,
             self.params,
-            shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
+            f"{sys.argv[0]} {shlex.join(sys.argv[1:])}",
             Path(self.config.run.root).expanduser(),
             self._compose,
             self._launch if self.launcher is not None else None,

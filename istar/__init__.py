@@ -1,3 +1,53 @@
-"""Fine-tuning with, and measuring of, the geometry of language-model representations."""
+"""Fine-tuning with, and measuring of, the geometry of language-model representations.
+
+The public names of the library, which needs torch alone, are loaded when they are first used.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from istar.errors import UserError
+    from istar.measures import isoscore, isoscore_star, isoscore_unbiased
+    from istar.regularizers import CosReg, IStar, Penalty, Terms, Watch, attach, shrinkage_covariance
 
 __version__ = "0.1.0"
+
+_MODULES = {
+    "CosReg": "istar.regularizers",
+    "IStar": "istar.regularizers",
+    "Penalty": "istar.regularizers",
+    "Terms": "istar.regularizers",
+    "UserError": "istar.errors",
+    "Watch": "istar.regularizers",
+    "attach": "istar.regularizers",
+    "isoscore": "istar.measures",
+    "isoscore_star": "istar.measures",
+    "isoscore_unbiased": "istar.measures",
+    "shrinkage_covariance": "istar.regularizers",
+}
+
+__all__ = [
+    "CosReg",
+    "IStar",
+    "Penalty",
+    "Terms",
+    "UserError",
+    "Watch",
+    "__version__",
+    "attach",
+    "isoscore",
+    "isoscore_star",
+    "isoscore_unbiased",
+    "shrinkage_covariance",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'istar' has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

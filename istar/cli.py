@@ -1,4 +1,4 @@
-"""The command `istar`: measures models, and looks at runs. Training is started by train.py."""
+"""The command `istar`: trains, measures models, and looks at runs."""
 
 import argparse
 import os
@@ -8,46 +8,76 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
+from istar import __version__, extras
 from istar.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from istar.geometry.corpus import Source
     from istar.geometry.stream import Pass
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command `istar`; returns its exit code."""
-    parser = argparse.ArgumentParser(
-        prog="istar", description="Measure models, and look at runs that train.py has left."
-    )
-    commands = parser.add_subparsers(required=True, metavar="command")
-    results = commands.add_parser("results", help="every run below a folder as a row of a table")
-    results.add_argument("folder", type=Path, help="that holds the runs, as run.root")
-    results.add_argument("--out", type=Path, help="also write all columns to a .csv, .parquet or .json file")
-    results.add_argument("--sort", default="name", help="column to sort by, best first (default: name)")
-    results.set_defaults(command=_results)
-    report = commands.add_parser("report", help="the paper's tables and figures from these runs, as a page")
-    report.add_argument("folder", type=Path, help="that holds the runs, as run.root")
-    report.add_argument("--out", type=Path, default=Path("report"), help="folder to write (default: report)")
-    report.set_defaults(command=_report)
-    watch = commands.add_parser("watch", help="the live table of the sweeps that run in a folder, here or elsewhere")
-    watch.add_argument("folder", type=Path, help="that holds the runs, as run.root")
-    watch.add_argument("--sweep", help="name of one; default: those that are not over, else the latest")
-    watch.add_argument("--once", action="store_true", help="show it as it is now, and leave")
-    watch.set_defaults(command=_watch)
-    _add_measure(commands)
-    _add_embed(commands)
-    _add_correlate(commands)
-    options = parser.parse_args(arguments)
-    options.typed = shlex.join([parser.prog, *(sys.argv[1:] if arguments is None else arguments)])
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == ["train"]:
+        # Its options are Hydra's, `--help` among them.
+        return train(words[1:])
+    options = _parser().parse_args(words)
+    options.typed = shlex.join(["istar", *words])
     try:
+        extras.require(f"istar {options.name}", options.extra)
         options.command(options)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
+
+
+def train(arguments: Sequence[str] | None = None, command: str = "istar train") -> int:
+    """`istar train`; returns its exit code, or leaves with that of a mistake.
+
+    Args:
+        arguments: as on the command line, which is the default.
+        command: what was typed before them, for messages.
+    """
+    try:
+        extras.require(command, "train")
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    from istar import training_command
+
+    training_command.main(sys.argv[1:] if arguments is None else arguments, command)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="istar", description="Train and measure models, and look at runs that a training has left."
+    )
+    parser.add_argument("--version", action="version", version=f"istar {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="command", dest="name")
+    commands.add_parser("train", help="fine-tune an encoder: istar train task=rte reg=istar reg.lambda=-1")
+    results = commands.add_parser("results", help="every run below a folder as a row of a table")
+    results.add_argument("folder", type=Path, help="that holds the runs, as run.root")
+    results.add_argument("--out", type=Path, help="also write all columns to a .csv, .parquet or .json file")
+    results.add_argument("--sort", default="name", help="column to sort by, best first (default: name)")
+    results.set_defaults(command=_results, extra="report")
+    report = commands.add_parser("report", help="the paper's tables and figures from these runs, as a page")
+    report.add_argument("folder", type=Path, help="that holds the runs, as run.root")
+    report.add_argument("--out", type=Path, default=Path("report"), help="folder to write (default: report)")
+    report.set_defaults(command=_report, extra="report")
+    watch = commands.add_parser("watch", help="the live table of the sweeps that run in a folder, here or elsewhere")
+    watch.add_argument("folder", type=Path, help="that holds the runs, as run.root")
+    watch.add_argument("--sweep", help="name of one; default: those that are not over, else the latest")
+    watch.add_argument("--once", action="store_true", help="show it as it is now, and leave")
+    watch.set_defaults(command=_watch, extra="train")
+    _add_measure(commands)
+    _add_embed(commands)
+    _add_correlate(commands)
+    return parser
 
 
 def _add_measure(commands: Any) -> None:
@@ -71,7 +101,7 @@ def _add_measure(commands: Any) -> None:
     measure.add_argument("--no-intra", action="store_true", help="without IntraSim, whose memory grows with the words")
     measure.add_argument("--dtype", choices=("float32", "float64", "bfloat16", "float16"), default="float32")
     measure.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 ... (default: auto)")
-    measure.set_defaults(command=_measure)
+    measure.set_defaults(command=_measure, extra="train")
 
 
 def _add_embed(commands: Any) -> None:
@@ -89,7 +119,7 @@ def _add_embed(commands: Any) -> None:
     embed.add_argument("--wordsim", action="append", default=[], type=Path, help="benchmark file; repeatable")
     embed.add_argument("--policy", choices=("single_token", "mean"), default="single_token", help="of long words")
     embed.add_argument("--text", action="append", default=[], help="in which tokens are counted; as of measure")
-    embed.set_defaults(command=_embed)
+    embed.set_defaults(command=_embed, extra="train")
 
 
 def _embed(options: argparse.Namespace) -> None:
@@ -105,7 +135,7 @@ def _embed(options: argparse.Namespace) -> None:
         written += embed.write_matrix(found, options.out)
     elif options.save == "model":
         written.append(embed.write_model(found, config, options.out))
-    console = Console()
+    console = _console()
     for table in embed.tables(found):
         console.print(table)
     for line in (*embed.remarks(found), ", ".join(map(str, written))):
@@ -125,7 +155,7 @@ def _add_correlate(commands: Any) -> None:
     correlate.add_argument("--omit", action="append", default=[], help="revision or step to leave out; repeatable")
     correlate.add_argument("--resamples", type=int, default=2_000, help="of the bootstrap (default: 2000)")
     correlate.add_argument("--seed", type=int, default=0, help="of the bootstrap (default: 0)")
-    correlate.set_defaults(command=_correlate)
+    correlate.set_defaults(command=_correlate, extra="train")
 
 
 def _correlate(options: argparse.Namespace) -> None:
@@ -147,7 +177,7 @@ def _correlate(options: argparse.Namespace) -> None:
     shown = correlate.sheet(found, selection)
     _make_folder(options.out)
     written = correlate.write(found, shown, options.out)
-    console = Console()
+    console = _console()
     for table in correlate.tables(shown):
         console.print(table)
     for line in (*correlate.reasons(shown), *found.remarks, ", ".join(map(str, written))):
@@ -180,13 +210,13 @@ def _measure_one(options: argparse.Namespace, found: Sequence["Source"], how: "P
     if options.model is None:
         raise UserError("model is missing; expected a hub id or a folder, or --checkpoints")
     page.check(options.out)
-    bar = Console(stderr=True) if rank == 0 else None
+    bar = _console(stderr=True) if rank == 0 else None
     measured = measure.measure(
         options.model, found, how, options.out, options.revision, options.dtype, options.device, bar, options.typed
     )
     if rank > 0:
         return
-    console = Console()
+    console = _console()
     console.print(measure.table(measured))
     told = f"{page.write(measured, options.out)}, and figures, tables, {measure.CSV} and {measure.JSON} beside it"
     console.print(told, highlight=False, soft_wrap=True, markup=False)
@@ -207,9 +237,9 @@ def _trajectory(options: argparse.Namespace, found: Sequence["Source"], how: "Pa
     model = options.model or trajectory.common_name(stops)
     _make_folder(options.out)
     plan = trajectory.Plan(model, found, how, options.out, options.dtype, options.device, options.typed)
-    followed = trajectory.follow(plan, stops, Console(stderr=True))
+    followed = trajectory.follow(plan, stops, _console(stderr=True))
     if followed.measured:
-        console = Console()
+        console = _console()
         console.print(trajectory.table(plan, stops, followed))
         told = f"{trajectory_page.write(plan, stops, followed)}, and figures, {trajectory.TABLE} beside it"
         console.print(told, highlight=False, soft_wrap=True, markup=False)
@@ -234,7 +264,7 @@ def _results(options: argparse.Namespace) -> None:
         )
     is_number = found.frame[options.sort].dtype.kind in "if"
     frame = found.frame.sort_values(options.sort, ascending=not is_number, na_position="last", kind="stable")
-    console = Console()
+    console = _console()
     console.print(tables.runs(frame))
     for trouble in found.troubles.values():
         console.print(f"not read: {trouble}", highlight=False, soft_wrap=True)
@@ -246,15 +276,22 @@ def _results(options: argparse.Namespace) -> None:
 def _report(options: argparse.Namespace) -> None:
     from istar.reports import report
 
-    written = report.write(options.folder, options.out, Console(stderr=True))
+    written = report.write(options.folder, options.out, _console(stderr=True))
     told = f"{written.page}: {written.runs} run{'s' * (written.runs != 1)}, {written.holes} rows of missing ones"
-    Console().print(told, highlight=False, soft_wrap=True, markup=False)
+    _console().print(told, highlight=False, soft_wrap=True, markup=False)
 
 
 def _watch(options: argparse.Namespace) -> None:
     from istar.sweeps.watch import watch
 
-    watch(options.folder, Console(), options.sweep, options.once)
+    watch(options.folder, _console(), options.sweep, options.once)
+
+
+def _console(**options: Any) -> "Console":
+    # Only here, so that --help needs nothing but Python.
+    from rich.console import Console
+
+    return Console(**options)
 
 
 if __name__ == "__main__":

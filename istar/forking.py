@@ -21,13 +21,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
-from istar import launch
+from istar import extras, launch
 from istar.errors import UserError, shorten
 from istar.importing import large_imports
 
 LIBRARIES = (
     "istar.run",
-    "istar.training.pruning",
     "wandb",
     "transformers.models.bert.modeling_bert",
     "torch.utils.data._utils.worker",
@@ -218,6 +217,9 @@ def load() -> None:
     with large_imports():
         for name in LIBRARIES:
             import_module(name)
+        if extras.is_installed("optuna"):
+            # Which is for searches; a grid does without.
+            import_module("istar.training.pruning")
     import torch
 
     # OpenBLAS ends its threads when it sees a fork, and starts them when it needs them; nobody does here.

@@ -26,7 +26,7 @@ from istar.config import Config, CosRegConfig, IStarConfig, TaskConfig, TrainerC
 from istar.errors import NonFiniteError, StoppedError, UserError, shorten
 from istar.files import remove_drafts, sole_writer, write_text
 from istar.folders import Examples, finished_run, folder_of, load_examples, model_identity, task_spec
-from istar.regularizers import CosReg, IStar, Regularizer, layer_numbers
+from istar.regularizers import CosReg, IStar, Penalty, attach, layer_numbers
 from istar.reports.tables import summary
 from istar.results import RunRecord
 from istar.schema import to_dict
@@ -133,7 +133,7 @@ def run(config: Config, console: Console | None = None, search: str | None = Non
     return finished
 
 
-def build_regularizer(config: Any) -> Regularizer | None:
+def build_penalty(config: Any) -> Penalty | None:
     """The penalty that `reg=` names; None for `reg=none`."""
     shared = ("weight", "layers", "include_padding", "sync")
     if isinstance(config, IStarConfig):
@@ -213,7 +213,9 @@ def _assemble(
     model = models.load_model(config.model, spec, model_config, tokenizer)
     evaluators = _evaluators(spec, config.task, examples.validation, features.validation)
     skip = config.trainer.nonfinite == "skip"
-    module = FineTuner(model, build_regularizer(config.reg), config.optim, evaluators, skip_nonfinite=skip)
+    penalty = build_penalty(config.reg)
+    watch = None if penalty is None else attach(model, penalty)
+    module = FineTuner(model, watch, config.optim, evaluators, skip_nonfinite=skip)
     collate = Collator(tokenizer)
     data = FineTuningData(features.train, features.validation, features.test, collate, config.data, config.seed)
     isotropy = LayerIsotropy()
@@ -263,11 +265,13 @@ def _pruning(search: str | None, history: History) -> list[L.Callback]:
 
 
 def _refresh(config: Config, module: FineTuner, data: FineTuningData, stop: StopSignal) -> ShrinkageCovariance | None:
-    regularizer = module.regularizer
-    if not isinstance(regularizer, IStar) or not regularizer.needs_shrinkage_covariance:
+    watch = module.watch
+    if watch is None or not isinstance(watch.penalty, IStar) or not watch.penalty.needs_shrinkage_covariance:
+        return None
+    if watch.penalty.weight == 0:
         return None
     return ShrinkageCovariance(
-        regularizer,
+        watch,
         data.train,
         data.collate,
         config.reg.num_points,

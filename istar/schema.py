@@ -8,6 +8,7 @@ the composed config into the dataclasses.
 import re
 from collections.abc import Iterable
 from dataclasses import Field, fields, is_dataclass
+from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, get_args
 
@@ -46,6 +47,13 @@ _GROUPS: dict[str, Any] = {
 }
 _REGS: dict[str, Any] = {"none": NoRegConfig, "cosreg": CosRegConfig, "istar": IStarConfig}
 _LOGGERS: dict[str, Any] = {"csv": LoggerConfig, "wandb": WandbConfig}
+
+
+def config_folder() -> Path:
+    """The folder with config.yaml and the groups' files: `istar/conf` of an installed package, `conf` of a checkout."""
+    package = Path(__file__).resolve().parent
+    installed = package / "conf"
+    return installed if installed.is_dir() else package.parent / "conf"
 
 
 def register() -> None:

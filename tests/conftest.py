@@ -70,11 +70,3 @@ def small(composed: Callable[..., Config], tmp_path: Path) -> Callable[..., Conf
         return composed(*SMALL, f"run.root={tmp_path / 'runs'}", *overrides)
 
     return build
-
-
-@pytest.fixture(params=["together", "as they come"])
-def road(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How layers are summed: few points, as all tests have, at once; but what is said of them is to hold for many."""
-    if request.param == "as they come":
-        monkeypatch.setattr("istar.regularizers.union.are_few", lambda *_: False)
-    return str(request.param)

@@ -393,6 +393,8 @@ MODELS = [
     bad(MODEL, "Field 'hidden_size' expected int", model(with_settings(hidden_size="big")), id="a word as size"),
     bad(MODEL, "clip models are not text encoders", model(with_text("config.json", '{"model_type": "clip"}')),
         id="another kind of model"),
+    bad(MODEL, "bart models are encoder-decoders", model(with_text("config.json", '{"model_type": "bart"}')),
+        id="an encoder-decoder"),
     bad(MODEL, "is not a model folder", model(with_settings(quantization_config={"quant_method": "awq"})),
         id="quantized"),
     *(bad(MODEL, "is not a model folder that can be loaded: SafetensorError", model(cut("model.safetensors", keep)),

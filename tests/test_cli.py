@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from istar import results
+from tests.waiting import SECONDS
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TINY = ("task.limit_train=16", "task.limit_validation=8", "data.batch_size=8", "trainer.max_epochs=1",
@@ -20,7 +21,7 @@ def call(*arguments: str, cwd: Path, **environment: str) -> "subprocess.Complete
     environment = {**clean, "HF_HUB_OFFLINE": "1", "COLUMNS": "200", "OMP_NUM_THREADS": "1", **environment}
     return subprocess.run(
         [sys.executable, str(REPOSITORY / "train.py"), *arguments],
-        cwd=cwd, env=environment, capture_output=True, text=True, timeout=200, check=False,
+        cwd=cwd, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.progress import track
 
-from istar import results, schema
+from istar import extras, results, schema
 from istar.config import Config, SweepConfig, WandbConfig
 from istar.errors import StoppedError, UserError
 from istar.files import write_text
@@ -72,6 +72,8 @@ def sweep(request: Request, console: Console) -> int:
         StoppedError: when a signal has stopped it.
     """
     settings = request.settings
+    if settings.search == "optuna":
+        extras.require("sweep.search=optuna", "sweep")
     runs = Runs(request, console)
     if settings.search == "grid":
         runs.add_all(runs.combinations(), SEARCH)

@@ -19,6 +19,7 @@ from istar.errors import UserError
 from istar.tasks import features
 from istar.tasks.features import Collator, FeatureRows, featurize, max_length_for
 from istar.tasks.specs import TASKS
+from tests.waiting import SECONDS
 
 RTE, STSB, SQUAD = TASKS["rte"], TASKS["stsb"], TASKS["squad"]
 
@@ -280,7 +281,7 @@ def race(cache_dir: Path, barrier, results) -> None:
 
     def together(*arguments):
         found = tokenize(*arguments)
-        barrier.wait(20)  # both have seen an empty cache and now write
+        barrier.wait(SECONDS)  # both have seen an empty cache and now write
         return found
 
     features._tokenize = together
@@ -302,9 +303,9 @@ def test_processes_may_race(damaged, tmp_path):
         for process in processes:
             process.start()
     for _ in processes:
-        assert json.loads(results.get(timeout=30)) == expected[:]
+        assert json.loads(results.get(timeout=SECONDS)) == expected[:]
     for process in processes:
-        process.join(10)
+        process.join(SECONDS)
         assert process.exitcode == 0
     assert len(list(tmp_path.iterdir())) == 1
     assert same(featurize(RTE, pairs(), letters(), 24, training=True, cache_dir=tmp_path), expected)
