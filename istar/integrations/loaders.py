@@ -1,9 +1,11 @@
 """A second pass over a trainer's batches that leaves the trainer's own pass alone."""
 
 import copy
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -12,8 +14,9 @@ def second_pass(loader: Any, seed: int) -> Iterator[Any]:
     """The batches of a loader, in another order, without a change to the loader; for `istar.Watch.refresh`.
 
     Iterating a DataLoader twice at once is not harmless: its iterators share persistent workers, and its samplers may
-    hold a random generator or a number of epochs. This pass has samplers, generators and workers of its own, and shares
-    the data set and the collate function. Iteration seeds torch's global CPU generator, which `refresh` sets back.
+    hold a random generator or a number of epochs. This pass has separate samplers, generators and workers, and shares
+    the data set and the collate function. It seeds the global CPU generators, which `refresh` sets back: collate
+    functions may draw from them.
 
     Args:
         loader: a DataLoader, also one that accelerate has prepared; on several processes each has its part of the data.
@@ -21,6 +24,8 @@ def second_pass(loader: Any, seed: int) -> Iterator[Any]:
         seed: what decides the order of a loader that shuffles, such as the number of optimizer steps: after resuming,
             it is the same as without an interruption. Equal on all processes.
     """
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
     loader = getattr(loader, "base_dataloader", loader)
     yield from _independent_copy(loader, seed) if isinstance(loader, DataLoader) else loader

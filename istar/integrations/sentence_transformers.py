@@ -13,6 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from istar.errors import UserError
 from istar.integrations.loaders import second_pass
+from istar.integrations.penalty_file import load_penalty, save_penalty
 from istar.regularizers import IStar, Penalty, attach, select_layers
 from istar.regularizers.model_layers import find_base_model
 from istar.regularizers.points import Tokens
@@ -202,7 +203,7 @@ class RefreshCallback(TrainerCallback):
     ) -> None:
         saved = self._file(args, state)
         if state.global_step > 0 and saved.exists():
-            self.loss.penalty.load_state_dict(torch.load(saved, map_location=args.device))
+            load_penalty(self.loss.penalty, saved, args.device)
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -220,11 +221,11 @@ class RefreshCallback(TrainerCallback):
             self.loss.refresh(batches, self.num_points, self.momentum)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        file = self._file(args, state)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(self.loss.penalty.state_dict(), file)
+        save_penalty(self.loss.penalty, self._file(args, state))
 
     def _file(self, args: TrainingArguments, state: TrainerState) -> Path:
         """One for each process, whose matrices differ with `sync=False`."""
         assert args.output_dir is not None
-        return Path(args.output_dir, f"checkpoint-{state.global_step}", f"penalty_{args.process_index}.pt")
+        return Path(
+            args.output_dir, f"checkpoint-{state.global_step}", f"istar_penalty_rank{args.process_index}.safetensors"
+        )

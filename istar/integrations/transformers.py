@@ -1,20 +1,19 @@
 """I-STAR and CosReg in the `Trainer` of transformers, and in trainers derived from it, such as trl's `SFTTrainer`."""
 
-import random
+import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from istar.errors import UserError
-from istar.files import replacing
+from istar.integrations.loaders import second_pass
+from istar.integrations.penalty_file import load_penalty, save_penalty
 from istar.regularizers.attach import Watch, attach
 from istar.regularizers.base import Penalty
 from istar.regularizers.istar import IStar
@@ -104,7 +103,6 @@ class PenaltyMixin(_Base):
         self.weight_schedule = weight_schedule
         self._watch: Watch | None = None
         self._checkpoint: Path | None = None
-        self._refresh_loader: Any = None
         # By what Trainer multiplies a task loss that is not normalized by the number of items.
         self._process_factor = 1
         self._term_sums: Tensor | None = None
@@ -131,7 +129,7 @@ class PenaltyMixin(_Base):
         """Take the hooks off the model, if there are any; called when training ends, also by an error."""
         if self._watch is not None:
             self._watch.remove()
-        self._watch = self._refresh_loader = self._term_sums = None
+        self._watch = self._term_sums = None
         self._num_terms = 0
 
     def compute_loss(
@@ -163,11 +161,9 @@ class PenaltyMixin(_Base):
     def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         """As `Trainer.save_model`; during training the penalty's state is saved in the same folder."""
         super().save_model(output_dir, *args, **kwargs)
-        state = self.penalty.state_dict()
-        if self._watch is not None and state and (self.args.should_save or not self.penalty.sync):
+        if self._watch is not None and (self.args.should_save or not self.penalty.sync):
             folder = self.args.output_dir if output_dir is None else output_dir
-            with replacing(self._penalty_file(Path(str(folder)))) as file:
-                file.write(save({name: tensor.contiguous() for name, tensor in state.items()}))
+            save_penalty(self.penalty, self._penalty_file(Path(str(folder))))
 
     def load_penalty(self) -> bool:
         """Load the penalty's state from the checkpoint that training resumes from; returns whether there was one."""
@@ -175,8 +171,7 @@ class PenaltyMixin(_Base):
             return False
         path = self._penalty_file(self._checkpoint)
         if path.exists():
-            self.penalty.load_state_dict(load_file(path))
-            self.penalty.to(self.args.device)
+            load_penalty(self.penalty, path, self.args.device)
         elif isinstance(self.penalty, IStar) and self.penalty.needs_shrinkage_covariance:
             warnings.warn(
                 f"{path} does not exist: the checkpoint has no shrinkage covariance", UserWarning, stacklevel=2
@@ -186,20 +181,10 @@ class PenaltyMixin(_Base):
     def refresh_penalty(self) -> int:
         """Compute Sigma_S on batches of the training data; see `istar.Watch.refresh`. Returns the number of points."""
         assert self._watch is not None
-        with unchanged_random_numbers(self.args.device), self.accelerator.autocast():
-            if self._refresh_loader is None:
-                _seed_data(self.args.seed)
-                self._refresh_loader = self.get_train_dataloader()
-            # After resuming, a refresh uses the same batches as without an interruption.
-            _seed_data(self.args.seed + self.state.global_step)
-            if hasattr(self._refresh_loader, "set_epoch"):
-                self._refresh_loader.set_epoch(self.state.global_step)
-            try:
-                return self._watch.refresh(self._refresh_loader, self.num_points, self.momentum)
-            finally:
-                # A loader of accelerate that is not read to its end would stay the active one.
-                if hasattr(self._refresh_loader, "end"):
-                    self._refresh_loader.end()
+        # After resuming, a refresh uses the same batches as without an interruption.
+        batches = second_pass(self.callback_handler.train_dataloader, self.args.seed + self.state.global_step)
+        with self.accelerator.autocast():
+            return self._watch.refresh(batches, self.num_points, self.momentum)
 
     def _penalty_file(self, folder: Path) -> Path:
         name = "istar_penalty" if self.penalty.sync else f"istar_penalty_rank{self.args.process_index}"
@@ -234,7 +219,7 @@ class PenaltyMixin(_Base):
 
         with unchanged_random_numbers(self.args.device), eval_mode(model), torch.no_grad():
             single, double = total(num_items), total(2 * num_items)
-            if single == 0 or not np.isfinite([single, double]).all():
+            if single == 0 or not (math.isfinite(single) and math.isfinite(double)):
                 return
             self.task_loss_is_normalized = double / single < 0.75
             if not self.task_loss_is_normalized:
@@ -315,10 +300,3 @@ class _PenaltyCallback(TrainerCallback):
             if not self.is_loaded or state.global_step % trainer.refresh == 0:
                 trainer.refresh_penalty()
             self.is_loaded = True
-
-
-def _seed_data(seed: int) -> None:
-    """Seed what loaders and collators draw from; the generators of accelerators stay as they are."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.default_generator.manual_seed(seed)

@@ -239,7 +239,11 @@ def _check_unbiased(moments: FourthMoments) -> None:
 
 
 def check_covariance(covariance: Tensor, name: str) -> None:
-    """Refuse what is not a covariance: the closed form needs symmetric positive semi-definite input."""
+    """Refuse a matrix that is not symmetric positive semi-definite to the rounding of float32.
+
+    Raises:
+        UserError: also for what is no square floating matrix, is zero, or is not finite.
+    """
     if not isinstance(covariance, Tensor):
         raise UserError(f"{name} is a {type(covariance).__name__}; expected a tensor (d, d)")
     if not covariance.is_floating_point():
@@ -247,7 +251,8 @@ def check_covariance(covariance: Tensor, name: str) -> None:
     if covariance.dim() != 2 or covariance.shape[0] != covariance.shape[1]:
         raise UserError(f"{name} has shape {tuple(covariance.shape)}; expected (d, d)")
     _check_spread(covariance, name)
-    rounding = math.sqrt(torch.finfo(torch.promote_types(covariance.dtype, torch.float32)).eps)
+    # Also for float64, whose covariances are often sums over float32 points.
+    rounding = math.sqrt(torch.finfo(torch.float32).eps)
     matrix, _ = _normalized(covariance.detach())
     if (matrix - matrix.T).abs().max() > rounding * matrix.diagonal().max():
         raise UserError(f"{name} is not symmetric; expected a covariance")

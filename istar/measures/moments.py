@@ -136,7 +136,6 @@ class _MeanAndScatter(torch.autograd.Function):
         count: Tensor,
         products: torch.dtype | None,
     ) -> tuple[Tensor, Tensor]:
-        ctx.set_materialize_grads(False)
         with full_precision(points.device):
             # An empty cloud has mean 0.
             count = torch.where(count > 0, count, 1)
@@ -144,12 +143,13 @@ class _MeanAndScatter(torch.autograd.Function):
             dtype = torch.promote_types(points.dtype, torch.float32)
             shift = (_weighted(counted, weights).sum(0, dtype=dtype) / count).to(dtype)
             centered = counted - shift
-            residual = _weighted(centered, weights).sum(0).to(count.dtype)
             factors = centered.to(products or dtype)
             scatter = _product(_weighted(factors, weights).T, factors, dtype)
-            # `shift` is the mean but for rounding, which the residual corrects.
-            mean = shift.to(count.dtype) + residual / count
-            scatter -= torch.outer(residual, residual / count).to(dtype)
+            # `shift` is the mean but for rounding, which these corrections undo.
+            residual = _weighted(centered, weights).sum(0)
+            offset = residual / count
+            mean = shift.to(count.dtype) + offset
+            scatter -= torch.outer(residual, offset)
         ctx.is_rounded = factors.dtype != dtype
         # Rounded factors take half the memory of the points, which models under autocast do not keep themselves.
         ctx.save_for_backward(factors if ctx.is_rounded else points, rows, weights, count, mean)
@@ -157,19 +157,19 @@ class _MeanAndScatter(torch.autograd.Function):
         return mean, scatter
 
     @staticmethod
-    def backward(ctx: Any, grad_mean: Tensor | None, grad_scatter: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_mean: Tensor, grad_scatter: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.is_rounded and torch.is_grad_enabled():
             raise UserError("products in bfloat16 have no second derivative; use compute='float32'")
         points, rows, weights, count, mean = ctx.saved_tensors
         wide = torch.promote_types(ctx.dtype, torch.float32)
         with full_precision(points.device):
-            counted = points if ctx.is_rounded else _select(points, rows)
-            gradient = torch.zeros((), dtype=wide, device=points.device).expand(counted.shape)
-            if grad_scatter is not None:
-                factors = counted if ctx.is_rounded else counted - mean.to(wide)
-                gradient = _product(factors, (grad_scatter + grad_scatter.T).to(factors.dtype), wide)
-            if grad_mean is not None:
-                gradient = gradient + (grad_mean / count).to(wide)
+            factors = points if ctx.is_rounded else _select(points, rows) - mean.to(wide)
+            symmetric = (grad_scatter + grad_scatter.T).to(factors.dtype)
+            shift = (grad_mean / count).to(wide)
+            if ctx.is_rounded:
+                gradient = _product(factors, symmetric, wide).add_(shift)
+            else:
+                gradient = torch.addmm(shift, factors, symmetric)
             gradient = _weighted(gradient, weights).to(ctx.dtype)
             if rows is not None:
                 gradient = gradient.new_zeros(ctx.shape).index_copy(0, rows, gradient)
@@ -403,7 +403,7 @@ class FourthMoments(Moments):
 def merge_clouds(clouds: Sequence[CloudMoments]) -> Moments:
     """The moments of the union of several clouds of the same dimension; at least one cloud.
 
-    Equals merging the clouds one after the other, with one sum over all scatters instead of several passes for each.
+    Equals merging the clouds one after the other, with one pass over each scatter instead of several.
 
     Returns:
         `Moments`, or `FourthMoments` if the clouds have a fourth moment.
@@ -425,9 +425,10 @@ def merge_clouds(clouds: Sequence[CloudMoments]) -> Moments:
     moments.count = counts.sum()
     moments.mean = counts @ means / torch.where(moments.count > 0, moments.count, 1)
     distances = means - moments.mean
-    within = torch.stack([cloud.scatter for cloud in clouds]).sum(0, dtype=means.dtype)
     with full_precision(means.device):
-        moments.scatter = within + distances.T @ (counts[:, None] * distances)
+        moments.scatter = distances.T @ (counts[:, None] * distances)
+    for cloud in clouds:
+        moments.scatter = moments.scatter + cloud.scatter
     return moments
 
 

@@ -12,8 +12,8 @@ from tests.integrations.naive import (
     ZETA,
     classifier,
     collate,
-    examples,
     gradients,
+    make_examples,
     penalty_of,
     task_loss_and_points,
 )
@@ -24,7 +24,7 @@ BATCH_SIZE = 3
 
 @pytest.mark.parametrize("accumulation", [1, 2, 4])
 def test_the_gradient_is_that_of_the_mean_over_micro_batches(accumulation):
-    rows = examples(BATCH_SIZE * accumulation)
+    rows = make_examples("classification", BATCH_SIZE * accumulation)
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
     model = classifier("gpt2")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

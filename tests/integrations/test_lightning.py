@@ -25,8 +25,8 @@ from tests.integrations.naive import (
     ZETA,
     classifier,
     collate,
-    examples,
     gradients,
+    make_examples,
     penalty_of,
     task_loss_and_points,
 )
@@ -95,7 +95,7 @@ def loader(rows: list[dict[str, Tensor]], **settings: Any) -> DataLoader:
     ],
 )  # fmt: skip
 def test_the_gradient_is_that_of_the_mean_over_micro_batches(name, accumulation, is_checkpointed):
-    rows = examples(BATCH_SIZE * accumulation)
+    rows = make_examples("classification", BATCH_SIZE * accumulation)
     model, expected_model = classifier(name), classifier(name)
     if is_checkpointed:
         model.gradient_checkpointing_enable()
@@ -117,7 +117,7 @@ def test_the_gradient_is_that_of_the_mean_over_micro_batches(name, accumulation,
 def run_in_process(rank: int, world: int, port: int, folder: Path, sync: bool, accumulation: int) -> None:
     """One of the processes that Lightning finds started."""
     os.environ |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    rows = examples(BATCH_SIZE * accumulation * world)
+    rows = make_examples("classification", BATCH_SIZE * accumulation * world)
     settings = {"devices": world, "strategy": DDPStrategy(process_group_backend="gloo"), "precision": "64-true"}
     settings |= {"accumulate_grad_batches": accumulation}
     callback = penalty_callback(sync)
@@ -172,7 +172,7 @@ def test_a_checkpoint_of_several_processes_is_refused_by_another_number_of_them(
 
 def test_a_resumed_training_ends_as_one_that_was_not_interrupted(tmp_path):
     # Two steps an epoch and a refresh every three: at the second epoch's beginning Sigma_S has to be the saved one.
-    rows = examples(2 * BATCH_SIZE)
+    rows = make_examples("classification", 2 * BATCH_SIZE)
 
     def fit(epochs: int, ckpt_path: Path | None = None) -> nn.Module:
         callback = penalty_callback(refresh=3, momentum=0.5, weight_schedule=lambda step: -0.1 * step)
@@ -207,7 +207,7 @@ def test_batches_and_random_numbers_are_the_same_with_and_without_refresh(kind, 
             "own generator": {"generator": torch.Generator().manual_seed(5)},
             "persistent workers": {"num_workers": 1, "persistent_workers": True},
         }[kind]
-        batches = DataLoader(examples(8), 2, shuffle=True, collate_fn=Masked(), **settings)  # type: ignore[arg-type]
+        batches = DataLoader(make_examples("classification", 8), 2, shuffle=True, collate_fn=Masked(), **settings)  # type: ignore[arg-type]
         callback = penalty_callback(zeta=zeta, refresh=refresh, num_points=30)
         module = Classifier(classifier("bert"), callback)
         trainer(callback, max_epochs=2).fit(module, batches)
@@ -237,7 +237,9 @@ def test_sigma_s_is_refreshed_before_each_epoch_or_every_so_many_steps():
         callback = PenaltyCallback(istar.IStar(weight, ZETA), refresh=refresh)
         changes = Changes(callback.penalty)
         module = Classifier(classifier("bert"), callback)
-        trainer(callback, changes, max_epochs=2, accumulate_grad_batches=2).fit(module, loader(examples(12)))
+        trainer(callback, changes, max_epochs=2, accumulate_grad_batches=2).fit(
+            module, loader(make_examples("classification", 12))
+        )
         return changes.steps
 
     assert steps("epoch") == [0, 3]
@@ -258,7 +260,7 @@ def test_the_refresh_runs_in_the_precision_of_the_trainer():
 
     callback = penalty_callback()
     trainer(callback, max_steps=1, precision="bf16-mixed").fit(
-        Watched(classifier("bert").float(), callback), loader(examples(BATCH_SIZE))
+        Watched(classifier("bert").float(), callback), loader(make_examples("classification", BATCH_SIZE))
     )
     assert dtypes == [(False, torch.bfloat16), (True, torch.bfloat16)]
 
@@ -268,7 +270,7 @@ def test_the_weighted_penalty_its_score_and_the_points_are_logged_and_validation
         def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
             self.log("val_loss", self.model(**batch).loss + self.penalty.loss())
 
-    rows = examples(BATCH_SIZE)
+    rows = make_examples("classification", BATCH_SIZE)
     callback = penalty_callback()
     fitted = trainer(callback, max_epochs=1, precision="64-true")
     fitted.fit(Validated(classifier("bert"), callback, rate=0.0), loader(rows), loader(rows))
@@ -289,7 +291,7 @@ def test_with_lambda_0_the_training_is_bit_for_bit_the_same_as_without_a_penalty
     def parameters(kind: type[Classifier]) -> dict[str, Tensor]:
         callback = PenaltyCallback(istar.IStar(0.0, ZETA))
         module = kind(classifier("bert"), callback)
-        trainer(callback, max_epochs=2).fit(module, loader(examples(8)))
+        trainer(callback, max_epochs=2).fit(module, loader(make_examples("classification", 8)))
         return module.model.state_dict()
 
     assert_close(parameters(Classifier), parameters(Plain), rtol=0, atol=0)
@@ -315,7 +317,7 @@ def test_any_module_can_be_penalized_by_naming_its_layers():
 
 
 def test_mistakes_are_refused_in_one_line():
-    rows = loader(examples(2))
+    rows = loader(make_examples("classification", 2))
 
     class Forgetful(Classifier):
         def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:

@@ -27,7 +27,7 @@ from sentence_transformers.sentence_transformer.modules import Pooling, Transfor
 
 import istar
 from istar.integrations.sentence_transformers import PenaltyLoss, RefreshCallback
-from tests.integrations.naive import CLOSE, CONFIGS, WEIGHT, ZETA, gradients, penalty_of
+from tests.integrations.naive import BERT, CLOSE, WEIGHT, ZETA, gradients, penalty_of
 from tests.oracles import stack
 
 WORDS = list("abcdefghijklmnopqrstuvwxyz")
@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small BERT and its tokenizer, on disk."""
     path = tmp_path_factory.mktemp("bert")
     torch.manual_seed(0)
-    hf.BertModel(CONFIGS["bert"]).save_pretrained(path)
+    hf.BertModel(hf.BertConfig(**BERT)).save_pretrained(path)
     hf.BertTokenizer(vocab={word: i for i, word in enumerate(SPECIAL + WORDS)}).save_pretrained(path)
     return path
 

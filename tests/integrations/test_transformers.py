@@ -20,7 +20,7 @@ from transformers import BertForSequenceClassification, Trainer, TrainerCallback
 import istar
 from istar.errors import UserError
 from istar.integrations.transformers import PenaltyMixin, PenaltyTrainer
-from tests.integrations.trainers import (
+from tests.integrations.naive import (
     collate,
     expected_gradient,
     make_examples,
@@ -253,9 +253,7 @@ def results(request, tmp_path_factory):
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    mp.get_context("forkserver").set_forkserver_preload(
-        ["istar.integrations.transformers", "tests.integrations.trainers"]
-    )
+    mp.get_context("forkserver").set_forkserver_preload(["istar.integrations.transformers", "tests.integrations.naive"])
     mp.start_processes(work, (request.param, port, str(folder)), request.param, start_method="forkserver")
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(request.param)]
 

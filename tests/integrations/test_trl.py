@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import istar
 from istar.integrations.transformers import PenaltyMixin
-from tests.integrations.trainers import GPT2, LLAMA, SGD, expected_gradient, make_sigma
+from tests.integrations.naive import GPT2, LLAMA, SGD, expected_gradient, make_sigma
 from tests.oracles import algorithm_1
 
 trl = pytest.importorskip("trl")

@@ -391,8 +391,8 @@ class Products(TorchDispatchMode):
         self.settings = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.mm.default:
-            self.settings.append((settings(), args[0].dtype))
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            self.settings.append((settings(), args[-1].dtype))
         return func(*args, **(kwargs or {}))
 
 
