@@ -2,7 +2,7 @@
 
 import sys
 
-from istar import cli
+from istar.cli.main import main_of_train
 
 if __name__ == "__main__":
-    sys.exit(cli.train(command="python train.py"))
+    sys.exit(main_of_train(command="python train.py"))

@@ -4,7 +4,7 @@
     python -m benchmarks.finetune --task rte --data-dir data/glue_data --epochs 3 --seeds 3
     python -m benchmarks.finetune --task sst5 --data-dir data/sst --precision bf16 --limit-train 1024
 
-istar is its own `istar.run.run`, with validation, isotropy, checkpoints and a result, without a penalty. The peers are
+istar is `istar.runs.run.run` with validation, isotropy, checkpoints and a result, without a penalty. The peers are
 `Trainer` as the example script `run_glue` sets it up (every text padded to 128 tokens), and `Trainer` with dynamic
 padding and batches of like length, both without checkpoints. All have run_glue's optimizer: AdamW, fused, no decay, a
 linear schedule, clipping at 1. Every run has a process of its own, and they take turns on the same machine.
@@ -171,8 +171,8 @@ def _istar(given: argparse.Namespace) -> float:
     """Through the config, as train.py does."""
     from hydra import compose, initialize_config_dir
 
-    from istar import schema
-    from istar.run import run
+    from istar.config import schema
+    from istar.runs.run import run
 
     overrides = [
         f"task={given.task}", f"task.max_length={given.max_length}", f"seed={given.seed}", "reg=none",

@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.table import Table
 from transformers import BertConfig, BertModel
 
-from istar import tiny
 from istar.geometry.corpus import Packer, Source, batch, chunks, documents
 from istar.geometry.stream import Pass, Stream
+from istar.models import tiny
 from istar.tasks import demo
 
 

@@ -30,18 +30,19 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from istar import forking, results, schema
-from istar.config import Config
-from istar.folders import Folders
-from istar.launch import StartedRun, Starter, fresh, held_back
-from istar.schema import to_dict
+from istar import results
+from istar.config import Config, schema
+from istar.config.schema import to_dict
+from istar.runs import fork_server
+from istar.runs.launch import StartedRun, Starter, fresh, held_back
+from istar.runs.store import Folders
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SMALL = ("trainer.max_epochs=1", "task.limit_train=320", "reg.num_points=2000", "trainer.progress_bar=false")
 WANDB = ("logger=wandb", "logger.mode=offline")
 HYDRA = f"""
 import hydra
-from istar import schema
+from istar.config import schema
 
 schema.register()
 
@@ -88,7 +89,7 @@ def environment(folder: Path) -> Iterator[None]:
 def cost(options: argparse.Namespace, folder: Path) -> Table:
     """Of a run, beyond its training."""
     ways: dict[str, Callable[[int], float]] = {}
-    with forking.Servers(folder / "server.log") as servers:
+    with fork_server.Servers(folder / "server.log") as servers:
         for kind, more in (("metrics.csv", ()), ("W&B offline", WANDB)):
             for name, start in (("forked", servers.start), ("fresh process", fresh)):
                 # Not `lambda`, which would see the last values of all.

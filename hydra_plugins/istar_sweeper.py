@@ -47,8 +47,9 @@ class IstarSweeper(Sweeper):
     def sweep(self, arguments: list[str]) -> None:
         from rich.console import Console
 
-        from istar import launch, schema
+        from istar.config import schema
         from istar.errors import SHOW_TRACE, UserError
+        from istar.runs import launch
         from istar.sweeps.sweep import Request, sweep
 
         launch.tell_slurm_apart()

@@ -15,8 +15,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
-from istar import schema
-from istar.config import Config
+from istar.config import Config, schema
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SMALL = (

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from istar import __version__, cli, extras, forking, results
+from istar import __version__, results
+from istar.cli.main import main
+from istar.runs import extras, fork_server
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
@@ -80,14 +82,14 @@ def test_the_wheel_holds_what_is_no_module_too(wheel: Path) -> None:
     configs = {"istar" / path.relative_to(REPOSITORY) for path in (REPOSITORY / "conf").rglob("*.yaml")}
     sweeps = {"istar/conf" / path.relative_to(REPOSITORY) for path in (REPOSITORY / "sweep").glob("*.yaml")}
     assert {str(path) for path in configs | sweeps} - held == set()
-    assert {"istar/conf/sweep/table1.yaml", "istar/reports/templates/report.html", "istar/reports/paper/table1.csv",
+    assert {"istar/conf/sweep/table1.yaml", "istar/pages/templates/report.html", "istar/reports/paper/table1.csv",
             "hydra_plugins/istar_sweeper.py"} <= held  # fmt: skip
     assert [name for name in held if name.endswith("licenses/LICENSE")]
     assert {name.partition("/")[0].partition("-")[0] for name in held} == {"istar", "hydra_plugins"}
 
 
 def test_it_trains_in_an_empty_folder(unpacked: Path, tmp_path: Path) -> None:
-    code = "from hydra_plugins import istar_sweeper; from istar import schema; print(schema.config_folder())"
+    code = "from hydra_plugins import istar_sweeper; from istar.config import schema; print(schema.config_folder())"
     places = python("-c", f"{code}; print(istar_sweeper.__file__)", cwd=tmp_path, path=unpacked)
     assert places.stdout.split() == [str(unpacked / name) for name in ("istar/conf", "hydra_plugins/istar_sweeper.py")]
     assert not (unpacked / "istar" / "conf" / "sweep").is_symlink()
@@ -96,7 +98,7 @@ def test_it_trains_in_an_empty_folder(unpacked: Path, tmp_path: Path) -> None:
     (unpacked / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({hidden}))\n")
     # A sweep of one run, which is a process of its own.
     wanted = ("-m", "debug=smoke", "seed=1", "trainer.accelerator=cpu")
-    done = python("-m", "istar.cli", "train", *wanted, cwd=tmp_path, path=unpacked)
+    done = python("-m", "istar.cli.main", "train", *wanted, cwd=tmp_path, path=unpacked)
     assert (done.returncode, done.stderr) == (0, "")
     assert "demo, accuracy · tiny" in done.stdout
     [folder] = (tmp_path / "runs" / "smoke").glob("demo-*")
@@ -110,9 +112,9 @@ def test_torch_is_enough_for_measures_and_penalties(tmp_path: Path) -> None:
 import istar, istar.measures, istar.regularizers
 import torch
 print(istar.__version__, float(istar.measures.isoscore(torch.randn(300, 5))) > 0)
-from istar import cli
+from istar.cli.main import main
 for command in (["train"], ["report", "runs"], ["measure", "model", "--text", "text"]):
-    print(cli.main(command))
+    print(main(command))
 """
     # Said by torch, which would like to have NumPy.
     code = TORCH_ALONE + "import warnings; warnings.filterwarnings('ignore', 'Failed to initialize NumPy')\n" + code
@@ -138,7 +140,7 @@ def test_a_missing_feature_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     for argument in ("--help", "--version"):
         with pytest.raises(SystemExit) as leaving:
-            cli.main([argument])
+            main.main([argument])
         assert leaving.value.code == 0
     told = capsys.readouterr().out
     assert re.search(r"^ +train +fine-tune", told, re.MULTILINE)
@@ -150,7 +152,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 def imported() -> set[str]:
     """Libraries that istar imports anywhere, at the top of a module or later."""
-    names = {name.partition(".")[0] for name in forking.LIBRARIES}
+    names = {name.partition(".")[0] for name in fork_server.LIBRARIES}
     for folder in ("istar", "hydra_plugins"):
         for path in (REPOSITORY / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

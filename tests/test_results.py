@@ -10,9 +10,9 @@ import pytest
 
 from istar import files, results
 from istar.config import Config
+from istar.config.schema import to_dict
 from istar.errors import UserError
 from istar.results import RESULT, RunRecord, identity
-from istar.schema import to_dict
 
 RECORD = RunRecord(
     name="demo-tiny-none-0123456789ab",

@@ -20,8 +20,8 @@ from rich.table import Table
 from istar.errors import UserError, did_you_mean, shorten
 from istar.files import write_text
 from istar.geometry.trajectory import KEYS, Stop
-from istar.reports import sheets
-from istar.reports.sheets import Entry, Sheet
+from istar.pages import sheets
+from istar.pages.sheets import Entry, Sheet
 
 By = Literal["revision", "step"]
 STATISTICS = ("pearson", "spearman", "kendall")

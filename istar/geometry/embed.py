@@ -15,7 +15,7 @@ import torch
 from rich.table import Table
 from safetensors.torch import save
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from istar import models
 from istar.config import ModelConfig
@@ -341,7 +341,7 @@ def write_model(found: Embedded, config: ModelConfig, out: Path) -> Path:
     Raises:
         UserError: if it cannot be loaded or written.
     """
-    model = models.load_pretrained(config, type(models.skeleton(models.load_pretrained(config, models.AutoConfig))))
+    model = models.load_pretrained(config, type(models.skeleton(models.load_pretrained(config, AutoConfig))))
     layer = model.get_input_embeddings() if found.raw.which == "input" else model.get_output_embeddings()
     with torch.no_grad():
         layer.weight.copy_(found.processed)

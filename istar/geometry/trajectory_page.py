@@ -6,13 +6,13 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
+from istar.figures.plot import Line, Panel, Plot
 from istar.files import replacing
 from istar.geometry.measure import Measured
-from istar.geometry.plots import NAMES, tap_name, taps_of
+from istar.geometry.model_figures import NAMES, tap_name, taps_of
 from istar.geometry.trajectory import Plan, Stop, Trajectory
-from istar.reports import folder
-from istar.reports.page import Page, Section
-from istar.reports.plots import Line, Panel, Plot
+from istar.pages import folder
+from istar.pages.page import Page, Section
 
 GENERATOR = "istar measure, over a training"
 _TAPS = 5

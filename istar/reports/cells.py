@@ -1,7 +1,7 @@
 """Runs to cells: which runs differ in nothing but what a table or a line varies, and which configuration is shown.
 
-A configuration is everything that names a run (see `istar.results.identity`) but the seed: settings, data and model.
-Nothing here looks at anything but the validation set's headline metric.
+A configuration is everything that names a run (see `istar.results.identity`) but the seed: settings, data and
+model. Nothing here looks at anything but the validation set's headline metric.
 """
 
 import math
@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 
 from istar.reports.paper import TASKS
-from istar.reports.runs import Runs
+from istar.reports.run_frame import Runs
 from istar.reports.statistics import Spread, spread
 from istar.results import RunRecord, identity
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pandas as pd
 
-from istar.reports import commands, paper
+from istar.figures.plot import BASE, Panel, Plot
+from istar.pages.sheets import Entry, Sheet
+from istar.reports import paper, rerun_commands
 from istar.reports.cells import Cell, models, tasks
-from istar.reports.plots import BASE, Panel, Plot
-from istar.reports.results_tables import tried_pairs
-from istar.reports.sheets import Entry, Sheet
+from istar.reports.paper_tables import tried_pairs
 from istar.results import RunRecord
 
 
@@ -38,11 +38,11 @@ def command_for(frame: pd.DataFrame, records: Mapping[str, RunRecord], root: str
         same = own[own["task"] == task]
         same = same if len(same) else frame[frame["task"] == task]
         found = records[(same if len(same) else own)["folder"].iloc[0]].config
-        option = commands.model_option(**commands.named(records[own["folder"].iloc[0]].config["model"]))
+        option = rerun_commands.model_option(**rerun_commands.named(records[own["folder"].iloc[0]].config["model"]))
         if same.empty:
             # Of another task: where its data lie and how many are used is its own affair.
             found = {**found, "task": {"name": task}}
-        return commands.sweep(sweep, task, option, *commands.settings(found), *commands.where(root))
+        return rerun_commands.sweep(sweep, task, option, *rerun_commands.settings(found), *rerun_commands.where(root))
 
     return build
 
@@ -66,8 +66,8 @@ def of_table1(
             holes.append(Hole("Table 1", model, task, told, how("table1", task, model)))
         for family, cell in own.items():
             if cell is not None and cell.runs is not None and (seeds := wanted_seeds(cell.seeds)):
-                command = commands.again(records[cell.runs["folder"].iloc[0]].config, seeds)
-                command = " ".join([command, *commands.where(root)])
+                command = rerun_commands.again(records[cell.runs["folder"].iloc[0]].config, seeds)
+                command = " ".join([command, *rerun_commands.where(root)])
                 holes.append(Hole("Table 1", model, task, lacking(paper.FAMILIES[family], cell.seeds), command))
     return holes
 

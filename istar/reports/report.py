@@ -11,15 +11,16 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from istar.errors import UserError
-from istar.reports import cells, folder, geometry, holes, plots, results_tables, stability
+from istar.figures.plot import Plot
+from istar.pages import folder
+from istar.pages.folder import Drawn, Kind
+from istar.pages.page import Page, Section
+from istar.pages.sheets import Sheet
+from istar.reports import cells, geometry_file, holes, paper_tables, run_figures, stability
 from istar.reports.cells import Cell, models, prepare, tasks
-from istar.reports.folder import Drawn, Kind
-from istar.reports.geometry import Geometry
+from istar.reports.geometry_file import Geometry
 from istar.reports.holes import Command, Hole
-from istar.reports.page import Page, Section
-from istar.reports.plots import Plot
-from istar.reports.runs import Runs, load_runs
-from istar.reports.sheets import Sheet
+from istar.reports.run_frame import Runs, load_runs
 
 KIND = Kind("report", "istar report")
 
@@ -106,11 +107,11 @@ def _gather(found: Runs, root: Path) -> _Data:
             missing += holes.without_geometry(plot, frame, measured, how)
     refreshes = {place: record.timing.get("shrinkage") or () for place, record in found.records.items()}
     tables = (
-        results_tables.table1(filled),
-        results_tables.table2(filled, frame),
-        results_tables.costs(frame, refreshes),
+        paper_tables.table1(filled),
+        paper_tables.table2(filled, frame),
+        paper_tables.costs(frame, refreshes),
         holes.sheet(missing),
-        results_tables.left_out(frame, {**found.troubles, **troubles}, str(root)),
+        paper_tables.left_out(frame, {**found.troubles, **troubles}, str(root)),
     )
     return _Data(root, found, frame, filled, {table.name: table for table in tables}, drawn, missing, how)
 
@@ -119,21 +120,21 @@ def _layer_counts(found: Runs, frame: pd.DataFrame) -> dict[str, int]:
     """Layers of each model that has a finished run."""
     done = frame[frame["usable"]].drop_duplicates("model")
     return {
-        model: plots.layer_count(found.records[place])
+        model: run_figures.layer_count(found.records[place])
         for model, place in zip(done["model"], done["folder"], strict=True)
     }
 
 
 def _plots(found: Runs, frame: pd.DataFrame, filled: list[Cell], measured: dict[str, Geometry]) -> list[Plot]:
     return [
-        plots.minibatch_stability(stability.stability()),
-        plots.isotropy_and_performance(frame),
-        plots.mean_activations(frame, measured),
-        plots.intrinsic_dimensions(frame, measured),
-        plots.layer_isotropy(frame, found.records),
-        plots.zeta_ablation(frame),
-        plots.layer_ablation(frame, found.records),
-        *plots.curves(filled, found.records),
+        run_figures.minibatch_stability(stability.stability()),
+        run_figures.isotropy_and_performance(frame),
+        run_figures.mean_activations(frame, measured),
+        run_figures.intrinsic_dimensions(frame, measured),
+        run_figures.layer_isotropy(frame, found.records),
+        run_figures.zeta_ablation(frame),
+        run_figures.layer_ablation(frame, found.records),
+        *run_figures.curves(filled, found.records),
     ]
 
 
@@ -141,7 +142,7 @@ def _geometries(frame: pd.DataFrame) -> tuple[dict[str, Geometry], dict[str, str
     measured, troubles = {}, {}
     for place in frame[frame["usable"]]["folder"]:
         try:
-            if (own := geometry.read(Path(place))) is not None:
+            if (own := geometry_file.read(Path(place))) is not None:
                 measured[place] = own
         except UserError as error:
             troubles[place] = str(error)

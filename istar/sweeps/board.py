@@ -14,11 +14,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from istar.config.schema import to_dict
 from istar.errors import UserError, shorten
 from istar.files import write_text
-from istar.reports.runs import row
+from istar.reports.run_frame import row
 from istar.results import RunRecord
-from istar.schema import to_dict
 from istar.sweeps.trials import Trial
 
 FOLDER, STATE = "sweeps", "sweep.json"

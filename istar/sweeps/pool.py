@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from istar import forking
 from istar.config import TrainerConfig
 from istar.errors import StoppedError, UserError
-from istar.launch import StartedRun, Starter, fresh, handing_on_signals, held_back, processes_to_start
 from istar.results import RunRecord
+from istar.runs import fork_server
+from istar.runs.launch import StartedRun, Starter, fresh, handing_on_signals, held_back, processes_to_start
 from istar.sweeps.trials import Trial
 
 
@@ -76,10 +76,10 @@ def _carry_out(source: Source, settings: Settings, start: Starter) -> None:
 @contextmanager
 def _starter(settings: Settings) -> Iterator[Starter]:
     """Forks where that can be done: a fresh process costs seconds of a sweep's every run."""
-    if not forking.is_possible():
+    if not fork_server.is_possible():
         yield fresh
         return
-    with forking.Servers(settings.logs / "server.log") as servers:
+    with fork_server.Servers(settings.logs / "server.log") as servers:
         yield servers.start
 
 

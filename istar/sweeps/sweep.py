@@ -10,13 +10,14 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.progress import track
 
-from istar import extras, results, schema
-from istar.config import Config, SweepConfig, WandbConfig
+from istar import results
+from istar.config import Config, SweepConfig, WandbConfig, schema
 from istar.errors import StoppedError, UserError
 from istar.files import write_text
-from istar.folders import Folders, finished_run
-from istar.reports import figures, tables
+from istar.reports import comparison, run_tables
 from istar.results import RunRecord
+from istar.runs import extras
+from istar.runs.store import Folders, finished_run
 from istar.sweeps import board, cost, pool, trials
 from istar.sweeps.board import Board, Entry, State, duration
 from istar.sweeps.trials import Overrides, Trial
@@ -331,12 +332,12 @@ def close(runs: Runs) -> int:
     """Compare the runs, name those that failed, and return the exit code."""
     console, records = runs.console, runs.records()
     if records:
-        many = sum(map(len, tables.by_task(records).values())) > _COMPARED
+        many = sum(map(len, run_tables.by_task(records).values())) > _COMPARED
         shown = best_of_each(records) if many or runs.request.settings.seeds else records
-        write_text(runs.folder / "comparison.md", tables.markdown(shown))
+        write_text(runs.folder / "comparison.md", run_tables.markdown(shown))
         for suffix in ("png", "svg"):
-            figures.comparison(shown, runs.folder / f"comparison.{suffix}")
-        console.print(tables.comparison(shown))
+            comparison.comparison(shown, runs.folder / f"comparison.{suffix}")
+        console.print(run_tables.comparison(shown))
         console.print(f"{runs.folder / 'comparison.png'} and .svg, .md", highlight=False, soft_wrap=True)
     failed = runs.failed()
     if failed:
@@ -358,7 +359,7 @@ def best_of_each(records: Sequence[RunRecord]) -> list[RunRecord]:
     The one with the most seeds, among equals that with the highest mean of the headline metric.
     """
     best: dict[tuple[str, str, str], list[RunRecord]] = {}
-    for (task, model), group in tables.by_task(records).items():
+    for (task, model), group in run_tables.by_task(records).items():
         for runs in group:
             kind = (task, model, runs[0].config["reg"]["name"])
             if kind not in best or _rank(runs) > _rank(best[kind]):

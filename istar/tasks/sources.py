@@ -8,8 +8,8 @@ from pathlib import Path
 import datasets
 
 from istar.errors import UserError, shorten
-from istar.hub import hub_obstacle
-from istar.tasks import corpora, readers
+from istar.tasks import formats, readers
+from istar.tasks.hub import hub_obstacle
 from istar.tasks.readers import Rows
 from istar.tasks.specs import Files, TaskSpec
 
@@ -19,8 +19,8 @@ Layout = Mapping[str, Reader]
 
 _SAVED: Layout = {"{}/state.json": readers.read_saved}
 _TSV: Layout = {"{}.tsv": readers.read_tsv}
-_TREES: Layout = {"{}.txt": corpora.read_trees}
-_SQUAD: Layout = {"{}-v1.1.json": corpora.read_squad}
+_TREES: Layout = {"{}.txt": formats.read_trees}
+_SQUAD: Layout = {"{}-v1.1.json": formats.read_squad}
 _TABLES: Layout = {
     "{}.csv": readers.read_csv,
     "{}.jsonl": readers.read_json,

@@ -2,9 +2,9 @@
 
 from istar.training.data import FineTuningData, LengthGroupedSampler
 from istar.training.history import History
-from istar.training.isotropy import LayerIsotropy
+from istar.training.layer_isotropy import LayerIsotropy
 from istar.training.module import FineTuner, merge_outputs
-from istar.training.shrinkage import ShrinkageCovariance
+from istar.training.refresh import ShrinkageCovariance
 
 __all__ = [
     "FineTuner",

@@ -7,7 +7,7 @@ import lightning as L
 import numpy as np
 
 from istar.tasks.evaluation import Evaluation
-from istar.training.isotropy import LayerIsotropy
+from istar.training.layer_isotropy import LayerIsotropy
 from istar.training.module import FineTuner
 
 

@@ -14,11 +14,11 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers import WandbLogger
 
 from istar.config import Config, WandbConfig
+from istar.config.schema import to_dict
 from istar.errors import UserError, shorten
 from istar.files import write_text
-from istar.hub import PROBE_SECONDS, answer
-from istar.schema import to_dict
-from istar.training.isotropy import isotropy_key
+from istar.tasks.hub import PROBE_SECONDS, answer
+from istar.training.layer_isotropy import isotropy_key
 from istar.training.metrics_file import MetricsFile
 
 _INIT_SECONDS = 10.0

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from istar.measures import AverageCosine, Moments, effective_rank, isoscore, singular_values
-from istar.training.isotropy import OverLayers
+from istar.training.layer_isotropy import OverLayers
 
 
 class IsotropyMonitor(OverLayers):

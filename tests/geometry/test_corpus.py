@@ -9,9 +9,9 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from istar import tiny
 from istar.errors import UserError
 from istar.geometry.corpus import Packer, Source, batch, chunks, documents, sources
+from istar.models import tiny
 from istar.tasks import demo
 
 TEXTS = ["the cat sees a dog .", "a", " ".join(["dog cat"] * 40), "does the dog see ?"]

@@ -19,11 +19,12 @@ import transformers as hf
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from istar import cli, tiny
+from istar.cli.main import main
 from istar.config import ModelConfig
 from istar.errors import UserError
 from istar.geometry import embed
 from istar.geometry.matrix import read_matrix, untied_output
+from istar.models import tiny
 
 UNUSED = [f"[unused{number}]" for number in range(5)]
 TOKENIZER = tiny.tokenizer([*UNUSED, *["the", "cat", "dog", "house", "garden", "sees"]])
@@ -65,7 +66,7 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 
 def run(folder: Path, out: Path, *arguments: str) -> int:
-    return cli.main(["embed", str(folder), "--out", str(out), *arguments])
+    return main.main(["embed", str(folder), "--out", str(out), *arguments])
 
 
 def test_figures_are_the_definitions(tmp_path: Path) -> None:
@@ -179,7 +180,7 @@ def test_from_the_cache_of_the_hub(tmp_path: Path) -> None:
     (cache / "refs").mkdir()
     (cache / "refs" / "step10").write_text("abc")
     environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
-    call = [sys.executable, "-m", "istar.cli", "embed", "some/model", "--out", str(tmp_path / "out")]
+    call = [sys.executable, "-m", "istar.cli.main", "embed", "some/model", "--out", str(tmp_path / "out")]
     root = Path(__file__).parents[2]
     done = subprocess.run([*call, "--revision", "step10"], env=environment, cwd=root, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
@@ -234,7 +235,7 @@ def test_one_shard_is_brought_from_the_hub(tmp_path: Path) -> None:
             "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
             "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1",
         }  # fmt: skip
-        call = [sys.executable, "-m", "istar.cli", "embed", "some/model", "--revision", "step10"]
+        call = [sys.executable, "-m", "istar.cli.main", "embed", "some/model", "--revision", "step10"]
         root = Path(__file__).parents[2]
         done = subprocess.run(
             [*call, "--out", str(tmp_path / "out")], env=environment, cwd=root, capture_output=True, text=True

@@ -11,7 +11,7 @@ import torch
 from sklearn.neighbors import NearestNeighbors
 from transformers import AutoModel, AutoTokenizer
 
-from istar.cli import main
+from istar.cli.main import main
 from tests.geometry.test_stream import naive
 
 RTE = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "glue_data" / "RTE" / "train.tsv"

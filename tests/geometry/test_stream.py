@@ -13,11 +13,11 @@ import torch.multiprocessing as mp
 import transformers as hf
 from transformers import PreTrainedModel
 
-from istar import tiny
 from istar.errors import UserError
 from istar.geometry import stream
 from istar.geometry.corpus import Packer, Source, documents
 from istar.geometry.stream import Pass, Stream
+from istar.models import tiny
 from istar.tasks import demo
 
 WORDS = ["the cat sees a dog", "a dog", "does the old dog see a cat ?", "anna likes the small house and the garden"]

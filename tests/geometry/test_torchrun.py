@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 def call(folder: Path, *arguments: str, processes: int = 1) -> "subprocess.CompletedProcess[str]":
     several = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command = [sys.executable, *(several if processes > 1 else []), "-m", "istar.cli", *arguments]
+    command = [sys.executable, *(several if processes > 1 else []), "-m", "istar.cli.main", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "COLUMNS": "150"}
     return subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False

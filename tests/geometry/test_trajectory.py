@@ -14,9 +14,10 @@ import pytest
 import torch
 import transformers as hf
 
-from istar import cli, tiny
+from istar.cli.main import main
 from istar.errors import UserError
 from istar.geometry import measure, trajectory
+from istar.models import tiny
 
 WORDS = ["the", "cat", "dog", "house", "garden", "sees"]
 TOKENIZER = tiny.tokenizer(WORDS)
@@ -54,7 +55,7 @@ def folder(tmp_path: Path) -> Path:
 
 def follow(tmp_path: Path, pattern: object, text: Path, *more: str) -> int:
     arguments = ["measure", "tiny", "--checkpoints", str(pattern), "--text", str(text), "--length", "16"]
-    return cli.main([*arguments, "--out", str(tmp_path / "out"), "--device", "cpu", *more])
+    return main.main([*arguments, "--out", str(tmp_path / "out"), "--device", "cpu", *more])
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:
@@ -86,7 +87,7 @@ def test_the_table_holds_what_each_has_by_itself(tmp_path: Path, folder: Path, t
     ]  # fmt: skip
     alone = tmp_path / "alone"
     arguments = ["measure", str(folder / "step2"), "--text", str(text), "--length", "16", "--out", str(alone)]
-    assert cli.main([*arguments, "--device", "cpu"]) == 0
+    assert main.main([*arguments, "--device", "cpu"]) == 0
     expected = {row["layer"]: row for row in rows_of(alone / "measures.csv")}
     found = {row["layer"]: row for row in rows if row["revision"] == "step2"}
     assert expected.keys() <= found.keys()
@@ -223,7 +224,7 @@ def test_revisions_from_the_cache_of_the_hub(tmp_path: Path, text: Path) -> None
     environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1", "COLUMNS": "100"}
     call = ["measure", "some/model", "--revisions", "step1,step2,step3", "--text", str(text), "--length", "16"]
     done = subprocess.run(
-        [sys.executable, "-m", "istar.cli", *call, "--out", str(tmp_path / "out"), "--device", "cpu"],
+        [sys.executable, "-m", "istar.cli.main", *call, "--out", str(tmp_path / "out"), "--device", "cpu"],
         env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
@@ -261,7 +262,7 @@ def test_the_number_in_the_name(label: str, step: int | None) -> None:
 def test_a_mistake_is_one_line(
     arguments: list[str], told: str, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["measure", *arguments, "--text", str(text), "--out", str(tmp_path / "out")]) == 2
+    assert main.main(["measure", *arguments, "--text", str(text), "--out", str(tmp_path / "out")]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert told in line
     assert not (tmp_path / "out").exists()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from istar.cli import main
+from istar.cli.main import main
 from istar.geometry import trajectory, trajectory_page
 from istar.geometry.stream import Pass
 from tests.geometry.test_stream import TOKENIZER, WORDS, gpt2

@@ -6,8 +6,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from istar.reports import cells, results_tables
-from istar.reports.runs import load_runs
+from istar.reports import cells, paper_tables
+from istar.reports.run_frame import load_runs
 from istar.results import RunRecord
 from tests.reports.synthetic import BASE, cosreg, istar, record, save
 
@@ -43,7 +43,7 @@ def test_table1_is_what_pandas_says(prepare: Prepare, seed: int) -> None:
     order = random.permutation(len(runs))
     frame = prepare(*(runs[place] for place in order))
     oracle = pd.DataFrame(plain, columns=["task", "reg", "number", "lr", "seed", "value"])
-    sheet = results_tables.table1(cells.cells(frame))
+    sheet = paper_tables.table1(cells.cells(frame))
     names = {"Base": "none", "CosReg": "cosreg", "I-STAR": "istar"}
     for row in sheet.frame.to_dict("records"):
         own = oracle[(oracle["task"] == row["task"]) & (oracle["reg"] == names[row["method"]])]
@@ -146,10 +146,10 @@ def test_collapsed_failed_and_pruned_are_told(prepare: Prepare) -> None:
     assert cell.spread("accuracy").mean == pytest.approx(55)
     lost = cells.cell(frame, "rte", "bert-base-cased", "cosreg")
     assert (lost.runs, lost.failed) == (None, 1)
-    remarks = {row[1].text: row[-1].text for row in results_tables.table1(cells.cells(frame)).rows}
+    remarks = {row[1].text: row[-1].text for row in paper_tables.table1(cells.cells(frame)).rows}
     assert remarks["I-STAR"].startswith("1 collapsed; 1 failed; 1 pruned; no test: no common seed")
     assert remarks["CosReg"] == "no finished run; 1 failed"
-    sheet = results_tables.left_out(frame, {"x/y": "x/y holds no run"}, "x")
+    sheet = paper_tables.left_out(frame, {"x/y": "x/y holds no run"}, "x")
     assert sorted(row[1].text for row in sheet.rows) == ["failed"] * 3 + ["not read", "pruned", "unfinished"]
 
 
@@ -170,7 +170,7 @@ def test_ablations_do_not_fill_table1(prepare: Prepare) -> None:
 def test_a_value_that_is_no_number_is_not_averaged(prepare: Prepare) -> None:
     frame = prepare(record("rte", BERT, BASE, 1, 0.5), record("rte", BERT, BASE, 2, float("nan")))
     assert cells.cell(frame, "rte", "bert-base-cased", "base").seeds == [1]
-    [row] = results_tables.left_out(frame, {}, "").rows
+    [row] = paper_tables.left_out(frame, {}, "").rows
     assert row[1].text == "without a value"
 
 
@@ -179,7 +179,7 @@ def test_beside_the_paper_and_base(prepare: Prepare) -> None:
         *(record("rte", BERT, BASE, seed, 0.60 + 0.01 * seed) for seed in (1, 2, 3)),
         *(record("rte", BERT, istar(-1, 0.8), seed, 0.62 + 0.01 * seed**2, optim__lr=1e-5) for seed in (2, 3, 4)),
     )
-    rows = results_tables.table1(cells.cells(frame)).frame.set_index("method")
+    rows = paper_tables.table1(cells.cells(frame)).frame.set_index("method")
     assert rows.loc["Base", "paper_mean"] == 62.24
     assert rows.loc["Base", "minus_paper"] == pytest.approx(62 - 62.24)
     assert rows.loc["I-STAR", ["paper_mean", "paper_std"]].tolist() == [62.53, 0.70]
@@ -187,7 +187,7 @@ def test_beside_the_paper_and_base(prepare: Prepare) -> None:
     assert rows.loc["I-STAR", "minus_base"] == pytest.approx((66 - 62 + 71 - 63) / 2)
     assert rows.loc["I-STAR", "differs_from_base"] == "optim.lr"
     assert rows["split"].unique().tolist() == ["validation"]
-    second = results_tables.table2(cells.cells(frame), frame).rows
+    second = paper_tables.table2(cells.cells(frame), frame).rows
     assert [entry.text for entry in second[0]] == ["rte", "-1 | 0.8", "3", "71.67", "1", "-1 | 0.8", "same"]
 
 
@@ -197,7 +197,7 @@ def test_the_best_mean_is_bold(prepare: Prepare) -> None:
         record("rte", BERT, istar(), 1, 0.612341),
         record("rte", BERT, cosreg(), 1, 0.60),
     )
-    bold = {row[1].text: row[4].bold for row in results_tables.table1(cells.cells(frame)).rows}
+    bold = {row[1].text: row[4].bold for row in paper_tables.table1(cells.cells(frame)).rows}
     assert bold == {"Base": True, "I-STAR": True, "CosReg": False}
 
 
@@ -212,13 +212,13 @@ def test_the_best_mean_is_bold(prepare: Prepare) -> None:
     ],
 )
 def test_shown(value: float | None, form: str, text: str) -> None:
-    assert results_tables.shown(value, form) == text
+    assert paper_tables.shown(value, form) == text
 
 
 def test_costs(prepare: Prepare) -> None:
     frame = prepare(*(record("rte", BERT, istar(), seed) for seed in (1, 2, 3)), record("rte", BERT, BASE, 9))
     refreshes = {folder: [1.0, 2.0] for folder in frame["folder"]}
-    rows = results_tables.costs(frame, refreshes).frame.set_index("method")
+    rows = paper_tables.costs(frame, refreshes).frame.set_index("method")
     assert rows.loc["I-STAR", ["runs", "seconds_mean", "seconds_std", "seconds_sum"]].tolist() == [3, 62, 1, 186]
     assert rows.loc["I-STAR", "shrinkage_seconds_mean"] == 3
     assert rows.loc["I-STAR", "shrinkage_share"] == pytest.approx(9 / 186)

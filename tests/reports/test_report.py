@@ -12,25 +12,16 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from istar import cli
+from istar.cli.main import main
+from istar.config.schema import to_dict
 from istar.errors import UserError
-from istar.reports import (
-    cells,
-    commands,
-    drawing,
-    geometry,
-    holes,
-    plots,
-    report,
-    results_tables,
-    sheets,
-    stability,
-)
-from istar.reports import runs as run_folders
-from istar.reports.runs import load_runs
-from istar.reports.sheets import Entry, Sheet
+from istar.figures import drawing
+from istar.pages import sheets
+from istar.pages.sheets import Entry, Sheet
+from istar.reports import cells, geometry_file, holes, paper_tables, report, rerun_commands, run_figures, stability
+from istar.reports import run_frame as run_folders
+from istar.reports.run_frame import load_runs
 from istar.results import RunRecord
-from istar.schema import to_dict
 from tests.reports.synthetic import BASE, cosreg, fifty, istar, measured, record, save
 
 BERT = "google-bert/bert-base-cased"
@@ -251,10 +242,10 @@ def lacks(root: Path, folder: str = "runs") -> dict[tuple[str, str, str], tuple[
     missing = holes.of_table1(filled, cells.models(frame), cells.tasks(frame), how, found.records, folder)
     missing += holes.of_table2(filled, frame, how)
     drawn = [
-        plots.isotropy_and_performance(frame),
-        plots.layer_isotropy(frame, found.records),
-        plots.zeta_ablation(frame),
-        plots.layer_ablation(frame, found.records),
+        run_figures.isotropy_and_performance(frame),
+        run_figures.layer_isotropy(frame, found.records),
+        run_figures.zeta_ablation(frame),
+        run_figures.layer_ablation(frame, found.records),
     ]
     for plot in drawn:
         missing += holes.of_plot(plot, frame, {"bert-base-cased": 4}, how)
@@ -359,7 +350,7 @@ def test_commands_name_the_data_and_the_folder(tmp_path: Path) -> None:
 )
 def test_a_command_makes_the_same_run_again(composed: Any, overrides: list[str]) -> None:
     wanted = to_dict(composed(*overrides, "seed=1"))
-    command = shlex.split(commands.again(wanted, [1]))
+    command = shlex.split(rerun_commands.again(wanted, [1]))
     assert command[:3] == ["python", "train.py", "-m"]
     assert to_dict(composed(*command[3:])) == wanted
 
@@ -394,7 +385,7 @@ def test_lines_differ_in_nothing_but_what_they_vary(tmp_path: Path) -> None:
         save(record("rte", BERT, BASE, seed, 0.55), tmp_path)
         save(record("rte", BERT, BASE, seed, 0.95, optim__lr=1e-5), tmp_path)
     _, frame = frame_of(tmp_path)
-    [panel] = plots.isotropy_and_performance(frame).panels
+    [panel] = run_figures.isotropy_and_performance(frame).panels
     assert {line.label: line.y[0] for line in panel.lines} == pytest.approx({"Base": 55, "λ = -1": 40, "λ = 1": 60})
     assert all(line.seeds == (1, 2) for line in panel.lines)
     assert (
@@ -409,7 +400,7 @@ def test_points_have_both_deviations(tmp_path: Path) -> None:
     for run in runs:
         save(run, tmp_path)
     _, frame = frame_of(tmp_path)
-    [panel] = plots.isotropy_and_performance(frame).panels
+    [panel] = run_figures.isotropy_and_performance(frame).panels
     [line] = panel.lines
     scores = [run.isotropy["after"]["union"] for run in runs]
     assert line.x[0] == pytest.approx(np.mean(scores), rel=1e-12)
@@ -432,13 +423,13 @@ def test_ablations(tmp_path: Path) -> None:
     found, frame = frame_of(tmp_path)
     [cell] = [cell for cell in cells.cells(frame) if cell.family == "istar"]
     assert (cell.configurations, cell.by_seed("accuracy")[1]) == (3, pytest.approx(71))
-    assert len(results_tables.tried_pairs(frame, cell)) == 3
-    [panel] = plots.zeta_ablation(frame).panels
+    assert len(paper_tables.tried_pairs(frame, cell)) == 3
+    [panel] = run_figures.zeta_ablation(frame).panels
     assert panel.lines[0].x == (0, 0.4, 1)
     assert panel.lines[0].y == pytest.approx((51.5, 71.5, 61.5))
     assert panel.lines[0].y_error == pytest.approx([np.std([1, 2], ddof=1)] * 3)
     assert panel.mark == (0.4, "best ζ")
-    [panel] = plots.layer_ablation(frame, found.records).panels
+    [panel] = run_figures.layer_ablation(frame, found.records).panels
     assert (panel.lines[0].x, panel.lines[0].y) == ((1, 3), pytest.approx((61, 63)))
     assert panel.level == (pytest.approx(71.5), "all layers")
     assert panel.seeds == {1: (1,), 2: (), 3: (1,), 4: (), "all": (1, 2)}
@@ -449,23 +440,23 @@ def test_layers_and_dimensions_are_means_over_seeds(tmp_path: Path) -> None:
     for run in runs:
         save(run, tmp_path)
     found, frame = frame_of(tmp_path)
-    read = {folder: geometry.read(Path(folder)) for folder in frame["folder"]}
+    read = {folder: geometry_file.read(Path(folder)) for folder in frame["folder"]}
     known = {folder: own for folder, own in read.items() if own is not None}
-    [panel] = plots.mean_activations(frame, known).panels
+    [panel] = run_figures.mean_activations(frame, known).panels
     assert [line.label for line in panel.lines] == ["Base", "λ = 1"]
     means = np.mean([measured(run)["mean_activation"] for run in runs[2:4]], axis=0)
     assert panel.lines[1].y == pytest.approx(means, rel=1e-12)
-    [panel] = plots.intrinsic_dimensions(frame, known).panels
+    [panel] = run_figures.intrinsic_dimensions(frame, known).panels
     assert panel.lines[1].label == "λ = -1"
     assert np.isnan(panel.lines[1].y[0])
     assert panel.lines[1].y[1:] == pytest.approx(measured(runs[4])["two_nn"][1:])
-    [panel] = plots.layer_isotropy(frame, found.records).panels
+    [panel] = run_figures.layer_isotropy(frame, found.records).panels
     after = [[run.isotropy["after"][str(layer)] for layer in range(5)] for run in runs[4:]]
     assert panel.lines[1].y == pytest.approx(np.mean(after, axis=0), rel=1e-12)
     # Without the file there is no line, and a hole.
-    assert plots.mean_activations(frame, {}).panels == ()
+    assert run_figures.mean_activations(frame, {}).panels == ()
     how = holes.command_for(frame, found.records, "runs")
-    [hole] = holes.without_geometry(plots.intrinsic_dimensions(frame, {}), frame.assign(task="sst2"), {}, how)
+    [hole] = holes.without_geometry(run_figures.intrinsic_dimensions(frame, {}), frame.assign(task="sst2"), {}, how)
     assert hole.missing == "4 finished runs without geometry.json, which run.overwrite=true makes"
     assert hole.command == "python train.py -m +sweep=figure5 task=sst2 model=bert run.overwrite=true"
 
@@ -475,7 +466,7 @@ def test_curves_follow_the_runs_of_table1(tmp_path: Path) -> None:
     for run in (*runs, record("rte", BERT, BASE, 1, 0.9, optim__lr=1e-5)):
         save(run, tmp_path)
     found, frame = frame_of(tmp_path)
-    losses, metrics = plots.curves(cells.cells(frame), found.records)
+    losses, metrics = run_figures.curves(cells.cells(frame), found.records)
     [[line]] = [panel.lines for panel in losses.panels]
     expected = [np.mean([run.epochs[epoch]["metrics"]["loss"] for run in runs]) for epoch in range(3)]
     assert line.y == pytest.approx(expected, rel=1e-12)
@@ -491,7 +482,7 @@ def test_stability(quick: Any) -> None:
     assert again == quick
     assert abs(quick.unbiased[1].mean - quick.truth) < 0.1
     assert all(auto.mean > 2 * plain.mean for auto, plain in zip(quick.auto, quick.scores[0.0], strict=True))
-    [panel] = plots.minibatch_stability(quick).panels
+    [panel] = run_figures.minibatch_stability(quick).panels
     assert [line.label for line in panel.lines] == ["ζ = 0", "ζ = 1", "ζ = auto", "unbiased"]
     assert panel.lines[3].y == tuple(score.mean for score in quick.unbiased)
 
@@ -500,8 +491,8 @@ def test_stability(quick: Any) -> None:
 def test_a_broken_geometry_is_told(tmp_path: Path, text: str) -> None:
     (tmp_path / "geometry.json").write_text(text)
     with pytest.raises(UserError, match=r"geometry\.json is not a geometry that istar wrote"):
-        geometry.read(tmp_path)
-    assert geometry.read(tmp_path / "nowhere") is None
+        geometry_file.read(tmp_path)
+    assert geometry_file.read(tmp_path / "nowhere") is None
 
 
 # Writing.
@@ -574,7 +565,7 @@ def test_nobody_loses_files(one_run: Path, kind: str, capsys: Any) -> None:
     out = one_run / "report"
     foreign(out, kind)
     before = contents(out) if out.is_dir() else out.read_text()
-    assert cli.main(["report", str(one_run / "runs"), "--out", str(out)]) == 2
+    assert main.main(["report", str(one_run / "runs"), "--out", str(out)]) == 2
     [told] = capsys.readouterr().err.splitlines()
     assert told.startswith(f"error: --out {out} ")
     assert (contents(out) if out.is_dir() else out.read_text()) == before
@@ -611,10 +602,10 @@ def test_an_interrupted_report_leaves_the_old_one(one_run: Path, monkeypatch: py
 
 def test_nothing_to_report(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "runs").mkdir()
-    assert cli.main(["report", str(tmp_path / "runs"), "--out", str(tmp_path / "report")]) == 2
+    assert main.main(["report", str(tmp_path / "runs"), "--out", str(tmp_path / "report")]) == 2
     (tmp_path / "runs" / "foreign").mkdir()
-    assert cli.main(["report", str(tmp_path / "runs"), "--out", str(tmp_path / "report")]) == 2
-    assert cli.main(["report", str(tmp_path / "nowhere"), "--out", str(tmp_path / "report")]) == 2
+    assert main.main(["report", str(tmp_path / "runs"), "--out", str(tmp_path / "report")]) == 2
+    assert main.main(["report", str(tmp_path / "nowhere"), "--out", str(tmp_path / "report")]) == 2
     first, second, third = capsys.readouterr().err.splitlines()
     assert first.startswith(f"error: {tmp_path / 'runs'} holds no runs;")
     assert "1 folder could not be read as one" in second
@@ -649,10 +640,10 @@ def test_the_command(one_run: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(one_run)
     (one_run / "runs" / "sweeps" / "a").mkdir(parents=True)
     (one_run / "runs" / "sweeps" / "a" / "result.json").write_text(json.dumps({}))
-    assert cli.main(["report", "runs"]) == 0
+    assert main.main(["report", "runs"]) == 0
     assert capsys.readouterr().out.startswith("report/index.html: 1 run, ")
     frame = pd.read_csv("report/tables/table1.csv")
     assert frame.loc[0, "mean"] == pytest.approx(50)
     assert not pd.read_csv("report/tables/missing.csv")["command"].str.contains("run.root").any()
     assert list(pd.read_csv("report/tables/left_out.csv")["folder"]) == []
-    assert results_tables.NONE not in frame.columns
+    assert paper_tables.NONE not in frame.columns

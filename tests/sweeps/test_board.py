@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from istar.cli import main
+from istar.cli.main import main
+from istar.config.schema import to_dict
 from istar.errors import UserError
 from istar.results import RunRecord
-from istar.schema import to_dict
 from istar.sweeps import board, watch
 from istar.sweeps.board import (
     FOLDER,

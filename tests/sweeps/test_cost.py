@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from istar import results
+from istar.config.schema import to_dict
 from istar.results import RunRecord
-from istar.schema import to_dict
 from istar.sweeps.cost import estimate, finished_runs
 
 

@@ -13,10 +13,12 @@ from hydra.errors import HydraException
 from rich.console import Console
 
 from hydra_plugins.istar_sweeper import IstarSweeper
-from istar import forking, results, schema
+from istar import results
+from istar.config import schema
+from istar.config.schema import to_dict
 from istar.errors import UserError
 from istar.results import RunRecord
-from istar.schema import to_dict
+from istar.runs import fork_server
 from istar.sweeps.board import read
 from istar.sweeps.sweep import Request, Runs
 from tests.jobs import Done, Job, Start, at_once, starting
@@ -123,7 +125,7 @@ def test_failures_are_told_and_may_stop_all(tmp_path: Path, start: Start) -> Non
     assert [entry.status for entry in state(tmp_path / "fast").entries] == ["failed", "waiting", "waiting"]
 
 
-@pytest.mark.skipif(not forking.is_possible(), reason="runs are forked on Linux alone")
+@pytest.mark.skipif(not fork_server.is_possible(), reason="runs are forked on Linux alone")
 def test_the_process_that_starts_the_runs_is_killed(tmp_path: Path, start: Start) -> None:
     """The run under way is lost, the others are not; and all are bit by bit what train.py makes of them by itself."""
     longer = (*TINY, "trainer.max_epochs=15")

@@ -10,7 +10,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from hydra_plugins.istar_sweeper import IstarSweeper
-from istar import schema
+from istar.config import schema
 from istar.errors import UserError
 from istar.sweeps.trials import combinations, identity, spaces, with_seed
 

@@ -13,9 +13,8 @@ import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, DatasetInfo, Features, List, Value
 from datasets.arrow_writer import ArrowWriter
 
-from istar import hub
 from istar.errors import UserError
-from istar.tasks import corpora, demo, readers, sources
+from istar.tasks import demo, formats, hub, readers, sources
 from istar.tasks.loading import load_splits, overlap
 from istar.tasks.specs import TASKS
 from tests.waiting import SECONDS
@@ -340,7 +339,7 @@ def test_trees_of_every_split(tmp_path: Path) -> None:
 )
 def test_malformed_tree(tmp_path: Path, tree: str) -> None:
     with pytest.raises(ValueError, match=r"."):
-        corpora.parse_tree(tree)
+        formats.parse_tree(tree)
     path = put(tmp_path / "train.txt", "(2 fine)", tree)
     assert complaint("sst5", tmp_path, "train").startswith(f"{path}, line 2: malformed tree: ")
 

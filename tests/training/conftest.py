@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from istar import tiny
 from istar.config import DataConfig, OptimConfig
+from istar.models import tiny
 from istar.regularizers import attach
 from istar.tasks import demo
 from istar.tasks.evaluation import Evaluator

@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from istar.config import Config
 from istar.errors import UserError
-from istar.run import run
+from istar.runs.run import run
 from istar.tasks.loading import load_splits
 from istar.tasks.specs import TASKS
 from istar.training.monitor import IsotropyMonitor

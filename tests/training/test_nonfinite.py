@@ -13,7 +13,7 @@ from istar import results
 from istar.config import Config
 from istar.errors import NonFiniteError
 from istar.regularizers import CosReg, IStar
-from istar.run import run
+from istar.runs.run import run
 from istar.training import FineTuner
 
 Build = Callable[..., Config]

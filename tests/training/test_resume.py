@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from istar import files, models, results
-from istar import run as run_module
 from istar.config import Config
-from istar.run import run
+from istar.runs import run as run_module
+from istar.runs.run import run
 from istar.training import FineTuner, ShrinkageCovariance
 from istar.training.checkpoints import AtomicCheckpointIO
 from tests.outcomes import assert_same, only_run

@@ -1,0 +1,1 @@
+"""The command `istar`: `main` parses its arguments; every other module but `console` is one of its commands."""

@@ -1,0 +1,1 @@
+"""What is learned: the tasks, their data, and their metrics."""

@@ -1,0 +1,103 @@
+"""train.py as a user calls it: each call starts Python anew, so there are few."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from istar import results
+from tests.waiting import SECONDS
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+TINY = ("task.limit_train=16", "task.limit_validation=8", "data.batch_size=8", "trainer.max_epochs=1",
+        "trainer.accelerator=cpu", "trainer.progress_bar=false")  # fmt: skip
+
+
+def call(*arguments: str, cwd: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
+    clean = {key: value for key, value in os.environ.items() if key != "HYDRA_FULL_ERROR"}
+    environment = {**clean, "HF_HUB_OFFLINE": "1", "COLUMNS": "200", "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run(
+        [sys.executable, str(REPOSITORY / "train.py"), *arguments],
+        cwd=cwd, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("argument", "told"),
+    [
+        ("-m reg.zeta=2,3", "reg.zeta=2 is outside [0, 1]"),
+        ("task=null", "must be a string or a list"),
+        ("reg.zeta=2", "reg.zeta=2 is outside [0, 1]"),
+        ("reg.lamda=1", "did you mean reg.lambda?"),
+        ("task=rtee", "did you mean rte?"),
+        ("task.data_dir=/nowhere", "task.data_dir=/nowhere does not exist"),
+    ],
+)
+def test_a_mistake_is_one_line(tmp_path: Path, argument: str, told: str) -> None:
+    done = call(*argument.split(), cwd=tmp_path)
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert told in line
+    assert done.stdout == ""
+    assert not list(tmp_path.rglob(results.RESULT))
+    assert not list(tmp_path.glob("runs/demo*"))
+
+
+def test_help(tmp_path: Path) -> None:
+    done = call("--help", cwd=tmp_path)
+    assert done.returncode == 0
+    assert done.stderr == ""
+    for group in ("task", "model", "reg", "optim", "trainer", "logger", "experiment", "debug"):
+        assert re.search(rf"^{group}: ", done.stdout, re.MULTILINE)
+    assert "python train.py task=rte reg=istar reg.lambda=-1" in done.stdout
+    assert "istar_paper_code" in done.stdout
+    assert "Traceback" not in done.stdout
+
+
+@pytest.mark.parametrize("argument", ["reg.zeta=2", "reg.lamda=1"])
+def test_the_trace_on_request(tmp_path: Path, argument: str) -> None:
+    done = call(argument, cwd=tmp_path, HYDRA_FULL_ERROR="1")
+    assert done.returncode != 0
+    assert "Traceback (most recent call last)" in done.stderr
+
+
+def test_smoke(tmp_path: Path) -> None:
+    done = call("debug=smoke", "trainer.accelerator=cpu", cwd=tmp_path, ISTAR_CACHE=str(tmp_path / "cache"))
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Warning" not in done.stderr
+    assert "accuracy (epoch 1)" in done.stdout
+    assert "IsoScore*" in done.stdout
+    [folder] = (tmp_path / "runs" / "smoke").glob("demo-*")
+    assert f"runs/smoke/{folder.name}/" in done.stdout
+    assert results.read(folder).status == "finished"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "runs"]
+
+
+@pytest.mark.slow
+def test_the_methods_are_compared(tmp_path: Path) -> None:
+    done = call("-m", "experiment=demo", *TINY, cwd=tmp_path, ISTAR_CACHE=str(tmp_path / "cache"))
+    assert done.returncode == 0, done.stderr
+    [sweep] = (tmp_path / "runs" / "sweeps").iterdir()
+    # Each run is told, then all of them together.
+    comparison = done.stdout[done.stdout.index("demo, accuracy · tiny") :]
+    for method in ("Base", r"I-STAR λ=-[\d.]+", r"I-STAR λ=[\d.]+", "CosReg λ=1"):
+        assert re.search(method, comparison)
+        assert re.search(method, (sweep / "comparison.md").read_text())
+    lines = (sweep / "comparison.md").read_text().splitlines()
+    assert len(lines) == 6
+    assert (sweep / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (sweep / "comparison.svg").read_text()
+    assert "comparison.png" in comparison
+    runs = [path for path in (tmp_path / "runs").iterdir() if path.name.startswith("demo-")]
+    assert len(runs) == 4
+    assert {results.read(path).status for path in runs} == {"finished"}
+    # Sent again, it finds what is there.
+    again = call("-m", "experiment=demo", *TINY, cwd=tmp_path, ISTAR_CACHE=str(tmp_path / "cache"))
+    assert again.returncode == 0, again.stderr
+    assert "4 runs, 0 of them to do" in again.stdout
+    assert again.stdout.endswith(comparison)

@@ -1,0 +1,395 @@
+"""The page of `istar measure`, from tiny models that are measured here."""
+
+import csv
+import itertools
+import json
+import math
+import re
+import shutil
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import transformers as hf
+
+from istar.cli.main import main
+from istar.errors import UserError
+from istar.geometry import arrays, measure, model_figures, model_page
+from istar.geometry.corpus import Source
+from istar.geometry.measure import Measured
+from istar.geometry.spheres import spheres
+from istar.geometry.stream import Pass
+from istar.models import tiny
+from istar.tasks import demo
+from tests.reports.test_report import balanced, contents, parsed
+
+TOKENIZER = tiny.tokenizer(demo.vocabulary())
+SHAPE: dict[str, Any] = {
+    "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48,
+    "vocab_size": len(TOKENIZER),
+}  # fmt: skip
+WORDS = demo.vocabulary()[:20]
+
+
+def save(folder: Path, kind: str) -> Path:
+    torch.manual_seed(0)
+    ends = {"bos_token_id": 1, "eos_token_id": 1}
+    made = hf.BertModel(hf.BertConfig(**SHAPE)) if kind == "bert" else hf.GPTNeoXForCausalLM(
+        hf.GPTNeoXConfig(**SHAPE, **ends, tie_word_embeddings=False)
+    )  # fmt: skip
+    made.save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    return folder
+
+
+def text(path: Path, seed: int, lines: int = 60) -> Source:
+    random = np.random.default_rng(seed)
+    path.write_text("\n".join(" ".join(random.choice(WORDS, 9)) for _ in range(lines)))
+    return Source(path.stem, path)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("measured")
+
+
+@pytest.fixture(scope="module")
+def several(place: Path) -> Measured:
+    """An encoder over two texts."""
+    found = [text(place / f"{name}.txt", seed) for seed, name in enumerate(("news", "talk"))]
+    return measure.measure(str(save(place / "bert", "bert")), found, Pass(16), place / "out", command="istar measure x")
+
+
+@pytest.fixture(scope="module")
+def decoder(place: Path) -> Measured:
+    """A decoder with a final normalization and an output matrix of its own, over one text."""
+    found = [text(place / "one.txt", 2)]
+    return measure.measure(str(save(place / "neox", "neox")), found, Pass(16, sample=0), place / "out2")
+
+
+@pytest.fixture(scope="module")
+def written(several: Measured, place: Path) -> Path:
+    return model_page.write(several, place / "written").parent
+
+
+def same(own: Measured, other: Measured) -> bool:
+    # Text, for a nan is not itself.
+    return measure.files(own) == measure.files(other)
+
+
+def test_page_is_whole_and_needs_nothing_else(written: Path) -> None:
+    read = parsed(written / "index.html")
+    said = (written / "index.html").read_text(encoding="utf-8")
+    assert len(read.ids) == len(set(read.ids))
+    for _, target in read.references:
+        assert not re.match(r"(https?:)?//", target)
+        assert target[1:] in read.ids if target.startswith("#") else (written / target).is_file()
+    assert not [tag for tag, _ in read.tags if tag in ("script", "link", "iframe", "object", "embed", "img", "image")]
+    assert not re.search(r"@import|url\((?!#)", said)
+    for picture in re.findall(r"<svg.*?</svg>", said, flags=re.DOTALL):
+        assert not re.search(r"(?:fill|stroke): #", picture)
+    assert "istar measure x" in " ".join(read.text)
+
+
+PICTURES = {
+    "isotropy", "directions", "dimension", "norms", "spectra", "state_norms", "partition", "matrix_spectra",
+    "projection", "row_norms", "spheres",
+}  # fmt: skip
+TABLES = {"layers", "extremes", "matrices", "final_norm", "spheres", "settings"}
+
+
+def test_every_file(written: Path, several: Measured) -> None:
+    assert {path.name for path in (written / "figures").iterdir()} == {
+        f"{name}.{suffix}" for name in PICTURES for suffix in ("svg", "png")
+    }
+    for name in PICTURES:
+        assert (written / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        ElementTree.parse(written / "figures" / f"{name}.svg")
+    assert {path.name for path in (written / "tables").iterdir()} == {
+        f"{name}.{suffix}" for name in TABLES for suffix in ("csv", "md", "tex")
+    }
+    for name in TABLES - {"final_norm"}:
+        balanced((written / "tables" / f"{name}.tex").read_text(encoding="utf-8"))
+    frame = pd.read_csv(written / "tables" / "layers.csv").set_index(["source", "layer"])
+    assert len(frame) == 9
+    for source, taps in several.sources.items():
+        for tap, figures in taps.items():
+            assert frame.loc[(source, tap), "isoscore"] == pytest.approx(figures["isoscore"], rel=1e-12)
+    assert same(measure.read(written / "measures.json"), several)
+
+
+def test_lines_are_the_figures_of_their_text(several: Measured) -> None:
+    by_name = {plot.name: plot for plot in model_figures.layer_plots(several)}
+    inter, intra = by_name["directions"].panels
+    assert [line.label for line in inter.lines] == ["news", "talk", "combined"]
+    assert by_name["directions"].ink == "combined"
+    for line in intra.lines:
+        assert line.y == tuple(own["intra_sim"] for own in several.sources[line.label].values())
+    assert by_name["dimension"].x_names == {0.0: "emb.", 1.0: "1", 2.0: "2"}
+    assert all(not model_figures.not_drawn(plot) for plot in by_name.values())
+
+
+def test_a_final_norm_is_the_last_named_tick(decoder: Measured, tmp_path: Path) -> None:
+    by_name = {plot.name: plot for plot in model_figures.layer_plots(decoder)}
+    assert by_name["norms"].x_names == {0.0: "emb.", 1.0: "1", 2.0: "2", 3.0: "final\nnorm"}
+    assert model_figures.not_drawn(by_name["dimension"]) == ["TwoNN dimension"]
+    assert [panel.task for panel in model_figures.partition(decoder).panels] == [
+        "input embeddings",
+        "output embeddings",
+    ]
+    out = model_page.write(decoder, tmp_path / "page").parent
+    said = " ".join(" ".join(parsed(out / "index.html").text).split())
+    assert "Not measured, or not defined in any layer: TwoNN dimension." in said
+    assert "norm of g by the root of d" in said
+    assert "This architecture has none" not in said
+    frame = pd.read_csv(out / "tables" / "final_norm.csv", index_col="figure")
+    assert float(frame.loc["gain", "value"]) == pytest.approx(1)
+
+
+def test_without_a_final_norm_a_sentence_says_so(written: Path) -> None:
+    said = " ".join(" ".join(parsed(written / "index.html").text).split())
+    assert "This architecture has none with a gain" in said
+    assert "The model has no output embeddings of its own." in said
+
+
+@pytest.mark.parametrize("taps", [2, 3, 8, 13, 14, 26, 50])
+@pytest.mark.parametrize("norm", [False, True])
+def test_ticks_have_room(taps: int, norm: bool) -> None:
+    names = ["embeddings", *(f"layer_{number}" for number in range(1, taps)), *(["final_norm"] if norm else [])]
+    found = model_figures._tick_names(names)
+    assert len(found) <= 8
+    assert found[0.0] == "emb."
+    places = sorted(found)
+    assert min(after - before for before, after in itertools.pairwise(places)) >= math.ceil(taps / 7)
+    assert all(str(int(x)) == name for x, name in found.items() if name.isdigit())
+    assert (found.get(float(taps)) == "final\nnorm") == norm
+
+
+NASTY = '<script>alert(1)</script> & "q" $x_1$ \x01\n {y}'
+
+
+def test_hostile_names(several: Measured, tmp_path: Path) -> None:
+    own = {
+        NASTY: several.sources["news"],
+        "_hidden 中": several.sources["talk"],
+        "combined": several.sources["combined"],
+    }
+    hostile = replace(
+        several,
+        model={**several.model, "name": f"mine/{NASTY}"},
+        sources=own,
+        settings={**several.settings, "texts": {NASTY: "/a/<b>", "_hidden": "x"}},
+        command=f"istar measure '{NASTY}'",
+    )
+    out = model_page.write(hostile, tmp_path / "page").parent
+    read = parsed(out / "index.html")
+    # Of ours are the two of the spheres' captions.
+    assert [tag for tag, _ in read.tags if tag in ("script", "b")] == ["b", "b"]
+    said = "".join(read.text)
+    for told in ("/a/<b>", f"mine/{NASTY}", f"istar measure '{NASTY}'"):
+        assert told in said
+    for path in out.rglob("*.svg"):
+        ElementTree.parse(path)
+    # In the legend though it begins with an underscore.
+    assert "_hidden 中" in (out / "figures" / "isotropy.svg").read_text(encoding="utf-8")
+
+
+def test_many_layers_and_texts_stay_readable(several: Measured) -> None:
+    taps = {f"layer_{number}": several.extremes["news"]["layer_1"] for number in range(1, 25)}
+    large = replace(several, extremes={"combined": taps, "news": taps})
+    sheet = model_page._extremes(large)
+    assert (len(sheet.rows), len(sheet.frame)) == (24, 144)
+    figures = dict.fromkeys(taps, several.sources["news"]["layer_1"])
+    sheet = model_page._layers(replace(several, sources=dict.fromkeys(["a", "b", "c", "combined"], figures)))
+    assert len(sheet.rows) == len(sheet.frame) == 96
+    assert list(model_page._cut(sheet, "combined").groups) == ["combined"]
+    assert list(model_page._cut(model_page._layers(several), "combined").groups) == ["news", "talk", "combined"]
+
+
+def test_labels_differ_and_are_short() -> None:
+    labels = model_figures._labels(["a" * 90, "a" * 91, "b\nc", "b c", "\x00", "_d"])
+    assert len(set(labels)) == 6
+    assert max(map(len, labels)) <= model_figures._LONGEST_LABEL + 4
+    assert labels[2:] == ["b c", "b c (4)", "text", " _d"]
+
+
+def test_figures_that_are_not_defined(several: Measured, tmp_path: Path) -> None:
+    nan = {
+        source: {
+            tap: {key: math.nan if key in ("intra_sim", "inter_sim") or tap == "layer_1" else value
+                  for key, value in figures.items() if key != "two_nn"}
+            for tap, figures in taps.items()
+        }
+        for source, taps in several.sources.items()
+    }  # fmt: skip
+    for taps in nan.values():
+        for figures in taps.values():
+            figures["tokens"] = 5.0
+    bare = replace(several, sources=nan, norms={}, extremes={}, rows={}, command="")
+    out = model_page.write(bare, tmp_path / "page").parent
+    said = " ".join(" ".join(parsed(out / "index.html").text).split())
+    assert "not defined in any layer: InterSim, IntraSim." in said
+    assert said.count("Not measured.") == 4
+    assert not (out / "figures" / "directions.svg").exists()
+    assert "istar measure" in said
+    assert "nan" not in (out / "tables" / "layers.md").read_text().lower()
+    with (out / "measures.csv").open() as file:
+        assert {row["inter_sim"] for row in csv.DictReader(file)} == {""}
+
+
+def test_the_same_measures_give_the_same_files(several: Measured, written: Path, place: Path) -> None:
+    first = contents(written)
+    again = measure.measure(
+        several.model["name"], [Source(name, Path(path)) for name, path in several.settings["texts"].items()],
+        Pass(16), place / "again", command="istar measure x",
+    )  # fmt: skip
+    assert same(again, several)
+    model_page.write(measure.read(written / "measures.json"), written)
+    assert contents(written) == first
+
+
+def test_no_mathematical_notation(written: Path) -> None:
+    """It is switched off, because names may hold dollars, and would stand there as it is."""
+    for name in ("spectra", "matrix_spectra", "state_norms"):
+        assert "mathdefault" not in (written / "figures" / f"{name}.svg").read_text(encoding="utf-8")
+
+
+# What the figures are made of.
+
+
+def test_rows_of_a_matrix() -> None:
+    torch.manual_seed(0)
+    matrix = torch.randn(5_000, 6) * torch.tensor([5.0, 3, 1, 1, 1, 1]) + 4
+    found = arrays.rows(matrix, torch.arange(5_000))
+    assert found["ids"][0] == 0
+    assert found["ids"][-1] == 4_999
+    assert len(found["ids"]) == arrays.ROWS
+    assert found["counts"] == found["ids"]
+    for form, points in (("raw", matrix), ("centered", matrix - matrix.mean(0))):
+        left, values, _ = np.linalg.svd(points.double().numpy(), full_matrices=False)
+        for own, axis in zip(found[form], (0, 1), strict=True):
+            expected = (left * values)[found["ids"], axis]
+            assert abs(np.corrcoef(own, expected)[0, 1]) == pytest.approx(1, abs=1e-6)
+            assert np.abs(own) == pytest.approx(np.abs(expected), rel=1e-3, abs=1e-3)
+    assert sum(found["norms"]["counts"]) == 5_000
+    assert found["norms"]["edges"][0] == pytest.approx(matrix.norm(dim=1).min().item())
+
+
+@pytest.mark.parametrize("place", [-5.0, 5.0])
+def test_directions_have_one_sign(place: float) -> None:
+    """Whatever the eigensolver gives, the largest coordinate is positive."""
+    torch.manual_seed(0)
+    x, _ = arrays.rows(0.1 * torch.randn(50, 3) + torch.tensor([0, place, 0]))["raw"]
+    assert np.mean(x) == pytest.approx(place, rel=0.05)
+
+
+def test_histograms_and_extremes(several: Measured) -> None:
+    for taps in (several.norms["combined"], several.norms["news"]):
+        for tap, own in taps.items():
+            assert len(own["edges"]) == len(own["counts"]) + 1
+            assert own["counts"][0] > 0
+            assert own["counts"][-1] > 0
+            middle = np.average(np.sqrt(np.array(own["edges"][1:]) * own["edges"][:-1]), weights=own["counts"])
+            source = "combined" if taps is several.norms["combined"] else "news"
+            assert middle == pytest.approx(several.sources[source][tap]["average_norm"], rel=0.03)
+    for found in several.extremes["combined"].values():
+        sizes = [abs(one["mean_by_typical_deviation"]) for one in found]
+        assert sizes == sorted(sizes, reverse=True)
+
+
+def test_colours_by_frequency_where_the_texts_tell_it() -> None:
+    own = {"ids": [0, 10, 20, 30], "counts": [0, 5, 9, 1]}
+    shades, said = model_figures._shades(own)
+    assert list(shades) == ["most frequent quarter", "second", "third", "rarest quarter", "not in the texts"]
+    assert sorted(place for places in shades.values() for place in places) == [0, 1, 2, 3]
+    assert shades["not in the texts"] == [0]
+    assert "frequency in these texts" in said
+    for counts in ({"counts": [0, 0, 0, 1]}, {"counts": None}):
+        shades, said = model_figures._shades({**own, **counts})
+        assert sorted(place for places in shades.values() for place in places) == [0, 1, 2, 3]
+        assert "the colour is the id" in said
+
+
+def test_spheres_tell_the_measures_apart() -> None:
+    centered, moved = spheres()
+    assert centered.inter_sim == pytest.approx(-1 / 499)
+    assert centered.isoscore == pytest.approx(moved.isoscore, abs=1e-9)
+    assert centered.isoscore > 0.95
+    assert centered.partition_both > 0.9
+    assert moved.inter_sim > 0.7
+    assert moved.partition_both < moved.partition_as_computed < 0.3
+
+
+# Writing.
+
+
+@pytest.mark.parametrize("kind", ["thesis", "page", "tables", "file", "other json", "link"])
+def test_nobody_loses_files(place: Path, several: Measured, tmp_path: Path, kind: str, capsys: Any) -> None:
+    out = tmp_path / "out"
+    if kind == "file":
+        out.write_text("mine")
+    elif kind == "link":
+        (tmp_path / "real").mkdir()
+        out.symlink_to(tmp_path / "real")
+    else:
+        name = {"thesis": "thesis.tex", "page": "index.html", "tables": "tables/a.csv", "other json": "measures.json"}
+        (out / name[kind]).parent.mkdir(parents=True)
+        (out / name[kind]).write_text("{}")
+    before = contents(tmp_path)
+    arguments = ["measure", several.model["name"], "--text", str(place / "news.txt"), "--out", str(out)]
+    assert main.main(arguments) == 2
+    [told] = capsys.readouterr().err.splitlines()
+    assert str(out) in told
+    assert contents(tmp_path) == before
+
+
+def test_a_broken_pass_and_earlier_measures_are_no_strangers(several: Measured, written: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / ".pass.0.0-1").write_bytes(b"state")
+    model_page.check(out)
+    shutil.copy(written / "measures.json", out)
+    model_page.check(out)
+    model_page.write(several, out)
+    assert (out / ".pass.0.0-1").read_bytes() == b"state"
+    (out / "figures" / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"holds figures/notes\.txt, which is no part of a page of measures"):
+        model_page.write(several, out)
+    assert (out / "figures" / "notes.txt").read_text() == "mine"
+
+
+def test_measures_are_there_though_the_page_fails(
+    several: Measured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("no room to draw")
+
+    monkeypatch.setattr(model_page, "_plots", fails)
+    with pytest.raises(RuntimeError):
+        model_page.write(several, tmp_path / "out")
+    assert same(measure.read(tmp_path / "out" / "measures.json"), several)
+
+
+def test_a_large_model_has_a_small_file(several: Measured) -> None:
+    """BERT-base over three texts."""
+    layer = {"raw": arrays.short(np.random.default_rng(0).random(768)), "centered": arrays.short(np.full(768, 1 / 3))}
+    taps = {f"layer_{number}": layer for number in range(13)}
+    large = replace(several, spectra=dict.fromkeys("abcd", taps))
+    assert len(measure.files(large)["measures.json"]) < 2_000_000
+
+
+def test_the_command(place: Path, several: Measured, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ["measure", several.model["name"], "--text", f"a b={place / 'news.txt'}", "--length", "16"]
+    assert main.main(arguments) == 0
+    assert "geometry/index.html" in capsys.readouterr().out
+    found = json.loads(Path("geometry/measures.json").read_text())
+    assert found["command"] == f"istar measure {several.model['name']} --text 'a b={place / 'news.txt'}' --length 16"
+    assert sorted(path.name for path in Path("geometry").iterdir()) == [
+        "figures", "index.html", "measures.csv", "measures.json", "tables",
+    ]  # fmt: skip

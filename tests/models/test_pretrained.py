@@ -1,0 +1,367 @@
+import csv
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AlbertConfig,
+    AutoModel,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    DistilBertConfig,
+    RobertaConfig,
+)
+
+from istar import models
+from istar.config import Config, ModelConfig
+from istar.errors import UserError
+from istar.models import pretrained, tiny
+from istar.runs.run import run
+from istar.tasks import demo
+from istar.tasks.specs import TASKS
+
+Build = Callable[..., Config]
+SIZE = len(tiny.tokenizer(demo.vocabulary()))
+SHAPE: dict[str, Any] = {
+    "vocab_size": SIZE,
+    "hidden_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "max_position_embeddings": 80,
+}
+FAMILIES: dict[str, Any] = {
+    "bert": lambda: BertConfig(**SHAPE),
+    "albert": lambda: AlbertConfig(**SHAPE, embedding_size=8),
+    "roberta": lambda: RobertaConfig(**SHAPE, pad_token_id=0, bos_token_id=2, eos_token_id=3),
+    "distilbert": lambda: DistilBertConfig(
+        vocab_size=SIZE, dim=16, n_layers=3, n_heads=2, hidden_dim=24, max_position_embeddings=80
+    ),
+}
+
+
+def save(folder: Path, family: str = "bert", dtype: torch.dtype = torch.float32, words: Any = ()) -> Path:
+    """A random model as pretraining leaves it: the encoder without a head."""
+    torch.manual_seed(0)
+    AutoModel.from_config(FAMILIES[family]()).to(dtype).save_pretrained(folder)
+    tokenizer = tiny.tokenizer([*demo.vocabulary(), *words])
+    if family in ("distilbert", "roberta"):
+        tokenizer.model_input_names = ["input_ids", "attention_mask"]
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def load(folder: Path | str, task: str = "demo") -> Any:
+    config = ModelConfig(name=str(folder))
+    tokenizer = models.load_tokenizer(config)
+    model_config = models.load_config(config, TASKS[task], tokenizer)
+    return models.load_model(config, TASKS[task], model_config, tokenizer)
+
+
+def complaint(folder: Path | str, task: str = "demo") -> str:
+    with pytest.raises(UserError) as caught:
+        load(folder, task)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert str(folder) in message
+    return message
+
+
+# ---- what is loaded
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("task", ["demo", "demo_regression", "demo_span", "mnli"])
+def test_families_and_heads(tmp_path: Path, family: str, task: str) -> None:
+    spec = TASKS[task]
+    saved = save(tmp_path, family)
+    model = load(saved, task)
+    assert model.training
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    dropouts = [module for module in model.modules() if isinstance(module, torch.nn.Dropout) and module.p > 0]
+    assert dropouts or family == "albert"
+    assert all(module.training for module in model.modules())
+    if spec.kind != "span":
+        assert list(model.config.id2label.values()) == list(spec.labels or ["score"])
+        assert model.config.num_labels == (len(spec.labels) or 1)
+    # The encoder is the saved one; only the head is new.
+    encoder = AutoModel.from_pretrained(saved).state_dict()
+    loaded = model.base_model.state_dict()
+    shared = [name for name in encoder if name in loaded]
+    assert len(shared) >= 10
+    for name in shared:
+        torch.testing.assert_close(loaded[name], encoder[name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("task", ["demo", "demo_span"])
+def test_a_run_with_each_family(small: Build, tmp_path: Path, family: str, task: str) -> None:
+    saved = save(tmp_path / "saved", family)
+    config = small(
+        f"task={task}", "model=auto", f"model.name={saved}", "reg=istar", "reg.layers=with_embeddings",
+        "task.max_length=64",
+    )  # fmt: skip
+    record = run(config)
+    assert record.status == "finished"
+    assert list(record.isotropy["after"]) == ["0", "1", "2", "3", "union"]
+    assert record.isotropy["after"] != record.isotropy["before"]
+    model = AutoModel.from_pretrained(Path(config.run.root) / record.name / "model")
+    assert type(model) is type(AutoModel.from_pretrained(saved))
+    tokens = AutoTokenizer.from_pretrained(Path(config.run.root) / record.name / "model")("a b", return_tensors="pt")
+    model.eval()
+    assert len(model(**tokens, output_hidden_states=True).hidden_states) == 4
+
+
+def test_dropout_is_on_in_training(tmp_path: Path) -> None:
+    model = load(save(tmp_path))
+    ids = torch.arange(5, 25).reshape(2, 10)
+    assert not torch.equal(model(ids).logits, model(ids).logits)
+
+
+def test_bfloat16_checkpoints_are_loaded_as_float32(tmp_path: Path) -> None:
+    saved = save(tmp_path, dtype=torch.bfloat16)
+    assert {value.dtype for value in load_file(saved / "model.safetensors").values()} == {torch.bfloat16}
+    model = load(saved)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    models.save(model, models.load_tokenizer(ModelConfig(name=str(saved))), tmp_path / "again")
+    assert {value.dtype for value in load_file(tmp_path / "again" / "model.safetensors").values()} == {torch.float32}
+    assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "again").dtype == torch.float32
+
+
+def test_a_model_for_another_number_of_labels_gets_a_new_head(tmp_path: Path) -> None:
+    """A finished MNLI model is a usual start for RTE."""
+    first = load(save(tmp_path / "encoder"), "mnli")
+    models.save(first, tiny.tokenizer(demo.vocabulary()), tmp_path / "mnli")
+    second = load(tmp_path / "mnli", "rte")
+    assert second.classifier.weight.shape[0] == 2
+    assert second.config.id2label == {0: "entailment", 1: "not_entailment"}
+    for name, value in first.base_model.state_dict().items():
+        torch.testing.assert_close(second.base_model.state_dict()[name], value, rtol=0, atol=0)
+
+
+def test_the_tiny_model_depends_on_the_seed_alone() -> None:
+    config = ModelConfig(name="tiny", pretrained=False)
+    tokenizer = models.load_tokenizer(config)
+
+    def weights() -> torch.Tensor:
+        torch.manual_seed(3)
+        model_config = models.load_config(config, TASKS["demo"], tokenizer)
+        model: Any = models.load_model(config, TASKS["demo"], model_config, tokenizer)
+        assert model.training
+        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+    assert torch.equal(weights(), weights())
+
+
+def test_loading_is_quiet_and_leaves_verbosity_alone(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    saved = save(tmp_path)
+    capfd.readouterr()
+    before = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
+    with caplog.at_level(logging.INFO):
+        load(saved)
+    assert capfd.readouterr() == ("", "")
+    assert (transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()) == before
+
+
+# ---- what is refused
+
+
+def test_no_such_folder() -> None:
+    for name in ("/no/such/model", "./no-such-model", "models/of/mine"):
+        assert "there is no such folder" in complaint(name)
+
+
+def test_a_hub_model_that_is_not_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pretrained, "hub_obstacle", lambda: "the hub cannot be reached")
+    message = complaint("nobody/no-such-model")
+    assert "the hub cannot be reached" in message
+    assert "model=auto model.name=<folder from save_pretrained>" in message
+
+
+def test_an_empty_folder_and_one_without_config(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    complaint(tmp_path / "empty")
+    saved = save(tmp_path / "saved")
+    (saved / "config.json").unlink()
+    complaint(saved)
+
+
+def test_a_folder_without_weights(tmp_path: Path) -> None:
+    saved = save(tmp_path)
+    (saved / "model.safetensors").unlink()
+    assert "not a model folder that can be loaded" in complaint(saved)
+
+
+@pytest.mark.parametrize("keep", [0, 100, 5000])
+def test_truncated_weights(tmp_path: Path, keep: int) -> None:
+    saved = save(tmp_path)
+    whole = (saved / "model.safetensors").read_bytes()
+    (saved / "model.safetensors").write_bytes(whole[:keep])
+    complaint(saved)
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "tokenizer_config.json"])
+def test_broken_json(tmp_path: Path, file: str) -> None:
+    saved = save(tmp_path)
+    (saved / file).write_text('{"model_type": "be')
+    complaint(saved)
+
+
+def test_an_unknown_architecture(tmp_path: Path) -> None:
+    saved = save(tmp_path)
+    (saved / "config.json").write_text('{"model_type": "no_such_architecture"}')
+    complaint(saved)
+
+
+def test_a_tokenizer_larger_than_the_embedding(tmp_path: Path) -> None:
+    saved = save(tmp_path, words=["wholly", "foreign", "vocabulary"])
+    message = complaint(saved)
+    assert f"{SIZE + 3} tokens" in message
+    assert f"{SIZE} rows" in message
+
+
+def test_encoder_weights_that_are_missing(tmp_path: Path) -> None:
+    saved = save(tmp_path)
+    weights = load_file(saved / "model.safetensors")
+    gone = [name for name in weights if "layer.1.attention" in name]
+    save_file(
+        {name: weights[name] for name in weights if name not in gone}, saved / "model.safetensors", {"format": "pt"}
+    )
+    message = complaint(saved)
+    assert f"lacks {len(gone)} of the encoder's weights" in message
+    assert "layer.1.attention" in message
+
+
+def test_more_layers_in_the_config_than_in_the_weights(tmp_path: Path) -> None:
+    saved = save(tmp_path)
+    config = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
+    assert "of the encoder's weights" in complaint(saved)
+
+
+def test_weights_of_other_shapes(tmp_path: Path) -> None:
+    saved = save(tmp_path)
+    config = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps(config | {"hidden_size": 32}))
+    message = complaint(saved)
+    assert "(16,) in the weights and (32,) by config.json" in message
+
+
+def test_code_in_a_model_folder_is_not_run(tmp_path: Path) -> None:
+    saved = save(tmp_path / "saved")
+    config = json.loads((saved / "config.json").read_text())
+    code = {"AutoConfig": "evil.Evil", "AutoModelForSequenceClassification": "evil.Evil"}
+    (saved / "config.json").write_text(json.dumps(config | {"model_type": "evil", "auto_map": code}))
+    (saved / "evil.py").write_text(f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\n")
+    complaint(saved)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_pickled_weights_do_not_run_code(tmp_path: Path) -> None:
+    saved = save(tmp_path / "saved")
+    (saved / "model.safetensors").unlink()
+
+    class Evil:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (tmp_path / "ran",))
+
+    torch.save({"x": Evil()}, saved / "pytorch_model.bin")
+    with pytest.raises(Exception):  # noqa: B017
+        load(saved)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_slow_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow:
+        is_fast = False
+
+    monkeypatch.setattr(pretrained.AutoTokenizer, "from_pretrained", lambda *args, **options: Slow())
+    assert "no fast tokenizer" in complaint(save(tmp_path))
+
+
+def test_a_copied_folder_is_as_good(tmp_path: Path) -> None:
+    saved = save(tmp_path / "a")
+    shutil.copytree(saved, tmp_path / "b")
+    first, second = load(saved), load(tmp_path / "b")
+    for name, value in first.base_model.state_dict().items():
+        torch.testing.assert_close(second.base_model.state_dict()[name], value, rtol=0, atol=0)
+
+
+def test_code_that_a_model_brings_along_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once and without a question at the terminal."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil", "AutoTokenizer": ["evil.Evil", null]}}'
+    )
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
+    with pytest.raises(UserError, match="is not a model folder that can be loaded"):
+        models.load_config(ModelConfig(name=str(tmp_path)), TASKS["rte"], tokenizer=None)  # type: ignore[arg-type]
+    assert not (tmp_path / "ran").exists()
+
+
+# ---- options that change how it is computed, not what
+
+
+def losses(build: Build, folder: Path, *options: str, reg: str = "istar") -> list[str]:
+    """The columns of metrics.csv that a run leaves, durations aside."""
+    config = build("model=auto", f"model.name={folder}", "trainer.max_epochs=2", f"reg={reg}", *options)
+    record = run(config)
+    text = (Path(config.run.root) / record.name / "metrics.csv").read_text()
+    rows = csv.DictReader(text.splitlines())
+    return [value for row in rows for name, value in row.items() if value and "seconds" not in name]
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "distilbert"])
+def test_gradient_checkpointing_changes_no_bit(small: Build, tmp_path: Path, family: str) -> None:
+    folder = save(tmp_path / "model", family)
+    assert losses(small, folder, reg="none") == losses(small, folder, "model.gradient_checkpointing=true", reg="none")
+
+
+def test_gradient_checkpointing_with_a_penalty_differs_by_rounding(small: Build, tmp_path: Path) -> None:
+    """The penalty's share of the gradient is added at another place in the sum."""
+    folder = save(tmp_path / "model")
+    plain, again = (
+        [float(value) for value in losses(small, folder, *options)]
+        for options in ((), ("model.gradient_checkpointing=true",))
+    )
+    assert again == pytest.approx(plain, rel=1e-4, abs=1e-5)
+
+
+def test_gradient_checkpointing_of_a_model_that_has_none(small: Build, tmp_path: Path) -> None:
+    folder = save(tmp_path / "model", "albert")
+    with pytest.raises(UserError, match=r"^model.gradient_checkpointing=true: .*does not support"):
+        losses(small, folder, "model.gradient_checkpointing=true")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+@pytest.mark.parametrize("options", [(), ("task=demo_span", "trainer.precision=bf16-mixed")], ids=" ".join)
+def test_compiled_losses_are_the_same(small: Build, tmp_path: Path, options: tuple[str, ...]) -> None:
+    """Dropout included: the compiler's own random numbers would differ."""
+    folder = save(tmp_path / "model")
+    plain, compiled = (
+        [float(value) for value in losses(small, folder, *options, *more)] for more in ((), ("model.compile=true",))
+    )
+    assert compiled == pytest.approx(plain, rel=2e-2 if "trainer.precision=bf16-mixed" in options else 1e-4, abs=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+def test_a_model_that_cannot_be_compiled_is_one_line(
+    small: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.compiler.reset()
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("/nowhere/g++",))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
+    with pytest.raises(UserError, match=r"^model.compile=true: the model cannot be compiled here"):
+        losses(small, save(tmp_path / "model"), "model.compile=true")

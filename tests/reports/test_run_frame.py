@@ -1,0 +1,209 @@
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import yaml
+
+from istar.cli.main import main
+from istar.config import Config
+from istar.config.schema import to_dict
+from istar.errors import UserError
+from istar.reports import run_frame
+from istar.reports.run_frame import export, load_runs
+from istar.results import RESULT, RunRecord, write
+
+
+@pytest.fixture
+def make(composed: Callable[..., Config], tmp_path: Path) -> Callable[..., RunRecord]:
+    """`make("name", "reg=cosreg", value=0.5)` writes a run's folder."""
+
+    def build(
+        name: str, *overrides: str, value: float | None = 0.5, root: Path = tmp_path, **changes: Any
+    ) -> RunRecord:
+        record = RunRecord(name, "finished", to_dict(composed("task=rte", *overrides)))
+        if value is not None:
+            record = replace(
+                record,
+                headline={"metric": "accuracy", "value": value, "epoch": 2},
+                baseline={"accuracy": 0.5271, "f1": 0.1},
+                collapsed={"validation": False},
+                isotropy={"before": {"1": 0.3, "union": 0.1}, "after": {"1": 0.4, "union": 0.2}, "points": 9},
+                timing={"total": 12.5},
+            )
+        record = replace(record, **changes)
+        write(record, root / name)
+        return record
+
+    return build
+
+
+def test_a_run_is_a_row(make: Callable[..., RunRecord], tmp_path: Path) -> None:
+    make("one", "reg=istar", "reg.lambda=3", "reg.layers=[1,2]", "seed=7", value=0.75)
+    found = load_runs(tmp_path)
+    assert found.troubles == {}
+    [run] = found.frame.to_dict("records")
+    wanted = {
+        "folder": str(tmp_path / "one"), "name": "one", "status": "finished", "task": "rte", "seed": 7,
+        "model": "bert-base-cased", "method": "I-STAR λ=3 ζ=0.4", "metric": "accuracy", "value": 0.75, "epoch": 2,
+        "constant": 0.5271, "collapsed": False, "isoscore_before": 0.1, "isoscore_after": 0.2, "seconds": 12.5,
+        "skipped_steps": 0, "error": None, "reg.lambda": 3.0, "reg.layers": [1, 2], "optim.lr": 3e-5,
+    }  # fmt: skip
+    assert {key: run[key] for key in wanted} == wanted
+
+
+def test_failed_and_unfinished_runs_are_rows_too(make: Callable[..., RunRecord], tmp_path: Path) -> None:
+    make("finished")
+    config = make("failed", value=None, status="failed", error="out of luck").config
+    (tmp_path / "unfinished").mkdir()
+    (tmp_path / "unfinished" / "config.yaml").write_text(yaml.safe_dump(config))
+    frame = load_runs(tmp_path).frame.set_index("name")
+    assert frame["status"].to_dict() == {"finished": "finished", "failed": "failed", "unfinished": "unfinished"}
+    assert frame.loc["failed", "error"] == "out of luck"
+    assert frame["value"].isna().to_dict() == {"finished": False, "failed": True, "unfinished": True}
+
+
+def test_where_runs_are_looked_for(make: Callable[..., RunRecord], tmp_path: Path) -> None:
+    make("deeper", root=tmp_path / "sweep" / "rte")
+    make("again")
+    make("again.old-1")
+    make("inside", root=tmp_path / "again" / "wandb")
+    (tmp_path / ".locks").mkdir()
+    (tmp_path / "multirun").mkdir()
+    make("trial", root=tmp_path / "sweeps" / "table1")
+    found = load_runs(tmp_path)
+    assert sorted(found.frame["name"]) == ["again", "deeper"]
+    assert found.troubles == {}
+    assert list(load_runs(tmp_path / "again").frame["name"]) == ["again"]
+
+
+def test_metrics_and_records(make: Callable[..., RunRecord], tmp_path: Path) -> None:
+    record = make("one", metrics={"accuracy": 0.5, "f1": 0.25, "loss": 0.7}, data={"fingerprint": "abc"})
+    found = load_runs(tmp_path, keep_records=True)
+    [run] = found.frame.to_dict("records")
+    assert (run["validation.f1"], run["fingerprint"]) == (0.25, "abc")
+    assert found.records == {str(tmp_path / "one"): record}
+    assert load_runs(tmp_path).records == {}
+
+
+BROKEN: dict[str, dict[str, str]] = {
+    "foreign result": {RESULT: "{}"},
+    "cut result": {RESULT: '{"name": "x", "sta'},
+    "later format": {RESULT: '{"format": 99}'},
+    "foreign config": {"config.yaml": "a: 1"},
+    "cut config": {"config.yaml": "task: {name: rte"},
+    "no config": {"config.yaml": ""},
+    "no run at all": {"notes.txt": "mine"},
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_folder_that_is_no_run_is_told_and_the_others_are_read(
+    make: Callable[..., RunRecord], tmp_path: Path, name: str
+) -> None:
+    make("good")
+    (tmp_path / "bad").mkdir()
+    for file, content in BROKEN[name].items():
+        (tmp_path / "bad" / file).write_text(content)
+    found = load_runs(tmp_path)
+    assert list(found.frame["name"]) == ["good"]
+    [(folder, told)] = found.troubles.items()
+    assert folder == str(tmp_path / "bad")
+    assert folder in told
+    assert "\n" not in told
+
+
+def test_a_record_without_a_config_of_a_run(make: Callable[..., RunRecord], tmp_path: Path) -> None:
+    record = make("good")
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / RESULT).write_text(json.dumps({**asdict(record), "config": {"task": 3}}))
+    found = load_runs(tmp_path)
+    assert list(found.frame["name"]) == ["good"]
+    assert "bad" in found.troubles[str(tmp_path / "bad")]
+
+
+def test_no_folder_and_no_runs(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is not a folder"):
+        load_runs(tmp_path / "nowhere")
+    found = load_runs(tmp_path)
+    assert len(found.frame) == 0
+    assert {"name", "status", "value"} <= set(found.frame)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "reader"), [(".csv", pd.read_csv), (".json", pd.read_json), (".parquet", pd.read_parquet)]
+)
+def test_what_is_exported_is_read_back(
+    make: Callable[..., RunRecord], tmp_path: Path, suffix: str, reader: Any
+) -> None:
+    make("one", "reg=istar", "reg.layers=[1,2]", value=0.123456789012345)
+    make("two", "reg=none", "trainer.devices=auto")
+    make("three", value=None, status="failed", error='out of, "luck"')
+    frame = load_runs(tmp_path).frame
+    export(frame, tmp_path / "out" / f"runs{suffix}")
+    back = reader(tmp_path / "out" / f"runs{suffix}")
+    assert list(back["name"]) == list(frame["name"])
+    assert set(back.columns) == set(frame.columns)
+    pd.testing.assert_series_equal(back["value"], frame["value"], check_exact=suffix != ".json", rtol=1e-9)
+    assert back.set_index("name").loc["three", "error"] == 'out of, "luck"'
+
+
+def test_a_format_that_is_none(make: Callable[..., RunRecord], tmp_path: Path) -> None:
+    make("one")
+    with pytest.raises(UserError, match=r"expected one of \.csv, \.parquet, \.json"):
+        export(load_runs(tmp_path).frame, tmp_path / "runs.xls")
+
+
+def test_the_command(make: Callable[..., RunRecord], tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    make("low", value=0.25)
+    make("high", "reg=cosreg", value=0.75, collapsed={"validation": True})
+    make("broken", value=None, status="failed", error="out of luck")
+    (tmp_path / "foreign").mkdir()
+    out = tmp_path / "out" / "runs.csv"
+    assert main.main(["results", str(tmp_path), "--sort", "value", "--out", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert "3 runs: 2 finished, 1 failed" in shown
+    assert shown.index("75.00 (collapsed)") < shown.index("25.00") < shown.index("failed: out of luck")
+    assert "nan" not in shown
+    assert "rte, accuracy" in shown
+    assert f"not read: {tmp_path / 'foreign'} holds no run" in shown
+    assert list(pd.read_csv(out)["name"]) == ["high", "low", "broken"]
+    assert main.main(["results", str(tmp_path / "nowhere")]) == 2
+    assert main.main(["results", str(tmp_path), "--sort", "valu"]) == 2
+    [first, second] = capsys.readouterr().err.splitlines()
+    assert first.startswith("error: ")
+    assert second.endswith("did you mean value?")
+
+
+def test_four_times_the_runs_take_four_times_the_work(
+    make: Callable[..., RunRecord], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the number of calls; and a finished run needs no parser of YAML, which would take most of the time."""
+    make("first")
+    text = (tmp_path / "first" / RESULT).read_text()
+    monkeypatch.setattr(run_frame.yaml, "load", None)
+
+    def calls(count: int) -> int:
+        root = tmp_path / str(count)
+        for number in range(count):
+            (root / f"run-{number}").mkdir(parents=True)
+            (root / f"run-{number}" / RESULT).write_text(text)
+        events: Counter[str] = Counter()
+        before = sys.getprofile()
+        sys.setprofile(lambda frame, event, argument: events.update([event]))
+        try:
+            found = load_runs(root)
+        finally:
+            sys.setprofile(before)
+        assert len(found.frame) == count
+        return events["call"] + events["c_call"]
+
+    calls(2)  # what is imported or remembered at the first time
+    few, many = calls(100), calls(400)
+    assert many < 4.2 * few

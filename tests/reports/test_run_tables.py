@@ -1,0 +1,174 @@
+import io
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from istar.reports.run_tables import COLUMNS, comparison, comparison_row, markdown, method, summary, write_markdown
+from istar.results import RunRecord
+
+
+def make(reg: dict[str, Any] | None = None, **changes: Any) -> RunRecord:
+    record = RunRecord(
+        name="rte-bert-istar-0123456789ab",
+        status="finished",
+        config={
+            "task": {"name": "rte"},
+            "model": {"name": "google-bert/bert-base-cased"},
+            "reg": reg or {"name": "istar", "lambda": -1.0, "zeta": 0.4, "include_padding": False},
+            "seed": 1,
+        },
+        headline={"metric": "accuracy", "value": 0.70758, "epoch": 3},
+        metrics={"accuracy": 0.70758, "f1": 0.6543, "loss": 0.61234},
+        baseline={"accuracy": 0.5271, "f1": 0.0},
+        collapsed={"validation": False},
+        isotropy={
+            "before": {"0": 0.11111, "1": 0.22222, "2": 0.33333, "union": 0.04444},
+            "after": {"0": 0.15555, "1": 0.26666, "2": 0.07777, "union": 0.08888},
+            "points": 4321,
+        },
+        timing={"total": 61.7},
+    )
+    return replace(record, **changes)
+
+
+def text(table: Any) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    console.print(table)
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in re.split("[│┃|]", line)[1:-1]]
+
+
+def line_of(shown: str, start: str) -> list[str]:
+    return next(cells(line) for line in shown.splitlines() if len(cells(line)) and cells(line)[0].startswith(start))
+
+
+def test_row() -> None:
+    assert dict(zip(COLUMNS, comparison_row([make()]), strict=True)) == {
+        "task": "rte, accuracy",
+        "model": "bert-base-cased",
+        "method": "I-STAR λ=-1 ζ=0.4",
+        "seed": "1",
+        "value": "70.76",
+        "constant": "52.71",
+        "epoch": "3",
+        "IsoScore*": "0.0444 → 0.0889",
+        "seconds": "62",
+    }
+
+
+def test_collapse_is_shown() -> None:
+    collapsed = make(collapsed={"validation_matched": False, "validation_mismatched": True})
+    assert comparison_row([collapsed])[COLUMNS.index("value")] == "70.76 (collapsed)"
+    shown = " ".join(text(summary(collapsed)).split())
+    assert "Collapsed on validation_mismatched: all predictions are the same." in shown
+    assert "validation_matched" not in shown
+    assert "ollapsed" not in text(summary(make()))
+    assert "(1 collapsed)" in markdown([make(), collapsed]).splitlines()[2]
+
+
+def test_no_baseline() -> None:
+    assert comparison_row([make(baseline={})])[COLUMNS.index("constant")] == "-"
+    assert "constant prediction" not in text(summary(make(baseline={})))
+
+
+def test_negative_metrics() -> None:
+    record = make(headline={"metric": "matthews_correlation", "value": -0.05, "epoch": 1})
+    assert comparison_row([record])[COLUMNS.index("value")] == "-5.00"
+
+
+@pytest.mark.parametrize(
+    ("reg", "name"),
+    [
+        ({"name": "none"}, "Base"),
+        ({"name": "cosreg", "lambda": 1.0, "include_padding": False}, "CosReg λ=1"),
+        ({"name": "istar", "lambda": -0.5, "zeta": 0.2, "include_padding": False}, "I-STAR λ=-0.5 ζ=0.2"),
+        (
+            {"name": "istar", "lambda": 5, "zeta": 1, "include_padding": True},
+            "I-STAR λ=5 ζ=1 padding counted",
+        ),
+        ({"name": "istar", "lambda": 1, "zeta": "auto", "include_padding": False}, "I-STAR λ=1 ζ=auto"),
+        (
+            {"name": "istar", "lambda": 1, "zeta": 0.0, "include_padding": False, "estimator": "unbiased"},
+            "I-STAR λ=1 unbiased",
+        ),
+    ],
+)
+def test_method(reg: dict[str, Any], name: str) -> None:
+    assert method(make(reg)) == name
+
+
+def test_summary() -> None:
+    shown = text(summary(make()))
+    assert "rte · I-STAR λ=-1 ζ=0.4 · bert-base-cased" in shown
+    assert line_of(shown, "accuracy (epoch 3)")[2] == "70.76"
+    assert line_of(shown, "f1")[2] == "65.43"
+    assert "loss" not in shown
+    assert line_of(shown, "IsoScore* embeddings")[1:] == ["0.1111", "0.1555", "+0.0444"] or line_of(
+        shown, "IsoScore* embeddings"
+    )[1:] == ["0.1111", "0.1556", "+0.0444"]
+    assert line_of(shown, "IsoScore* layer 2")[1:] == ["0.3333", "0.0778", "-0.2556"]
+    assert line_of(shown, "IsoScore* layers 1 to L")[1:] == ["0.0444", "0.0889", "+0.0444"]
+    assert "A constant prediction has accuracy 52.71." in shown
+    assert "4321 validation tokens" in shown
+
+
+def test_comparison() -> None:
+    records = [make(), make({"name": "none"}), make({"name": "cosreg", "lambda": 1.0, "include_padding": False})]
+    table = comparison(records)
+    assert table.title == "rte, accuracy · bert-base-cased · seed 1"
+    shown = [name for name in COLUMNS[2:] if name != "seed"]
+    assert [column.header for column in table.columns] == shown
+    lines = [cells(line) for line in text(table).splitlines() if len(cells(line)) == len(shown)]
+    assert lines[-3:] == [[row[2], *row[4:]] for row in (comparison_row([record]) for record in records)]
+
+
+def test_comparison_keeps_the_columns_in_which_runs_differ() -> None:
+    other = make()
+    other.config["task"] = {"name": "stsb"}
+    table = comparison([make(), other])
+    assert table.title == "bert-base-cased · seed 1"
+    assert [column.header for column in table.columns] == ["task", "method", *COLUMNS[4:]]
+
+
+def test_runs_that_differ_in_nothing_but_the_seed_are_one_row() -> None:
+    records = [seeded(seed, value) for seed, value in ((1, 0.70), (2, 0.73), (4, 0.71))]
+    other = seeded(1, 0.5)
+    other.config["optim"] = {"lr": 1.0}
+    table = comparison([records[0], other, *records[1:]])
+    assert table.title == "rte, accuracy · bert-base-cased"
+    assert [column.header for column in table.columns] == list(COLUMNS[2:])
+    first, second = [row for row in (cells(line) for line in text(table).splitlines()) if row and "λ" in row[0]]
+    deviation = np.std([70, 73, 71], ddof=1)
+    assert first[1:3] == ["1,2,4", f"{np.mean([70, 73, 71]):.2f} ± {deviation:.2f}"]
+    assert second[1:3] == ["1", "50.00"]
+    assert "1 collapsed" in " ".join(comparison_row([*records, seeded(5, 0.5, collapsed={"validation": True})]))
+
+
+def seeded(seed: int, value: float, **fields: Any) -> RunRecord:
+    record = make(headline={"metric": "accuracy", "value": value, "epoch": 2}, **fields)
+    return replace(record, config={**record.config, "seed": seed})
+
+
+def test_markdown(tmp_path: Path) -> None:
+    records = [make(), make({"name": "none"})]
+    write_markdown(records, tmp_path / "deep" / "comparison.md")
+    lines = (tmp_path / "deep" / "comparison.md").read_text(encoding="utf-8").splitlines()
+    assert cells(lines[0]) == list(COLUMNS)
+    assert set(cells(lines[1])) == {"---"}
+    assert [cells(line) for line in lines[2:]] == [comparison_row([record]) for record in records]
+    assert len({line.count("|") for line in lines}) == 1
+
+
+def test_records_are_left_alone() -> None:
+    record, twin = make(), make()
+    text(summary(record))
+    text(comparison([record]))
+    assert record == twin

@@ -1,0 +1,263 @@
+"""Processes forked from a server: each as if it were the first and had been started by itself.
+
+They carry out a line of Python in place of a run, in a server that is otherwise the real one; sweeps through it, and
+that their results are those of train.py, are in sweeps/test_sweep.py.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from istar.errors import UserError
+from istar.runs import fork_server, launch
+from istar.runs.fork_server import Forked, Servers
+from tests.waiting import SECONDS, until
+
+pytestmark = pytest.mark.skipif(not fork_server.is_possible(), reason="runs are forked on Linux alone")
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+STAND_IN = """
+import sys
+from istar.runs import fork_server, launch
+
+def main(arguments):
+    parent, code = arguments
+    assert int(parent) == __import__("os").getppid()
+    exec(code, {"parent": parent})
+    sys.stdout.flush()
+    __import__("os")._exit(0)
+
+launch.main = main
+fork_server.main(sys.argv[1:])
+"""
+STATE = """
+import json, os, random, signal, sys, threading, warnings
+import numpy, torch
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+print(json.dumps({
+    "environment": dict(os.environ), "cwd": os.getcwd(), "leads": os.getsid(0) == os.getpid(), "argv": sys.argv,
+    "held_back": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())), "sigterm": str(signal.getsignal(signal.SIGTERM)),
+    "threads": torch.get_num_threads(), "alive": threading.active_count(), "seed": torch.initial_seed(),
+    "tasks": len(os.listdir("/proc/self/task")), "files": sorted(os.listdir("/proc/self/fd")),
+    "rank": rank_zero_only.rank, "modules": len(sys.modules), "filters": len(warnings.filters),
+    "dtype": str(torch.get_default_dtype()), "marked": hasattr(torch, "marked"),
+    "cuda": torch.cuda.is_initialized(),
+}))
+"""
+DISTURB = """
+import os, random, signal, sys, threading, warnings
+import numpy, torch
+os.environ["LEFT"] = "1"; os.chdir("/"); torch.manual_seed(7); torch.set_num_threads(3); torch.marked = True
+torch.set_default_dtype(torch.float64); sys.modules["left"] = sys; sys.argv.append("left")
+warnings.simplefilter("error")
+signal.signal(signal.SIGTERM, signal.SIG_IGN); threading.Thread(target=threading.Event().wait, daemon=True).start()
+(torch.ones(500, 500) @ torch.ones(500, 500)).sum(); os.open("/dev/null", os.O_RDONLY)
+"""
+
+Start = Callable[..., Forked]
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **more}
+
+
+def is_over(process: Forked) -> int:
+    until(lambda: process.poll() is not None)
+    assert process.returncode is not None
+    return process.returncode
+
+
+@pytest.fixture(scope="module", autouse=True)
+def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    script = tmp_path_factory.mktemp("server") / "server.py"
+    script.write_text(STAND_IN)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fork_server, "COMMAND", (sys.executable, str(script)))
+        yield script
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    folder = tmp_path_factory.mktemp("logs")
+    with Servers(folder / "server.log") as servers:
+        yield servers
+    assert (folder / "server.log").read_text() == ""
+
+
+@pytest.fixture
+def told(servers: Servers, tmp_path: Path) -> Callable[..., dict[str, object]]:
+    """What a process that carries out the code prints."""
+
+    def tell(code: str = STATE, environment: Mapping[str, str] = environment()) -> dict[str, object]:
+        log = tmp_path / f"{len(list(tmp_path.iterdir()))}.log"
+        assert is_over(servers.start([code], environment, log)) == 0, log.read_text()
+        return json.loads(log.read_text())
+
+    return tell
+
+
+def test_nothing_is_left_of_the_one_before(told: Callable[..., dict[str, object]], servers: Servers) -> None:
+    before = told()
+    assert is_over(servers.start([DISTURB], environment(), None)) == 0
+    assert told() == before
+    assert before["tasks"] == before["alive"] == 1
+    assert before["files"] == ["0", "1", "2", "3"]  # the last: the folder that is listed
+    assert (before["leads"], before["cuda"], before["rank"]) == (True, False, 0)
+
+
+def test_random_numbers_without_a_seed_differ(told: Callable[..., dict[str, object]]) -> None:
+    draw = "import json, random, numpy; print(json.dumps([random.random(), numpy.random.random()]))"
+    first, second = told(draw), told(draw)
+    assert not set(first) & set(second)
+
+
+def test_each_has_its_own_environment(told: Callable[..., dict[str, object]]) -> None:
+    wanted = environment(CUDA_VISIBLE_DEVICES="3", LOCAL_RANK="1", RANK="1")
+    there = told(environment=wanted)
+    assert wanted.items() <= there["environment"].items()  # type: ignore[attr-defined]
+    assert there["rank"] == 1
+    without = {name: value for name, value in wanted.items() if name not in ("LOCAL_RANK", "RANK", "HOME")}
+    there = told(environment=without)
+    assert not {"LOCAL_RANK", "RANK", "HOME", "LEFT"} & there["environment"].keys()  # type: ignore[attr-defined]
+    assert there["rank"] == 0
+
+
+def test_threads_are_what_the_environment_says(told: Callable[..., dict[str, object]]) -> None:
+    """By what torch says and by the threads of a product that is large enough for all of them."""
+    code = (
+        "import json, os, torch; a = torch.ones(600, 600); (a @ a).exp().sum()\n"
+        "print(json.dumps([torch.get_num_threads(), len(os.listdir('/proc/self/task'))]))"
+    )
+    # OpenBLAS starts its own with the first product, not, as in a new process, when it is loaded.
+    wanted = environment(OMP_NUM_THREADS="2", OPENBLAS_NUM_THREADS="1")
+    there = told(code, wanted)
+    alone = subprocess.run([sys.executable, "-c", code], env=wanted, capture_output=True, text=True, check=True)
+    assert there == json.loads(alone.stdout)
+    assert there[0] == min(2, os.cpu_count() or 1)  # type: ignore[index]
+
+
+def test_signals_wait_until_the_process_is_ready(told: Callable[..., dict[str, object]], servers: Servers) -> None:
+    assert told()["held_back"] == sorted(launch.PASSED_ON)
+    process = servers.start(["import os, signal; signal.sigwait([signal.SIGUSR1]); os._exit(7)"], environment(), None)
+    # At once: there is no process yet.
+    process.send_signal(signal.SIGUSR1)
+    assert is_over(process) == 7
+    process.send_signal(signal.SIGKILL)
+    assert is_over(process) == 7
+
+
+def test_one_that_is_killed_does_not_disturb_the_others(servers: Servers) -> None:
+    other = servers.start(["import signal; signal.sigwait([signal.SIGUSR1])"], environment(), None)
+    for number in (signal.SIGKILL, signal.SIGSEGV):
+        process = servers.start([f"import os; os.kill(os.getpid(), {number:d})"], environment(), None)
+        assert is_over(process) == -number
+    waiting = servers.start(["import time; time.sleep(3600)"], environment(), None)
+    waiting.kill()
+    assert waiting.wait() == -signal.SIGKILL
+    assert other.poll() is None
+    other.send_signal(signal.SIGUSR1)
+    assert is_over(other) == 0
+
+
+def test_an_error_is_in_the_log(servers: Servers, tmp_path: Path) -> None:
+    assert is_over(servers.start(["1 / 0"], environment(), tmp_path / "log")) == launch.UNFORESEEN
+    assert "ZeroDivisionError" in (tmp_path / "log").read_text()
+
+
+WATCH = """
+import os, signal, time
+from istar.runs import launch
+signal.pthread_sigmask(signal.SIG_UNBLOCK, launch.PASSED_ON)
+launch._end_with(int(parent))
+print(os.getpid(), flush=True)
+time.sleep(3600)
+"""
+
+
+def pid_in(log: Path) -> int:
+    until(lambda: log.exists() and log.read_text().endswith("\n"))
+    return int(log.read_text())
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state == "Z"  # nobody's child any more: reaped by whoever takes care of this machine's
+
+
+def test_a_server_that_is_killed_and_one_that_nobody_needs_any_more(tmp_path: Path) -> None:
+    with Servers(tmp_path / "server.log") as servers:
+        for ending in ("killed", "left"):
+            process = servers.start([WATCH], environment(), tmp_path / ending)
+            pid = pid_in(tmp_path / ending)
+            [server] = servers._servers.values()
+            if ending == "killed":
+                server._process.kill()
+                with pytest.raises(UserError, match=r"that starts the runs was killed by SIGKILL .*; the same command"):
+                    process.wait()
+                until(lambda pid=pid: is_gone(pid))
+                process.send_signal(signal.SIGTERM)
+    # The second process had a server of its own, which has gone because the block is over.
+    assert server._process.returncode == 0
+    until(lambda: is_gone(pid))
+
+
+@pytest.mark.parametrize(
+    ("library", "told"),
+    [
+        ("import nowhere", "ModuleNotFoundError: No module named 'nowhere'"),
+        ("import threading, time; threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()", "threads"),
+        (
+            "import torch; a = torch.ones(600, 600); (a @ a).sum()",
+            "RuntimeError: loading the libraries has left threads",
+        ),
+    ],
+)
+def test_a_library_that_is_no_good_for_forks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str, told: str
+) -> None:
+    (tmp_path / "no_good.py").write_text(library)
+    script = tmp_path / "server.py"
+    script.write_text(f"from istar.runs import fork_server; fork_server.LIBRARIES = ('no_good',)\n{STAND_IN}")
+    monkeypatch.setattr(fork_server, "COMMAND", (sys.executable, str(script)))
+    with Servers(tmp_path / "server.log") as servers:
+        process = servers.start(["pass"], environment(OMP_NUM_THREADS="2"), None)
+        with pytest.raises(UserError, match=r"the process that starts the runs ended with exit code 1 .*server\.log"):
+            process.wait()
+    assert told in (tmp_path / "server.log").read_text()
+
+
+def test_a_fork_that_the_system_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "server.py"
+    refuse = "def refuse(*_): raise BlockingIOError(11, 'Resource temporarily unavailable')"
+    script.write_text(
+        f"{refuse}\nfrom istar.runs import fork_server as s; s.LIBRARIES, s._fork = (), refuse\n{STAND_IN}"
+    )
+    monkeypatch.setattr(fork_server, "COMMAND", (sys.executable, str(script)))
+    with Servers(tmp_path / "server.log") as servers:
+        for _ in range(2):
+            with pytest.raises(UserError, match=r"the process of the run could not be started: .*unavailable"):
+                servers.start(["pass"], environment(), None).wait()
+        # It is the same server, which goes on.
+        assert len(servers._servers) == 1
+        assert (tmp_path / "server.log").read_text() == ""
+
+
+def test_loading_does_not_touch_the_gpu() -> None:
+    """Behind the driver's first call no fork could use it any more."""
+    code = (
+        "import torch\n"
+        "def touched(*_): raise SystemError('the driver was called')\n"
+        "for name in ('is_available', 'device_count', 'init', '_lazy_init'): setattr(torch.cuda, name, touched)\n"
+        "for name in [name for name in vars(torch._C) if name.startswith('_cuda_')]: setattr(torch._C, name, touched)\n"
+        "from istar.runs import fork_server; fork_server.load()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY, timeout=SECONDS)

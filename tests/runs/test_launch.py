@@ -1,0 +1,387 @@
+"""Several processes and signals as a user meets them: train.py called for real, disturbed, and called again.
+
+Starting a process costs seconds, so calls that need no order are made at once, and a broken run is broken again.
+"""
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from socket import socket
+
+import pytest
+from lightning.fabric.plugins.environments import SLURMEnvironment
+
+from istar import results
+from istar.config import TrainerConfig
+from istar.errors import StoppedError
+from istar.runs import launch
+from istar.runs.run import run
+from istar.training import FineTuningData
+from tests.jobs import NOT_THE_TESTS, Done, Job, Start, at_once, catches, starting
+from tests.outcomes import assert_same, only_run
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
+
+LONG = ("reg.num_points=500", "task.limit_train=200", "task.limit_validation=9", "data.batch_size=2",
+        "trainer.max_epochs=2", "trainer.accumulate_grad_batches=1", "trainer.checkpoint_every_n_steps=5",
+        "trainer.accelerator=cpu", "trainer.progress_bar=false")  # fmt: skip
+"""Two to four seconds of training: long enough to be met by a signal behind its first checkpoints."""
+PAIR = ("trainer=ddp", "trainer.devices=2", "seed=1", *LONG)
+NODES = ("trainer=ddp", "trainer.devices=1", "trainer.num_nodes=2", "seed=1", *LONG)
+
+
+def free_port() -> str:
+    with socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return str(found.getsockname()[1])
+
+
+def through_srun(rank: int, port: str) -> dict[str, str]:
+    """What `srun --nodes=2 --ntasks-per-node=1` sets: the step's variables and those that the job has already."""
+    return {
+        "SLURM_JOB_ID": "123456", "SLURM_JOB_NAME": "istar", "SLURM_NODELIST": "127.0.0.1", "SLURM_NNODES": "2",
+        "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": "0", "SLURM_NODEID": str(rank), "MASTER_PORT": port,
+    }  # fmt: skip
+
+
+IN_SBATCH = {
+    "SLURM_JOB_ID": "123456", "SLURM_JOB_NAME": "istar", "SLURM_NODELIST": "127.0.0.1", "SLURM_NNODES": "1",
+    "SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
+}  # fmt: skip
+"""What the one process of a script under `sbatch --ntasks=2` has, without srun."""
+
+
+@pytest.fixture
+def start(own_cache: Path) -> Iterator[Start]:
+    with starting(own_cache) as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def twins(own_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Done]]:
+    """One run in one process, asked for twice at the same time."""
+    folder = tmp_path_factory.mktemp("alone")
+    with starting(own_cache) as start:
+        jobs = [start(folder, "seed=1", *LONG) for _ in range(2)]
+        return folder, [job.wait() for job in jobs]
+
+
+@pytest.fixture(scope="module")
+def alone(twins: tuple[Path, list[Done]]) -> Path:
+    """The folder of a run in one process that nothing disturbed."""
+    return only_run(twins[0] / "runs")
+
+
+@pytest.fixture(scope="module")
+def pair(own_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
+    """The folder of a run in two processes that nothing disturbed, and what the call said."""
+    folder = tmp_path_factory.mktemp("pair")
+    with starting(own_cache) as start:
+        job = start(folder, *PAIR)
+        done = job.wait()
+        job.until_it_is_gone()
+        return only_run(folder / "runs"), done
+
+
+def assert_stopped(done: Done, number: int, told: str = r"saved at step \d+") -> None:
+    name = signal.Signals(number).name
+    assert done.code == 128 + number, done
+    assert re.fullmatch(f"error: stopped by {name}: {told}; the same command goes on from there", done.line())
+
+
+# ---- ways to start
+
+
+def test_two_processes(pair):
+    folder, done = pair
+    done.well()
+    record = results.read(folder)
+    assert record.status == "finished"
+    assert record.data["validation"] == {"validation": 9}
+    assert len((folder / "predictions.jsonl").read_text().splitlines()) == 9
+    assert done.stdout.count("IsoScore* of ") == 1
+
+
+def test_a_multirun_of_two_processes_each(tmp_path, start, pair):
+    arguments = [argument for argument in PAIR if not argument.startswith("seed=")]
+    done = start(tmp_path, "-m", "seed=1,2", *arguments).wait().well()
+    runs = {results.read(path).config["seed"]: path for path in (tmp_path / "runs").glob("demo-*")}
+    assert sorted(runs) == [1, 2]
+    assert_same(runs[1], pair[0])
+    assert results.read(runs[2]).status == "finished"
+    assert results.read(runs[2]).metrics != results.read(runs[1]).metrics
+    [sweep] = (tmp_path / "runs" / "sweeps").iterdir()
+    assert sorted(path.name for path in sweep.glob("comparison.*")) == [
+        "comparison.md", "comparison.png", "comparison.svg"
+    ]  # fmt: skip
+    assert "comparison.png" in done.stdout
+
+
+def test_a_run_that_fails_does_not_stop_the_others(tmp_path, start):
+    done = start(tmp_path, "-m", "reg.layers=[7],last", "seed=1", *LONG, "trainer.max_epochs=1").wait()
+    assert (done.code, done.stderr) == (1, "")
+    assert "seed 1: failed: layer 7 does not exist" in done.stdout
+    told = done.stdout[done.stdout.index("1 of 2 runs failed; the same command runs them again:") :]
+    assert re.search(r"\n  reg.layers=\[7\] seed=1 .*: layer 7 does not exist", told)
+    [folder] = (tmp_path / "runs").glob("demo-*")
+    assert results.read(folder).config["reg"]["layers"] == "last"
+
+
+def torchrun() -> tuple[str, ...]:
+    port = f"--master-port={free_port()}"
+    return "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1", port
+
+
+def test_torchrun(tmp_path, start, pair):
+    done = start(tmp_path, *PAIR, python=torchrun()).wait()
+    assert done.code == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert_same(only_run(tmp_path / "runs"), pair[0])
+
+
+@pytest.mark.slow
+def test_torchrun_is_refused(tmp_path, start):
+    cases = {
+        "-m starts the processes of its runs by itself": ("-m", *PAIR),
+        "2 processes have been started, but trainer.devices=1 on trainer.num_nodes=1 are 1": LONG,
+    }
+    jobs = [start(tmp_path, *arguments, python=torchrun()) for arguments in cases.values()]
+    for job, told in zip(jobs, cases, strict=True):
+        done = job.wait()
+        assert done.code != 0
+        # torchrun itself says more.
+        [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+        assert told in line
+    assert not list(tmp_path.glob("runs/demo-*"))
+
+
+def test_srun(tmp_path, start, pair):
+    port = free_port()
+    jobs = [start(tmp_path, *NODES, **through_srun(rank, port)) for rank in range(2)]
+    for job in jobs:
+        job.wait().well()
+    assert_same(only_run(tmp_path / "runs"), pair[0], but_for_the_name=True)
+
+
+@pytest.mark.slow
+def test_nodes_by_hand(tmp_path, start, pair):
+    port = free_port()
+    jobs = [
+        start(tmp_path, *NODES, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, NODE_RANK=str(rank)) for rank in range(2)
+    ]
+    for job in jobs:
+        job.wait().well()
+    assert_same(only_run(tmp_path / "runs"), pair[0], but_for_the_name=True)
+
+
+@pytest.mark.slow
+def test_nodes_that_cannot_meet(tmp_path, start):
+    done = start(tmp_path, *NODES).wait()
+    assert done.code == 2
+    assert "trainer.num_nodes=2 needs MASTER_ADDR, MASTER_PORT, NODE_RANK in the environment" in done.line()
+
+
+@pytest.mark.parametrize(
+    ("environment", "devices", "wanted", "tasks"),
+    [
+        pytest.param(IN_SBATCH, 2, 2, None, id="sbatch"),
+        pytest.param({**IN_SBATCH, "SLURM_STEP_NUM_TASKS": "1"}, 2, 2, None, id="srun --ntasks=1"),
+        pytest.param(through_srun(0, "1"), 1, 1, "2", id="srun"),
+        pytest.param({**through_srun(0, "1"), "SLURM_NTASKS": "8"}, 1, 1, "2", id="srun --preserve-env"),
+        pytest.param({**through_srun(0, "1"), "SLURM_JOB_NAME": "interactive"}, 1, 1, "2", id="salloc, srun"),
+    ],
+)
+def test_lightning_sees_srun_where_it_is(monkeypatch, environment, devices, wanted, tasks):
+    for name in [name for name in os.environ if NOT_THE_TESTS.match(name)]:
+        monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    launch.tell_slurm_apart()
+    nodes = int(tasks or 1) // wanted
+    assert launch.processes_to_start(TrainerConfig(devices=devices, num_nodes=nodes, strategy="ddp")) == wanted
+    assert SLURMEnvironment.detect() == launch.is_one_of_many() == (tasks is not None)
+    assert os.environ.get("SLURM_NTASKS") == tasks
+
+
+def test_two_at_once_do_not_disturb_each_other(twins):
+    folder, done = twins
+    [first, second] = sorted(done, key=lambda done: "is finished" in done.stdout or done.code)
+    first.well()
+    assert (second.code, second.stderr) == (0, "") or "is being written by another process" in second.line()
+    assert results.read(only_run(folder / "runs")).status == "finished"
+    assert len((only_run(folder / "runs") / "predictions.jsonl").read_text().splitlines()) == 9
+
+
+# ---- signals
+
+
+def test_a_stopped_run_is_saved_and_goes_on_exactly(tmp_path, start, alone):
+    """Within sbatch, as one process although the job has two tasks, and by `-m`, too."""
+    cases: list[tuple[int, tuple[str, ...], dict[str, str]]] = [
+        (signal.SIGINT, (), {}),
+        (signal.SIGUSR1, (), IN_SBATCH),
+        (signal.SIGTERM, ("-m",), IN_SBATCH),
+    ]
+
+    def stopped(index: int) -> Done:
+        number, arguments, environment = cases[index]
+        job = start(tmp_path / str(index), *arguments, "seed=1", *LONG, **environment)
+        return job.until_it_trains().send(number).wait()
+
+    def sent_again(index: int) -> Done:
+        _, arguments, environment = cases[index]
+        return start(tmp_path / str(index), *arguments, "seed=1", *LONG, **environment).wait()
+
+    for (number, arguments, _), done in zip(
+        cases, at_once(*(lambda i=i: stopped(i) for i in range(len(cases)))), strict=True
+    ):
+        if not arguments:
+            assert_stopped(done, number)
+            continue
+        assert (done.code, done.line()) == (128 + number, "error: stopped by SIGTERM; the same command goes on")
+        assert re.search(r"seed 1: stopped by SIGTERM: saved at step \d+; the same command goes on", done.stdout)
+    for index, done in enumerate(at_once(*(lambda i=i: sent_again(i) for i in range(len(cases))))):
+        logs = [path.read_text() for path in (tmp_path / str(index)).glob("runs/sweeps/*/logs/*")]
+        assert "was interrupted; it goes on from step-" in "".join([done.well().stdout, *logs])
+        assert_same(only_run(tmp_path / str(index) / "runs"), alone)
+
+
+def test_a_signal_where_nothing_is_to_be_saved(tmp_path, start):
+    """In the first validation, and in the first refresh of the shrinkage covariance."""
+
+    def validating() -> Done:
+        job = start(tmp_path / "validating", *LONG, "task.limit_validation=null", "data.eval_batch_size=1")
+        job.until(lambda: catches(job.process.pid, signal.SIGUSR1))
+        return job.send(signal.SIGTERM).wait()
+
+    def refreshing() -> Done:
+        job = start(tmp_path / "refreshing", *LONG, "reg.num_points=1000000", "data.eval_batch_size=1")
+        job.until(lambda: "the shrinkage covariance uses all" in job.files[0].read_text())
+        return job.send(signal.SIGTERM).wait()
+
+    for done in at_once(validating, refreshing):
+        assert_stopped(done, signal.SIGTERM, "the last checkpoint is kept")
+
+
+def test_a_signal_that_lightning_hears_first(small, monkeypatch):
+    """It listens a moment before the callbacks do, and would leave with exit code 0."""
+    original, before = FineTuningData.val_dataloader, signal.signal(signal.SIGTERM, lambda *_: None)
+
+    def interrupted(data: FineTuningData) -> object:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return original(data)
+
+    monkeypatch.setattr(FineTuningData, "val_dataloader", interrupted)
+    try:
+        with pytest.raises(StoppedError, match="stopped by SIGTERM: the last checkpoint is kept") as stopped:
+            run(small("reg=none"))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert stopped.value.exit_code == 143
+
+
+def lost(rank: int) -> str:
+    return f"error: process {rank} of 2 was killed by SIGKILL; the same command goes on from the last checkpoint"
+
+
+def assert_a_lost_rank_ends_it(job: Job, rank: int) -> None:
+    os.kill(job.until_it_trains().rank(rank), signal.SIGKILL)
+    done = job.wait()
+    assert done.code == 1
+    assert done.line() == lost(rank)
+    job.until_it_is_gone()
+
+
+def test_a_lost_process_and_a_lost_parent(tmp_path, start, pair):
+    assert_a_lost_rank_ends_it(start(tmp_path, *PAIR), 1)
+    job = start(tmp_path, *PAIR).until_it_trains().send(signal.SIGKILL)
+    job.wait()
+    job.until_it_is_gone()
+    record = only_run(tmp_path / "runs") / results.RESULT
+    assert not record.exists() or results.read(record.parent).status != "finished"
+    assert "was interrupted; it goes on from step-" in start(tmp_path, *PAIR, **IN_SBATCH).wait().well().stdout
+    assert_same(only_run(tmp_path / "runs"), pair[0])
+
+
+@pytest.mark.slow
+def test_the_first_process_lost_and_both_stopped(tmp_path, start, pair):
+    assert_a_lost_rank_ends_it(start(tmp_path, *PAIR), 0)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        job = start(tmp_path, *PAIR).until_it_trains().send(number)
+        assert_stopped(job.wait(), number)
+        job.until_it_is_gone()
+    job = start(tmp_path, *PAIR).until_it_trains()
+    os.kill(job.rank(1), signal.SIGTERM)
+    assert_stopped(job.wait(), signal.SIGTERM)
+    start(tmp_path, *PAIR).wait().well()
+    assert_same(only_run(tmp_path / "runs"), pair[0])
+
+
+@pytest.mark.slow
+def test_a_lost_process_under_torchrun(tmp_path, start, pair):
+    for rank in (0, 1):
+        job = start(tmp_path, *PAIR, python=torchrun())
+        os.kill(job.until_it_trains().rank(rank), signal.SIGKILL)
+        assert job.wait().code != 0
+        job.until_it_is_gone()
+    assert start(tmp_path, *PAIR, python=torchrun()).wait().code == 0
+    assert_same(only_run(tmp_path / "runs"), pair[0])
+
+
+@pytest.mark.slow
+def test_a_writer_is_not_disturbed(tmp_path, start):
+    """Two at once, where the first does not finish in the time that the second waits."""
+    arguments = (*LONG, "trainer.max_epochs=1000")
+    first = start(tmp_path, *arguments).until_it_trains()
+    second = start(tmp_path, *arguments).wait()
+    assert second.code == 2
+    assert "is being written by another process" in second.line()
+    assert_stopped(first.send(signal.SIGTERM).wait(), signal.SIGTERM)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
+def test_stopped_by_slurm(tmp_path, start, pair, number):
+    """It tells every process of a step; Lightning would requeue the job by itself."""
+    for is_second in (False, True):
+        port = free_port()
+        jobs = [start(tmp_path, *NODES, **through_srun(rank, port)) for rank in range(2)]
+        if not is_second:
+            for job in jobs:
+                job.until_it_trains()
+            first, second = [job.wait() for job in [job.send(number) for job in jobs]]
+            assert_stopped(first, number)
+            assert (second.code, second.stderr) == (128 + number, "")
+        else:
+            for job in jobs:
+                job.wait().well()
+    assert_same(only_run(tmp_path / "runs"), pair[0], but_for_the_name=True)
+
+
+@pytest.mark.slow
+def test_stopped_through_torchrun(tmp_path, start, pair):
+    job = start(tmp_path, *PAIR, python=torchrun()).until_it_trains().send(signal.SIGTERM)
+    done = job.wait()
+    assert done.code != 0
+    assert "error: stopped by SIGTERM: saved at step" in done.stderr
+    job.until_it_is_gone()
+    assert start(tmp_path, *PAIR, python=torchrun()).wait().code == 0
+    assert_same(only_run(tmp_path / "runs"), pair[0])
+
+
+@pytest.mark.slow
+def test_two_nodes_of_two_processes_are_one_of_four(tmp_path, start):
+    four = ("trainer=ddp", "seed=1", *LONG)
+    start(tmp_path / "one", *four, "trainer.devices=4").wait().well()
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    jobs = [
+        start(tmp_path / "two", *four, "trainer.devices=2", "trainer.num_nodes=2", NODE_RANK=str(rank), **meeting)
+        for rank in range(2)
+    ]
+    for job in jobs:
+        job.wait().well()
+    assert_same(only_run(tmp_path / "two" / "runs"), only_run(tmp_path / "one" / "runs"), but_for_the_name=True)

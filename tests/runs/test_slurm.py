@@ -1,0 +1,135 @@
+"""Sweeps as jobs of a queue, by submitit's executor for this machine; SLURM itself is in docs/slurm.md."""
+
+import os
+import pickle
+import re
+import signal
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.errors import MissingConfigException
+
+from istar import results
+from istar.config import schema
+from istar.errors import StoppedError
+from tests.outcomes import assert_same
+from tests.runs.test_launch import LONG, Job, alone, start, twins
+
+__all__ = ["alone", "start", "twins"]
+
+pytestmark = [pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")]
+JOBS = ("-m", "hydra/launcher=local_jobs", *LONG)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _installed() -> None:
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+
+
+def job_of(submitter: Job, argument: str) -> int:
+    """The process that submitit started for the run with this argument: the parent of its training."""
+    found = [
+        pid
+        for pid in submitter.pids()
+        if b"submitit.core._submit" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        and argument in asked(submitter.folder, pid)
+    ]
+    [pid] = found
+    return pid
+
+
+def asked(folder: Path, pid: int) -> str:
+    """The overrides of a job's run, as its training has them in the config it was started with."""
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        command = Path(f"/proc/{child}/cmdline").read_bytes().decode().split("\0")
+        if "istar.runs.launch" in command:
+            return f"seed={yaml.safe_load(Path(command[command.index('istar.runs.launch') + 2]).read_text())['seed']}"
+    return ""
+
+
+def printed(folder: Path, kind: str = "out") -> str:
+    return "".join(path.read_text() for path in folder.glob(f"runs/sweeps/local/*/*_log.{kind}"))
+
+
+def test_what_the_jobs_ask_for(repository):
+    with initialize_config_dir(str(repository / "conf"), version_base="1.3", job_name="test"):
+        overrides = ["hydra/launcher=slurm", "trainer.devices=2", "hydra.launcher.partition=long"]
+        settings = compose("config", overrides, return_hydra_config=True).hydra.launcher
+    assert settings._target_.endswith(".SlurmLauncher")
+    assert (settings.nodes, settings.tasks_per_node, settings.gpus_per_node) == (1, 1, 2)
+    assert settings.additional_parameters.requeue
+    assert settings.max_num_timeout > 0
+    assert settings.partition == "long"
+    assert settings.submitit_folder == "runs/sweeps/slurm/%j"
+
+
+def test_the_missing_package_is_one_line():
+    error = MissingConfigException("", "hydra/launcher/submitit_slurm")
+    assert schema.explain(error).endswith("pip install 'istar[slurm]'")
+
+
+@pytest.mark.slow
+def test_a_job_that_fails_is_told_in_one_line_and_the_others_go_on(tmp_path, start):
+    done = start(tmp_path, *JOBS, "seed=1", "reg.layers=[7],last", "trainer.max_epochs=1").wait()
+    assert (done.code, done.stderr) == (1, "")
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("[1/2] ")]
+    assert "failed: layer 7 does not exist" in line
+    assert "1 of 2 runs failed" in done.stdout
+    [folder] = (tmp_path / "runs").glob("demo-*")
+    assert results.read(folder).config["reg"]["layers"] == "last"
+
+
+@pytest.mark.slow
+def test_a_preempted_job_is_saved_and_queued_again(tmp_path, start, alone):
+    submitter = start(tmp_path, *JOBS, "seed=1,2").until(lambda: saved(tmp_path, 1) > 0)
+    os.kill(job_of(submitter, "seed=1"), signal.SIGUSR2)
+    done = submitter.wait()
+    assert (done.code, done.stderr) == (0, "")
+    told = printed(tmp_path)
+    assert len(re.findall(r"INFO .* Requeued job", told)) == 1
+    [step] = re.findall(r"was interrupted; it goes on from step-(\d+)\.ckpt", told)
+    assert int(step) > 0
+    runs = {results.read(path).config["seed"]: path for path in (tmp_path / "runs").glob("demo-*")}
+    assert sorted(runs) == [1, 2]
+    assert_same(runs[1], alone)
+
+
+@pytest.mark.slow
+def test_a_job_that_is_ended_does_not_end_the_others(tmp_path, start, alone):
+    submitter = start(tmp_path, *JOBS, "seed=1,2").until(lambda: saved(tmp_path, 2) > 0)
+    os.kill(job_of(submitter, "seed=2"), signal.SIGTERM)
+    done = submitter.wait()
+    assert (done.code, done.stderr) == (1, "")
+    assert re.search(r"seed 2: stopped by SIGTERM: saved at step \d+; the same command goes on", done.stdout)
+    assert "1 of 2 runs are not done; the same command goes on" in done.stdout
+    again = start(tmp_path, *JOBS, "seed=1,2").wait()
+    assert (again.code, again.stderr) == (0, "")
+    assert "it goes on from step-" in printed(tmp_path)
+    assert len(list((tmp_path / "runs").glob("demo-*/result.json"))) == 2
+
+
+@pytest.mark.slow
+def test_a_job_that_is_killed_is_one_line(tmp_path, start):
+    submitter = start(tmp_path, *JOBS, "seed=1").until(lambda: saved(tmp_path, 1) > 0)
+    os.kill(job_of(submitter, "seed=1"), signal.SIGKILL)
+    done = submitter.wait()
+    assert done.code == 2
+    assert done.line().startswith("error: UncompletedJobError: Job ")
+    assert "the same command" in done.line()
+    submitter.until_it_is_gone()
+
+
+def saved(folder: Path, seed: int) -> int:
+    """The last step that the run with this seed has saved."""
+    for path in folder.glob("runs/demo-*/config.yaml"):
+        if yaml.safe_load(path.read_text())["seed"] == seed:
+            steps = path.parent.glob("checkpoints/step-*.ckpt")
+            return max((int(step.stem.removeprefix("step-")) for step in steps), default=0)
+    return 0
+
+
+def test_what_a_stopped_job_leaves_can_be_read_again():
+    error = pickle.loads(pickle.dumps(StoppedError("stopped by SIGTERM", signal.SIGTERM)))
+    assert (type(error), str(error), error.exit_code) == (StoppedError, "stopped by SIGTERM", 143)
