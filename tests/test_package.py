@@ -140,7 +140,7 @@ def test_a_missing_feature_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     for argument in ("--help", "--version"):
         with pytest.raises(SystemExit) as leaving:
-            main.main([argument])
+            main([argument])
         assert leaving.value.code == 0
     told = capsys.readouterr().out
     assert re.search(r"^ +train +fine-tune", told, re.MULTILINE)

@@ -27,7 +27,7 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 def run(tmp_path: Path, geometry: str, scores: str, *more: str) -> int:
     first, second = write(tmp_path / "geometry.csv", geometry), write(tmp_path / "scores.csv", scores)
-    return main.main(["correlate", str(first), str(second), "--out", str(tmp_path / "out"), *more])
+    return main(["correlate", str(first), str(second), "--out", str(tmp_path / "out"), *more])
 
 
 def simulated(points: int = 12, seed: int = 0) -> tuple[str, str, np.ndarray, np.ndarray]:
@@ -264,6 +264,6 @@ def test_a_file_in_the_place_of_the_folder_is_one_line(tmp_path: Path, capsys: p
 
 
 def test_a_missing_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["correlate", str(tmp_path / "none.csv"), str(tmp_path / "none.csv")]) == 2
+    assert main(["correlate", str(tmp_path / "none.csv"), str(tmp_path / "none.csv")]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert "none.csv cannot be read" in line

@@ -66,7 +66,7 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 
 def run(folder: Path, out: Path, *arguments: str) -> int:
-    return main.main(["embed", str(folder), "--out", str(out), *arguments])
+    return main(["embed", str(folder), "--out", str(out), *arguments])
 
 
 def test_figures_are_the_definitions(tmp_path: Path) -> None:

@@ -342,7 +342,7 @@ def test_nobody_loses_files(place: Path, several: Measured, tmp_path: Path, kind
         (out / name[kind]).write_text("{}")
     before = contents(tmp_path)
     arguments = ["measure", several.model["name"], "--text", str(place / "news.txt"), "--out", str(out)]
-    assert main.main(arguments) == 2
+    assert main(arguments) == 2
     [told] = capsys.readouterr().err.splitlines()
     assert str(out) in told
     assert contents(tmp_path) == before
@@ -386,7 +386,7 @@ def test_a_large_model_has_a_small_file(several: Measured) -> None:
 def test_the_command(place: Path, several: Measured, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     arguments = ["measure", several.model["name"], "--text", f"a b={place / 'news.txt'}", "--length", "16"]
-    assert main.main(arguments) == 0
+    assert main(arguments) == 0
     assert "geometry/index.html" in capsys.readouterr().out
     found = json.loads(Path("geometry/measures.json").read_text())
     assert found["command"] == f"istar measure {several.model['name']} --text 'a b={place / 'news.txt'}' --length 16"

@@ -55,7 +55,7 @@ def folder(tmp_path: Path) -> Path:
 
 def follow(tmp_path: Path, pattern: object, text: Path, *more: str) -> int:
     arguments = ["measure", "tiny", "--checkpoints", str(pattern), "--text", str(text), "--length", "16"]
-    return main.main([*arguments, "--out", str(tmp_path / "out"), "--device", "cpu", *more])
+    return main([*arguments, "--out", str(tmp_path / "out"), "--device", "cpu", *more])
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:
@@ -87,7 +87,7 @@ def test_the_table_holds_what_each_has_by_itself(tmp_path: Path, folder: Path, t
     ]  # fmt: skip
     alone = tmp_path / "alone"
     arguments = ["measure", str(folder / "step2"), "--text", str(text), "--length", "16", "--out", str(alone)]
-    assert main.main([*arguments, "--device", "cpu"]) == 0
+    assert main([*arguments, "--device", "cpu"]) == 0
     expected = {row["layer"]: row for row in rows_of(alone / "measures.csv")}
     found = {row["layer"]: row for row in rows if row["revision"] == "step2"}
     assert expected.keys() <= found.keys()
@@ -262,7 +262,7 @@ def test_the_number_in_the_name(label: str, step: int | None) -> None:
 def test_a_mistake_is_one_line(
     arguments: list[str], told: str, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main.main(["measure", *arguments, "--text", str(text), "--out", str(tmp_path / "out")]) == 2
+    assert main(["measure", *arguments, "--text", str(text), "--out", str(tmp_path / "out")]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert told in line
     assert not (tmp_path / "out").exists()

@@ -565,7 +565,7 @@ def test_nobody_loses_files(one_run: Path, kind: str, capsys: Any) -> None:
     out = one_run / "report"
     foreign(out, kind)
     before = contents(out) if out.is_dir() else out.read_text()
-    assert main.main(["report", str(one_run / "runs"), "--out", str(out)]) == 2
+    assert main(["report", str(one_run / "runs"), "--out", str(out)]) == 2
     [told] = capsys.readouterr().err.splitlines()
     assert told.startswith(f"error: --out {out} ")
     assert (contents(out) if out.is_dir() else out.read_text()) == before
@@ -602,10 +602,10 @@ def test_an_interrupted_report_leaves_the_old_one(one_run: Path, monkeypatch: py
 
 def test_nothing_to_report(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "runs").mkdir()
-    assert main.main(["report", str(tmp_path / "runs"), "--out", str(tmp_path / "report")]) == 2
+    assert main(["report", str(tmp_path / "runs"), "--out", str(tmp_path / "report")]) == 2
     (tmp_path / "runs" / "foreign").mkdir()
-    assert main.main(["report", str(tmp_path / "runs"), "--out", str(tmp_path / "report")]) == 2
-    assert main.main(["report", str(tmp_path / "nowhere"), "--out", str(tmp_path / "report")]) == 2
+    assert main(["report", str(tmp_path / "runs"), "--out", str(tmp_path / "report")]) == 2
+    assert main(["report", str(tmp_path / "nowhere"), "--out", str(tmp_path / "report")]) == 2
     first, second, third = capsys.readouterr().err.splitlines()
     assert first.startswith(f"error: {tmp_path / 'runs'} holds no runs;")
     assert "1 folder could not be read as one" in second
@@ -640,7 +640,7 @@ def test_the_command(one_run: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(one_run)
     (one_run / "runs" / "sweeps" / "a").mkdir(parents=True)
     (one_run / "runs" / "sweeps" / "a" / "result.json").write_text(json.dumps({}))
-    assert main.main(["report", "runs"]) == 0
+    assert main(["report", "runs"]) == 0
     assert capsys.readouterr().out.startswith("report/index.html: 1 run, ")
     frame = pd.read_csv("report/tables/table1.csv")
     assert frame.loc[0, "mean"] == pytest.approx(50)

@@ -166,7 +166,7 @@ def test_the_command(make: Callable[..., RunRecord], tmp_path: Path, capsys: Any
     make("broken", value=None, status="failed", error="out of luck")
     (tmp_path / "foreign").mkdir()
     out = tmp_path / "out" / "runs.csv"
-    assert main.main(["results", str(tmp_path), "--sort", "value", "--out", str(out)]) == 0
+    assert main(["results", str(tmp_path), "--sort", "value", "--out", str(out)]) == 0
     shown = capsys.readouterr().out
     assert "3 runs: 2 finished, 1 failed" in shown
     assert shown.index("75.00 (collapsed)") < shown.index("25.00") < shown.index("failed: out of luck")
@@ -174,8 +174,8 @@ def test_the_command(make: Callable[..., RunRecord], tmp_path: Path, capsys: Any
     assert "rte, accuracy" in shown
     assert f"not read: {tmp_path / 'foreign'} holds no run" in shown
     assert list(pd.read_csv(out)["name"]) == ["high", "low", "broken"]
-    assert main.main(["results", str(tmp_path / "nowhere")]) == 2
-    assert main.main(["results", str(tmp_path), "--sort", "valu"]) == 2
+    assert main(["results", str(tmp_path / "nowhere")]) == 2
+    assert main(["results", str(tmp_path), "--sort", "valu"]) == 2
     [first, second] = capsys.readouterr().err.splitlines()
     assert first.startswith("error: ")
     assert second.endswith("did you mean value?")
