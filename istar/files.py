@@ -14,7 +14,7 @@ from istar.errors import UserError, shorten
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """A binary file that takes the place of `path` when the block ends well, and is removed when it does not.
 
     It lies in the same folder (which is made if absent) until it and its name are on the disk.
@@ -37,7 +37,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 def write_text(path: Path, text: str) -> None:
     """Write a UTF-8 text file whole or not at all."""
-    with replacing(path) as file:
+    with atomic_write(path) as file:
         file.write(text.encode())
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save
 
-from istar.files import replacing
+from istar.files import atomic_write
 from istar.regularizers.base import Penalty
 
 
@@ -14,7 +14,7 @@ def save_penalty(penalty: Penalty, path: Path) -> None:
     state = penalty.state_dict()
     if not state:
         return
-    with replacing(path) as file:
+    with atomic_write(path) as file:
         file.write(save({name: tensor.contiguous() for name, tensor in state.items()}))
 
 

@@ -17,7 +17,7 @@ from istar.integrations.penalty_file import load_penalty, save_penalty
 from istar.regularizers.attach import Watch, attach
 from istar.regularizers.base import Penalty
 from istar.regularizers.istar import IStar
-from istar.regularizers.shrinkage import NUM_POINTS, eval_mode, unchanged_random_numbers
+from istar.regularizers.shrinkage import NUM_POINTS, eval_mode, preserve_rng_states
 
 if TYPE_CHECKING:
     _Base = Trainer
@@ -217,7 +217,7 @@ class PenaltyMixin(_Base):
             loss: Any = super(PenaltyMixin, self).compute_loss(model, dict(inputs), num_items_in_batch=number)
             return float(self.accelerator.reduce(loss.detach().to(self.args.device, torch.float32), "sum"))
 
-        with unchanged_random_numbers(self.args.device), eval_mode(model), torch.no_grad():
+        with preserve_rng_states(self.args.device), eval_mode(model), torch.no_grad():
             single, double = total(num_items), total(2 * num_items)
             if single == 0 or not (math.isfinite(single) and math.isfinite(double)):
                 return
