@@ -44,7 +44,7 @@ def isoscore(points: Tensor | Moments, mask: Tensor | None = None) -> Tensor:
     >>> round(isoscore(cross).item(), 6), round(isoscore(cross * torch.tensor([1.0, 0.0])).item(), 6)
     (1.0, 0.0)
     """
-    covariance = _covariance(points, mask)
+    covariance = _moments(points, mask, Moments).covariance()
     _check_nonzero_trace(covariance, "the covariance of the points")
     return unchecked_isoscore(covariance)
 
@@ -66,7 +66,7 @@ def isoscore_star(
     Raises:
         UserError: as `isoscore`, and for zeta outside [0, 1] or a Sigma_S of the wrong shape or not a covariance.
     """
-    covariance = _covariance(points, mask)
+    covariance = _moments(points, mask, Moments).covariance()
     check_covariance(shrinkage_covariance, "the shrinkage covariance")
     shrunk = shrink(covariance, shrinkage_covariance, zeta)
     _check_nonzero_trace(shrunk, "the shrunk covariance")
@@ -115,7 +115,15 @@ def isoscore_unbiased(points: Tensor | FourthMoments, mask: Tensor | None = None
     if isinstance(points, Moments) and not isinstance(points, FourthMoments):
         raise UserError("Moments do not hold the fourth-order sum that the unbiased score needs; give FourthMoments")
     moments = _moments(points, mask, FourthMoments)
-    _check_unbiased(moments)
+    if moments.count < 4:
+        raise UserError(f"{moments.count:g} points have no unbiased score; expected at least 4 points")
+    _check_nonzero_trace(moments.covariance(), "the covariance of the points")
+    squared_norm, _ = _unbiased_estimates(moments)
+    if not torch.isfinite(squared_norm):
+        raise UserError(
+            "the squared norm of the covariance is estimated as 0, so the unbiased score is not defined; use more "
+            "points, or points of which more than one differ from the others"
+        )
     return unchecked_isoscore_unbiased(moments)
 
 
@@ -238,18 +246,6 @@ def _unbiased_estimates(moments: FourthMoments) -> tuple[Tensor, Tensor]:
     return squared_norm, squared_trace
 
 
-def _check_unbiased(moments: FourthMoments) -> None:
-    if moments.count < 4:
-        raise UserError(f"{moments.count:g} points have no unbiased score; expected at least 4 points")
-    _check_nonzero_trace(moments.covariance(), "the covariance of the points")
-    squared_norm, _ = _unbiased_estimates(moments)
-    if not torch.isfinite(squared_norm):
-        raise UserError(
-            "the squared norm of the covariance is estimated as 0, so the unbiased score is not defined; use more "
-            "points, or points of which more than one differ from the others"
-        )
-
-
 def check_covariance(covariance: Tensor, name: str) -> None:
     """Check that a tensor is a covariance matrix, up to the rounding of float32.
 
@@ -277,10 +273,6 @@ def check_covariance(covariance: Tensor, name: str) -> None:
         raise UserError(f"{name} has negative eigenvalues; expected a covariance (positive semi-definite)")
 
 
-def _covariance(points: Tensor | Moments, mask: Tensor | None) -> Tensor:
-    return _moments(points, mask, Moments).covariance()
-
-
 def _moments(points: Tensor | MomentsT, mask: Tensor | None, moments_class: type[MomentsT]) -> MomentsT:
     """Return the moments of the points, or the given moments."""
     if isinstance(points, Tensor):
@@ -291,6 +283,7 @@ def _moments(points: Tensor | MomentsT, mask: Tensor | None, moments_class: type
 
 
 def _check_shapes(covariance: Tensor, shrinkage_covariance: Tensor) -> None:
+    """Raise `UserError` unless both matrices have the same shape."""
     if covariance.shape != shrinkage_covariance.shape:
         raise UserError(
             f"the shrinkage covariance has shape {tuple(shrinkage_covariance.shape)}; expected "
@@ -299,6 +292,7 @@ def _check_shapes(covariance: Tensor, shrinkage_covariance: Tensor) -> None:
 
 
 def _check_nonzero_trace(covariance: Tensor, name: str) -> None:
+    """Raise `UserError` unless the covariance has at least 2 dimensions, is finite and has a positive trace."""
     dim = covariance.shape[0]
     if dim < 2:
         raise UserError(f"isotropy needs at least 2 dimensions; {name} has {dim}")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from istar.errors import UserError
 from istar.measures.processes import sum_over_processes, world_size
-from istar.measures.rows import check_one_per_point, wide_dtype
+from istar.measures.rows import check_dim, check_one_per_point, check_points, wide_dtype
 
 _FULL_PRECISION = {"none", "ieee"}
 
@@ -299,8 +299,7 @@ class Moments:
     """
 
     def __init__(self, dim: int, device: torch.device | str | None = None) -> None:
-        if dim < 1:
-            raise UserError(f"points have {dim} dimensions; expected at least 1")
+        check_dim(dim)
         device = torch.device(device or "cpu")
         dtype = wide_dtype(device)
         self.count = torch.zeros((), dtype=dtype, device=device)
@@ -393,10 +392,7 @@ class Moments:
         self.count = total
 
     def _check(self, points: Tensor, mask: Tensor | None, weights: Tensor | None) -> None:
-        if points.dim() < 1 or points.shape[-1] != self.dim:
-            raise UserError(f"points have shape {tuple(points.shape)}; expected (..., {self.dim})")
-        if not points.is_floating_point():
-            raise UserError(f"points are {points.dtype}; expected a floating dtype")
+        check_points(points, self.dim)
         for name, tensor in (("mask", mask), ("weights", weights)):
             if tensor is not None:
                 check_one_per_point(tensor, name, points)

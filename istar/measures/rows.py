@@ -24,15 +24,20 @@ def select_rows(points: Tensor, mask: Tensor | None = None, dim: int | None = No
     Raises:
         UserError: if the points are not floating, or their shape does not match the mask or `dim`.
     """
+    check_points(points, dim)
+    if mask is None:
+        return points.reshape(-1, points.shape[-1])
+    check_one_per_point(mask, "mask", points)
+    return points[mask.bool()]
+
+
+def check_points(points: Tensor, dim: int | None = None) -> None:
+    """Raise `UserError` unless the points are floating and `(n, d)`, or `(..., dim)` if `dim` is given."""
     if points.dim() < (2 if dim is None else 1) or points.shape[-1] < 1 or dim not in (None, points.shape[-1]):
         expected = f"(..., {dim})" if dim else "(n, d)"
         raise UserError(f"points have shape {tuple(points.shape)}; expected {expected}")
     if not points.is_floating_point():
         raise UserError(f"points are {points.dtype}; expected a floating dtype")
-    if mask is None:
-        return points.reshape(-1, points.shape[-1])
-    check_one_per_point(mask, "mask", points)
-    return points[mask.bool()]
 
 
 def check_one_per_point(values: Tensor, name: str, points: Tensor) -> None:
