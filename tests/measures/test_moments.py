@@ -314,13 +314,13 @@ def test_either_output_alone_has_its_gradient(which):
 
 def test_a_hessian_vector_product_of_float32_points_is_that_of_float64_ones():
     direction = cloud(8, 3, seed=4)
-    found = []
+    gradients = []
     for dtype in (torch.float32, torch.float64):
         points = cloud(8, 3, dtype=dtype).requires_grad_()
         loss = mean_and_scatter(points, HALF).scatter.square().sum()
         (gradient,) = torch.autograd.grad(loss, points, create_graph=True)
-        found.append(torch.autograd.grad((gradient * direction.to(dtype)).sum(), points)[0].double())
-    assert (found[0] - found[1]).norm() < 1e-5 * found[1].norm()
+        gradients.append(torch.autograd.grad((gradient * direction.to(dtype)).sum(), points)[0].double())
+    assert (gradients[0] - gradients[1]).norm() < 1e-5 * gradients[1].norm()
 
 
 def test_products_in_bfloat16_have_no_second_derivative():
