@@ -89,7 +89,7 @@ def isoscore_unbiased(points: Tensor | FourthMoments, mask: Tensor | None = None
         + (n^2 - 3 n + 1) \operatorname{tr}(C)^2 - n Q\bigr)
 
     The score is (ratio of the second to the first - 1) / (d - 1). A ratio of unbiased estimates is not unbiased
-    itself, but its bias is small and vanishes as n grows.
+    itself, but its bias vanishes as n grows.
 
     The two estimates are the means of :math:`((x_i - x_j)^T (x_k - x_l))^2 / 4` and of
     :math:`\lVert x_i - x_j \rVert^2 \lVert x_k - x_l \rVert^2 / 4` over all quadruples of distinct points. Both are
@@ -140,17 +140,17 @@ def shrinkage_intensity(moments: FourthMoments, shrinkage_covariance: Tensor) ->
 
     is minimal at :math:`\zeta^* = V / (V + \lVert T - S \rVert_F^2) = V / E \lVert C - T \rVert_F^2` (Ledoit and Wolf,
     2004; Schaefer and Strimmer, 2005, equation 7). The second form is estimated by
-    :math:`\zeta = \min(1, \hat V / \lVert C - T \rVert_F^2)`. Schaefer and Strimmer
-    compute :math:`\hat V` from the products :math:`w_{kij} = y_{ki} y_{kj}` of the centered points as
+    :math:`\zeta = \min(1, \hat V / \lVert C - T \rVert_F^2)`. Schaefer and Strimmer compute
+    :math:`\hat V` from the products :math:`w_{kij} = y_{ki} y_{kj}` of the centered points y as
 
     .. math::
         \hat V = \frac{n}{(n-1)^3} \sum_{ij} \sum_k (w_{kij} - \bar w_{ij})^2
         = \frac{n}{(n-1)^3} \Bigl(F - \frac{(n-1)^2}{n} \lVert C \rVert_F^2\Bigr),
         \qquad F = \sum_k \lVert y_k \rVert^4,
 
-    because :math:`\sum_{ij} w_{kij}^2 = \lVert y_k \rVert^4` and :math:`\bar w = (n-1) C / n`. The second
-    form avoids computing d^2 variances. :math:`\hat V` assumes independent points; it is too small for points in
-    correlated groups, such as the tokens of one sentence.
+    because :math:`\sum_{ij} w_{kij}^2 = \lVert y_k \rVert^4` and :math:`\bar w = (n-1) C / n`. The second form avoids
+    computing d^2 variances. :math:`\hat V` assumes independent points; it is too small for points in correlated groups,
+    such as the tokens of one sentence.
 
     Args:
         moments: moments of the points.
