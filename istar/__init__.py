@@ -1,6 +1,6 @@
-"""Fine-tuning with, and measuring of, the geometry of language-model representations.
+"""Fine-tuning with isotropy penalties, and measures of the geometry of language-model representations.
 
-The public names of the library, which needs torch alone, are loaded when they are first used.
+The public names of this package depend on torch only. They are imported on first use.
 """
 
 import importlib

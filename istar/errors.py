@@ -1,4 +1,4 @@
-"""The exceptions that are told to the user in one line, and what their messages are made with."""
+"""Exceptions that are shown to the user as one line, and helpers for their messages."""
 
 import difflib
 import os
@@ -6,29 +6,29 @@ from collections.abc import Iterable
 from typing import Self
 
 SHOW_TRACE = os.environ.get("HYDRA_FULL_ERROR") == "1"
-"""Whether the user wants stack traces; train.py sets the variable for Hydra's sake later on."""
+"""Whether the user set `HYDRA_FULL_ERROR=1` to see stack traces. Read at import, before `istar train` sets it."""
 
 
 class UserError(Exception):
-    """A mistake in a config, a file or a call, told in one line.
+    """An error in a config, a file or a call that the user can correct.
 
-    The message says what was wrong, what was expected and how to mend it. The command line prints it
-    without a stack trace and exits with 2; `HYDRA_FULL_ERROR=1` shows where it came from.
+    The message is one line that says what is wrong, what is expected and how to correct it. The command line prints the
+    message without a stack trace and exits with code 2; `HYDRA_FULL_ERROR=1` shows the stack trace.
     """
 
     exit_code = 2
 
 
 class NonFiniteError(UserError):
-    """A loss, a gradient or a hidden state is NaN or infinite: the training has diverged."""
+    """A loss, a gradient or a point is NaN or infinite, usually because training has diverged."""
 
 
 class StoppedError(UserError):
-    """A signal asked the run to stop; the same command goes on from where it was.
+    """A signal stopped the run; the same command resumes it.
 
     Args:
-        message: what was saved.
-        signal_number: which signal; it is added to the exit code, as shells have it.
+        message: says what was saved.
+        signal_number: number of the signal. The exit code is 128 plus this number, as in shells.
     """
 
     exit_code = 128
@@ -42,12 +42,12 @@ class StoppedError(UserError):
 
 
 def shorten(text: object, length: int = 200) -> str:
-    """Fit for a message: one line, not too long."""
+    """Convert to one line of text, and truncate it after `length` characters."""
     line = " ".join(str(text).split())
     return line if len(line) <= length else f"{line[:length]}..."
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`; did you mean X?` for the nearest known name, or nothing."""
+    """Return `; did you mean X?` with the most similar known word, or an empty string if none is similar."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else ""

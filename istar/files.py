@@ -1,4 +1,4 @@
-"""Writing files so that a reader finds the old one or the new one, never half of one."""
+"""Atomic writing of files, and locks on folders."""
 
 import os
 import re
@@ -14,44 +14,49 @@ from istar.errors import UserError, shorten
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A binary file that takes the place of `path` when the block ends well, and is removed when it does not.
+def atomic_write(path: Path) -> Iterator[BinaryIO]:
+    """Open a binary file that replaces `path` atomically when the `with` block ends without an exception.
 
-    It lies in the same folder (which is made if absent) until it and its name are on the disk.
+    The block writes to a temporary file in the same folder, which is created if needed. At the end of the block, the
+    temporary file is flushed to disk and renamed to `path`. After an exception, it is removed and `path` is unchanged.
+
+    Raises:
+        OSError: if the file cannot be written; the error names `path`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        with draft.open("xb") as file:
+        with temporary.open("xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        draft.replace(path)
+        temporary.replace(path)
         _sync_folder(path.parent)
     except OSError as error:
-        # The operating system names the draft, which nobody knows, or for a full disk no file at all.
+        # The original error names the temporary file or, if the disk is full, no file.
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
     finally:
-        draft.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a UTF-8 text file whole or not at all."""
-    with replacing(path) as file:
+    """Write a UTF-8 text file atomically."""
+    with atomic_write(path) as file:
         file.write(text.encode())
 
 
 def remove_drafts(folder: Path) -> None:
-    """Remove what a process that was killed while writing left behind in a folder and those in it."""
+    """Remove the temporary files that killed processes left in a folder and its subfolders."""
     for path in folder.rglob(".*"):
-        if _DRAFT.fullmatch(path.name):
+        if _TEMPORARY_NAME.fullmatch(path.name):
             path.unlink(missing_ok=True)
 
 
-_DRAFT = re.compile(r"\..+\.[0-9a-f]{32}")
+_TEMPORARY_NAME = re.compile(r"\..+\.[0-9a-f]{32}")
 
 
 def _sync_folder(folder: Path) -> None:
+    """Flush a folder's entries to disk, so that a rename survives a crash of the machine."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -61,10 +66,12 @@ def _sync_folder(folder: Path) -> None:
 
 @contextmanager
 def sole_writer(folder: Path) -> Iterator[None]:
-    """Let no other process write into a folder; the lock ends with the process, however that ends.
+    """Lock a folder, so that no other process that uses this lock writes to it.
+
+    The lock is released at the end of the `with` block, or when the process ends for any reason.
 
     Raises:
-        UserError: if another process holds it after some seconds, or its place cannot be written.
+        UserError: if another process still holds the lock after 10 seconds, or the lock file cannot be written.
     """
     lock = FileLock(folder.parent / ".locks" / f"{folder.name}.lock", timeout=_LOCK_SECONDS)
     try:
@@ -83,4 +90,4 @@ def sole_writer(folder: Path) -> Iterator[None]:
 
 
 _LOCK_SECONDS = 10.0
-"""Long enough for a process that is just being stopped, as after a requeue."""
+"""Timeout of the lock; long enough for a process that is being stopped, for example after a Slurm requeue."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from istar.geometry.layers import Layer
-from istar.measures.rows import norms_of, wide_blocks
+from istar.measures.rows import row_norms, wide_blocks
 
 ROWS = 2_000
 """Of a matrix at most, in a projection."""
@@ -29,7 +29,7 @@ def rows(matrix: Tensor, counts: Tensor | None = None) -> dict[str, Any]:
         matrix: embeddings.
         counts: how often each row's token is in the texts, `(n,)`, if that is known.
     """
-    norms = torch.cat([norms_of(block) for block in wide_blocks(matrix)])
+    norms = torch.cat([row_norms(block) for block in wide_blocks(matrix)])
     ids = torch.linspace(0, len(matrix) - 1, min(ROWS, len(matrix)), dtype=torch.float64).round().long()
     found = {"norms": histogram(norms), "ids": ids.tolist()}
     if counts is not None and len(counts) >= len(matrix):

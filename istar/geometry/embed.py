@@ -20,13 +20,13 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from istar import models
 from istar.config import ModelConfig
 from istar.errors import UserError, shorten
-from istar.files import replacing, write_text
+from istar.files import atomic_write, write_text
 from istar.geometry import wordsim
 from istar.geometry.corpus import Source, documents
 from istar.geometry.matrix import Matrix, Which, read_matrix
 from istar.geometry.measure import matrix_measures
 from istar.measures import all_but_the_top, centered, scaled_centered
-from istar.measures.rows import directions, wide_blocks
+from istar.measures.rows import unit_vectors, wide_blocks
 
 Form = Literal["raw", "centered", "scaled_centered", "all_but_the_top", "all_but_the_top_published"]
 FORMS: dict[str, Callable[[Tensor, int | None], Tensor]] = {
@@ -295,8 +295,8 @@ def _bins(others: np.ndarray, counts: np.ndarray | None) -> Iterator[tuple[str, 
 
 def _cosines(matrix: Tensor, unused: Sequence[int]) -> np.ndarray:
     """Each row's mean cosine with the unused rows, `(rows,)`."""
-    mean = directions(matrix[list(unused)].double())[0].mean(0)
-    return torch.cat([directions(block)[0] @ mean for block in wide_blocks(matrix)]).numpy()
+    mean = unit_vectors(matrix[list(unused)].double())[0].mean(0)
+    return torch.cat([unit_vectors(block)[0] @ mean for block in wide_blocks(matrix)]).numpy()
 
 
 # ---- what is written and shown
@@ -327,7 +327,7 @@ def write_matrix(found: Embedded, out: Path) -> list[Path]:
     """Write the processed matrix as `embeddings.safetensors` and its rows' tokens, a JSON string or null a line."""
     tensor = f"{found.about['matrix']}_embeddings"
     about = {name: str(value) for name, value in found.about.items() if value is not None}
-    with replacing(out / "embeddings.safetensors") as file:
+    with atomic_write(out / "embeddings.safetensors") as file:
         file.write(save({tensor: found.processed.contiguous()}, about))
     write_text(out / "tokens.txt", "".join(json.dumps(token) + "\n" for token in found.tokens))
     return [out / "embeddings.safetensors", out / "tokens.txt"]

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from istar.errors import UserError
-from istar.files import replacing
+from istar.files import atomic_write
 from istar.geometry.corpus import COMBINED, Packer, Source, batch, chunks, documents
 from istar.geometry.layers import Layer, Sample, Settings
 from istar.geometry.taps import Taps
@@ -216,7 +216,7 @@ class Stream:
 
     def _save(self, number: int, own: Statistics, done: int, tokens: int) -> None:
         state = {"identity": self._identity, "statistics": own.state_dict(), "blocks": done, "tokens": tokens}
-        with replacing(self._place(number, self._rank)) as file:
+        with atomic_write(self._place(number, self._rank)) as file:
             torch.save(state, file)
 
     def _load(self, number: int, rank: int | None = None) -> dict[str, Any] | None:

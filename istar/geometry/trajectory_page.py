@@ -7,7 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from istar.figures.plot import Line, Panel, Plot
-from istar.files import replacing
+from istar.files import atomic_write
 from istar.geometry.measure import Measured
 from istar.geometry.model_figures import NAMES, tap_name, taps_of
 from istar.geometry.trajectory import Plan, Stop, Trajectory
@@ -26,7 +26,7 @@ def write(plan: Plan, stops: Sequence[Stop], found: Trajectory) -> Path:
     drawn = plots(stops, found.measured)
     pictures = {name: picture for plot in drawn for name, picture in folder.draw(plot).items()}
     for name, content in folder.files(_page(plan, found, drawn, pictures), {}, pictures).items():
-        with replacing(plan.out / name) as file:
+        with atomic_write(plan.out / name) as file:
             file.write(content)
     return plan.out / folder.INDEX
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from istar.errors import UserError, shorten
-from istar.measures.rows import check_matrix, directions, wide_dtype
+from istar.measures.rows import check_matrix, unit_vectors, wide_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -249,7 +249,7 @@ def similarity(vectors: WordVectors, benchmark: Benchmark) -> WordSimilarity:
     second = torch.stack([found[pair.second] for pair in kept])
     ratings = np.array([pair.rating for pair in kept])
     products = (first * second).sum(1)
-    cosines = (directions(first)[0] * directions(second)[0]).sum(1)
+    cosines = (unit_vectors(first)[0] * unit_vectors(second)[0]).sum(1)
     return WordSimilarity(
         benchmark.name,
         vectors.policy,

@@ -1,1 +1,1 @@
-"""The penalty in other libraries' trainers; each module imports its library when it is imported."""
+"""Integrations of the penalties with the trainers of other libraries; each module imports only its own library."""

@@ -1,4 +1,4 @@
-"""The penalty in any LightningModule: a callback, and one line in the module's `training_step`."""
+"""A Lightning callback that attaches a penalty to the model of any LightningModule."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,9 +17,9 @@ from istar.regularizers.shrinkage import NUM_POINTS
 
 
 class PenaltyCallback(L.Callback):
-    """Attaches a penalty to the model within a LightningModule, refreshes its Sigma_S, and logs and saves it.
+    """Attaches a penalty to the model of a LightningModule, computes its Sigma_S, and logs and saves the penalty.
 
-    Callbacks cannot change a loss, so `training_step` adds the penalty:
+    Callbacks cannot change the loss, so `training_step` must add the penalty:
 
     >>> import istar, lightning, torch, transformers
     >>> class Classifier(lightning.LightningModule):
@@ -45,29 +45,30 @@ class PenaltyCallback(L.Callback):
     >>> sorted(trainer.callback_metrics)
     ['train/isoscore_star', 'train/penalty', 'train/points']
 
-    It logs `train/penalty` (weighted, as it enters the loss), the score, `train/points`, the size of the cloud, and
-    `train/zeta` where it is estimated, on the logging steps of the trainer. With gradient accumulation each micro-batch
-    is a cloud by itself, and the gradient is that of the mean over micro-batches of task loss and penalty. Checkpoints
-    hold Sigma_S; a penalty with `sync=False` has one per process, and then all processes must save together, as
-    Lightning's do.
+    On the trainer's logging steps, the callback logs `train/penalty` (weighted, as in the loss), the score,
+    `train/points` (the number of points) and, if zeta is estimated, `train/zeta`. With gradient accumulation, the
+    penalty is computed per micro-batch, and the gradient is the mean over the micro-batches of task loss and penalty.
+    Checkpoints contain Sigma_S. With `sync=False`, they contain one Sigma_S per process, so that all processes must
+    save together, as Lightning's checkpointing does.
 
     Args:
         penalty: `IStar`, `CosReg` or any other `Penalty`.
-        model: name of the module's attribute with the model, or a function of the LightningModule that returns the
-            model; see `istar.attach`.
-        loader: batches for Sigma_S, in random order, as the model takes them: see `istar.Watch.refresh`. By default
-            the trainer's train dataloader, in a second pass, in an order of its own, that leaves the training's batches
-            and all global random number generators alone.
-        refresh: when to compute Sigma_S: `epoch` (before each epoch), a number of optimizer steps, or None (never: it
-            is set beforehand). Not needed, it is not computed: for zeta 0, `CosReg`, or lambda 0.
-        num_points: points in Sigma_S.
-        momentum: how much of the previous Sigma_S to keep, in [0, 1).
-        weight_schedule: lambda as a function of the number of optimizer steps so far.
-        modules: for a model that is not of transformers: function of the LightningModule that returns the modules whose
-            outputs are the hidden states.
+        model: name of the LightningModule's attribute that holds the model, or a function that returns the model for a
+            LightningModule; see `istar.attach`.
+        loader: batches for Sigma_S in random order, see `istar.Watch.refresh`. By default, an additional pass over the
+            trainer's train dataloader in a different order, which affects neither the batches of the training nor the
+            global random number generators.
+        refresh: when to compute Sigma_S: `epoch`, before each epoch; a number n, every n optimizer steps; None, never,
+            so that `penalty.shrinkage_covariance` must be set before. Sigma_S is not computed if the penalty does not
+            use it: `CosReg`, zeta 0 or lambda 0.
+        num_points: number of points in Sigma_S.
+        momentum: weight of the previous Sigma_S in the new one, in [0, 1).
+        weight_schedule: function that returns lambda for the number of completed optimizer steps.
+        modules: for models that are not transformers models, a function that returns, for a LightningModule, the
+            modules whose outputs are the hidden states.
 
     Raises:
-        UserError: for a `refresh` that is none of these.
+        UserError: if `refresh` has another value.
     """
 
     def __init__(
@@ -92,16 +93,16 @@ class PenaltyCallback(L.Callback):
         self.weight_schedule = weight_schedule
         self.modules = modules
         self._watch: Watch | None = None
-        self._step_of_refresh: int | None = None
+        self._last_refresh_step: int | None = None
 
     def loss(self) -> Tensor:
-        """The weighted penalty of the latest forward pass, for `training_step`: see `istar.Watch.loss`.
+        """Compute the weighted penalty of the latest forward pass, for `training_step`; see `istar.Watch.loss`.
 
         Returns:
-            0-d tensor. 0 where gradients are disabled, as in validation, so that steps may share code.
+            0-d tensor. It is 0 if gradients are disabled, so that training and validation steps can share code.
 
         Raises:
-            UserError: if the callback is not among the trainer's, or no forward pass was read.
+            UserError: if the trainer does not have this callback, or there was no forward pass since the last call.
         """
         if not torch.is_grad_enabled():
             return torch.zeros(())
@@ -111,12 +112,12 @@ class PenaltyCallback(L.Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._remove()
-        self._step_of_refresh = None
+        self._last_refresh_step = None
         modules = None if self.modules is None else self.modules(pl_module)
         self._watch = attach(self._find_model(pl_module), self.penalty, modules)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        # A Sigma_S from a checkpoint is on the CPU.
+        # A Sigma_S that was loaded from a checkpoint is on the CPU.
         self.penalty.to(pl_module.device)
 
     def on_train_batch_start(
@@ -126,7 +127,7 @@ class PenaltyCallback(L.Callback):
         if self.weight_schedule is not None:
             self.penalty.weight = self.weight_schedule(step)
         if self._is_refresh_due(step, batch_idx):
-            self._step_of_refresh = step
+            self._last_refresh_step = step
             self._refresh(trainer)
 
     def on_train_batch_end(
@@ -137,7 +138,7 @@ class PenaltyCallback(L.Callback):
         terms = self.penalty.last
         if terms is None:
             raise UserError("training_step did not call loss() of the PenaltyCallback; add it to the task loss")
-        # Tensors stay on their device until the trainer writes its logs.
+        # Log tensors rather than numbers, so that the host does not wait for the device in each step.
         values = {"penalty": self.penalty.weight * terms.value, self.penalty.measure: terms.score}
         values |= {"points": terms.points} | ({} if terms.zeta is None else {"zeta": terms.zeta})
         pl_module.log_dict({f"train/{name}": value for name, value in values.items()})
@@ -145,7 +146,8 @@ class PenaltyCallback(L.Callback):
     def state_dict(self) -> dict[str, Any]:
         state = {name: value.cpu() for name, value in self.penalty.state_dict().items()}
         states: list[Any] = [state]
-        if self._differs_between_processes():
+        is_per_process = world_size() > 1 and (not self.penalty.sync or self.penalty.group is not None)
+        if is_per_process:
             states = [None] * world_size()
             dist.all_gather_object(states, state)
         return {"penalties": states}
@@ -185,8 +187,8 @@ class PenaltyCallback(L.Callback):
             return True
         if self.refresh == "epoch":
             return batch_idx == 0
-        # The micro-batches of one optimizer step share its number.
-        return step % int(self.refresh) == 0 and step != self._step_of_refresh
+        # All micro-batches of an optimizer step have the same step number; refresh before the first one only.
+        return step % int(self.refresh) == 0 and step != self._last_refresh_step
 
     def _refresh(self, trainer: L.Trainer) -> None:
         assert self._watch is not None
@@ -194,14 +196,12 @@ class PenaltyCallback(L.Callback):
             self._watch.refresh(self._batches(trainer), self.num_points, self.momentum)
 
     def _batches(self, trainer: L.Trainer) -> Iterator[Any]:
+        """Yield the batches for Sigma_S in the precision of the training."""
         loader = trainer.train_dataloader if self.loader is None else self.loader
         if self.loader is None and isinstance(loader, Mapping | list | tuple | CombinedLoader):
             raise UserError("there are several train dataloaders; name one for Sigma_S: PenaltyCallback(loader=...)")
         for batch in second_pass(loader, trainer.global_step):
             yield trainer.precision_plugin.convert_input(batch)
-
-    def _differs_between_processes(self) -> bool:
-        return world_size() > 1 and (not self.penalty.sync or self.penalty.group is not None)
 
     def _remove(self) -> None:
         if self._watch is not None:

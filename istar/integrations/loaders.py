@@ -1,4 +1,4 @@
-"""A second pass over a trainer's batches that leaves the trainer's own pass alone."""
+"""An additional pass over a DataLoader that does not disturb the trainer's pass."""
 
 import copy
 import random
@@ -11,18 +11,18 @@ from torch.utils.data import DataLoader, IterableDataset
 
 
 def second_pass(loader: Any, seed: int) -> Iterator[Any]:
-    """The batches of a loader, in another order, without a change to the loader; for `istar.Watch.refresh`.
+    """Yield the batches of a loader in a different order, without side effects on the loader.
 
-    Iterating a DataLoader twice at once is not harmless: its iterators share persistent workers, and its samplers may
-    hold a random generator or a number of epochs. This pass has separate samplers, generators and workers, and shares
-    the data set and the collate function. It seeds the global CPU generators, which `refresh` sets back: collate
-    functions may draw from them.
+    Trainers use this generator for `istar.Watch.refresh`. Two iterators of one DataLoader are not independent: they
+    share persistent workers, and a sampler may hold a random generator or an epoch number. This pass copies samplers
+    and generators, starts its own workers, and shares the dataset and the collate function. It seeds the global CPU
+    generators, because collate functions may draw from them; `refresh` restores the generators afterwards.
 
     Args:
-        loader: a DataLoader, also one that accelerate has prepared; on several processes each has its part of the data.
-            Anything else is iterated as it is.
-        seed: what decides the order of a loader that shuffles, such as the number of optimizer steps: after resuming,
-            it is the same as without an interruption. Equal on all processes.
+        loader: a DataLoader, possibly prepared by accelerate, in which case each process gets its share of the data.
+            Any other iterable is iterated as it is.
+        seed: seed of the order of a shuffling loader, equal on all processes. The number of optimizer steps, for
+            example, gives the same order after resuming as without the interruption.
     """
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -32,32 +32,33 @@ def second_pass(loader: Any, seed: int) -> Iterator[Any]:
 
 
 def _independent_copy(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
-    # Samplers often refer to the data set, which is not to be copied.
-    copied: dict[int, Any] = {id(loader.dataset): loader.dataset}
+    """Copy a DataLoader with its samplers and generator, but without its dataset, and seed the copies."""
+    # Samplers often refer to the dataset; this memo keeps deepcopy from copying it.
+    memo: dict[int, Any] = {id(loader.dataset): loader.dataset}
     settings: dict[str, Any] = {
         "collate_fn": loader.collate_fn,
         "num_workers": loader.num_workers,
         "worker_init_fn": loader.worker_init_fn,
         "multiprocessing_context": loader.multiprocessing_context,
-        "generator": copy.deepcopy(loader.generator, copied),
+        "generator": copy.deepcopy(loader.generator, memo),
     }
     if isinstance(loader.dataset, IterableDataset):
         settings |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
     elif loader.batch_sampler is None:
-        settings |= {"batch_size": None, "sampler": copy.deepcopy(loader.sampler, copied)}
+        settings |= {"batch_size": None, "sampler": copy.deepcopy(loader.sampler, memo)}
     else:
-        settings |= {"batch_sampler": copy.deepcopy(loader.batch_sampler, copied)}
-    another = DataLoader(loader.dataset, **settings)
-    _seed(another, seed)
-    return another
+        settings |= {"batch_sampler": copy.deepcopy(loader.batch_sampler, memo)}
+    copied = DataLoader(loader.dataset, **settings)
+    _seed_samplers(copied, seed)
+    return copied
 
 
-def _seed(part: Any, seed: int) -> None:
-    """Seed the generators of a loader or sampler and of the samplers within, and set their epoch."""
-    if isinstance(getattr(part, "generator", None), torch.Generator):
-        part.generator.manual_seed(seed)
-    if hasattr(part, "set_epoch"):
-        part.set_epoch(seed)
+def _seed_samplers(source: Any, seed: int) -> None:
+    """Seed the generator and set the epoch of a loader or sampler and, recursively, of its samplers."""
+    if isinstance(getattr(source, "generator", None), torch.Generator):
+        source.generator.manual_seed(seed)
+    if hasattr(source, "set_epoch"):
+        source.set_epoch(seed)
     for name in ("batch_sampler", "sampler"):
-        if getattr(part, name, None) is not None:
-            _seed(getattr(part, name), seed)
+        if getattr(source, name, None) is not None:
+            _seed_samplers(getattr(source, name), seed)

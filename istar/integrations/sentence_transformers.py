@@ -1,4 +1,4 @@
-"""The penalty in sentence-transformers: a loss that adds it to another loss, and a callback that refreshes Sigma_S."""
+"""A sentence-transformers loss that adds a penalty to another loss, and a callback that computes Sigma_S."""
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,11 +19,11 @@ from istar.regularizers.model_layers import find_base_model
 from istar.regularizers.points import Tokens
 from istar.regularizers.shrinkage import NUM_POINTS
 
-SETTINGS = ("tokens", "pooled")
+POINT_TYPES = ("tokens", "pooled")
 
 
 class PenaltyLoss(nn.Module):
-    """Another loss of sentence-transformers, plus a penalty on the hidden states or embeddings of all its columns.
+    """Adds a penalty on the hidden states or the sentence embeddings of all text columns to another loss.
 
     >>> import datasets, istar, tempfile, transformers
     >>> from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
@@ -51,52 +51,52 @@ class PenaltyLoss(nn.Module):
     >>> loss.penalty.last.points.item() > 0
     True
 
-    The trainer adds up the components and logs each by its name. With gradient accumulation each micro-batch is a cloud
-    by itself, and the gradient is that of the mean over micro-batches of loss and penalty. In evaluation, without
-    gradients, there is no penalty.
+    The loss returns its components by name; the trainer adds them up and logs each. With gradient accumulation, the
+    penalty is computed per micro-batch, and the gradient is the mean over the micro-batches of loss and penalty. In
+    evaluation, without gradients, there is no penalty.
 
     Args:
         model: the model that is trained.
-        loss: any loss on the model that runs it with gradients; not one that computes embeddings again in its backward
-            pass, such as `CachedMultipleNegativesRankingLoss`.
+        loss: any loss that runs the model with gradients. Losses that compute embeddings again in the backward pass,
+            such as `CachedMultipleNegativesRankingLoss`, are not supported.
         penalty: `IStar`, `CosReg` or any other `Penalty`.
-        on: `tokens`: the cloud is the union over all columns of the hidden states of the penalty's layers; or
-            `pooled`: of the sentence embeddings, one point for each text.
+        on: what the points are. `tokens`: the hidden states of the penalty's layers, of all columns. `pooled`: the
+            sentence embeddings of all columns, one point per text.
 
     Raises:
-        UserError: if `on` is neither, or the model's hidden states cannot be read.
+        UserError: if `on` has another value, or the model's hidden states cannot be read.
     """
 
     def __init__(self, model: SentenceTransformer, loss: nn.Module, penalty: Penalty, on: str = "tokens") -> None:
         super().__init__()
-        if on not in SETTINGS:
-            raise UserError(f"on is {on!r}; expected one of {', '.join(SETTINGS)}")
-        # The trainer replaces this attribute, here and in the inner loss, by the model as it has wrapped it.
+        if on not in POINT_TYPES:
+            raise UserError(f"on is {on!r}; expected one of {', '.join(POINT_TYPES)}")
+        # The trainer replaces this attribute, here and in the inner loss, by the wrapped model.
         self.model: nn.Module = model
         self.loss = loss
         self.penalty = penalty
         self.on = on
-        # In a tuple, so that it is no submodule, which the trainer would replace, too.
+        # The tuple keeps this reference from being a submodule, which the trainer would replace, too.
         self._unwrapped = (model,)
         self._is_reading = False
-        # The layers or embeddings of all passes that one loss makes; None before the first.
+        # Summaries of all forward passes of the current loss; None before the first one.
         self._summaries: list[Any] | None = None
         if on == "pooled":
-            model[-1].register_forward_hook(self._read_embeddings)
+            model[-1].register_forward_hook(self._read_sentence_embeddings)
             return
         base_model = find_base_model(model)
         self._argument_names = set(inspect.signature(base_model.forward).parameters)
         transformers = [module for module in model.modules() if isinstance(module, Transformer)]
         if len(transformers) != 1:
             raise UserError(f"the model has {len(transformers)} transformers; expected 1, or use on='pooled'")
-        # It calls `forward` of the transformers model directly, so that the hooks of `istar.attach` would not run.
-        transformers[0].register_forward_pre_hook(self._ask_for_hidden_states)
+        # This module calls `forward` of the transformers model directly, which skips the hooks of `istar.attach`.
+        transformers[0].register_forward_pre_hook(self._request_hidden_states)
         transformers[0].register_forward_hook(self._read_hidden_states, always_call=True)
 
     def forward(
         self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """The components of the wrapped loss (`task_loss`, if it has none) and `penalty`, which is weighted.
+        """Return the components of the wrapped loss (`task_loss` if it has none) and the weighted `penalty`.
 
         Raises:
             UserError: if the wrapped loss did not run the model with gradients.
@@ -113,8 +113,8 @@ class PenaltyLoss(nn.Module):
             return components
         if summaries is None:
             raise UserError(
-                f"{type(self.loss).__name__} does not run the model with gradients, as losses that compute embeddings "
-                "again in the backward pass; wrap its counterpart without a cache"
+                f"{type(self.loss).__name__} does not run the model with gradients, like all losses that compute "
+                "embeddings again in the backward pass; wrap its counterpart without a cache"
             )
         return components | {"penalty": self.penalty.combine(summaries)}
 
@@ -131,33 +131,36 @@ class PenaltyLoss(nn.Module):
             pooled = _Pooled(model)
             watch = attach(pooled, self.penalty, [pooled.embeddings])
         with watch:
-            return watch.refresh(self._columns(loader), num_points, momentum)
+            return watch.refresh(self._column_inputs(loader), num_points, momentum)
 
     def _is_active(self) -> bool:
         return self._is_reading and torch.is_grad_enabled()
 
-    def _ask_for_hidden_states(self, module: Transformer, args: Any) -> None:
+    def _request_hidden_states(self, module: Transformer, args: Any) -> None:
         self._config_before = module.model.config.output_hidden_states
         if self._is_active():
             module.model.config.output_hidden_states = True
 
     def _read_hidden_states(self, module: Transformer, args: Any, output: dict[str, Any] | None) -> None:
         module.model.config.output_hidden_states = self._config_before
-        # Without an output, the pass has failed.
+        # The output is None if the pass failed.
         if self._is_active() and output is not None:
             for state in select_layers(output["all_layer_embeddings"], self.penalty.layers):
-                self._add(state, output.get("attention_mask"))
+                self._summarize(state, output.get("attention_mask"))
 
-    def _read_embeddings(self, module: nn.Module, args: Any, output: dict[str, Any]) -> None:
+    def _read_sentence_embeddings(self, module: nn.Module, args: Any, output: dict[str, Any]) -> None:
         if self._is_active():
-            self._add(output["sentence_embedding"], None)
+            self._summarize(output["sentence_embedding"], None)
 
-    def _add(self, points: Tensor, mask: Tensor | None) -> None:
-        # A loss may call the model once for each column.
+    def _summarize(self, points: Tensor, mask: Tensor | None) -> None:
+        # Append, because a loss may call the model once per column.
         self._summaries = [*(self._summaries or []), self.penalty.summarize(points, Tokens(mask))]
 
-    def _columns(self, loader: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
-        """The inputs of each column: the trainer's batches have them all in one mapping, with the column as prefix."""
+    def _column_inputs(self, loader: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
+        """Yield the model's inputs for each text column.
+
+        The trainer's batches contain all columns in one mapping, with the column's name as a prefix of each key.
+        """
         for batch in loader:
             prefixes = [name.removesuffix("input_ids") for name in batch if name.endswith("input_ids")]
             for prefix in prefixes:
@@ -169,7 +172,7 @@ class PenaltyLoss(nn.Module):
 
 
 class _Pooled(nn.Module):
-    """A model whose layer is the sentence embeddings."""
+    """A wrapper whose submodule `embeddings` outputs the sentence embeddings, so that `attach` can read them."""
 
     def __init__(self, model: SentenceTransformer) -> None:
         super().__init__()
@@ -182,15 +185,15 @@ class _Pooled(nn.Module):
 
 
 class RefreshCallback(TrainerCallback):
-    """Computes the Sigma_S of a `PenaltyLoss` before each epoch, and keeps it in the trainer's checkpoints.
+    """Computes the Sigma_S of a `PenaltyLoss` before each epoch, and saves it beside the trainer's checkpoints.
 
-    The batches are those of the trainer's train dataloader, in a second pass, in an order of its own, that leaves
-    the training's batches and all global random number generators alone.
+    Sigma_S is computed in an additional pass over the trainer's train dataloader in a different order, which affects
+    neither the batches of the training nor the global random number generators.
 
     Args:
-        loss: the loss that the trainer is given.
-        num_points: points in Sigma_S.
-        momentum: how much of the previous Sigma_S to keep, in [0, 1).
+        loss: the trainer's loss.
+        num_points: number of points in Sigma_S.
+        momentum: weight of the previous Sigma_S in the new one, in [0, 1).
     """
 
     def __init__(self, loss: PenaltyLoss, num_points: int = NUM_POINTS, momentum: float = 0.0) -> None:
@@ -201,9 +204,9 @@ class RefreshCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        saved = self._file(args, state)
-        if state.global_step > 0 and saved.exists():
-            load_penalty(self.loss.penalty, saved, args.device)
+        path = self._penalty_path(args, state)
+        if state.global_step > 0 and path.exists():
+            load_penalty(self.loss.penalty, path, args.device)
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -211,7 +214,7 @@ class RefreshCallback(TrainerCallback):
         penalty = self.loss.penalty
         if not isinstance(penalty, IStar) or penalty.weight == 0:
             return
-        # A training that resumes in the middle of an epoch goes on with the Sigma_S of that epoch.
+        # Training that resumes within an epoch continues with the Sigma_S of that epoch.
         is_resumed = state.epoch is not None and not float(state.epoch).is_integer()
         if is_resumed and penalty.shrinkage_covariance is not None:
             return
@@ -221,10 +224,10 @@ class RefreshCallback(TrainerCallback):
             self.loss.refresh(batches, self.num_points, self.momentum)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        save_penalty(self.loss.penalty, self._file(args, state))
+        save_penalty(self.loss.penalty, self._penalty_path(args, state))
 
-    def _file(self, args: TrainingArguments, state: TrainerState) -> Path:
-        """One for each process, whose matrices differ with `sync=False`."""
+    def _penalty_path(self, args: TrainingArguments, state: TrainerState) -> Path:
+        """Return the path of this process; with `sync=False`, each process has a different Sigma_S."""
         assert args.output_dir is not None
         return Path(
             args.output_dir, f"checkpoint-{state.global_step}", f"istar_penalty_rank{args.process_index}.safetensors"

@@ -1,4 +1,4 @@
-"""I-STAR and CosReg in the `Trainer` of transformers, and in trainers derived from it, such as trl's `SFTTrainer`."""
+"""Penalties on hidden states for transformers' `Trainer` and its subclasses, such as trl's `SFTTrainer`."""
 
 import math
 import warnings
@@ -17,7 +17,7 @@ from istar.integrations.penalty_file import load_penalty, save_penalty
 from istar.regularizers.attach import Watch, attach
 from istar.regularizers.base import Penalty
 from istar.regularizers.istar import IStar
-from istar.regularizers.shrinkage import NUM_POINTS, eval_mode, unchanged_random_numbers
+from istar.regularizers.shrinkage import NUM_POINTS, eval_mode, preserve_rng_states
 
 if TYPE_CHECKING:
     _Base = Trainer
@@ -28,51 +28,51 @@ else:
 class PenaltyMixin(_Base):
     """Adds a penalty on hidden states to the loss of a `Trainer`: `class MyTrainer(PenaltyMixin, Trainer)`.
 
-    The mixin stands before the trainer, whose `compute_loss` may be anything that calls the model once with gradients.
-    The hidden states are read by hooks while `train` runs. trl's `SFTTrainer`, whose fused head returns no hidden
-    states, works like any other; tell the mixin how that trainer normalizes its loss:
+    The mixin comes first among the base classes. It works with any trainer whose `compute_loss` calls the model once
+    with gradients. Hooks read the hidden states while `train` runs, so that trl's `SFTTrainer`, whose fused head
+    returns no hidden states, is supported, too. For that trainer, declare that it normalizes its loss:
 
         class PenaltySFTTrainer(PenaltyMixin, SFTTrainer):
             task_loss_is_normalized = True
 
-    **Gradient accumulation.** The gradient of an optimizer step is that of the mean, over its micro-batches, of task
-    loss and weighted penalty; with several processes, each penalty is that of the union of their micro-batches.
-    `Trainer` does not always compute that mean of the task loss: for models that accept `num_items_in_batch` but do not
-    use it, which in current versions includes sequence classification and question answering, `Trainer` sums the task
-    loss over the micro-batches, and over the processes if `average_tokens_across_devices` is set. The penalty is then
-    summed alike, so that lambda keeps its meaning relative to the task loss.
+    **Gradient accumulation.** The gradient of an optimizer step is the mean, over the step's micro-batches, of the
+    gradients of task loss and weighted penalty. With several processes, each penalty is computed from the union of
+    their micro-batches. There is an exception: for models that accept `num_items_in_batch` but do not use it (currently
+    including sequence classification and question answering), `Trainer` sums the task loss over the micro-batches
+    instead of averaging it, and over the processes if `average_tokens_across_devices` is set. The penalty is then
+    summed in the same way, so that lambda keeps its meaning relative to the task loss.
 
-    **Shrinkage covariance.** Sigma_S is computed on batches of the training data, in eval mode and in the precision of
-    the training. No random number of the training changes by it. The penalty's state is saved in each checkpoint, and
-    loaded when training resumes from it. Where a checkpoint has none, a warning says so, and Sigma_S is computed anew
-    if `refresh` is set; otherwise the Sigma_S that the penalty already has is used.
+    **Shrinkage covariance.** Sigma_S is computed from batches of the training data, in eval mode and in the precision
+    of the training, without changing the random numbers of the training. Checkpoints contain the penalty's state, and
+    training that resumes from a checkpoint loads it. If a checkpoint has no such state, a warning is issued; Sigma_S is
+    then recomputed if `refresh` is set, and otherwise keeps its current value.
 
-    **Logs.** Beside `loss`, the optimized loss including the penalty, the trainer logs the means since the last log of
-    `penalty` (weighted, as it enters the loss), of the score under its name (`isoscore_star`), of `points` (number of
-    points in one penalty) and, where it is estimated, of `zeta`. The losses of evaluations hold no penalty.
+    **Logs.** The logged `loss` includes the penalty. The trainer also logs the means since the last log of `penalty`
+    (weighted, as in the loss), of the score under its name (`isoscore_star`), of `points` (number of points in one
+    penalty) and, if it is estimated, of `zeta`. Evaluation losses do not include the penalty.
 
-    Not supported are `nn.DataParallel` and losses over several passes with gradients, whose last pass alone would
-    count. DeepSpeed, tensor, context and sequence parallelism are not tested.
+    `nn.DataParallel` is not supported, nor are losses of several forward passes with gradients, of which only the last
+    one would count. DeepSpeed and tensor, context and sequence parallelism are not tested.
 
     Args:
         penalty: `istar.IStar`, `istar.CosReg` or any other `Penalty`.
         refresh: when to compute Sigma_S: `epoch`, before each epoch; a number n, before the first and then every n
-            optimizer steps; None, never: set `penalty.shrinkage_covariance` yourself.
+            optimizer steps; None, never, so that `penalty.shrinkage_covariance` must be set before.
         num_points: see `istar.Watch.refresh`.
         momentum: see `istar.Watch.refresh`.
-        weight_schedule: returns lambda for a training progress from 0 to 1; called before each optimizer step. None
-            keeps `penalty.weight`.
+        weight_schedule: function that returns lambda for the training progress, a number from 0 to 1; called before
+            each optimizer step. None keeps `penalty.weight`.
 
-    Other arguments are those of the trainer, by position or name.
+    All other arguments are passed to the trainer.
 
     Attributes:
         task_loss_is_normalized: whether `compute_loss` divides the task loss by `num_items_in_batch`, the number of
-            items in all micro-batches of a step. None, the default, finds out when it matters: the task loss of one
-            micro-batch is computed two or three times in eval mode. Set it for a trainer whose `compute_loss` should
-            not be called more often than its batches, such as `SFTTrainer`, which collects metrics in it.
+            items in all micro-batches of a step. With None, the default, the mixin detects this when necessary, by
+            computing the task loss of one micro-batch two or three times in eval mode. Set the attribute for trainers
+            whose `compute_loss` has side effects, such as `SFTTrainer`, which collects metrics in it.
 
     Raises:
-        UserError: for a `refresh` that is none of these, and for `nn.DataParallel`.
+        UserError: if `refresh` has another value, or `Trainer` would use `nn.DataParallel`.
     """
 
     task_loss_is_normalized: bool | None = None
@@ -103,14 +103,14 @@ class PenaltyMixin(_Base):
         self.weight_schedule = weight_schedule
         self._watch: Watch | None = None
         self._checkpoint: Path | None = None
-        # By what Trainer multiplies a task loss that is not normalized by the number of items.
+        # Factor that compensates the average over processes, for a task loss that is not normalized.
         self._process_factor = 1
         self._term_sums: Tensor | None = None
         self._num_terms = 0
         self.add_callback(_PenaltyCallback(self))
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As `Trainer.train`; the model has hooks until it returns."""
+        """Call `Trainer.train`, and remove the hooks from the model at the end."""
         folder = get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
         self._checkpoint = Path(folder) if folder else None
         try:
@@ -119,14 +119,14 @@ class PenaltyMixin(_Base):
             self.detach_penalty()
 
     def attach_penalty(self) -> None:
-        """Attach the penalty to the model; called when training starts."""
+        """Attach the penalty to the model. Called when training starts."""
         self.detach_penalty()
         self.penalty.to(self.args.device)
         assert isinstance(self.model, nn.Module)
         self._watch = attach(self.model, self.penalty)
 
     def detach_penalty(self) -> None:
-        """Take the hooks off the model, if there are any; called when training ends, also by an error."""
+        """Remove the hooks from the model, if there are any. Called when training ends or fails."""
         if self._watch is not None:
             self._watch.remove()
         self._watch = self._term_sums = None
@@ -140,7 +140,7 @@ class PenaltyMixin(_Base):
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> Any:
-        """The trainer's loss and, in training, the weighted penalty, scaled as the class describes."""
+        """Return the trainer's loss and, in training, add the weighted penalty, scaled as described in the class."""
         kwargs.update(return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
         if self._watch is None or not torch.is_grad_enabled():
             return super().compute_loss(model, inputs, **kwargs)
@@ -153,20 +153,20 @@ class PenaltyMixin(_Base):
         return (loss, outputs) if return_outputs else loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As `Trainer.log`; logs of the training loss get the means of the penalty's terms."""
+        """Call `Trainer.log`, with the means of the penalty's terms added to logs of the training loss."""
         if "loss" in logs:
             logs.update(self._mean_terms())
         super().log(logs, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """As `Trainer.save_model`; during training the penalty's state is saved in the same folder."""
+        """Call `Trainer.save_model` and, during training, save the penalty's state in the same folder."""
         super().save_model(output_dir, *args, **kwargs)
         if self._watch is not None and (self.args.should_save or not self.penalty.sync):
             folder = self.args.output_dir if output_dir is None else output_dir
             save_penalty(self.penalty, self._penalty_file(Path(str(folder))))
 
     def load_penalty(self) -> bool:
-        """Load the penalty's state from the checkpoint that training resumes from; returns whether there was one."""
+        """Load the penalty's state from the checkpoint that training resumes from; return whether it has one."""
         if self._checkpoint is None:
             return False
         path = self._penalty_file(self._checkpoint)
@@ -179,9 +179,9 @@ class PenaltyMixin(_Base):
         return path.exists()
 
     def refresh_penalty(self) -> int:
-        """Compute Sigma_S on batches of the training data; see `istar.Watch.refresh`. Returns the number of points."""
+        """Compute Sigma_S from batches of the training data, see `istar.Watch.refresh`; return the number of points."""
         assert self._watch is not None
-        # After resuming, a refresh uses the same batches as without an interruption.
+        # The seed depends on the step, so that resuming gives the same batches as without the interruption.
         batches = second_pass(self.callback_handler.train_dataloader, self.args.seed + self.state.global_step)
         with self.accelerator.autocast():
             return self._watch.refresh(batches, self.num_points, self.momentum)
@@ -191,42 +191,42 @@ class PenaltyMixin(_Base):
         return folder / f"{name}.safetensors"
 
     def _penalty_scale(self, model: nn.Module, inputs: dict[str, Any], num_items: Tensor | int | None) -> float:
-        """The factor of the penalty, decided as `Trainer.training_step` decides whether to divide the loss."""
+        """Return the factor of the penalty, by the conditions under which `Trainer.training_step` divides the loss."""
         steps = self.current_gradient_accumulation_steps
-        # Before transformers 5.19, Trainer had no such attribute and did not heed it.
+        # Trainer has this attribute since transformers 5.19; older versions ignore a model's setting.
         is_declared_scaled = self.loss_is_scaled_for_ga if hasattr(Trainer, "loss_is_scaled_for_ga") else None
         if is_declared_scaled is not None:
             return 1 / steps if is_declared_scaled else 1.0
         if num_items is None or not (self.model_accepts_loss_kwargs or self.compute_loss_func is not None):
-            # Trainer divides the sum; or it does not divide a task loss that nothing has normalized, see the class.
+            # Trainer divides the total loss, or sums an unnormalized task loss, with which the penalty is summed.
             return 1.0
         if steps == 1 and self.args.world_size == 1:
             return 1.0
         if self.task_loss_is_normalized is None:
-            self._find_normalization(model, inputs, num_items)
+            self._detect_normalization(model, inputs, num_items)
         return float(self._process_factor) if self.task_loss_is_normalized is False else 1 / steps
 
-    def _find_normalization(self, model: nn.Module, inputs: dict[str, Any], num_items: Tensor | int) -> None:
-        """Compute the task loss for two numbers of items, to see whether it is divided by that number.
+    def _detect_normalization(self, model: nn.Module, inputs: dict[str, Any], num_items: Tensor | int) -> None:
+        """Detect whether `compute_loss` divides the task loss by the number of items, from its values for two numbers.
 
-        Where it is not, the ratio of the task losses with and without a number is the factor that makes up for the
-        average over processes. A task loss that is 0 or not finite leaves it open.
+        If it does not divide, the ratio of the task losses with and without a number gives the factor that compensates
+        the average over processes. If the task loss is 0 or not finite, the next micro-batch is tried.
         """
 
-        def total(number: Tensor | int | None) -> float:
+        def total_loss(number: Tensor | int | None) -> float:
             loss: Any = super(PenaltyMixin, self).compute_loss(model, dict(inputs), num_items_in_batch=number)
             return float(self.accelerator.reduce(loss.detach().to(self.args.device, torch.float32), "sum"))
 
-        with unchanged_random_numbers(self.args.device), eval_mode(model), torch.no_grad():
-            single, double = total(num_items), total(2 * num_items)
+        with preserve_rng_states(self.args.device), eval_mode(model), torch.no_grad():
+            single, double = total_loss(num_items), total_loss(2 * num_items)
             if single == 0 or not (math.isfinite(single) and math.isfinite(double)):
                 return
             self.task_loss_is_normalized = double / single < 0.75
             if not self.task_loss_is_normalized:
-                self._process_factor = max(round(single / total(None)), 1)
+                self._process_factor = max(round(single / total_loss(None)), 1)
 
     def _add_terms(self) -> None:
-        """Add the terms of the latest penalty to those to be logged, without waiting for a device."""
+        """Add the terms of the latest penalty to the sums for the next log, without making the host wait for a GPU."""
         terms = self.penalty.last
         if terms is not None:
             weighted = terms._replace(value=self.penalty.weight * terms.value)
@@ -235,7 +235,7 @@ class PenaltyMixin(_Base):
             self._num_terms += 1
 
     def _mean_terms(self) -> dict[str, float]:
-        """The terms' means since the last call; without `sync`, those of all processes."""
+        """Return the means of the terms since the last call; without `sync`, also averaged over the processes."""
         if self._term_sums is None:
             return {}
         means = self._term_sums / self._num_terms
@@ -246,7 +246,7 @@ class PenaltyMixin(_Base):
 
 
 class PenaltyTrainer(PenaltyMixin, Trainer):
-    """transformers' `Trainer` with a penalty on hidden states; see `PenaltyMixin` for the penalty's arguments.
+    """transformers' `Trainer` with a penalty on hidden states; see `PenaltyMixin` for the arguments.
 
     >>> import istar, tempfile
     >>> from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
@@ -271,14 +271,15 @@ class PenaltyTrainer(PenaltyMixin, Trainer):
 
 
 class _PenaltyCallback(TrainerCallback):
-    """Attaches, refreshes and schedules the penalty of a trainer; logs are written by the trainer itself.
+    """Attaches the penalty of a trainer, computes its Sigma_S and sets its weight.
 
-    A callback's `on_log` would be too late: the history and the reporters that come first would lack the terms.
+    The trainer logs the penalty itself: in a callback's `on_log`, the terms would miss the trainer's log history and
+    the reporters that are called earlier.
     """
 
     def __init__(self, trainer: PenaltyMixin) -> None:
         self.trainer = trainer
-        # Whether the penalty has the state that the next step needs, unless a refresh is due.
+        # Whether the penalty has a Sigma_S that is used until the next refresh is due.
         self.is_loaded = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -287,7 +288,7 @@ class _PenaltyCallback(TrainerCallback):
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.trainer.refresh == "epoch":
-            # Training that resumes within an epoch goes on with the Sigma_S of that epoch.
+            # Training that resumes within an epoch continues with the Sigma_S of that epoch.
             if not self.is_loaded or float(state.epoch).is_integer():
                 self.trainer.refresh_penalty()
             self.is_loaded = False

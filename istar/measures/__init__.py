@@ -1,6 +1,6 @@
-"""Measures of the geometry of point clouds: pure functions, and accumulators that stream and merge.
+"""Measures of the geometry of point clouds, as pure functions and as accumulators for streams of batches.
 
-Needs torch alone: no Lightning, no transformers, no Hydra.
+This package depends on torch only.
 """
 
 from istar.measures.cosine import AverageCosine, IntraSim, average_cosine, intra_sim

@@ -1,4 +1,4 @@
-"""Intrinsic dimension: how many coordinates a cloud needs locally, however many it lies in."""
+"""The TwoNN estimator of the intrinsic dimension of a point cloud."""
 
 from typing import NamedTuple
 
@@ -8,95 +8,99 @@ from torch import Tensor
 from istar.errors import NonFiniteError, UserError
 
 _BLOCK = 2**22
-"""Distances computed at a time: 32 MiB."""
-_EQUALLY_FAR = 1e-12
-"""Logarithm of a ratio of distances that is 1 to rounding."""
+"""Distances per block: 32 MiB in float64."""
+_TOLERANCE = 1e-12
+"""Ratios of distances whose logarithm is below this tolerance count as 1."""
 
 
 def two_nn(points: Tensor, discard: float = 0.1) -> float:
-    r"""Intrinsic dimension of a point cloud from the distances to the first two neighbours of each point.
+    r"""Estimate the intrinsic dimension of a point cloud from distances between nearest neighbours.
 
-    *Estimating the intrinsic dimension of datasets by a minimal neighborhood information* (Facco et al., 2017): where
-    the density hardly changes up to the second neighbour, :math:`\mu = r_2 / r_1` has the distribution
-    :math:`F(\mu) = 1 - \mu^{-d}`. So d is the slope of the least squares line through the origin of
-    :math:`-\log(1 - F(\mu))` over :math:`\log\mu`, with :math:`F(\mu_{(i)}) = i / n` for the i-th smallest of n.
+    The method is that of *Estimating the intrinsic dimension of datasets by a minimal neighborhood information* (Facco
+    et al., 2017). If the density is nearly constant up to the second neighbour, the ratio of the two distances,
+    :math:`\mu = r_2 / r_1`, has the distribution function :math:`F(\mu) = 1 - \mu^{-d}`. Then d is the slope of
+    :math:`-\log(1 - F(\mu))` over :math:`\log\mu`. This function fits the slope by least squares through the origin,
+    with :math:`F(\mu_{(i)}) = i / n` for the i-th smallest of n ratios.
 
-    Points that are equal in all coordinates count once, as they have no first distance.
+    Duplicates of a point are dropped, because their distance to the nearest neighbour is 0.
 
     Args:
         points: `(n, d)` of any floating dtype, on any device; distances are computed in float64, in blocks.
-        discard: share of the largest ratios that are left out, in [0, 1). The very largest never counts: F is 1 there.
+        discard: share of the largest ratios to leave out, in [0, 1). The largest ratio is always left out, because
+            F is 1 there.
 
     Returns:
-        d, above 0. Unchanged by rotation, translation and scale.
+        d, a positive number that does not change if the cloud is rotated, translated or scaled.
 
     Raises:
         UserError: for fewer than 3 distinct points, values that are not finite, a `discard` that leaves no point, or
-            points whose two neighbours are all equally far (a lattice), which have no slope.
+            points whose two nearest neighbours are all at the same distance, as in a lattice.
 
     >>> square = torch.rand(2000, 2, generator=torch.Generator().manual_seed(0))
     >>> round(two_nn(square)), round(two_nn(square @ torch.randn(2, 50, generator=torch.Generator().manual_seed(1))))
     (2, 2)
     """
-    return float(_slope(_logarithms(points, discard), discard))
+    return float(_slope(_log_ratios(points, discard), discard))
 
 
 class Dimension(NamedTuple):
-    """An intrinsic dimension and the standard error that its sample leaves."""
+    """An estimate of the intrinsic dimension, and its standard error."""
 
     value: float
     error: float
 
 
 def two_nn_with_error(points: Tensor, discard: float = 0.1, resamples: int = 200, seed: int = 0) -> Dimension:
-    """`two_nn` of a sample, and by how much another sample of the same size would differ from it.
+    """Estimate the intrinsic dimension with `two_nn`, and the standard error of the estimate by a bootstrap.
 
-    The error is the standard deviation of the estimate over bootstrap samples of the ratios of distances. It holds for
-    points drawn independently of each other; a smaller sample also has farther neighbours, and so sees the cloud at a
-    larger scale, of which the error knows nothing.
+    The error is the standard deviation of the estimate over bootstrap samples of the ratios of distances. It assumes
+    independent points. It does not include the bias of small samples, whose nearest neighbours are farther away, so
+    that the estimate describes the cloud at a larger scale.
 
     Args:
         points: see `two_nn`.
         discard: see `two_nn`.
-        resamples: of the bootstrap.
-        seed: of the bootstrap.
+        resamples: number of bootstrap samples.
+        seed: seed of the bootstrap's random generator.
 
     Raises:
         UserError: see `two_nn`.
     """
-    logarithms = _logarithms(points, discard)
+    log_ratios = _log_ratios(points, discard)
     generator = torch.Generator().manual_seed(seed)
-    n = len(logarithms)
-    drawn = [torch.randint(n, (n,), generator=generator).to(logarithms.device) for _ in range(resamples)]
-    slopes = torch.stack([_slope(logarithms[numbers].sort().values, discard) for numbers in drawn])
-    return Dimension(float(_slope(logarithms, discard)), float(slopes.std()))
+    n = len(log_ratios)
+    samples = [torch.randint(n, (n,), generator=generator).to(log_ratios.device) for _ in range(resamples)]
+    slopes = torch.stack([_slope(log_ratios[sample].sort().values, discard) for sample in samples])
+    return Dimension(float(_slope(log_ratios, discard)), float(slopes.std()))
 
 
-def _logarithms(points: Tensor, discard: float) -> Tensor:
-    """log(r_2 / r_1) of each distinct point, ascending."""
-    ratios = _neighbour_ratios(_distinct(points))
+def _log_ratios(points: Tensor, discard: float) -> Tensor:
+    """Return log(r_2 / r_1) of each distinct point in ascending order, after checking that a slope can be fitted."""
+    ratios = _neighbour_ratios(_distinct_points(points))
     n = len(ratios)
     if not 0 <= discard < 1 or int(n * (1 - discard)) < 1:
         raise UserError(f"discard is {discard}; expected a share in [0, 1) that leaves some of {n} points")
-    x = ratios.sort().values.log()
-    if x[_kept(n, discard) - 1] < _EQUALLY_FAR:
+    log_ratios = ratios.sort().values.log()
+    if log_ratios[_num_kept(n, discard) - 1] < _TOLERANCE:
         raise UserError("the first two neighbours of the points are equally far: their dimension is not defined")
-    return x
+    return log_ratios
 
 
-def _slope(logarithms: Tensor, discard: float) -> Tensor:
-    n = len(logarithms)
-    x = logarithms[: _kept(n, discard)]
+def _slope(log_ratios: Tensor, discard: float) -> Tensor:
+    """Fit -log(1 - F) = d log(ratio) to ascending log ratios and return d, 0-d."""
+    n = len(log_ratios)
+    x = log_ratios[: _num_kept(n, discard)]
     y = -torch.log1p(-torch.arange(1, len(x) + 1, dtype=x.dtype, device=x.device) / n)
     return x @ y / (x @ x)
 
 
-def _kept(n: int, discard: float) -> int:
+def _num_kept(n: int, discard: float) -> int:
+    """Number of ratios that the fit uses, out of n."""
     return min(int(n * (1 - discard)), n - 1)
 
 
-def _distinct(points: Tensor) -> Tensor:
-    """The points in float64 and of size 1, each one once."""
+def _distinct_points(points: Tensor) -> Tensor:
+    """Return the points without duplicates, in float64, scaled to a largest coordinate of 1."""
     if points.dim() != 2 or points.shape[1] < 1:
         raise UserError(f"points have shape {tuple(points.shape)}; expected (n, d)")
     if not points.is_floating_point():
@@ -109,19 +113,19 @@ def _distinct(points: Tensor) -> Tensor:
     distinct = wide.unique(dim=0) if len(wide) else wide
     if len(distinct) < 3:
         raise UserError(f"{len(distinct)} distinct points have no dimension; expected at least 3")
-    # The squares of very large or small coordinates are out of range.
+    # Scaling keeps the squares of very large or small coordinates in range.
     return distinct / distinct.abs().max()
 
 
 def _neighbour_ratios(points: Tensor) -> Tensor:
-    """Distance to the second neighbour over that to the first, of each point."""
+    """Return the ratio of the distances to the second and to the first neighbour, for each point."""
     rows = max(1, _BLOCK // len(points))
     nearest = [
-        # Not by matrix products, which lose the small distances: |x|^2 + |y|^2 - 2xy cancels.
+        # The faster mode by matrix products, |x|^2 + |y|^2 - 2xy, loses small distances by cancellation.
         torch.cdist(block, points, compute_mode="donot_use_mm_for_euclid_dist").topk(3, largest=False).values
         for block in points.split(rows)
     ]
-    # The nearest of all is the point itself.
+    # The first of the three nearest points is the point itself.
     _, first, second = torch.cat(nearest).T
     ratios: Tensor = second / first
     return ratios

@@ -1,4 +1,4 @@
-"""Streaming count, mean and scatter of a point cloud: the sufficient statistics of every covariance measure."""
+"""Count, mean and scatter matrix of point clouds, for single batches and for streams of batches."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,23 +10,27 @@ from torch import Tensor
 
 from istar.errors import UserError
 from istar.measures.processes import sum_over_processes, world_size
+from istar.measures.rows import check_dim, check_one_per_point, check_points, wide_dtype
 
-_FULL = {"none", "ieee"}
+_FULL_PRECISION = {"none", "ieee"}
 
 
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
-    """Products in the dtype of their inputs: no autocast, no TF32 or bfloat16 in place of float32."""
+    """Compute matrix products in the dtype of their inputs: without autocast, TF32 or bfloat16 in place of float32.
+
+    The previous settings are restored at the end of the context.
+    """
     backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv)  # type: ignore[attr-defined]
     before = [backend.fp32_precision for backend in backends]
     with torch.autocast(device.type, enabled=False):
-        if set(before) <= _FULL:
-            # As nearly always; a training step comes here once a layer.
+        if set(before) <= _FULL_PRECISION:
+            # The usual case returns early, because a training step enters this context once per layer.
             yield
             return
         try:
             legacy = torch.get_float32_matmul_precision()
-        except RuntimeError:  # The program uses the settings by backend alone; torch refuses a mix.
+        except RuntimeError:  # The program has set the precision per backend; torch refuses to mix both interfaces.
             legacy = None
         try:
             if legacy is not None:
@@ -41,8 +45,16 @@ def full_precision(device: torch.device) -> Iterator[None]:
                 backend.fp32_precision = precision
 
 
-class CloudMoments(NamedTuple):
-    """Moments of one cloud of points: see `mean_and_scatter` for the first three, `fourth_moments` for the others."""
+class BatchMoments(NamedTuple):
+    """Moments of one batch of points, as returned by `mean_and_scatter` and `fourth_moments`.
+
+    Attributes:
+        size: number of points or sum of their weights, 0-d.
+        mean: `(d,)`.
+        scatter: `(d, d)`.
+        third: `(d,)`, or None from `mean_and_scatter`.
+        fourth: 0-d, or None from `mean_and_scatter`.
+    """
 
     size: Tensor
     mean: Tensor
@@ -51,108 +63,117 @@ class CloudMoments(NamedTuple):
     fourth: Tensor | None = None
 
 
-def counted_rows(mask: Tensor | None) -> Tensor | None:
-    """Row numbers of the points that a mask counts, in points flattened to `(n, d)`; None if it counts all.
+def mask_to_indices(mask: Tensor | None) -> Tensor | None:
+    """Convert a mask to the row indices of its nonzero entries in points flattened to `(n, d)`.
 
-    The host waits for a device here, so compute them once for all layers.
+    On a GPU, this call waits for the device. Call it once per forward pass and reuse the indices for all layers.
 
     Args:
-        mask: any shape, bool or 0/1; None counts all points.
+        mask: any shape, bool or 0/1.
+
+    Returns:
+        `(n,)` int64, or None if all points count: if there is no mask, or if all its entries are nonzero.
     """
     if mask is None:
         return None
-    rows = mask.reshape(-1).nonzero().squeeze(1)
-    return None if len(rows) == mask.numel() else rows
+    indices = mask.reshape(-1).nonzero().squeeze(1)
+    return None if len(indices) == mask.numel() else indices
 
 
 def mean_and_scatter(
     points: Tensor,
     mask: Tensor | None = None,
     weights: Tensor | None = None,
-    products: torch.dtype | None = None,
-    rows: Tensor | None = None,
-) -> CloudMoments:
-    r"""Mean :math:`m = \sum w_i x_i / n` and scatter :math:`M = \sum w_i (x_i - m)(x_i - m)^T`, :math:`n = \sum w_i`.
+    matmul_dtype: torch.dtype | None = None,
+    indices: Tensor | None = None,
+) -> BatchMoments:
+    r"""Compute the mean :math:`m = \sum w_i x_i / n`, with :math:`n = \sum w_i`, and the scatter matrix
+    :math:`M = \sum w_i (x_i - m)(x_i - m)^T` of one batch of points.
 
-    Differentiable in the points, as often as needed. With the incoming gradients g of m and G of M, and because the
-    weighted points sum to zero about their mean, the gradient by a point is
+    Differentiable in the points, any number of times. Let :math:`g = \partial L / \partial m` and
+    :math:`G = \partial L / \partial M` be the incoming gradients. The gradient with respect to a point is
 
     .. math::
-        \frac{\partial L}{\partial x_i} = w_i \left(\frac{g}{n} + (x_i - m)(G + G^T)\right)
+        \frac{\partial L}{\partial x_i} = w_i \left(\frac{g}{n} + (G + G^T)(x_i - m)\right)
+
+    The dependence of M on :math:`x_i` through the mean contributes nothing, because
+    :math:`\sum w_i (x_i - m) = 0`. The backward pass is therefore one matrix product.
 
     Args:
         points: `(..., d)`, any floating dtype.
-        mask: `(...)`, bool or 0/1. Points where it is 0 do not count, whatever they hold, and their gradient is 0.
-        weights: `(...)`, non-negative; 1 for every point by default. Points of weight 0 do not count.
-        products: dtype of the factors in the two large products, :math:`M` here and :math:`(x_i - m)(G + G^T)` in the
-            backward pass; None takes the dtype of the sums. bfloat16 is two to three times as fast on hardware that
-            supports it, and shifts IsoScore by about 1e-5 of itself. It has no second derivative.
-        rows: `counted_rows` of a mask, instead of the mask; not with weights.
+        mask: `(...)`, bool or 0/1. Points where the mask is 0 are ignored, even if they are NaN; their gradient is 0.
+        weights: `(...)`, non-negative; 1 for every point by default. Points of weight 0 are ignored like masked ones.
+        matmul_dtype: dtype of the factors in the two large matrix products: M in the forward pass and
+            :math:`(x_i - m)(G + G^T)` in the backward pass. None uses the dtype of M. With bfloat16, the products are
+            two to three times as fast on hardware that supports it, IsoScore has a relative error of about 1e-5, and
+            there is no second derivative.
+        indices: result of `mask_to_indices`, in place of a mask. Cannot be combined with weights.
 
     Returns:
-        n and m in float64 (float32 on MPS), M in float32, or in float64 for float64 points, all on the points' device.
-        A cloud without points has mean 0 and scatter 0.
+        n and m in float64 (float32 on MPS); M in float32, or in float64 for float64 points. All are on the points'
+        device. The mean and scatter of an empty batch are 0.
 
     Raises:
-        UserError: in a second backward pass, if `products` is narrower than the sums.
+        UserError: in a second backward pass, if `matmul_dtype` is narrower than the dtype of M.
     """
-    points, rows, weights = _counted(points, mask, weights, rows)
-    dtype = accumulator_dtype(points.device)
+    points, indices, weights = _flatten(points, mask, weights, indices)
+    dtype = wide_dtype(points.device)
     if weights is None:
-        number = len(points) if rows is None else len(rows)
+        number = len(points) if indices is None else len(indices)
         count = torch.full((), number, dtype=dtype, device=points.device)
     else:
         count = weights.sum(dtype=dtype)
-    mean, scatter = _MeanAndScatter.apply(points, rows, weights, count, products)
-    return CloudMoments(count, mean, scatter)
+    mean, scatter = _MeanAndScatter.apply(points, indices, weights, count, matmul_dtype)
+    return BatchMoments(count, mean, scatter)
 
 
-def _counted(
-    points: Tensor, mask: Tensor | None, weights: Tensor | None, rows: Tensor | None
+def _flatten(
+    points: Tensor, mask: Tensor | None, weights: Tensor | None, indices: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Points `(n, d)`, the rows that count, and their weights `(rows, 1)`."""
+    """Return all points as `(n, d)`, the indices of the k points that count, and the weights of these as `(k, 1)`."""
     points = points.reshape(-1, points.shape[-1])
     if weights is None:
-        return points, counted_rows(mask) if rows is None else rows, None
+        return points, mask_to_indices(mask) if indices is None else indices, None
     is_positive = weights > 0
-    rows = counted_rows(is_positive if mask is None else is_positive & mask.bool())
+    indices = mask_to_indices(is_positive if mask is None else is_positive & mask.bool())
     weights = weights.reshape(-1, 1).to(torch.promote_types(points.dtype, torch.float32))
-    return points, rows, _select(weights, rows)
+    return points, indices, _select(weights, indices)
 
 
 class _MeanAndScatter(torch.autograd.Function):
-    """`mean_and_scatter` of those rows of points `(n, d)` that count.
+    """Autograd function behind `mean_and_scatter`, for points `(n, d)` and the indices of those that count.
 
-    Plain autograd would compute two products in the backward pass, one for each factor of the scatter, and would keep a
-    centered copy of the points. This function computes one product and keeps the points, which a model keeps anyway.
+    Plain autograd would need two products in the backward pass, one for each factor of the scatter matrix, and would
+    save a centered copy of the points. This function needs one product and saves only the points, which the model
+    keeps anyway.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         points: Tensor,
-        rows: Tensor | None,
+        indices: Tensor | None,
         weights: Tensor | None,
         count: Tensor,
-        products: torch.dtype | None,
+        matmul_dtype: torch.dtype | None,
     ) -> tuple[Tensor, Tensor]:
         with full_precision(points.device):
-            # An empty cloud has mean 0.
+            # Avoid 0 / 0: the mean of an empty batch is 0.
             count = torch.where(count > 0, count, 1)
-            counted = _select(points, rows)
+            selected = _select(points, indices)
             dtype = torch.promote_types(points.dtype, torch.float32)
-            shift = (_weighted(counted, weights).sum(0, dtype=dtype) / count).to(dtype)
-            centered = counted - shift
-            factors = centered.to(products or dtype)
-            scatter = _product(_weighted(factors, weights).T, factors, dtype)
-            # `shift` is the mean but for rounding, which these corrections undo.
-            residual = _weighted(centered, weights).sum(0)
+            shift = (_weight(selected, weights).sum(0, dtype=dtype) / count).to(dtype)
+            centered = selected - shift
+            factors = centered.to(matmul_dtype or dtype)
+            scatter = _matmul(_weight(factors, weights).T, factors, dtype)
+            # `shift` equals the mean only up to rounding; correct the mean and the scatter for the difference.
+            residual = _weight(centered, weights).sum(0)
             offset = residual / count
             mean = shift.to(count.dtype) + offset
             scatter -= torch.outer(residual, offset)
         ctx.is_rounded = factors.dtype != dtype
-        # Rounded factors take half the memory of the points, which models under autocast do not keep themselves.
-        ctx.save_for_backward(factors if ctx.is_rounded else points, rows, weights, count, mean)
+        # Rounded factors take half the memory of float32 points, which a model under autocast does not keep itself.
+        ctx.save_for_backward(factors if ctx.is_rounded else points, indices, weights, count, mean)
         ctx.shape, ctx.dtype = points.shape, points.dtype
         return mean, scatter
 
@@ -160,98 +181,141 @@ class _MeanAndScatter(torch.autograd.Function):
     def backward(ctx: Any, grad_mean: Tensor, grad_scatter: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.is_rounded and torch.is_grad_enabled():
             raise UserError("products in bfloat16 have no second derivative; use compute='float32'")
-        points, rows, weights, count, mean = ctx.saved_tensors
-        wide = torch.promote_types(ctx.dtype, torch.float32)
+        points, indices, weights, count, mean = ctx.saved_tensors
+        dtype = torch.promote_types(ctx.dtype, torch.float32)
         with full_precision(points.device):
-            factors = points if ctx.is_rounded else _select(points, rows) - mean.to(wide)
+            factors = points if ctx.is_rounded else _select(points, indices) - mean.to(dtype)
             symmetric = (grad_scatter + grad_scatter.T).to(factors.dtype)
-            shift = (grad_mean / count).to(wide)
+            mean_term = (grad_mean / count).to(dtype)
             if ctx.is_rounded:
-                gradient = _product(factors, symmetric, wide).add_(shift)
+                gradient = _matmul(factors, symmetric, dtype).add_(mean_term)
             else:
-                gradient = torch.addmm(shift, factors, symmetric)
-            gradient = _weighted(gradient, weights).to(ctx.dtype)
-            if rows is not None:
-                gradient = gradient.new_zeros(ctx.shape).index_copy(0, rows, gradient)
+                gradient = torch.addmm(mean_term, factors, symmetric)
+            gradient = _weight(gradient, weights).to(ctx.dtype)
+            if indices is not None:
+                gradient = gradient.new_zeros(ctx.shape).index_copy(0, indices, gradient)
         return gradient, None, None, None, None
 
 
-def _select(points: Tensor, rows: Tensor | None) -> Tensor:
-    return points if rows is None else points.index_select(0, rows)
+def _select(points: Tensor, indices: Tensor | None) -> Tensor:
+    return points if indices is None else points.index_select(0, indices)
 
 
-def _weighted(points: Tensor, weights: Tensor | None) -> Tensor:
+def _weight(points: Tensor, weights: Tensor | None) -> Tensor:
     return points if weights is None else points * weights.to(points.dtype)
 
 
-def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """Matrix product in `dtype`, of factors that may be narrower; CUDA also sums the narrower ones in `dtype`."""
+def _matmul(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """Matrix product in `dtype`. The factors may be narrower; on CUDA, their products are also summed in `dtype`."""
     if left.dtype != dtype and left.device.type == "cuda":
         return torch.mm(left, right, out_dtype=dtype)
     return (left @ right).to(dtype)
 
 
 def fourth_moments(
-    points: Tensor, mask: Tensor | None = None, weights: Tensor | None = None, rows: Tensor | None = None
-) -> CloudMoments:
-    r"""`mean_and_scatter`, and the higher sums that `FourthMoments` holds.
+    points: Tensor, mask: Tensor | None = None, weights: Tensor | None = None, indices: Tensor | None = None
+) -> BatchMoments:
+    r"""Compute `mean_and_scatter` and the sums :math:`t = \sum w_i \lVert x_i - m \rVert^2 (x_i - m)` and
+    :math:`F = \sum w_i \lVert x_i - m \rVert^4`.
 
-    The gradient of :math:`t = \sum w_i \lVert x_i - m \rVert^2 (x_i - m)` and
-    :math:`F = \sum w_i \lVert x_i - m \rVert^4` is plain autograd's, which keeps copies of the points.
+    The gradients of t and F are those of plain autograd, which saves copies of the points.
 
     Args: as in `mean_and_scatter`.
 
     Returns:
-        As `mean_and_scatter`, with t `(d,)` and F (0-d) in float64 (float32 on MPS).
+        As `mean_and_scatter`, with t `(d,)` as `third` and F (0-d) as `fourth`, both in float64 (float32 on MPS).
     """
-    count, mean, scatter = mean_and_scatter(points, mask, weights, rows=rows)[:3]
-    points, rows, weights = _counted(points, mask, weights, rows)
+    count, mean, scatter = mean_and_scatter(points, mask, weights, indices=indices)[:3]
+    points, indices, weights = _flatten(points, mask, weights, indices)
     with full_precision(points.device):
-        centered = _select(points, rows) - mean.to(torch.promote_types(points.dtype, torch.float32))
+        centered = _select(points, indices) - mean.to(torch.promote_types(points.dtype, torch.float32))
         third, fourth = _higher_moments(centered, None if weights is None else weights.squeeze(1), mean.dtype)
-    return CloudMoments(count, mean, scatter, third, fourth)
+    return BatchMoments(count, mean, scatter, third, fourth)
 
 
-def accumulator_dtype(device: torch.device) -> torch.dtype:
-    """float64, or float32 on MPS, which has no float64."""
-    return torch.float32 if device.type == "mps" else torch.float64
+def _higher_moments(centered: Tensor, weights: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the third and fourth moment of one batch of centered points, in `dtype`."""
+    squares = centered.square().sum(-1)
+    # Divide by the largest square, because fourth powers can overflow float32 where the scatter does not.
+    # The smallest positive number stands in for the largest square if all points are equal or there are none.
+    largest = torch.cat([squares.detach(), squares.new_full((1,), torch.finfo(squares.dtype).tiny)]).max()
+    relative = squares / largest
+    weighted = relative if weights is None else relative * weights.to(relative.dtype)
+    largest = largest.to(dtype)
+    third = (centered.T @ weighted).to(dtype) * largest
+    return third, weighted.to(dtype) @ relative.to(dtype) * largest.square()
+
+
+def merge_moments(batches: Sequence[BatchMoments]) -> "Moments":
+    """Return the moments of the union of at least one batch of points.
+
+    The result equals merging the batches one after the other, but needs one pass over each scatter matrix.
+
+    Returns:
+        `FourthMoments` if the batches have a fourth moment, otherwise `Moments`.
+
+    Raises:
+        UserError: if the batches differ in their dimension.
+    """
+    widths = sorted({batch.mean.shape[0] for batch in batches})
+    if len(widths) > 1:
+        raise UserError(f"the layers have {widths} dimensions; expected the same in all, so choose other layers")
+    if batches[0].fourth is not None:
+        union = FourthMoments(widths[0], batches[0].mean.device)
+        for batch in batches:
+            union._add(batch)
+        return union
+    counts = torch.stack([batch.size for batch in batches])
+    means = torch.stack([batch.mean for batch in batches])
+    moments = Moments(widths[0], means.device)
+    moments.count = counts.sum()
+    moments.mean = counts @ means / torch.where(moments.count > 0, moments.count, 1)
+    differences = means - moments.mean
+    with full_precision(means.device):
+        moments.scatter = differences.T @ (counts[:, None] * differences)
+    for batch in batches:
+        moments.scatter = moments.scatter + batch.scatter
+    return moments
 
 
 class Moments:
-    r"""Accumulates :math:`n = \sum w_i`, the mean :math:`m = \sum w_i x_i / n` and the scatter
-    :math:`M = \sum w_i (x_i - m)(x_i - m)^T` of points that arrive in any number of batches.
+    r"""Accumulates the count :math:`n = \sum w_i`, the mean :math:`m = \sum w_i x_i / n` and the scatter matrix
+    :math:`M = \sum w_i (x_i - m)(x_i - m)^T` of a stream of batches.
 
-    Each batch is summed about its own mean, in float32 or in the points' own dtype if that is wider, and merged
-    into float64 accumulators by the parallel formula of Chan, Golub and LeVeque (1979). So neither a mean that is
-    many times the deviation nor a long stream costs precision. Differentiable; detach the points for long streams.
+    Each batch is summed about its own mean, in float32 or in the points' own dtype if that is wider. The sums are then
+    merged into float64 accumulators by the parallel formula of Chan, Golub and LeVeque (1979). This keeps precision
+    for long streams and for points whose mean is much larger than their deviation. Differentiable; detach the points
+    of long streams, or memory grows with every batch.
 
     Args:
         dim: d, the number of dimensions, at least 1.
-        device: where the accumulators live; points must be on the same device. Devices without float64 (MPS)
-            accumulate in float32.
+        device: device of the accumulators; points must be on the same device. On MPS, which has no float64, the
+            accumulators are float32.
 
     Attributes:
-        count: n, 0-d. mean: m, `(d,)`. scatter: M, `(d, d)`.
+        count: n, 0-d.
+        mean: m, `(d,)`.
+        scatter: M, `(d, d)`.
     """
 
     def __init__(self, dim: int, device: torch.device | str | None = None) -> None:
-        if dim < 1:
-            raise UserError(f"points have {dim} dimensions; expected at least 1")
+        check_dim(dim)
         device = torch.device(device or "cpu")
-        dtype = accumulator_dtype(device)
+        dtype = wide_dtype(device)
         self.count = torch.zeros((), dtype=dtype, device=device)
         self.mean = torch.zeros(dim, dtype=dtype, device=device)
         self.scatter = torch.zeros(dim, dim, dtype=dtype, device=device)
 
     @classmethod
     def of(cls, points: Tensor, mask: Tensor | None = None, weights: Tensor | None = None) -> Self:
-        """The moments of one batch; see `update`."""
+        """Create an accumulator from one batch; see `update`."""
         if points.dim() < 2:
             raise UserError(f"points have shape {tuple(points.shape)}; expected (n, d)")
         return cls(points.shape[-1], points.device).update(points, mask, weights)
 
     @property
     def dim(self) -> int:
+        """The number of dimensions d."""
         return self.mean.shape[0]
 
     def update(self, points: Tensor, mask: Tensor | None = None, weights: Tensor | None = None) -> Self:
@@ -259,42 +323,40 @@ class Moments:
 
         Args:
             points: `(..., d)`, any floating dtype.
-            mask: `(...)`, bool or 0/1; points where it is 0 are left out, whatever they hold.
-            weights: `(...)`, non-negative; a weight of 2 counts a point twice, 0 leaves it out.
+            mask: `(...)`, bool or 0/1; points where the mask is 0 are ignored, even if they are NaN.
+            weights: `(...)`, non-negative; a point of weight 2 counts twice, and one of weight 0 is ignored.
 
         Returns:
-            Itself.
+            This accumulator.
 
         Raises:
-            UserError: on shapes that do not fit, points that are not floating or weights that are negative.
+            UserError: if shapes do not match, the points are not floating, or a weight is negative.
         """
         self._check(points, mask, weights)
         if points.numel() > 0:
-            self._add(self._of_batch(points, mask, weights))
+            self._add(self._batch_moments(points, mask, weights))
         return self
 
     def merge(self, other: Self) -> Self:
-        """Add what another accumulator has seen, as if its points had been seen here. Returns itself."""
+        """Add the points of another accumulator of the same dimension. Returns this accumulator."""
         if other.dim != self.dim:
             raise UserError(f"cannot merge moments of {other.dim} dimensions into moments of {self.dim}")
-        cloud = other.cloud()
-        higher = (each if each is None else each.to(self.scatter) for each in (cloud.third, cloud.fourth))
-        self._add(CloudMoments(*(each.to(self.scatter) for each in cloud[:3]), *higher))
+        self._add(BatchMoments._make(part if part is None else part.to(self.scatter) for part in other.as_batch()))
         return self
 
     def all_reduce(self, group: dist.ProcessGroup | None = None) -> Self:
-        """Replace the moments by those of the union over all processes: one all-reduce of 1 + d + d^2 numbers.
+        """Merge the moments of all processes, so that each process holds the moments of the union of their points.
 
-        The result is equal on all processes, and differentiable as `sum_over_processes` is. Without an initialized
-        process group, or with one process, nothing happens.
+        One all-reduce sums 1 + d + d^2 numbers. The result is equal on all processes and differentiable, see
+        `sum_over_processes`. Nothing happens without an initialized process group, or in a group of one process.
 
         Returns:
-            Itself.
+            This accumulator.
         """
         if world_size(group) == 1:
             return self
         total = self.count * self.mean
-        # Sums about the origin are safe here: the accumulators are float64.
+        # Sums about the origin lose digits, but the float64 accumulators have enough of them.
         second = self.scatter + torch.outer(total, self.mean)
         packed = sum_over_processes(torch.cat([self.count.reshape(1), total, second.reshape(-1)]), group)
         self.count, total, second = packed[0], packed[1 : 1 + self.dim], packed[1 + self.dim :]
@@ -303,25 +365,25 @@ class Moments:
         return self
 
     def covariance(self, correction: int = 1) -> Tensor:
-        """M / (n - correction), `(d, d)`; the unbiased estimator by default, as in `torch.cov`.
+        """Return M / (n - correction), `(d, d)`. The default is the unbiased estimator, as in `torch.cov`.
 
         Raises:
-            UserError: with fewer than `correction + 1` points.
+            UserError: for fewer than `correction + 1` points.
         """
         if self.count <= correction:
             needed = correction + 1
             raise UserError(f"{self.count:g} points have no covariance; expected at least {needed} points")
         return self.scatter / (self.count - correction)
 
-    def _of_batch(self, points: Tensor, mask: Tensor | None, weights: Tensor | None) -> CloudMoments:
+    def as_batch(self) -> BatchMoments:
+        """Return the accumulated moments as a tuple."""
+        return BatchMoments(self.count, self.mean, self.scatter)
+
+    def _batch_moments(self, points: Tensor, mask: Tensor | None, weights: Tensor | None) -> BatchMoments:
         return mean_and_scatter(points, mask, weights)
 
-    def cloud(self) -> CloudMoments:
-        """The moments as a tuple."""
-        return CloudMoments(self.count, self.mean, self.scatter)
-
-    def _add(self, cloud: CloudMoments) -> None:
-        count, mean, scatter = cloud[:3]
+    def _add(self, batch: BatchMoments) -> None:
+        count, mean, scatter = batch[:3]
         total = self.count + count
         share = count / total.clamp(min=torch.finfo(total.dtype).tiny)
         delta = mean - self.mean
@@ -330,35 +392,31 @@ class Moments:
         self.count = total
 
     def _check(self, points: Tensor, mask: Tensor | None, weights: Tensor | None) -> None:
-        if points.dim() < 1 or points.shape[-1] != self.dim:
-            raise UserError(f"points have shape {tuple(points.shape)}; expected (..., {self.dim})")
-        if not points.is_floating_point():
-            raise UserError(f"points are {points.dtype}; expected a floating dtype")
-        for name, given in (("mask", mask), ("weights", weights)):
-            if given is not None and given.shape != points.shape[:-1]:
-                raise UserError(
-                    f"{name} has shape {tuple(given.shape)}; expected {tuple(points.shape[:-1])} for points of shape "
-                    f"{tuple(points.shape)}"
-                )
+        check_points(points, self.dim)
+        for name, tensor in (("mask", mask), ("weights", weights)):
+            if tensor is not None:
+                check_one_per_point(tensor, name, points)
         if weights is not None and not (weights >= 0).all():
             raise UserError("some weights are negative or NaN; expected how often each point counts")
 
 
 class FourthMoments(Moments):
-    r"""`Moments` that also hold :math:`F = \sum w_i \lVert x_i - m \rVert^4`, by which the variance of a sample
-    covariance is known.
+    r"""Accumulates, in addition to `Moments`, the fourth moment :math:`F = \sum w_i \lVert x_i - m \rVert^4`.
 
-    When the mean moves, F takes in the other sums: with y = x - m and a step :math:`\delta` between two means,
+    F gives the variance of the sample covariance. When two batches are merged, the mean moves by some
+    :math:`\delta`, and with y = x - m, F becomes
 
     .. math::
         \sum w \lVert y + \delta \rVert^4 = F + 4 \delta^T t + 4 \delta^T M \delta
         + 2 \lVert \delta \rVert^2 \operatorname{tr} M + n \lVert \delta \rVert^4,
-        \qquad t = \sum w \lVert y \rVert^2 y,
+        \qquad t = \sum w \lVert y \rVert^2 y.
 
-    so that t is kept, too: 1 + d numbers more, and no pass over d^3 or d^4 of them. Merging is exact.
+    The accumulator therefore also keeps t. Merging is exact and needs d + 1 more numbers than `Moments`.
 
     Attributes:
-        third: t, `(d,)`. fourth: F, 0-d; the others as in `Moments`.
+        count, mean, scatter: as in `Moments`.
+        third: t, `(d,)`.
+        fourth: F, 0-d.
     """
 
     def __init__(self, dim: int, device: torch.device | str | None = None) -> None:
@@ -367,89 +425,45 @@ class FourthMoments(Moments):
         self.fourth = torch.zeros_like(self.count)
 
     def merge(self, other: Self) -> Self:
-        """As `Moments.merge`, with moments that hold the fourth-order sum."""
+        """Add the points of another `FourthMoments` of the same dimension. Returns this accumulator."""
         if not isinstance(other, FourthMoments):
             raise UserError("cannot merge Moments into FourthMoments: they hold no fourth-order sum")
         return super().merge(other)
 
     def all_reduce(self, group: dist.ProcessGroup | None = None) -> Self:
-        """As `Moments.all_reduce`, with a second all-reduce of d + 1 numbers.
+        """Merge the moments of all processes as `Moments.all_reduce` does, with a second all-reduce of d + 1 numbers.
 
-        A second one, because fourth powers about the origin would cost twice the digits that squares do: each process
-        first moves its sums to the common mean.
+        Fourth powers about the origin would lose twice as many digits as squares do. Each process therefore moves its
+        sums to the common mean, which the first all-reduce computes, before the second one adds them up.
         """
         if world_size(group) == 1:
             return self
-        before = self.cloud()
+        before = self.as_batch()
         super().all_reduce(group)
-        moved = _moved(before.mean - self.mean, before)
-        packed = sum_over_processes(torch.cat([part.reshape(-1) for part in moved]), group)
+        recentered = _recenter(before, self.mean)
+        packed = sum_over_processes(torch.cat([part.reshape(-1) for part in recentered]), group)
         self.third, self.fourth = packed[:-1], packed[-1]
         return self
 
-    def _of_batch(self, points: Tensor, mask: Tensor | None, weights: Tensor | None) -> CloudMoments:
+    def as_batch(self) -> BatchMoments:
+        return BatchMoments(self.count, self.mean, self.scatter, self.third, self.fourth)
+
+    def _batch_moments(self, points: Tensor, mask: Tensor | None, weights: Tensor | None) -> BatchMoments:
         return fourth_moments(points, mask, weights)
 
-    def cloud(self) -> CloudMoments:
-        return CloudMoments(self.count, self.mean, self.scatter, self.third, self.fourth)
-
-    def _add(self, cloud: CloudMoments) -> None:
-        before = self.cloud()
-        super()._add(cloud)
-        here, there = (_moved(part.mean - self.mean, part) for part in (before, cloud))
-        self.third, self.fourth = here[0] + there[0], here[1] + there[1]
+    def _add(self, batch: BatchMoments) -> None:
+        before = self.as_batch()
+        super()._add(batch)
+        (third, fourth), (batch_third, batch_fourth) = _recenter(before, self.mean), _recenter(batch, self.mean)
+        self.third, self.fourth = third + batch_third, fourth + batch_fourth
 
 
-def merge_clouds(clouds: Sequence[CloudMoments]) -> Moments:
-    """The moments of the union of several clouds of the same dimension; at least one cloud.
-
-    Equals merging the clouds one after the other, with one pass over each scatter instead of several.
-
-    Returns:
-        `Moments`, or `FourthMoments` if the clouds have a fourth moment.
-
-    Raises:
-        UserError: if the clouds differ in their dimension.
-    """
-    widths = sorted({cloud.mean.shape[0] for cloud in clouds})
-    if len(widths) > 1:
-        raise UserError(f"the layers have {widths} dimensions; expected the same in all, so choose other layers")
-    if clouds[0].fourth is not None:
-        union = FourthMoments(clouds[0].mean.shape[0], clouds[0].mean.device)
-        for cloud in clouds:
-            union._add(cloud)
-        return union
-    counts = torch.stack([cloud.size for cloud in clouds])
-    means = torch.stack([cloud.mean for cloud in clouds])
-    moments = Moments(means.shape[1], means.device)
-    moments.count = counts.sum()
-    moments.mean = counts @ means / torch.where(moments.count > 0, moments.count, 1)
-    distances = means - moments.mean
-    with full_precision(means.device):
-        moments.scatter = distances.T @ (counts[:, None] * distances)
-    for cloud in clouds:
-        moments.scatter = moments.scatter + cloud.scatter
-    return moments
-
-
-def _moved(delta: Tensor, cloud: CloudMoments) -> tuple[Tensor, Tensor]:
-    """The third and fourth sums of a cloud about a centre that is `delta` away from its mean; see `FourthMoments`."""
-    assert cloud.third is not None
-    assert cloud.fourth is not None
-    count, scatter = cloud.size, cloud.scatter.to(delta.dtype)
-    trace, square, across = scatter.trace(), delta @ delta, scatter @ delta
-    third = cloud.third + 2 * across + (trace + count * square) * delta
-    return third, cloud.fourth + 4 * delta @ (cloud.third + across) + square * (2 * trace + count * square)
-
-
-def _higher_moments(centered: Tensor, weights: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(third, fourth) of one batch about its mean, in `dtype`."""
-    squares = centered.square().sum(-1)
-    # Relative to the largest: their products with the points would leave float32 where the scatter does not.
-    # No points at all, or equal ones, have a largest square, too: the smallest number there is.
-    largest = torch.cat([squares.detach(), squares.new_full((1,), torch.finfo(squares.dtype).tiny)]).max()
-    relative = squares / largest
-    weighted = relative if weights is None else relative * weights.to(relative.dtype)
-    largest = largest.to(dtype)
-    third = (centered.T @ weighted).to(dtype) * largest
-    return third, weighted.to(dtype) @ relative.to(dtype) * largest.square()
+def _recenter(batch: BatchMoments, center: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the third and fourth moments of a batch about `center` instead of its mean; see `FourthMoments`."""
+    assert batch.third is not None
+    assert batch.fourth is not None
+    delta = batch.mean - center
+    count, scatter = batch.size, batch.scatter.to(delta.dtype)
+    trace, square, product = scatter.trace(), delta @ delta, scatter @ delta
+    third = batch.third + 2 * product + (trace + count * square) * delta
+    return third, batch.fourth + 4 * delta @ (batch.third + product) + square * (2 * trace + count * square)

@@ -1,4 +1,4 @@
-"""Norms of a cloud's points and of its mean, streamed, and of the parameters of a LayerNorm."""
+"""Norms of the points and of the mean of a cloud, and norms of the parameters of a LayerNorm."""
 
 import itertools
 import math
@@ -9,23 +9,26 @@ import torch
 from torch import Tensor
 
 from istar.errors import NonFiniteError, UserError
-from istar.measures.rows import check_dim, check_finite, norms_of, select_rows, wide_blocks, wide_dtype
+from istar.measures.rows import check_dim, check_finite, row_norms, select_rows, wide_blocks, wide_dtype
 from istar.measures.spectrum import outlier_dimensions
 
 
 @dataclass(frozen=True)
 class NormSummary:
-    r"""Norms of n points, in the points' own units.
+    r"""Norms of n points, in the units of the points.
 
     Attributes:
         count: n.
-        average: :math:`\frac{1}{n} \sum_i \lVert x_i \rVert_2`.
-        mean_vector: :math:`\lVert \mu \rVert_2`, the norm of the mean :math:`\mu`; at most the average.
-        ratio: mean_vector / average, in [0, 1] (*Too Much in Common*, Table 1); 0 for a cloud of zeros.
-        smallest: the smallest norm. largest: the largest.
-        edges: of the histogram's bins, ascending; empty without a histogram.
-        histogram: points in each bin, one fewer than edges. Bins hold their lower edge, the last one both.
-        below: points below the first edge. above: points above the last.
+        average: average norm, :math:`\frac{1}{n} \sum_i \lVert x_i \rVert_2`.
+        mean_vector: norm of the mean :math:`\mu` of the points, :math:`\lVert \mu \rVert_2`; at most the average.
+        ratio: mean_vector / average, in [0, 1] (*Too Much in Common*, Table 1); 0 if all points are zero.
+        smallest: smallest norm.
+        largest: largest norm.
+        edges: edges of the histogram's bins, ascending; empty if there is no histogram.
+        histogram: number of norms in each of the `len(edges) - 1` bins. A bin includes its lower edge; the last bin
+            also includes its upper edge.
+        below: number of norms below the first edge.
+        above: number of norms above the last edge.
     """
 
     count: int
@@ -48,10 +51,11 @@ class LayerNormSummary:
         gain: :math:`\lVert g \rVert_2 / \sqrt d` (*Anisotropy is Not Inherent to Transformers*, equation 8).
         bias: :math:`\lVert b \rVert_2 / \sqrt d`.
         ratio: bias / gain; small in isotropic models. Infinite if only the gain is zero, NaN if both are.
-        bias_over_gain: :math:`\sum_i b_i / g_i` (equation 9) over the dimensions with :math:`g_i \ne 0`: if it is
-            not 0, all outputs lie on one side of a hyperplane through the origin.
-        zero_gains: how many dimensions have :math:`g_i = 0`, which that sum leaves out.
-        outlier_gains: dimensions whose gain is an outlier; see `outlier_dimensions`. outlier_biases: whose bias is.
+        bias_over_gain: :math:`\sum_i b_i / g_i` (equation 9) over the dimensions with :math:`g_i \ne 0`. If the sum
+            is not 0, all outputs lie on one side of a hyperplane through the origin.
+        zero_gains: number of dimensions with :math:`g_i = 0`, which are not in the sum.
+        outlier_gains: dimensions whose gain is an outlier; see `outlier_dimensions`.
+        outlier_biases: dimensions whose bias is an outlier.
     """
 
     gain: float
@@ -64,12 +68,12 @@ class LayerNormSummary:
 
 
 def norm_summary(points: Tensor, mask: Tensor | None = None, edges: Sequence[float] = ()) -> NormSummary:
-    """Norms of one cloud; see `Norms`, which streams.
+    """Summarize the norms of one cloud; see `Norms` for streams of batches.
 
     Args:
         points: `(..., d)` of any floating dtype, on any device.
-        mask: `(...)`, bool or 0/1; points where it is 0 are left out.
-        edges: of the histogram's bins, ascending.
+        mask: `(...)`, bool or 0/1; points where the mask is 0 are ignored.
+        edges: edges of the histogram's bins, ascending; no histogram without edges.
 
     Raises:
         UserError: as `Norms`.
@@ -82,16 +86,20 @@ def norm_summary(points: Tensor, mask: Tensor | None = None, edges: Sequence[flo
 
 
 class Norms:
-    """Accumulates norms, the mean vector and a histogram over any number of batches; merges. Not differentiable.
+    """Accumulates the norms, their histogram and the mean of a stream of batches. Not differentiable.
 
     Args:
         dim: d, at least 1.
-        edges: of the histogram's bins, ascending; none, no histogram.
-        device: where the sums live; points must be on the same device. Sums are float64 (float32 on MPS).
+        edges: edges of the histogram's bins, ascending; no histogram without edges.
+        device: device of the sums; points must be on the same device. Sums are float64 (float32 on MPS).
 
     Attributes:
-        count: points. norm_total: sum of their norms. total: their sum, `(d,)`. smallest, largest: of the norms.
-        bins: points below the first edge, in each bin, above the last edge: `(len(edges) + 1,)`.
+        count: number of points.
+        norm_total: sum of the norms.
+        total: sum of the points, `(d,)`.
+        smallest: smallest norm.
+        largest: largest norm.
+        bins: number of norms below the first edge, in each bin, and above the last edge: `(len(edges) + 1,)`.
     """
 
     def __init__(self, dim: int, edges: Sequence[float] = (), device: torch.device | str | None = None) -> None:
@@ -112,25 +120,25 @@ class Norms:
 
     @torch.no_grad()
     def update(self, points: Tensor, mask: Tensor | None = None) -> "Norms":
-        """Add a batch: `points` `(..., d)`, `mask` `(...)`. Returns itself.
+        """Add a batch: `points` `(..., d)`, `mask` `(...)`. Returns this accumulator.
 
         Raises:
-            UserError: on shapes that do not fit or points that are not floating.
+            UserError: if shapes do not match, or the points are not floating.
         """
         rows = select_rows(points, mask, self.total.shape[0])
         for block in wide_blocks(rows) if len(rows) else ():
-            norms = norms_of(block)
+            norms = row_norms(block)
             self.count += len(norms)
             self.norm_total += norms.sum()
             self.total += block.sum(0)
             self.smallest = torch.minimum(self.smallest, norms.min())
             self.largest = torch.maximum(self.largest, norms.max())
             if len(self.edges):
-                self.bins += self._binned(norms)
+                self.bins += self._histogram(norms)
         return self
 
     def merge(self, other: "Norms") -> "Norms":
-        """Add what another accumulator with the same edges has seen. Returns itself."""
+        """Add the sums of another accumulator with the same dimension and edges. Returns this accumulator."""
         if other.total.shape != self.total.shape:
             raise UserError(
                 f"cannot merge norms of {other.total.shape[0]} dimensions into norms of {self.total.shape[0]}"
@@ -146,23 +154,23 @@ class Norms:
         return self
 
     def compute(self) -> NormSummary:
-        """The norms so far.
+        """Return the summary of all points added so far.
 
         Raises:
-            UserError: without any point, or with points that were not finite.
+            UserError: without points, or with points that are not finite.
         """
         if self.count == 0:
             raise UserError("0 points have no norms; expected at least 1")
         if not (self.norm_total.isfinite() and self.total.isfinite().all()):
             raise NonFiniteError("the points are not finite; look for NaN or infinite values in them")
         average = (self.norm_total / self.count).item()
-        mean_vector = norms_of(self.total[None] / self.count).item()
+        mean_vector = row_norms(self.total[None] / self.count).item()
         below, *inner, above = self.bins.tolist() or (0, 0)
         return NormSummary(
             count=int(self.count),
             average=average,
             mean_vector=mean_vector,
-            # Rounding alone can take points that all point one way above 1.
+            # If all points have the same direction, rounding can lift the ratio above 1.
             ratio=min(mean_vector / average, 1.0) if average > 0 else 0.0,
             smallest=self.smallest.item(),
             largest=self.largest.item(),
@@ -172,43 +180,46 @@ class Norms:
             above=above,
         )
 
-    def _binned(self, norms: Tensor) -> Tensor:
-        places = torch.bucketize(norms, self.edges, right=True)
-        # The last bin holds its upper edge too, as in numpy.
-        places[norms == self.edges[-1]] -= 1
-        return places.bincount(minlength=len(self.bins))
+    def _histogram(self, norms: Tensor) -> Tensor:
+        """Count the norms in each bin; the first and last count are of those below and above all edges."""
+        bin_indices = torch.bucketize(norms, self.edges, right=True)
+        # The last bin includes its upper edge, as in numpy.histogram.
+        bin_indices[norms == self.edges[-1]] -= 1
+        return bin_indices.bincount(minlength=len(self.bins))
 
 
 @torch.no_grad()
 def layer_norm_summary(weight: Tensor, bias: Tensor | None = None, k: float = 3.0) -> LayerNormSummary:
-    """The norms of a LayerNorm's gain and bias, how far they can shift the outputs, and their outliers.
+    """Summarize the gain and the bias of a LayerNorm: their norms, their ratios and their outlier dimensions.
 
     Args:
-        weight: g, `(d,)`, any floating dtype and device; computed in float64 on the CPU.
-        bias: b, `(d,)`; None, as in RMSNorm and in norms without bias, is zero.
-        k: an outlier is more than k deviations from the mean over the dimensions; Kovaleva et al. (2021) take 3.
+        weight: the gain g, `(d,)`, any floating dtype and device; computations are float64 on the CPU.
+        bias: the bias b, `(d,)`; None means zero, as in RMSNorm and in norms without bias.
+        k: an outlier is more than k standard deviations from the mean over the dimensions; Kovaleva et al. (2021)
+            use 3.
 
     Raises:
-        UserError: if shapes or dtypes do not fit, there are no dimensions, or values are not finite.
+        UserError: if shapes or dtypes do not match, there are no dimensions, or values are not finite.
     """
     gain = _parameter(weight, "weight")
     shift = torch.zeros_like(gain) if bias is None else _parameter(bias, "bias")
     if shift.shape != gain.shape:
         raise UserError(f"bias has shape {tuple(shift.shape)}; expected {tuple(gain.shape)} like the weight")
-    gain_norm, bias_norm = norms_of(torch.stack([gain, shift])) / math.sqrt(len(gain))
-    used = gain != 0
+    gain_norm, bias_norm = row_norms(torch.stack([gain, shift])) / math.sqrt(len(gain))
+    is_nonzero = gain != 0
     return LayerNormSummary(
         gain=gain_norm.item(),
         bias=bias_norm.item(),
         ratio=(bias_norm / gain_norm).item(),
-        bias_over_gain=(shift[used] / gain[used]).sum().item(),
-        zero_gains=int((~used).sum()),
+        bias_over_gain=(shift[is_nonzero] / gain[is_nonzero]).sum().item(),
+        zero_gains=int((~is_nonzero).sum()),
         outlier_gains=tuple(outlier_dimensions(gain, k).tolist()),
         outlier_biases=tuple(outlier_dimensions(shift, k).tolist()),
     )
 
 
 def _parameter(values: Tensor, name: str) -> Tensor:
+    """Check a parameter vector and return it in float64 on the CPU."""
     if values.dim() != 1 or not len(values):
         raise UserError(f"{name} has shape {tuple(values.shape)}; expected (d,)")
     if not values.is_floating_point():

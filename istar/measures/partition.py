@@ -1,9 +1,9 @@
-r"""I(W): how constant the partition function Z(c) is over directions c.
+r"""The isotropy measure I(W) of an embedding matrix, the ratio of extreme values of its partition function.
 
-:math:`Z(c) = \sum_w \exp(c^T w)` over the rows w of an embedding matrix W and
-:math:`I(W) = \min_c Z(c) / \max_c Z(c)` (Arora et al., 2016; Mu and Viswanath, 2018; *Too Much in Common*, equations 7
-and 8; *Anisotropy is Not Inherent to Transformers*, equations 3 and 4), c over the unit eigenvectors of
-:math:`W^T W`, its columns.
+The partition function is :math:`Z(c) = \sum_w \exp(c^T w)`, summed over the rows w of the embedding matrix W. The
+measure is :math:`I(W) = \min_c Z(c) / \max_c Z(c)`, where c runs over the unit eigenvectors of :math:`W^T W` (Arora et
+al., 2016; Mu and Viswanath, 2018; *Too Much in Common*, equations 7 and 8; *Anisotropy is Not Inherent to
+Transformers*, equations 3 and 4).
 """
 
 import math
@@ -25,9 +25,10 @@ class PartitionIsotropy:
     """I(W) and how it was computed.
 
     Attributes:
-        value: I(W), in [0, 1]; 0 only where the ratio is below the smallest number.
-        signs: the convention; see `partition_isotropy`.
-        log_z_min: log of the smallest Z(c). log_z_max: log of the largest.
+        value: I(W), in [0, 1]; 0 only if the ratio underflows.
+        signs: convention for the signs of the eigenvectors; see `partition_isotropy`.
+        log_z_min: logarithm of the smallest Z(c).
+        log_z_max: logarithm of the largest Z(c).
     """
 
     value: float
@@ -40,26 +41,27 @@ class PartitionIsotropy:
 def partition_isotropy(
     embeddings: Tensor, signs: Signs = "as_computed", dtype: torch.dtype = torch.float64
 ) -> PartitionIsotropy:
-    r"""I(W) of an embedding matrix, in log-sum-exp, so that no exponential overflows.
+    r"""Compute I(W) of an embedding matrix with log-sum-exp, so that no exponential overflows.
 
-    The papers take the eigenvectors with the sign that the eigensolver happens to give them, though Z(c) and Z(-c)
-    differ as soon as the mean of the rows is not zero. Their values are therefore those of one LAPACK build. Values
-    to compare with each other want `signs="both"`, which is at most as large and does not depend on the build.
+    An eigenvector is defined up to its sign, but Z(c) and Z(-c) differ unless the mean of the rows is zero. The papers
+    take the sign that the eigensolver returns, so that their values depend on the LAPACK build. Use `signs="both"` for
+    values that are compared with each other: it takes the extremes over c and -c, does not depend on the build, and
+    gives at most the value of the papers' convention.
 
-    Where eigenvalues are equal, the eigenvectors themselves are arbitrary within their common space.
+    If eigenvalues are equal, their eigenvectors are arbitrary within the common eigenspace.
 
     Args:
         embeddings: W, `(n, d)`, one row per word, any floating dtype and device.
         signs: "as_computed", the papers' convention, or "both": minimum and maximum over c and -c.
-        dtype: of the products with W; float32 is enough for four digits. Their sum, the eigenvectors and the
-            logarithms are float64 whatever it is (float32 on MPS).
+        dtype: dtype of the products with W; float32 gives four correct digits. Sums, eigenvectors and logarithms are
+            float64 in any case (float32 on MPS).
 
     Returns:
-        The value in [0, 1], 1 if Z is constant, its convention, and the logarithms that it is the ratio of.
-        Time O(n d^2 + d^3); memory beyond W: some matrices `(d, d)` and blocks of 2 MiB (32 on a GPU).
+        The value in [0, 1], 1 if Z is constant, with its convention and the logarithms of the two extremes.
+        Time O(n d^2 + d^3); memory beyond W: a few matrices `(d, d)` and blocks of 2 MiB (32 MiB on a GPU).
 
     Raises:
-        UserError: if W is not a floating matrix with rows, not finite, or an argument is not one of these.
+        UserError: if W is not a finite floating matrix with rows, or an argument has another value.
 
     >>> cross = torch.cat([torch.eye(3), -torch.eye(3)])
     >>> partition_isotropy(cross).value, partition_isotropy(cross + 1, signs="both").value < 0.2
@@ -73,15 +75,15 @@ def partition_isotropy(
     if embeddings.device.type == "mps":
         dtype = torch.float32
     with full_precision(embeddings.device):
-        directions = _eigenvectors(embeddings, dtype)
-        log_z = _log_partition(embeddings, directions.to(dtype), both=signs == "both")
+        eigenvectors = _eigenvectors(embeddings, dtype)
+        log_z = _log_partition(embeddings, eigenvectors.to(dtype), both=signs == "both")
     low, high = log_z.min().item(), log_z.max().item()
     return PartitionIsotropy(math.exp(low - high), signs, low, high)
 
 
 def _eigenvectors(embeddings: Tensor, dtype: torch.dtype) -> Tensor:
-    """Those of W^T W, `(d, d)`, as columns."""
-    # Squares of very large or small numbers are out of range; a power of two changes no digit of the others.
+    """Return the unit eigenvectors of W^T W as the columns of a matrix `(d, d)`."""
+    # Scaling keeps the squares of very large or small numbers in range; a power of two adds no rounding error.
     largest = max(block.abs().amax().item() for block in wide_blocks(embeddings))
     scale = 2.0 ** -max(-1000, min(1000, math.frexp(largest)[1]))
     dim = embeddings.shape[1]
@@ -94,13 +96,13 @@ def _eigenvectors(embeddings: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _log_partition(embeddings: Tensor, directions: Tensor, both: bool) -> Tensor:
-    """log Z(c) for each column c, `(d,)`, or for c and -c, `(2 d,)`."""
+    """Return log Z(c) for each column c of `directions`, `(d,)`; with `both`, for all c and then all -c, `(2 d,)`."""
     wide = wide_dtype(embeddings.device)
     log_z = torch.full((directions.shape[1] * (2 if both else 1),), -math.inf, dtype=wide, device=embeddings.device)
     for block in wide_blocks(embeddings, directions.dtype):
         scores = (block @ directions).to(wide)
-        part = scores.logsumexp(0)
+        block_log_z = scores.logsumexp(0)
         if both:
-            part = torch.cat([part, (-scores).logsumexp(0)])
-        log_z = torch.logaddexp(log_z, part)
+            block_log_z = torch.cat([block_log_z, (-scores).logsumexp(0)])
+        log_z = torch.logaddexp(log_z, block_log_z)
     return log_z

@@ -1,8 +1,8 @@
-r"""Post-processing of embedding matrices: W -> W', `(n, d)`, one row per word.
+r"""Post-processing of embedding matrices W, `(n, d)` with one row per word: centering and removal of top components.
 
-*Too Much in Common* (Bis et al., 2021), sections 5.1 and 5.2. Each function returns a new matrix of W's dtype and
-device. Statistics and differences are float64 (float32 on MPS), a block of rows at a time, so that the only matrix of
-W's size is the result. Not differentiable.
+The methods are those of *Too Much in Common* (Bis et al., 2021), sections 5.1 and 5.2. Each function returns a new
+matrix of W's dtype and device. Statistics and differences are computed in float64 (float32 on MPS), a block of rows at
+a time, so that the result is the only new matrix of W's size. Not differentiable.
 """
 
 import math
@@ -14,20 +14,20 @@ from torch import Tensor
 
 from istar.errors import UserError
 from istar.measures.moments import full_precision
-from istar.measures.rows import check_matrix, directions, norms_of, split_rows, wide_blocks, wide_dtype
+from istar.measures.rows import check_matrix, row_norms, split_rows, unit_vectors, wide_blocks, wide_dtype
 
 Variant = Literal["corrected", "published"]
 
 
 @torch.no_grad()
 def centered(embeddings: Tensor) -> Tensor:
-    r""":math:`\tilde w = w - \mu`, :math:`\mu` the mean of the rows (equation 9); a second time changes nothing.
+    r"""Subtract the mean :math:`\mu` of the rows from each row, :math:`\tilde w = w - \mu` (equation 9).
 
     Args:
         embeddings: W, `(n, d)`, any floating dtype and device.
 
     Raises:
-        UserError: if W is not a floating matrix with rows, or not finite.
+        UserError: if W is not a finite floating matrix with rows.
     """
     check_matrix(embeddings, "embeddings")
     mean = _mean(embeddings)
@@ -36,30 +36,33 @@ def centered(embeddings: Tensor) -> Tensor:
 
 @torch.no_grad()
 def scaled_centered(embeddings: Tensor) -> Tensor:
-    r""":math:`w' = w - \lVert w \rVert \hat\mu`, :math:`\hat\mu` the mean of the rows' unit vectors (section 5.2).
+    r"""Subtract the mean direction from each row, scaled by the row's norm (section 5.2).
 
-    Every unit vector is shifted alike, :math:`w' = \lVert w \rVert (\hat w - \hat\mu)`, so that the mean of
-    :math:`w' / \lVert w \rVert` is zero, though that of w' is not. For rows of equal norm it is `centered`.
-    A row of zeros stays; it counts in |V| and adds nothing to the sum.
+    The result is :math:`w' = w - \lVert w \rVert \hat\mu = \lVert w \rVert (\hat w - \hat\mu)`, where
+    :math:`\hat\mu` is the mean of the unit vectors :math:`\hat w`. The mean of :math:`w' / \lVert w \rVert` is zero,
+    but the mean of w' is not. If all rows have the same norm, the result equals `centered`. Zero rows do not change;
+    they count as zero vectors in the mean.
 
     Args and Raises as `centered`.
     """
     check_matrix(embeddings, "embeddings")
-    total = torch.stack([directions(block)[0].sum(0) for block in wide_blocks(embeddings)]).sum(0)
+    total = torch.stack([unit_vectors(block)[0].sum(0) for block in wide_blocks(embeddings)]).sum(0)
     mean = total / len(embeddings)
-    return _rowwise(embeddings, lambda block: block - norms_of(block)[:, None] * mean)
+    return _rowwise(embeddings, lambda block: block - row_norms(block)[:, None] * mean)
 
 
 @torch.no_grad()
 def all_but_the_top(embeddings: Tensor, components: int | None = None, variant: Variant = "corrected") -> Tensor:
-    r"""Centers and removes the D first principal components :math:`u_j` of the centered rows.
+    r"""Center the rows and remove their first D principal components :math:`u_j`.
+
+    There are two variants, whose results differ by a constant vector:
 
     - "corrected", *Too Much in Common*, equations 9 to 11: :math:`\hat w = \tilde w - \sum_j (u_j^T \tilde w) u_j`.
-      The result has mean zero and no extent at all along :math:`u_j`.
+      The result has mean zero and no variance along :math:`u_j`.
     - "published", Mu and Viswanath (2018), algorithm 1: :math:`\hat w = \tilde w - \sum_j (u_j^T w) u_j`, with w before
-      centering. The same but for a constant: the mean is :math:`-\sum_j (u_j^T \mu) u_j`.
+      centering. The mean of the result is :math:`-\sum_j (u_j^T \mu) u_j`.
 
-    Neither is idempotent: the next D components are removed the second time.
+    Neither variant is idempotent: a second call removes the next D components.
 
     Args:
         embeddings: as in `centered`.
@@ -67,8 +70,8 @@ def all_but_the_top(embeddings: Tensor, components: int | None = None, variant: 
         variant: see above.
 
     Raises:
-        UserError: as `centered`, and for D or a variant not among these. If the D-th variance equals the next, the
-            directions to remove are arbitrary, but it is not refused.
+        UserError: as `centered`, and for D or a variant that has another value. If the D-th variance equals the next
+            one, the removed directions are arbitrary, which is not an error.
     """
     if variant not in get_args(Variant):
         raise UserError(f"variant is {variant!r}; expected one of {', '.join(get_args(Variant))}")
@@ -82,19 +85,19 @@ def all_but_the_top(embeddings: Tensor, components: int | None = None, variant: 
         top = _principal_directions(embeddings, mean)[:, :components]
 
         def without_top(block: Tensor) -> Tensor:
-            kept = block - mean
-            return kept - (kept if variant == "corrected" else block) @ top @ top.T
+            centered_block = block - mean
+            return centered_block - (centered_block if variant == "corrected" else block) @ top @ top.T
 
         return _rowwise(embeddings, without_top)
 
 
 def _mean(embeddings: Tensor) -> Tensor:
-    # Of the blocks' means, which do not overflow where the sum of all rows would.
+    # The weighted means of the blocks do not overflow where the sum of all rows would.
     return torch.stack([block.mean(0) * (len(block) / len(embeddings)) for block in wide_blocks(embeddings)]).sum(0)
 
 
 def _principal_directions(embeddings: Tensor, mean: Tensor) -> Tensor:
-    """Eigenvectors of the scatter, `(d, d)`, as columns, largest variance first."""
+    """Return the eigenvectors of the scatter matrix as columns `(d, d)`, largest variance first."""
     scatter = torch.zeros(len(mean), len(mean), dtype=mean.dtype, device=mean.device)
     for block in wide_blocks(embeddings):
         scatter += (block - mean).T @ (block - mean)
@@ -102,9 +105,9 @@ def _principal_directions(embeddings: Tensor, mean: Tensor) -> Tensor:
     return vectors.flip(1)
 
 
-def _rowwise(embeddings: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """`change` of each wide block, put into a new matrix of W's dtype."""
+def _rowwise(embeddings: Tensor, transform: Callable[[Tensor], Tensor]) -> Tensor:
+    """Apply a function to blocks of rows in float64, and return the results as a new matrix of W's dtype."""
     result = torch.empty_like(embeddings)
-    for block, place in zip(split_rows(embeddings), split_rows(result), strict=True):
-        place.copy_(change(block.to(wide_dtype(embeddings.device))))
+    for block, target in zip(split_rows(embeddings), split_rows(result), strict=True):
+        target.copy_(transform(block.to(wide_dtype(embeddings.device))))
     return result

@@ -1,4 +1,4 @@
-"""Sums over the processes of a distributed training, differentiable."""
+"""Differentiable sums over the processes of a `torch.distributed` group."""
 
 from typing import Any
 
@@ -8,20 +8,23 @@ from torch import Tensor
 
 
 def world_size(group: dist.ProcessGroup | None = None) -> int:
-    """Number of processes in the group (all processes by default); 1 where none is initialized."""
+    """Return the number of processes in a group (by default all), or 1 if no process group is initialized."""
     return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
 
 
 def sum_over_processes(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """The sum of a tensor over all processes of a group, equal on each of them.
+    """Sum a tensor over all processes of a group, like `all_reduce`, but differentiably and not in place.
 
-    In the backward pass the gradients of all processes are summed likewise. The gradient on each process is then that
-    of the sum of all processes' losses, so that averaging gradients over processes, as DDP does, gives the gradient of
-    the one loss over all points.
+    The backward pass sums the gradients over the processes, too. Each process thus gets the gradient of the sum of all
+    processes' losses. If all processes compute the same loss from the sum, as a penalty does, then DDP's average of
+    the gradients over the processes is the gradient of that loss with respect to all points.
 
     Args:
         tensor: of the same shape and dtype on all processes, on a device that the group's backend supports.
-        group: None is the default group. Without an initialized one, the tensor itself is returned.
+        group: None is the default group.
+
+    Returns:
+        The sum, equal on all processes; the tensor itself without an initialized group, or in a group of one process.
     """
     return tensor if world_size(group) == 1 else _SumOverProcesses.apply(tensor, group)
 

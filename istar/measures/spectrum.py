@@ -1,4 +1,4 @@
-r"""Singular values, effective rank, participation ratio; what single dimensions hold, and which are outliers."""
+"""Singular values, effective rank and participation ratio of a cloud, and moments and outliers of its dimensions."""
 
 from typing import Literal, get_args
 
@@ -14,26 +14,26 @@ OutlierRule = Literal["sigma", "mean", "median"]
 
 @torch.no_grad()
 def singular_values(points: Tensor | Moments, centered: bool = True) -> Tensor:
-    r"""Singular values of a cloud, largest first: of X, or of X less its mean.
+    r"""Compute the singular values of a cloud, of its centered points by default.
 
-    From moments they are the roots of the eigenvalues of the scatter M, or of :math:`M + n m m^T` for the raw ones:
-    the points need not be kept, but what is below 1e-8 of the largest is rounding (below 1e-3 to 1e-4 where float32
-    points were summed). From points they are exact.
+    The singular values of points are exact. Those of moments are the square roots of the eigenvalues of the scatter
+    matrix M, or of :math:`M + n m m^T` if not centered. Moments do not need the points in memory, but singular values
+    below 1e-8 of the largest are rounding errors (below 1e-3 to 1e-4 if float32 points were summed).
 
     Args:
         points: `(n, d)` of any floating dtype, decomposed in float64 (float32 on MPS), or the moments of a cloud.
-        centered: about the mean (the spectrum of PCA; squared and divided by n - 1, the variances of the components)
-            or about the origin. A mean far from the origin adds one large value, which a plot of the raw ones shows
-            as a cone (*Too Much in Common*, section 4.1).
+        centered: subtract the mean first, as PCA does. The squares of the singular values, divided by n - 1, are then
+            the variances of the principal components. If not centered, a mean far from the origin adds one large
+            singular value, which is easily mistaken for a narrow cone (*Too Much in Common*, section 4.1).
 
     Returns:
-        `(d,)`, descending, at least 0, in the points' units; zeros beyond the rank.
+        `(d,)`, descending, in the units of the points; zeros beyond the rank.
 
     Raises:
         UserError: for points of the wrong shape or dtype, moments without points, or values that are not finite.
     """
     if isinstance(points, Moments):
-        return _from_moments(points, centered)
+        return _singular_values_from_moments(points, centered)
     check_matrix(points, "points")
     wide = points.to(wide_dtype(points.device))
     values = torch.linalg.svdvals(wide - wide.mean(0) if centered else wide)
@@ -42,18 +42,20 @@ def singular_values(points: Tensor | Moments, centered: bool = True) -> Tensor:
 
 
 def effective_rank(values: Tensor) -> Tensor:
-    r""":math:`\exp(-\sum_i p_i \log p_i)` with :math:`p_i = \sigma_i / \sum_j \sigma_j` (Roy and Vetterli, 2007).
+    r"""Compute the effective rank, the exponential of the entropy of the normalized singular values.
+
+    With :math:`p_i = \sigma_i / \sum_j \sigma_j`, it is :math:`\exp(-\sum_i p_i \log p_i)` (Roy and Vetterli, 2007).
 
     Args:
-        values: the singular values `(d,)`, any order. Of the variances instead, it is the entropy rank of PCA, which
-            is smaller: say which was taken.
+        values: singular values `(d,)` in any order. Variances are accepted, too; their effective rank is smaller, so
+            reports should say which of the two were used.
 
     Returns:
-        0-d, in [1, d]: d if all are equal, 1 if one is all; unchanged by scale. Float64, differentiable where no
-        value is zero.
+        0-d float64 in [1, d]: d if all values are equal, 1 if only one is not zero. Scaling the values does not change
+        it. Differentiable if no value is zero.
 
     Raises:
-        UserError: unless they are `(d,)`, finite, not negative and not all zero.
+        UserError: unless the values are `(d,)`, finite, not negative and not all zero.
 
     >>> round(effective_rank(torch.tensor([2.0, 2.0, 0.0])).item(), 6)
     2.0
@@ -64,15 +66,16 @@ def effective_rank(values: Tensor) -> Tensor:
 
 
 def participation_ratio(variances: Tensor) -> Tensor:
-    r""":math:`(\sum_i \lambda_i)^2 / \sum_i \lambda_i^2`: how many equal variances would be as concentrated.
+    r"""Compute the participation ratio :math:`(\sum_i \lambda_i)^2 / \sum_i \lambda_i^2`.
 
-    Of the eigenvalues of a covariance it is 1 + (d - 1) IsoScore.
+    If k variances are equal and the others are zero, it is k. For the eigenvalues of a covariance, it is
+    1 + (d - 1) IsoScore.
 
     Args:
-        variances: `(d,)`, any order: eigenvalues of a covariance, or singular values squared.
+        variances: `(d,)` in any order, for example the eigenvalues of a covariance or squared singular values.
 
     Returns:
-        0-d, in [1, d], float64; unchanged by scale.
+        0-d float64 in [1, d]. Scaling the variances does not change it.
 
     Raises:
         UserError: as `effective_rank`.
@@ -84,10 +87,10 @@ def participation_ratio(variances: Tensor) -> Tensor:
 
 
 def variance_shares(variances: Tensor) -> Tensor:
-    """Each value over their sum, `(d,)`, in the given order, float64.
+    """Divide each value by their sum; the result is `(d,)` in float64, in the given order.
 
-    Of a covariance's diagonal: the share of the variance that each dimension holds. Of its eigenvalues: the share of
-    each principal component.
+    For the diagonal of a covariance, these are the shares of the total variance in each dimension; for its eigenvalues,
+    the shares of the principal components.
 
     Raises:
         UserError: as `effective_rank`.
@@ -98,7 +101,7 @@ def variance_shares(variances: Tensor) -> Tensor:
     largest = wide.detach().amax()
     if largest == 0:
         raise UserError("all values are zero: their shares are not defined")
-    # The sum of very large numbers is out of range.
+    # Scaling first keeps the sum of very large numbers in range.
     scaled = wide / largest
     return scaled / scaled.sum()
 
@@ -106,30 +109,33 @@ def variance_shares(variances: Tensor) -> Tensor:
 def outlier_dimensions(
     values: Tensor, k: float = 3.0, rule: OutlierRule = "sigma", reference: Tensor | None = None
 ) -> Tensor:
-    """Dimensions whose value stands out from the others'.
+    """Return the dimensions whose value is an outlier among all dimensions.
 
-    The literature has no one definition; each of its kinds is a rule here:
+    The literature uses several definitions, of which this function implements three rules:
 
-    - "sigma": more than k standard deviations from the mean, both over the dimensions. Kovaleva et al. (2021) with
-      k = 3 for the gains and biases of a LayerNorm; Puccetti et al. (2022) build on theirs.
-    - "mean": absolutely more than k times the mean absolute reference. Rudman et al. (2023) with k = 5 for variances.
-    - "median": absolutely more than k times the median absolute reference, which outliers do not move.
+    - "sigma": the value differs from the mean over dimensions by more than k standard deviations. Kovaleva et al.
+      (2021) use this rule with k = 3 for the gains and biases of a LayerNorm, as do Puccetti et al. (2022).
+    - "mean": the absolute value exceeds k times the mean absolute reference. Rudman et al. (2023) use this rule with
+      k = 5 for variances.
+    - "median": the absolute value exceeds k times the median absolute reference.
 
-    With d dimensions no value is more than (d - 1) / sqrt(d) deviations from the mean, so that "sigma" finds nothing
-    in few dimensions, and many outliers hide each other; "median" has neither weakness.
+    Outliers raise the mean and the standard deviation, so that many outliers can hide each other from the first two
+    rules, but not from "median". In d dimensions, no value is more than (d - 1) / sqrt(d) standard deviations from the
+    mean, so that "sigma" finds no outliers if d is small.
 
     Args:
-        values: `(d,)`, one number per dimension: mean, deviation, variance, gain.
-        k: how many times, above 0.
+        values: `(d,)`, one number per dimension, such as its mean, standard deviation, variance or gain.
+        k: threshold factor, above 0.
         rule: see above.
-        reference: `(d,)`, what the typical size is taken from; the values themselves by default. Means are compared
-            with the deviations: `outlier_dimensions(mean, 5, "median", reference=deviation)`. Not with "sigma".
+        reference: `(d,)`, values whose mean or median is the typical size; by default `values`. For example,
+            `outlier_dimensions(mean, 5, "median", reference=deviation)` compares means with standard deviations.
+            Cannot be combined with "sigma".
 
     Returns:
-        Indices, ascending, int64, on the values' device; possibly none.
+        Indices in ascending order, int64, on the values' device; empty if there are no outliers.
 
     Raises:
-        UserError: on shapes or dtypes that do not fit, values that are not finite, or an argument not among these.
+        UserError: if shapes or dtypes do not match, values are not finite, or an argument has another value.
     """
     if rule not in get_args(OutlierRule):
         raise UserError(f"rule is {rule!r}; expected one of {', '.join(get_args(OutlierRule))}")
@@ -140,9 +146,9 @@ def outlier_dimensions(
         if reference is not None:
             raise UserError("a reference was given with rule 'sigma'; expected it with 'mean' or 'median' alone")
         centered = wide - wide.mean()
-        far = centered.abs() > k * centered.square().mean().sqrt()
-        # Equal values differ from their mean by rounding alone.
-        return (far & (wide.amax() > wide.amin())).nonzero().squeeze(1)
+        is_outlier = centered.abs() > k * centered.square().mean().sqrt()
+        # Equal values are no outliers, though rounding can make them differ from their mean.
+        return (is_outlier & (wide.amax() > wide.amin())).nonzero().squeeze(1)
     sizes = wide if reference is None else _per_dimension(reference, "reference")
     if sizes.shape != wide.shape:
         raise UserError(f"reference has shape {tuple(sizes.shape)}; expected {tuple(wide.shape)} like the values")
@@ -151,17 +157,20 @@ def outlier_dimensions(
 
 
 class DimensionMoments:
-    r"""Accumulates each dimension's mean and its sums of powers :math:`M_p = \sum_i (x_i - m)^p`, p = 2, 3, 4.
+    r"""Accumulates mean, variance, skewness and kurtosis of each dimension over a stream of batches.
 
-    Each block is summed about its own mean and merged exactly by the formulas of Pebay (2008), so that neither a mean
-    of many deviations nor a long stream costs precision. Not differentiable.
+    The accumulated sums are :math:`M_p = \sum_i (x_i - m)^p` for p = 2, 3, 4. Each block is summed about its own mean
+    and merged by the exact formulas of Pebay (2008). This keeps precision for long streams and for points whose mean is
+    much larger than their deviation. Not differentiable.
 
     Args:
         dim: d, at least 1.
-        device: where the sums live; points must be on the same device. They are float64 (float32 on MPS).
+        device: device of the sums; points must be on the same device. Sums are float64 (float32 on MPS).
 
     Attributes:
-        count: n, 0-d. mean: `(d,)`. m2, m3, m4: `(d,)`.
+        count: n, 0-d.
+        mean: m, `(d,)`.
+        m2, m3, m4: the sums of powers, `(d,)` each.
     """
 
     def __init__(self, dim: int, device: torch.device | str | None = None) -> None:
@@ -173,16 +182,19 @@ class DimensionMoments:
 
     @classmethod
     def of(cls, points: Tensor, mask: Tensor | None = None) -> "DimensionMoments":
-        """The moments of one batch; see `update`."""
+        """Create an accumulator from one batch; see `update`."""
         rows = select_rows(points, mask)
         return cls(rows.shape[1], rows.device).update(rows)
 
     @torch.no_grad()
     def update(self, points: Tensor, mask: Tensor | None = None) -> "DimensionMoments":
-        """Add a batch: `points` `(..., d)`, any floating dtype; `mask` `(...)`, bool or 0/1. Returns itself.
+        """Add a batch: `points` `(..., d)`, any floating dtype; `mask` `(...)`, bool or 0/1.
+
+        Returns:
+            This accumulator.
 
         Raises:
-            UserError: on shapes that do not fit or points that are not floating.
+            UserError: if shapes do not match, or the points are not floating.
         """
         rows = select_rows(points, mask, self.mean.shape[0])
         for block in wide_blocks(rows) if len(rows) else ():
@@ -194,7 +206,7 @@ class DimensionMoments:
         return self
 
     def merge(self, other: "DimensionMoments") -> "DimensionMoments":
-        """Add what another accumulator has seen, as if its points had been seen here. Returns itself."""
+        """Add the points of another accumulator of the same dimension. Returns this accumulator."""
         if other.mean.shape != self.mean.shape:
             raise UserError(
                 f"cannot merge moments of {other.mean.shape[0]} dimensions into moments of {self.mean.shape[0]}"
@@ -202,34 +214,35 @@ class DimensionMoments:
         return self._add(*(value.to(self.mean) for value in (other.count, other.mean, other.m2, other.m3, other.m4)))
 
     def variance(self, correction: int = 1) -> Tensor:
-        """M_2 / (n - correction), `(d,)`, in squared units of the points.
+        """Return M_2 / (n - correction), `(d,)`, in squared units of the points.
 
         Raises:
-            UserError: with fewer than `correction + 1` points, or points that were not finite.
+            UserError: with fewer than `correction + 1` points, or points that are not finite.
         """
         self._check(correction + 1)
         return self.m2 / (self.count - correction)
 
     def deviation(self, correction: int = 1) -> Tensor:
-        """The root of `variance`, `(d,)`."""
+        """Return the standard deviation, the square root of `variance`, `(d,)`."""
         return self.variance(correction).sqrt()
 
     def skewness(self) -> Tensor:
-        r""":math:`\sqrt n M_3 / M_2^{3/2}`, `(d,)`, not corrected for bias; NaN where all points are equal.
+        r"""Return :math:`\sqrt n M_3 / M_2^{3/2}`, `(d,)`, not corrected for bias; NaN where all coordinates are equal.
 
         Raises:
-            UserError: without points, or with points that were not finite.
+            UserError: without points, or with points that are not finite.
         """
         self._check(1)
         return self.count.sqrt() * self.m3 / self.m2.pow(1.5)
 
     def kurtosis(self, excess: bool = True) -> Tensor:
-        r""":math:`n M_4 / M_2^2`, less 3 if `excess`, `(d,)`: 0 for a Gaussian, large where few points are far out.
+        r"""Return :math:`n M_4 / M_2^2`, minus 3 if `excess`, `(d,)`, not corrected for bias.
 
-        Not corrected for bias; at least -2 (or 1); NaN where all points are equal.
+        The excess kurtosis is at least -2, 0 for a Gaussian and large if a few points are far from the mean. NaN where
+        all coordinates are equal.
 
         Raises:
-            UserError: without points, or with points that were not finite.
+            UserError: without points, or with points that are not finite.
         """
         self._check(1)
         return self.count * self.m4 / self.m2.square() - (3 if excess else 0)
@@ -238,7 +251,7 @@ class DimensionMoments:
         if count == 0:
             return self
         a, b, n = self.count, count, self.count + count
-        # d / n rather than d: the powers of the counts would be out of range in float32.
+        # Dividing the difference of the means by n keeps powers of the counts in range of float32.
         delta = (mean - self.mean) / n
         weight = a * b * delta.square() * n
         self.m4 = (
@@ -254,27 +267,27 @@ class DimensionMoments:
         self.count = n
         return self
 
-    def _check(self, needed: int) -> None:
-        if self.count < needed:
-            raise UserError(f"{self.count:g} points have no such moment; expected at least {needed}")
+    def _check(self, min_count: int) -> None:
+        if self.count < min_count:
+            raise UserError(f"{self.count:g} points have no such moment; expected at least {min_count}")
         if not (self.mean.isfinite().all() and self.m4.isfinite().all()):
             raise NonFiniteError("the points, or their fourth powers, are not finite; look for NaN or infinite values")
 
 
-def _from_moments(moments: Moments, centered: bool) -> Tensor:
+def _singular_values_from_moments(moments: Moments, centered: bool) -> Tensor:
     if moments.count < 1:
         raise UserError("0 points have no singular values; expected at least 1")
     scatter, mean = moments.scatter.detach(), moments.mean.detach()
     if not centered:
         scatter = scatter + moments.count.detach() * torch.outer(mean, mean)
     check_finite(scatter, "the points")
-    # Rounding makes zero eigenvalues negative.
+    # Rounding can make eigenvalues that are zero negative.
     values: Tensor = torch.linalg.eigvalsh(scatter).flip(0).clamp(min=0).sqrt()
     return values
 
 
 def _per_dimension(values: Tensor, name: str) -> Tensor:
-    """One number per dimension, float64."""
+    """Check that there is one finite number per dimension, `(d,)`, and return them in float64."""
     if values.dim() != 1 or not len(values):
         raise UserError(f"{name} have shape {tuple(values.shape)}; expected (d,)")
     if not values.is_floating_point():

@@ -1,4 +1,7 @@
-"""Penalties on hidden states as torch losses, and how one is fastened to a model. Needs torch alone."""
+"""Penalties on hidden states as torch losses, and `attach`, which adds a penalty to a model.
+
+This package depends on torch only.
+"""
 
 from istar.regularizers.attach import Watch, attach
 from istar.regularizers.base import Penalty, Terms

@@ -1,4 +1,4 @@
-"""How a penalty is fastened to a model: three lines in anybody's training loop."""
+"""`attach`, which adds a penalty on hidden states to the forward passes of a model."""
 
 import warnings
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,10 @@ from istar.regularizers.shrinkage import NUM_POINTS, hidden_state_moments, to_co
 
 
 def attach(model: nn.Module, penalty: Penalty, modules: Sequence[nn.Module] | None = None) -> "Watch":
-    """Fasten a penalty to a model, so that every forward pass with gradients prepares its loss.
+    """Attach a penalty to a model, so that each forward pass with gradients reads the hidden states for it.
+
+    After a forward pass, `loss()` returns the penalty, which the training loop adds to its loss. `refresh()` computes
+    the shrinkage covariance of `IStar`, usually before each epoch.
 
     >>> import istar, transformers
     >>> config = transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=50, bos_token_id=0, eos_token_id=0)
@@ -29,29 +32,29 @@ def attach(model: nn.Module, penalty: Penalty, modules: Sequence[nn.Module] | No
     >>> watch.remove()
 
     Args:
-        model: a transformers model: bare, with a head, or wrapped by PEFT, DDP, FSDP2 or a module of yours. Attach
-            before the first call of a compiled model. With `modules`, any module.
+        model: a transformers model, bare, with a head, or inside of PEFT, DDP, FSDP2 or another module. A compiled
+            model must not have been called before. With `modules`, any module.
         penalty: `IStar`, `CosReg` or any other `Penalty`.
-        modules: for a model that is not of transformers: the modules whose outputs are the hidden states of layers 1
-            to L. The mask is the model's argument `attention_mask`, if it has one.
+        modules: for models that are not transformers models, the modules whose outputs are the hidden states of layers
+            1 to L. The mask is the model's argument `attention_mask`, if it has one.
 
     Returns:
-        A `Watch`, which is also a context manager: at its end the hooks are removed.
+        A `Watch`, which can be used as a context manager that removes the hooks at its end.
 
     Raises:
-        UserError: if the model's hidden states cannot be read, or do not have the layers that the penalty names.
+        UserError: if the model's hidden states cannot be read, or a layer of the penalty does not exist.
     """
     return Watch(model, penalty, modules)
 
 
 class Watch:
-    """A penalty on the forward passes of a model; see `attach`.
+    """A penalty that is attached to a model; returned by `attach`.
 
-    The attention mask is that of the call, padded on either side; without one, all tokens count. Passes without
-    gradients are not read, so that evaluation costs nothing. Under gradient checkpointing each state counts once.
+    The attention mask is the argument of the model's forward pass; without one, all tokens count. Forward passes
+    without gradients are not read, so that evaluation has no overhead. Gradient checkpointing is supported.
 
     Attributes:
-        penalty: the penalty, whose `last` holds the terms of the latest `loss()`.
+        penalty: the penalty; its attribute `last` holds the terms of the latest `loss()`.
     """
 
     def __init__(self, model: nn.Module, penalty: Penalty, modules: Sequence[nn.Module] | None = None) -> None:
@@ -64,13 +67,13 @@ class Watch:
     @property
     def num_layers(self) -> int:
         """Number of layers whose hidden states the penalty reads in each pass."""
-        return self._reader.num_chosen
+        return self._reader.num_selected
 
     def loss(self) -> Tensor:
-        """The weighted penalty of the latest forward pass, to be added to the task loss.
+        """Compute the weighted penalty of the latest forward pass, to be added to the task loss.
 
         Returns:
-            0-d tensor, see `Penalty.forward`. 0 if the weight is 0, or if layerdrop skipped all chosen layers.
+            0-d tensor, see `Penalty.forward`. It is 0 if the weight is 0, or if layerdrop skipped all selected layers.
 
         Raises:
             UserError: if there was no forward pass with gradients since the last call.
@@ -81,11 +84,11 @@ class Watch:
         return self.combine(self.take())
 
     def take(self) -> list[Any]:
-        """The layers' summaries of the latest pass, for a loss over several passes: see `combine`."""
+        """Return the layers' summaries of the latest pass. Lists of several passes can be joined for `combine`."""
         return self._reader.take()
 
     def combine(self, summaries: Sequence[Any]) -> Tensor:
-        """The weighted penalty of the union of the layers of one or several passes, taken by `take`."""
+        """Compute the weighted penalty of the union of the layers of one or several passes, given by `take`."""
         if not summaries:
             return self._zero()
         loss = self.penalty.combine(summaries)
@@ -97,24 +100,23 @@ class Watch:
         return loss
 
     def refresh(self, loader: Iterable[Any], num_points: int | None = NUM_POINTS, momentum: float = 0.0) -> int:
-        """Compute Sigma_S from batches of data, as *Stable Anisotropic Regularization* does before every epoch.
+        """Compute the shrinkage covariance Sigma_S of an `IStar` penalty from batches of data.
 
-        The model runs in eval mode without gradients, in the precision of the surrounding `torch.autocast`, if any; its
-        training mode and all random number generators are afterwards as they were. Does nothing for a penalty that has
-        no Sigma_S.
+        *Stable Anisotropic Regularization* does this before every epoch. The model runs in eval mode without gradients,
+        in the precision of the surrounding `torch.autocast`, if any. Afterwards, its training mode and the states of
+        all random number generators are restored. Does nothing for penalties without Sigma_S.
 
         Args:
-            loader: batches as the model takes them, labels included or not, in random order; for a progress bar, wrap
-                it in one.
-            num_points: points to use, counted over the chosen layers of all processes; None, or more points than
-                there are, uses all batches.
-            momentum: how much of the previous Sigma_S to keep, in [0, 1); 0 replaces it.
+            loader: batches in random order that the model accepts; labels are ignored.
+            num_points: number of points to use, counted over the selected layers of all processes. None uses all
+                batches, as does a number that is larger than the number of points.
+            momentum: weight of the previous Sigma_S in the new one, in [0, 1).
 
         Returns:
             The number of points used.
 
         Raises:
-            UserError: for fewer than 2 points, points that are not finite, or a momentum outside of [0, 1).
+            UserError: for fewer than 2 points, points that are not finite, or a momentum outside [0, 1).
         """
         if not isinstance(self.penalty, IStar) or not self.penalty.needs_shrinkage_covariance:
             return 0
@@ -138,7 +140,7 @@ class Watch:
         return int(moments.count)
 
     def remove(self) -> None:
-        """Take the hooks off the model."""
+        """Remove the hooks from the model."""
         self._reader.remove()
 
     def __enter__(self) -> Self:
@@ -150,7 +152,7 @@ class Watch:
         self.remove()
 
     def _is_active(self) -> bool:
-        # 0 x NaN is NaN: with weight 0 the penalty is not computed at all.
+        # With weight 0 the penalty is skipped, because 0 times a NaN penalty would be NaN.
         return torch.is_grad_enabled() and self.penalty.weight != 0
 
     def _zero(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""What every penalty on hidden states has in common."""
+"""The base class of penalties on hidden states."""
 
 import math
 from abc import ABC, abstractmethod
@@ -14,13 +14,13 @@ from istar.regularizers.points import ALL_TOKENS, Layers, Tokens, select_layers
 
 
 class Terms(NamedTuple):
-    """A penalty before its weight, and what it was computed from; all 0-d tensors.
+    """The unweighted penalty of a batch and the quantities behind it, all 0-d tensors.
 
     Attributes:
         value: the penalty, differentiable.
-        score: the measure that the penalty pushes, such as IsoScore*.
-        points: number of points in the cloud, over all processes.
-        zeta: the shrinkage weight, where it is estimated from the points.
+        score: the measure that the penalty changes, such as IsoScore*.
+        points: number of points, over all processes if the penalty is computed from the points of all.
+        zeta: the weight of the shrinkage covariance if it is estimated from the points, otherwise None.
     """
 
     value: Tensor
@@ -29,29 +29,32 @@ class Terms(NamedTuple):
     zeta: Tensor | None = None
 
     def detach(self) -> Self:
-        """The same terms without their graph, for logs."""
+        """Return the terms without their autograd graph, for logs."""
         zeta = None if self.zeta is None else self.zeta.detach()
         return type(self)(self.value.detach(), self.score.detach(), self.points.detach(), zeta)
 
 
 class Penalty(nn.Module, ABC):
-    """A penalty on hidden states, a loss like any other: `loss = task_loss + penalty(hidden_states, attention_mask)`.
+    """A penalty on hidden states, used like any loss: `loss = task_loss + penalty(hidden_states, attention_mask)`.
 
-    The points of all chosen layers form one cloud. Each layer is summarized by itself, as soon as a model has computed
-    it, and the score is computed from the summaries.
+    The points of all selected layers form one cloud. The penalty is computed in two steps: `summarize` reduces each
+    layer to a few sums over its points, and `combine` computes the weighted penalty of the union of all layers from
+    these sums. Layers can therefore be summarized one by one, as soon as the model computes them.
+
+    A subclass implements `summarize_points` and `score`.
 
     Args:
-        weight: lambda, any finite number. It may be changed at any time, for example by a schedule.
-        layers: see `istar.regularizers.points.select_layers`.
+        weight: lambda, any finite number. It can be changed at any time, for example by a schedule.
+        layers: layers whose hidden states are penalized; see `istar.regularizers.points.select_layers`.
         include_padding: count padding tokens as points.
-        sync: one cloud of the points of all processes, instead of one cloud per process.
-        group: the process group of that cloud; None is the default group.
+        sync: compute one penalty from the points of all processes, instead of one per process.
+        group: process group for `sync`; None is the default group.
 
     Attributes:
-        last: detached terms of the last penalty, for logs; None before the first.
+        last: detached terms of the latest penalty, for logs; None before the first one.
 
     Raises:
-        UserError: for a weight that is not finite.
+        UserError: if the weight is not finite.
     """
 
     measure: str
@@ -82,43 +85,48 @@ class Penalty(nn.Module, ABC):
         return f"weight={self.weight}, layers={self.layers!r}"
 
     def forward(self, hidden_states: Sequence[Tensor], attention_mask: Tensor | None = None) -> Tensor:
-        """The weighted penalty of a batch; its terms are in `last` afterwards.
+        """Compute the weighted penalty of a batch, and store its terms in `last`.
 
         Args:
-            hidden_states: embedding output and the output of every layer, `(batch, tokens, d)` each, as transformers'
-                `output_hidden_states=True` returns them; any floating dtype, sums are float32 or wider.
+            hidden_states: the embedding output and the output of each layer, `(batch, tokens, d)` each, any floating
+                dtype, as transformers returns them with `output_hidden_states=True`. Sums are float32 or wider.
             attention_mask: `(batch, tokens)`, 1 for tokens and 0 for padding; None counts all tokens.
 
         Returns:
-            0-d tensor on the hidden states' device: float32, or float64 for float64 states. NaN where the points have
-            no score: fewer than two, all equal, or not finite. With weight 0 it is 0, whatever the states hold.
+            0-d tensor on the hidden states' device: float64 for float64 states, otherwise float32. NaN if the points
+            have no score, because there are fewer than two, all are equal, or some are not finite. With weight 0, the
+            result is always 0.
 
         Raises:
-            UserError: for shapes that do not fit, or layers that do not exist.
+            UserError: if shapes do not match, or a layer does not exist.
         """
-        chosen = select_layers(hidden_states, self.layers)
+        selected = select_layers(hidden_states, self.layers)
         if self.weight == 0:
-            return torch.zeros((), device=chosen[0].device)
+            return torch.zeros((), device=selected[0].device)
         tokens = Tokens(attention_mask)
-        return self.combine([self.summarize(state, tokens) for state in chosen])
+        return self.combine([self.summarize(state, tokens) for state in selected])
 
     def combine(self, summaries: Sequence[Any]) -> Tensor:
-        """The weighted penalty of the union of layers that `summarize` has summarized, as `forward` returns it."""
+        """Compute the weighted penalty of the union of summarized layers, as `forward` does."""
         terms = self.score(summaries)
         self.last = terms.detach()
         return self.weight * terms.value
 
     def summarize(self, hidden_state: Tensor, tokens: Tokens) -> Any:
-        """What the score needs of one layer `(batch, tokens, d)`: sums over its points."""
+        """Reduce the hidden state of one layer, `(batch, tokens, d)`, to the sums that `score` needs.
+
+        Raises:
+            UserError: if the hidden state is not floating, or its shape does not match the attention mask.
+        """
         tokens = ALL_TOKENS if self.include_padding else tokens
         tokens.check(hidden_state)
         with torch.autocast(hidden_state.device.type, enabled=False):
-            return self.summarize_points(hidden_state.flatten(0, -2), tokens.rows)
+            return self.summarize_points(hidden_state.flatten(0, -2), tokens.indices)
 
     @abstractmethod
-    def summarize_points(self, points: Tensor, rows: Tensor | None) -> Any:
-        """`summarize` of those rows of points `(n, d)` that count, all for None; outside of autocast."""
+    def summarize_points(self, points: Tensor, indices: Tensor | None) -> Any:
+        """Reduce points `(n, d)` to sums, over the given row indices or, if None, over all rows; without autocast."""
 
     @abstractmethod
     def score(self, summaries: Sequence[Any]) -> Terms:
-        """The terms of the union of the summarized layers, over all processes if `sync` is set."""
+        """Compute the terms of the union of summarized layers, over all processes if `sync` is set."""

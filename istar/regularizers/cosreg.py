@@ -1,7 +1,8 @@
-r"""CosReg: :math:`\lambda \frac{1}{M^2} \sum_i \sum_{j \ne i} \hat x_i^T \hat x_j`, with :math:`\hat x = x / ||x||`.
+r"""The CosReg penalty, :math:`\lambda \frac{1}{M^2} \sum_i \sum_{j \ne i} \hat x_i^T \hat x_j`, with unit vectors
+:math:`\hat x = x / \lVert x \rVert`.
 
-*Stable Anisotropic Regularization*, equation (1), after Gao et al. (2019). The double sum is
-:math:`\lVert \sum_i \hat x_i \rVert^2 - M`, so M points cost O(M d) rather than O(M^2 d).
+*Stable Anisotropic Regularization*, equation (1), after Gao et al. (2019). The double sum is computed as
+:math:`\lVert \sum_i \hat x_i \rVert^2 - M`, in time O(M d) for M points instead of O(M^2 d).
 """
 
 from collections.abc import Sequence
@@ -17,9 +18,10 @@ from istar.regularizers.points import Layers, Tokens
 
 
 class CosReg(Penalty):
-    """The average cosine of the points of the chosen layers, which is the last layer in the paper.
+    """The CosReg penalty, the average cosine of the hidden states of the selected layers.
 
-    A positive weight spreads the directions of the points, a negative one aligns them. Arguments as in `Penalty`.
+    A positive weight spreads the directions of the points, and a negative weight aligns them. Arguments are as in
+    `Penalty`; `layers` is by default the last layer, as in the paper.
     """
 
     measure = "average_cosine"
@@ -34,12 +36,12 @@ class CosReg(Penalty):
     ) -> None:
         super().__init__(weight, layers, include_padding, sync, group)
 
-    def summarize_points(self, points: Tensor, rows: Tensor | None) -> Tensor:
-        """Sum of the unit vectors, number of unit vectors and number of points: `(d + 2,)`."""
-        points = points if rows is None else points.index_select(0, rows)
+    def summarize_points(self, points: Tensor, indices: Tensor | None) -> Tensor:
+        """Return the sum of the unit vectors, the number of nonzero points and the number of points: `(d + 2,)`."""
+        points = points if indices is None else points.index_select(0, indices)
         points = points.to(torch.promote_types(points.dtype, torch.float32))
         norms = torch.linalg.vector_norm(points, dim=-1, keepdim=True)
-        # A zero vector has no direction: its cosine with any other is 0, and so is its gradient.
+        # Dividing by infinity gives zero vectors the cosine 0 with all others, and the gradient 0.
         units = points / norms.masked_fill(norms == 0, torch.inf)
         counts = torch.stack([norms.count_nonzero().to(norms.dtype), norms.new_tensor(len(points))])
         return torch.cat([units.sum(0), counts])
@@ -51,24 +53,26 @@ class CosReg(Penalty):
         sums = torch.stack(list(summaries)).sum(0)
         if self.sync:
             sums = sum_over_processes(sums, self.group)
-        total, directions, count = sums[:-2], sums[-2], sums[-1]
-        # 0 / 0 without points is NaN.
-        value = (total.square().sum() - directions) / count.square()
+        total, num_nonzero, count = sums[:-2], sums[-2], sums[-1]
+        # Without points, 0 / 0 gives NaN.
+        value = (total.square().sum() - num_nonzero) / count.square()
         return Terms(value, value, count)
 
 
 def cosine_penalty(hidden_states: Sequence[Tensor], attention_mask: Tensor | None = None) -> Tensor:
-    r""":math:`(\lVert \sum_i \hat x_i \rVert^2 - M) / M^2` over the M points of all layers given, in this process.
+    r"""Compute the unweighted CosReg of all given hidden states, without communication between processes.
+
+    It is :math:`(\lVert \sum_i \hat x_i \rVert^2 - M) / M^2` over the M points of all layers.
 
     Args:
-        hidden_states: tensors `(batch, tokens, d)`, any floating dtype; sums are float32 or wider.
+        hidden_states: one tensor `(batch, tokens, d)` per layer, any floating dtype; sums are float32 or wider.
         attention_mask: `(batch, tokens)`, 1 for tokens and 0 for padding; None counts all tokens.
 
     Returns:
         0-d tensor in [-1 / M, 1 - 1 / M], float32 or wider, differentiable; NaN without points.
 
     Raises:
-        UserError: when shapes do not fit, or without hidden states.
+        UserError: if shapes do not match, or there are no hidden states.
     """
     if not hidden_states:
         raise UserError("no hidden states were given; expected at least one layer")

@@ -1,12 +1,12 @@
-r"""I-STAR: :math:`\lambda \, (1 - \mathrm{IsoScore}^*(\bigcup_l X_l, \zeta, \Sigma_S))`.
+r"""The I-STAR penalty, :math:`\lambda \, (1 - \mathrm{IsoScore}^*(\bigcup_l X_l, \zeta, \Sigma_S))`.
 
-*Stable Anisotropic Regularization* (Rudman and Eickhoff, ICLR 2024), equation (2). Negative weights lower isotropy,
-positive weights raise it. Two variants go beyond the paper: a zeta that is estimated from each batch, and the unbiased
-score, which needs neither zeta nor Sigma_S.
+*Stable Anisotropic Regularization* (Rudman and Eickhoff, ICLR 2024), equation (2). Training with a positive weight
+increases isotropy, and with a negative weight decreases it. Two options are not in the paper: a zeta that is estimated
+from each batch, and the unbiased score, which needs neither zeta nor Sigma_S.
 
-How the gradient is made: each layer is reduced to its number of points, mean and scatter
-(`istar.measures.moments.mean_and_scatter`, whose backward pass is one matrix product). Everything after that, the union
-of the layers, the shrinkage and the closed form of IsoScore, is plain autograd on a few `(d, d)` matrices.
+The gradient is computed in two steps. First, each layer is reduced to its number of points, mean and scatter matrix by
+`istar.measures.moments.mean_and_scatter`, an autograd function whose backward pass is one matrix product. Second, the
+moments of the layers are merged, shrunk and scored by ordinary autograd operations on a few matrices `(d, d)`.
 """
 
 from collections.abc import Sequence
@@ -19,18 +19,18 @@ from torch import Tensor
 from istar.errors import UserError
 from istar.measures.isoscore import (
     check_covariance,
-    closed_form,
     covariance_or_nan,
-    unchecked_intensity,
-    unchecked_unbiased_score,
+    unchecked_isoscore,
+    unchecked_isoscore_unbiased,
+    unchecked_shrinkage_intensity,
 )
 from istar.measures.moments import (
-    CloudMoments,
+    BatchMoments,
     FourthMoments,
     Moments,
     fourth_moments,
     mean_and_scatter,
-    merge_clouds,
+    merge_moments,
 )
 from istar.regularizers.base import Penalty, Terms
 from istar.regularizers.points import Layers
@@ -41,31 +41,30 @@ COMPUTE = ("float32", "bfloat16")
 
 
 class IStar(Penalty):
-    r"""The I-STAR penalty: 1 - IsoScore\* of the union of the hidden states of the chosen layers.
+    r"""The I-STAR penalty, 1 - IsoScore\* of the union of the hidden states of the selected layers.
 
     Args:
-        weight: lambda, any finite number. Negative values lower isotropy, positive values raise it.
-        zeta: weight of the shrinkage covariance, 0 to 1, or `auto`: estimated anew from each batch
-            (`istar.measures.shrinkage_intensity`) and a constant in the gradient.
+        weight: lambda, any finite number. Positive weights increase isotropy, negative weights decrease it.
+        zeta: weight of the shrinkage covariance Sigma_S, 0 to 1. With `auto`, zeta is estimated from each batch by
+            `istar.measures.shrinkage_intensity`, and is a constant in the gradient.
         layers: `all` (the outputs of all layers), `last`, `with_embeddings`, or a list of layer numbers.
         include_padding: count padding tokens as points, as the published code does.
-        sync: one cloud of the points of all processes (the default) instead of one cloud per process.
-        group: the process group of that cloud; None is the default group.
-        estimator: `shrinkage`, the paper's, or `unbiased` (`istar.measures.isoscore_unbiased`), for which zeta must
-            be 0. Where the unbiased score exceeds 1, the penalty is 0 and has no gradient: otherwise a positive weight
+        sync: compute one penalty from the points of all processes (the default), instead of one per process.
+        group: process group for `sync`; None is the default group.
+        estimator: `shrinkage`, as in the paper, or `unbiased` (`istar.measures.isoscore_unbiased`), which requires
+            zeta 0. The unbiased score is clipped at 1, where its gradient is 0. Without clipping, a positive weight
             would make the points of a batch orthogonal rather than isotropic.
-        compute: `float32`, or `bfloat16` for the two matrix products with the points; all other sums are float32 or
-            wider in both. See `istar.measures.moments.mean_and_scatter` for the error. Not for the unbiased estimator
-            and zeta `auto`, whose fourth powers need the digits.
+        compute: dtype of the two matrix products with the points, `float32` or `bfloat16`; all other sums are float32
+            or wider. See `istar.measures.moments.mean_and_scatter` for the error. The unbiased estimator and zeta
+            `auto` require float32, because their fourth powers would lose too many digits.
 
     Attributes:
-        shrinkage_covariance: Sigma_S, `(d, d)`: a buffer, so that it is saved in the `state_dict` and moves with `to`.
-            None until it is set, which must happen before the first penalty unless zeta is 0. It is checked when it
-            is set.
+        shrinkage_covariance: Sigma_S, `(d, d)`, or None before it is set. Unless zeta is 0, it must be set before the
+            first penalty is computed. It is a buffer: `state_dict` contains it, and `to` moves it. Each new value is
+            checked.
 
     Raises:
-        UserError: for a weight, zeta, estimator or precision outside of these, and for a Sigma_S that is not a
-            covariance.
+        UserError: for an argument that is not among the values above, and for a Sigma_S that is not a covariance.
 
     >>> penalty = IStar(weight=-1.0, zeta=0.4)
     >>> penalty.shrinkage_covariance = torch.eye(8)
@@ -104,7 +103,7 @@ class IStar(Penalty):
         self.compute = compute
         self.measure = "isoscore_star" if estimator == "shrinkage" else "isoscore_unbiased"
         self.register_buffer("shrinkage_covariance", None)
-        self.register_load_state_dict_pre_hook(_receive_shrinkage_covariance)
+        self.register_load_state_dict_pre_hook(_resize_shrinkage_covariance)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "shrinkage_covariance" and value is not None:
@@ -116,41 +115,38 @@ class IStar(Penalty):
         return f"{super().extra_repr()}, zeta={self.zeta}, estimator={self.estimator}, compute={self.compute}"
 
     @property
-    def products(self) -> torch.dtype | None:
-        """Dtype of the products with the points; None is the dtype of the sums."""
-        return torch.bfloat16 if self.compute == "bfloat16" else None
-
-    @property
     def needs_shrinkage_covariance(self) -> bool:
+        """Whether the score depends on Sigma_S."""
         return self.zeta != 0
 
-    def summarize_points(self, points: Tensor, rows: Tensor | None) -> CloudMoments:
+    def summarize_points(self, points: Tensor, indices: Tensor | None) -> BatchMoments:
         if self.needs_shrinkage_covariance and self.shrinkage_covariance is None:
             raise UserError("the shrinkage covariance is not set; zeta > 0 needs it before the first step")
         if self.estimator == "unbiased" or self.zeta == AUTO:
-            return fourth_moments(points, rows=rows)
-        return mean_and_scatter(points, products=self.products, rows=rows)
+            return fourth_moments(points, indices=indices)
+        matmul_dtype = torch.bfloat16 if self.compute == "bfloat16" else None
+        return mean_and_scatter(points, matmul_dtype=matmul_dtype, indices=indices)
 
-    def score(self, summaries: Sequence[CloudMoments]) -> Terms:
-        moments = merge_clouds(summaries)
+    def score(self, summaries: Sequence[BatchMoments]) -> Terms:
+        moments = merge_moments(summaries)
         if moments.dim < 2:
             raise UserError(f"isotropy needs at least 2 dimensions; the hidden states have {moments.dim}")
         if self.sync:
             moments = moments.all_reduce(self.group)
-        score, zeta = self._score(moments)
-        # A 0-d float64 term would make the whole loss float64.
+        score, zeta = self._score_and_zeta(moments)
+        # Without this conversion, the float64 score would make the total loss float64.
         score = score.to(summaries[0].scatter.dtype)
         value = 1 - (score.clamp(max=1) if self.estimator == "unbiased" else score)
         return Terms(value, score, moments.count, zeta)
 
-    def _score(self, moments: Moments) -> tuple[Tensor, Tensor | None]:
-        """The score, and zeta where it is estimated."""
+    def _score_and_zeta(self, moments: Moments) -> tuple[Tensor, Tensor | None]:
+        """Return the score, and zeta if it is estimated from the points."""
         if self.estimator == "unbiased":
             assert isinstance(moments, FourthMoments)
-            return unchecked_unbiased_score(moments), None
+            return unchecked_isoscore_unbiased(moments), None
         covariance = covariance_or_nan(moments)
         if self.shrinkage_covariance is None:
-            return closed_form(covariance), None
+            return unchecked_isoscore(covariance), None
         if self.shrinkage_covariance.shape != covariance.shape:
             raise UserError(
                 f"the shrinkage covariance has shape {tuple(self.shrinkage_covariance.shape)}; expected "
@@ -158,16 +154,16 @@ class IStar(Penalty):
             )
         shrinkage = self.shrinkage_covariance.to(covariance)
         if isinstance(moments, FourthMoments):
-            zeta = unchecked_intensity(moments, shrinkage)
-            return closed_form(torch.lerp(covariance, shrinkage, zeta)), zeta
+            zeta = unchecked_shrinkage_intensity(moments, shrinkage)
+            return unchecked_isoscore(torch.lerp(covariance, shrinkage, zeta)), zeta
         assert not isinstance(self.zeta, str)
-        return closed_form((1 - self.zeta) * covariance + self.zeta * shrinkage), None
+        return unchecked_isoscore((1 - self.zeta) * covariance + self.zeta * shrinkage), None
 
 
-def _receive_shrinkage_covariance(module: IStar, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Make room for a Sigma_S in a state that is about to be loaded, as `load_state_dict` copies into buffers.
+def _resize_shrinkage_covariance(module: IStar, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before a state is loaded, give the module a buffer with the shape of the saved Sigma_S.
 
-    A state without one is that of a penalty without one.
+    `load_state_dict` copies into existing buffers only. If the state has no Sigma_S, the module's is set to None.
     """
     saved = state_dict.get(f"{prefix}shrinkage_covariance")
     if saved is None:

@@ -1,4 +1,4 @@
-"""Where a model's hidden states come from: what transformers models declare, or the modules that the caller names."""
+"""Detection of the modules that compute a model's hidden states."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ class ModelLayers:
     """The modules that compute a model's hidden states.
 
     Attributes:
-        base_model: the module whose forward passes compute all hidden states: a transformers model without its head,
-            or the model that the caller gave.
-        modules: those whose outputs are the hidden states, in the model's order. None at all if the model has to be
-            asked for them with `output_hidden_states=True`.
-        num_layers: L, the number of hidden states behind the embeddings.
-        ends_with_norm: whether the last hidden state is that behind the final norm, instead of the last layer's output.
-        is_transformers: whether the model is one of transformers.
+        base_model: the module whose forward pass computes all hidden states: a transformers model without its head, or
+            any model that the caller passed together with its layer modules.
+        modules: modules whose outputs are the hidden states, in the model's order. Empty if the model declares none, so
+            that it must be called with `output_hidden_states=True`.
+        num_layers: L, the number of hidden states after the embedding output.
+        ends_with_norm: whether the last hidden state is the output of the final norm instead of that of the last layer.
+        is_transformers: whether the base model is a transformers model.
     """
 
     base_model: nn.Module
@@ -32,20 +32,20 @@ class ModelLayers:
 
     @property
     def is_shared(self) -> bool:
-        """Whether the same modules are called for several layers, as ALBERT's are."""
+        """Whether one module computes several layers, as in ALBERT."""
         return 0 < len(self.modules) < self.num_layers
 
     def may_skip(self) -> bool:
-        """Whether layerdrop may skip layers in the present mode."""
+        """Whether layerdrop may skip layers in the current training or eval mode."""
         droppers: list[Any] = [module for module in self.base_model.modules() if hasattr(module, "layerdrop")]
         return any(module.training and module.layerdrop > 0 for module in droppers)
 
 
 def find_layers(model: nn.Module) -> ModelLayers:
-    """The layers of the transformers model within a module, as it declares them.
+    """Return the layers that the transformers model within a module declares.
 
     Raises:
-        UserError: if there is none, or if it is an encoder-decoder or replicated by `nn.DataParallel`.
+        UserError: if there is no transformers model, or it is an encoder-decoder or inside of `nn.DataParallel`.
     """
     base_model = find_base_model(model)
     modules = declared_layers(base_model)
@@ -55,24 +55,27 @@ def find_layers(model: nn.Module) -> ModelLayers:
     return ModelLayers(base_model, tuple(modules), num_layers, ends_with_norm, is_transformers=True)
 
 
-def name_layers(model: nn.Module, modules: Sequence[nn.Module]) -> ModelLayers:
-    """The modules of any model that the caller names, as layers 1 to L.
+def layers_from_modules(model: nn.Module, modules: Sequence[nn.Module]) -> ModelLayers:
+    """Use the given modules of any model as layers 1 to L.
 
     Raises:
-        UserError: if a module is named twice.
+        UserError: if a module is given twice.
     """
     if len(set(modules)) < len(modules):
         raise UserError("a module is named twice among the given modules; its outputs would count twice")
-    # DDP's `forward` does not name the arguments of the model within it.
+    # Unwrap DDP, because its `forward` does not name the arguments of the model, such as `attention_mask`.
     unwrapped = model.module if isinstance(model, DistributedDataParallel) else model
     return ModelLayers(unwrapped, tuple(modules), len(modules), ends_with_norm=False, is_transformers=False)
 
 
 def find_base_model(model: nn.Module) -> nn.Module:
-    """The outermost transformers model within a module, without its head: the one that its head calls.
+    """Return the transformers model within a module, without its head.
+
+    If several transformers models are nested, as OPT's decoder in OPT's model, the innermost one that the head calls is
+    returned.
 
     Raises:
-        UserError: as `find_layers`.
+        UserError: if there is no transformers model, or it is an encoder-decoder or inside of `nn.DataParallel`.
     """
     for module in model.modules():
         if isinstance(module, nn.DataParallel):
@@ -86,28 +89,23 @@ def find_base_model(model: nn.Module) -> nn.Module:
             "states: attach(model, penalty, modules=[...])"
         )
     assert isinstance(base_model, nn.Module)
-    base_model = _innermost(base_model)
+    while len(nested := [child for child in base_model.children() if hasattr(type(child), "base_model_prefix")]) == 1:
+        base_model = nested[0]
     is_encoder_decoder = getattr(base_model.config, "is_encoder_decoder", False)
     if is_encoder_decoder and hasattr(base_model, "encoder") and hasattr(base_model, "decoder"):
         raise UserError(
-            f"{type(module).__name__} is an encoder-decoder, whose two stacks have hidden states of their own; attach "
-            "to one of them, for example attach(model.get_encoder(), penalty)"
+            f"{type(module).__name__} is an encoder-decoder, which has two stacks of hidden states; attach to one of "
+            "them, for example attach(model.get_encoder(), penalty)"
         )
     return base_model
 
 
-def _innermost(base_model: nn.Module) -> nn.Module:
-    """The only transformers model within a base model, if there is one: OPT's head calls that one, its decoder."""
-    models = [module for module in base_model.children() if hasattr(type(module), "base_model_prefix")]
-    return _innermost(models[0]) if len(models) == 1 else base_model
-
-
 def declared_layers(base_model: nn.Module) -> list[nn.Module]:
-    """The layers that a transformers model declares as the source of its hidden states; none if it declares none."""
+    """Return the layers that a transformers model declares as the source of its hidden states, or an empty list."""
     declared = getattr(base_model, "can_record_outputs", {}).get("hidden_states")
     layer_class = getattr(declared, "target_class", declared)
     is_plain = getattr(declared, "index", 0) == 0 and getattr(declared, "layer_name", None) is None
-    # Only models of text always return the normalized state as the last one.
+    # Only text models are certain to return the output of the final norm as the last hidden state.
     if not isinstance(layer_class, type) or not is_plain or base_model.main_input_name != "input_ids":
         return []
     return [module for module in base_model.modules() if isinstance(module, layer_class)]

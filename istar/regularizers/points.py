@@ -1,4 +1,4 @@
-"""Which hidden states a penalty sees: the layers chosen, and a mask that fits them."""
+"""Selection of the layers and of the tokens whose hidden states a penalty uses."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from istar.errors import UserError
-from istar.measures.moments import counted_rows
+from istar.measures.moments import mask_to_indices
 
 Layers = str | Sequence[int]
 
@@ -15,15 +15,16 @@ NAMED_LAYERS = ("all", "last", "with_embeddings")
 
 
 def select_layers(hidden_states: Sequence[Tensor], layers: Layers = "all") -> list[Tensor]:
-    """The hidden states of the chosen layers, in the model's order and without copying.
+    """Return the hidden states of the selected layers, in the model's order and without copying.
 
     Args:
-        hidden_states: embedding output, then one `(batch, tokens, d)` per transformer layer: L + 1 tensors.
-        layers: `all` (the outputs of all transformer layers), `last`, `with_embeddings`, or numbers: 0 is the
-            embedding output, 1 to L the layers, negative ones count from the last.
+        hidden_states: L + 1 tensors `(batch, tokens, d)`: the embedding output and the output of each of L layers.
+        layers: `all` (the outputs of all layers), `last`, `with_embeddings` (all and the embedding output), or a list
+            of layer numbers, where 0 is the embedding output, 1 to L are the layers, and negative numbers count from
+            the last layer.
 
     Raises:
-        UserError: for names and numbers that the model does not have.
+        UserError: for an unknown name, or a number of a layer that does not exist.
     """
     if len(hidden_states) < 2:
         raise UserError(
@@ -33,7 +34,7 @@ def select_layers(hidden_states: Sequence[Tensor], layers: Layers = "all") -> li
 
 
 def layer_numbers(num_layers: int, layers: Layers) -> list[int]:
-    """The numbers, 0 to L, that `layers` names in a model of L layers; see `select_layers`."""
+    """Convert `layers`, see `select_layers`, to ascending layer numbers from 0 to L in a model of L layers."""
     if isinstance(layers, str):
         named = {
             "all": list(range(1, num_layers + 1)),
@@ -43,21 +44,21 @@ def layer_numbers(num_layers: int, layers: Layers) -> list[int]:
         if layers not in named:
             raise UserError(f"layers={layers!r}; expected one of {', '.join(NAMED_LAYERS)} or a list of layer numbers")
         return named[layers]
-    chosen = set()
+    selected = set()
     for number in layers:
         if not -num_layers - 1 <= number <= num_layers:
             raise UserError(
                 f"layer {number} does not exist; expected 0 (embeddings) to {num_layers}, the last layer, or -1 and "
                 "less to count from the last"
             )
-        chosen.add(number % (num_layers + 1))
-    if not chosen:
+        selected.add(number % (num_layers + 1))
+    if not selected:
         raise UserError("layers is an empty list; name at least one layer, or use reg=none")
-    return sorted(chosen)
+    return sorted(selected)
 
 
 class Tokens:
-    """The tokens of a forward pass that count as points.
+    """The tokens of one forward pass that count as points.
 
     Args:
         attention_mask: `(batch, tokens)`, 1 for tokens and 0 for padding; None counts all tokens.
@@ -67,16 +68,15 @@ class Tokens:
         self.attention_mask = attention_mask
 
     @cached_property
-    def rows(self) -> Tensor | None:
-        """Row numbers of these tokens in a hidden state flattened to `(n, d)`; None if all count. Computed once."""
-        return counted_rows(self.attention_mask)
+    def indices(self) -> Tensor | None:
+        """Row indices of the tokens in a hidden state flattened to `(n, d)`; None if all count. Computed once."""
+        return mask_to_indices(self.attention_mask)
 
     def check(self, hidden_state: Tensor) -> None:
-        """Refuse a hidden state whose tokens are not those of the mask.
+        """Check that a hidden state is a floating tensor `(batch, tokens, d)` for a mask `(batch, tokens)`.
 
         Raises:
-            UserError: for a dtype that is not floating, or a mask that is not a tensor `(batch, tokens)` for
-                `(batch, tokens, d)`.
+            UserError: if it is not.
         """
         if not hidden_state.is_floating_point():
             raise UserError(f"hidden states are {hidden_state.dtype}; expected a floating dtype")

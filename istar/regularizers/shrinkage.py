@@ -1,4 +1,4 @@
-"""The shrinkage covariance Sigma_S: the covariance of the hidden states of a part of the training data."""
+"""The shrinkage covariance Sigma_S, the covariance of a model's hidden states over part of the training data."""
 
 import random
 import sys
@@ -13,15 +13,15 @@ from torch.distributed.fsdp import FSDPModule
 
 from istar.errors import UserError
 from istar.measures.isoscore import check_covariance
-from istar.measures.moments import Moments, mean_and_scatter, merge_clouds
+from istar.measures.moments import Moments, mean_and_scatter, merge_moments
 from istar.measures.processes import sum_over_processes, world_size
 from istar.regularizers.hidden_states import HiddenStateReader
 from istar.regularizers.points import ALL_TOKENS, Layers, Tokens
 
 NUM_POINTS = 250_000
-"""Points in the paper's Sigma_S (Section 3)."""
+"""Number of points in Sigma_S in the paper (Section 3)."""
 
-LABELS = ("labels", "label", "label_ids", "start_positions", "end_positions")
+LABEL_NAMES = ("labels", "label", "label_ids", "start_positions", "end_positions")
 
 
 def shrinkage_covariance(
@@ -34,34 +34,35 @@ def shrinkage_covariance(
     group: dist.ProcessGroup | None = None,
     modules: Sequence[nn.Module] | None = None,
 ) -> Tensor:
-    """The covariance of a model's hidden states over batches of data, for `IStar.shrinkage_covariance`.
+    """Compute the covariance of a model's hidden states over batches of data, for `IStar.shrinkage_covariance`.
 
-    *Stable Anisotropic Regularization*, Section 3. The model runs in eval mode without gradients, in the precision of
-    the surrounding `torch.autocast`, if any; its training mode and all random number generators are afterwards as they
-    were. The points are streamed, so that memory is O(d^2).
+    See Section 3 of *Stable Anisotropic Regularization*. The model runs in eval mode without gradients, in the
+    precision of the surrounding `torch.autocast`, if any. Afterwards, its training mode and the states of all random
+    number generators are restored. The points are streamed, so that memory is O(d^2).
 
     Args:
         model: see `istar.attach`.
-        loader: batches, in random order, as the model takes them: mappings of its arguments, tuples, or tensors.
-        num_points: points to use, counted over the chosen layers of all processes; None uses all batches, as do fewer
-            points.
+        loader: batches in random order that the model accepts: mappings of argument names, tuples, or tensors. Labels
+            in mappings are ignored.
+        num_points: number of points to use, counted over the selected layers of all processes. None uses all batches,
+            as does a number that is larger than the number of points.
         layers: see `istar.regularizers.points.select_layers`.
         include_padding: count padding tokens as points.
-        sync: one matrix of the points of all processes, equal on each, instead of one per process.
-        group: the processes; None is the default group.
+        sync: compute one matrix from the points of all processes, instead of one per process.
+        group: process group for `sync`; None is the default group.
         modules: see `istar.attach`.
 
     Returns:
         `(d, d)`, float32 on the model's device.
 
     Raises:
-        UserError: for fewer than 2 points, points that are not finite or all equal, and layers of several widths.
+        UserError: for fewer than 2 points, points that are not finite or all equal, or layers of different widths.
     """
     return to_covariance(hidden_state_moments(model, loader, num_points, layers, include_padding, sync, group, modules))
 
 
 def to_covariance(moments: Moments) -> Tensor:
-    """The covariance of the moments as a Sigma_S, float32; refuses one that is zero or not finite."""
+    """Return the covariance of the moments in float32; raise `UserError` if it is zero or not finite."""
     covariance = moments.covariance()
     check_covariance(covariance, "the shrinkage covariance")
     return covariance.float()
@@ -77,10 +78,10 @@ def hidden_state_moments(
     group: dist.ProcessGroup | None = None,
     modules: Sequence[nn.Module] | None = None,
 ) -> Moments:
-    """The moments behind `shrinkage_covariance`, whose products are in float32 or wider.
+    """Compute the moments of a model's hidden states over batches of data; see `shrinkage_covariance`.
 
-    With `sync`, all processes run the same number of passes, as sharded models need: a process whose data has ended
-    repeats its last batch without counting it.
+    With `sync`, all processes run the same number of forward passes, as sharded models require: a process whose loader
+    is exhausted repeats its last batch, which is not counted again.
     """
     if num_points is not None and num_points < 2:
         raise UserError(f"num_points is {num_points}; expected at least 2")
@@ -88,70 +89,65 @@ def hidden_state_moments(
     def summarize(hidden_state: Tensor, tokens: Tokens) -> Any:
         tokens = ALL_TOKENS if include_padding else tokens
         tokens.check(hidden_state)
-        return mean_and_scatter(hidden_state, rows=tokens.rows)
+        return mean_and_scatter(hidden_state, indices=tokens.indices)
 
     group = group if sync else None
     reader = HiddenStateReader(model, layers, summarize, lambda: True, modules)
     device = next(model.parameters()).device
-    callee = _without_head(model, reader.base_model)
+    module = _module_to_call(model, reader.base_model)
     moments: Moments | None = None
     inputs: Any = None
     try:
-        with unchanged_random_numbers(device), eval_mode(model), torch.no_grad():
-            # A DataLoader draws the seed of its workers here, before the first batch.
+        with preserve_rng_states(device), eval_mode(model), torch.no_grad():
+            # Creating the iterator of a DataLoader draws a random number, so it is created inside of the context.
             batches = iter(loader)
             while True:
                 batch = next(batches, None)
                 points = 0.0 if moments is None else float(moments.count)
-                points, running = _totals([points, float(batch is not None)], device, sync, group)
-                if running == 0 or (num_points is not None and points >= num_points):
+                points, num_active = _sum_values([points, float(batch is not None)], device, sync, group)
+                if num_active == 0 or (num_points is not None and points >= num_points):
                     break
-                inputs = inputs if batch is None else _inputs(batch, device)
+                inputs = inputs if batch is None else _prepare_inputs(batch, device)
                 if inputs is None:
                     continue
-                _call(callee, inputs)
-                clouds = reader.take()
-                if batch is not None and clouds:
-                    cloud = merge_clouds(clouds)
-                    moments = cloud if moments is None else moments.merge(cloud)
+                _call(module, inputs)
+                layer_moments = reader.take()
+                if batch is not None and layer_moments:
+                    batch_moments = merge_moments(layer_moments)
+                    moments = batch_moments if moments is None else moments.merge(batch_moments)
     finally:
         reader.remove()
     if not sync or world_size(group) == 1:
         return Moments(1) if moments is None else moments
-    # A process without data takes part in the sum.
-    width = _largest_width(0 if moments is None else moments.dim, device, group)
-    return (Moments(width, device) if moments is None else moments).all_reduce(group)
+    # A process without data needs moments of the right width to take part in the all-reduce.
+    width = torch.tensor(0 if moments is None else moments.dim, device=device)
+    dist.all_reduce(width, dist.ReduceOp.MAX, group=group)
+    return (Moments(int(width), device) if moments is None else moments).all_reduce(group)
 
 
-def _totals(values: list[float], device: torch.device, sync: bool, group: dist.ProcessGroup | None) -> list[float]:
-    """Sums over the processes, which all must reach this call together."""
+def _sum_values(values: list[float], device: torch.device, sync: bool, group: dist.ProcessGroup | None) -> list[float]:
+    """Sum each value over the processes if `sync` is set."""
     if not sync or world_size(group) == 1:
         return values
     return sum_over_processes(torch.tensor(values, device=device), group).tolist()
 
 
-def _largest_width(width: int, device: torch.device, group: dist.ProcessGroup | None) -> int:
-    """The largest width of the points over the processes."""
-    widths = torch.tensor(width, device=device)
-    dist.all_reduce(widths, dist.ReduceOp.MAX, group=group)
-    return int(widths)
+def _module_to_call(model: nn.Module, base_model: nn.Module) -> nn.Module:
+    """Return the module whose forward pass computes the hidden states: the base model, without its head, if possible.
 
-
-def _without_head(model: nn.Module, base_model: nn.Module) -> nn.Module:
-    """What to call for hidden states alone: the base model, which spares the head, or the model where it must be.
-
-    FSDP2 gathers parameters from the root module on, and prompt learning adds its tokens outside of the base model.
+    With FSDP2, only a call of the root module gathers the parameters. With prompt learning (PEFT), the outer model adds
+    the prompt's tokens.
     """
     is_prompt_learning = getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False)
     return model if isinstance(model, FSDPModule) or is_prompt_learning else base_model
 
 
-def _inputs(batch: Any, device: torch.device) -> Any:
-    """A batch on the device, without labels."""
+def _prepare_inputs(batch: Any, device: torch.device) -> Any:
+    """Return the batch without labels, with all tensors on the device."""
     if isinstance(batch, Mapping):
-        return {name: _inputs(value, device) for name, value in batch.items() if name not in LABELS}
+        return {name: _prepare_inputs(value, device) for name, value in batch.items() if name not in LABEL_NAMES}
     if isinstance(batch, list | tuple):
-        return [_inputs(value, device) for value in batch]
+        return [_prepare_inputs(value, device) for value in batch]
     return batch.to(device) if isinstance(batch, Tensor) else batch
 
 
@@ -166,7 +162,7 @@ def _call(module: nn.Module, inputs: Any) -> None:
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Eval mode for every module; afterwards each one's own mode again."""
+    """Switch all modules to eval mode, and restore the mode of each module at the end."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -177,21 +173,18 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def unchanged_random_numbers(device: torch.device) -> Iterator[None]:
-    """Loaders and collators may draw random numbers; the global generators are afterwards as they were."""
+def preserve_rng_states(device: torch.device) -> Iterator[None]:
+    """Restore the global random number generators at the end; loaders and collators may draw random numbers."""
     state = random.getstate()
-    # Without numpy nobody has drawn from its generator.
+    # If numpy is not imported, its generator cannot have been used.
     numpy: Any = sys.modules.get("numpy")
     numpy_state = None if numpy is None else numpy.random.get_state()
-    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=_accelerator(device)):
+    # On CPUs, fork_rng ignores the device type, which only has to exist.
+    devices, device_type = ([], "cuda") if device.type == "cpu" else ([device], device.type)
+    with torch.random.fork_rng(devices, device_type=device_type):
         try:
             yield
         finally:
             random.setstate(state)
             if numpy is not None:
                 numpy.random.set_state(numpy_state)
-
-
-def _accelerator(device: torch.device) -> str:
-    # With no devices named, the type is not used; on CPUs it must only exist.
-    return "cuda" if device.type == "cpu" else device.type

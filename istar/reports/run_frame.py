@@ -11,7 +11,7 @@ import pandas as pd
 import yaml
 
 from istar.errors import UserError, shorten
-from istar.files import replacing
+from istar.files import atomic_write
 from istar.reports.run_tables import method
 from istar.results import CONFIG, RESULT, RunRecord, read
 
@@ -129,7 +129,7 @@ def export(frame: pd.DataFrame, path: Path) -> None:
     if path.suffix not in writers:
         raise UserError(f"{path}: the suffix decides the format; expected one of {', '.join(writers)}")
     try:
-        with replacing(path) as file:
+        with atomic_write(path) as file:
             writers[path.suffix](file)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {shorten(error)}") from error

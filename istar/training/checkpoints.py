@@ -16,7 +16,7 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
 
 from istar.errors import UserError, shorten
-from istar.files import replacing
+from istar.files import atomic_write
 from istar.training.history import History
 from istar.training.metrics_file import MetricsFile
 from istar.training.module import gathered
@@ -39,7 +39,7 @@ class AtomicCheckpointIO(CheckpointIO):
             OSError: if it cannot be written; what was there before is untouched.
         """
         try:
-            with replacing(Path(path)) as file:
+            with atomic_write(Path(path)) as file:
                 torch.save(checkpoint, file)
         # torch hides the reason of a failed write behind a RuntimeError of its own.
         except (OSError, RuntimeError) as error:

@@ -337,14 +337,14 @@ def test_a_penalty_of_weight_0_and_its_refreshes_change_nothing_bit_for_bit(refr
 
 
 def test_the_training_uses_the_same_batches_with_and_without_a_penalty(tmp_path):
-    seen = []
+    batches = []
     for penalty, refresh in ((make_penalty(), None), (make_penalty(-1.0), "epoch"), (make_penalty(-1.0), 2)):
         trainer = make_trainer(tmp_path, penalty, refresh=refresh, num_points=60, num_train_epochs=2, max_steps=-1)
         trainer.train()
-        seen.append([batch["input_ids"] for batch in trainer.batches])
-    assert len(seen[0]) == 24
-    for other in seen[1:]:
-        assert all(torch.equal(*pair) for pair in zip(other, seen[0], strict=True))
+        batches.append([batch["input_ids"] for batch in trainer.batches])
+    assert len(batches[0]) == 24
+    for other in batches[1:]:
+        assert all(torch.equal(*pair) for pair in zip(other, batches[0], strict=True))
 
 
 class Steps(TrainerCallback):
@@ -483,13 +483,13 @@ def test_hooks_are_on_the_trained_model_only_while_it_trains(tmp_path):
     with pytest.raises(StopError):
         trainer.train()
     assert num_hooks(trainer.model) == 0
-    made = []
+    models = []
     arguments = {"penalty": make_penalty(), "args": sgd_arguments(tmp_path), "data_collator": collate}
     trainer = PenaltyTrainer(
-        model_init=lambda: made.append(make_bert()) or made[-1], train_dataset=make_examples("bert"), **arguments
+        model_init=lambda: models.append(make_bert()) or models[-1], train_dataset=make_examples("bert"), **arguments
     )
     trainer.train()
-    assert trainer.model is made[-1]
+    assert trainer.model is models[-1]
     assert trainer.penalty.last is not None
     assert num_hooks(trainer.model) == 0
 

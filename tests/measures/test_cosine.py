@@ -165,7 +165,7 @@ def grouped(points, tokens):
 @pytest.mark.parametrize("min_count", [2, 4])
 def test_intra_sim_is_the_average_over_types_of_the_mean_over_pairs(types, min_count):
     points, tokens = cloud(), labels(types=types)
-    kept = {t: found for t, found in grouped(points, tokens).items() if found[0] >= min_count}
+    kept = {t: statistics for t, statistics in grouped(points, tokens).items() if statistics[0] >= min_count}
     if not kept:
         with pytest.raises(UserError, match="no token type occurs"):
             intra_sim(points, tokens, min_count=min_count)

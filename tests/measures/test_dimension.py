@@ -146,12 +146,12 @@ def test_the_oracle_is_exact_where_the_answer_is_known():
 
 def test_the_error_is_that_of_other_samples() -> None:
     generator = torch.Generator().manual_seed(0)
-    found = [two_nn_with_error(torch.randn(500, 6, generator=generator)) for _ in range(40)]
-    between = torch.tensor([one.value for one in found]).std().item()
-    assert sum(one.error for one in found) / len(found) == pytest.approx(between, rel=0.35)
+    estimates = [two_nn_with_error(torch.randn(500, 6, generator=generator)) for _ in range(40)]
+    between = torch.tensor([estimate.value for estimate in estimates]).std().item()
+    assert sum(estimate.error for estimate in estimates) / len(estimates) == pytest.approx(between, rel=0.35)
     points = torch.randn(500, 6, generator=generator)
     assert two_nn_with_error(points).value == two_nn(points)
     assert two_nn_with_error(points) == two_nn_with_error(points)
     large = two_nn_with_error(torch.randn(8000, 6, generator=generator))
     # A quarter for sixteen times the points.
-    assert large.error == pytest.approx(found[0].error / 4, rel=0.4)
+    assert large.error == pytest.approx(estimates[0].error / 4, rel=0.4)

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from istar.errors import UserError
 from istar.measures import FourthMoments, Moments, isoscore
-from istar.measures.moments import fourth_moments, full_precision, mean_and_scatter, merge_clouds
+from istar.measures.moments import fourth_moments, full_precision, mean_and_scatter, merge_moments
 from tests.oracles import algorithm_1, steps_6_to_9, streamed_about_the_origin, third_and_fourth
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
@@ -314,18 +314,18 @@ def test_either_output_alone_has_its_gradient(which):
 
 def test_a_hessian_vector_product_of_float32_points_is_that_of_float64_ones():
     direction = cloud(8, 3, seed=4)
-    found = []
+    gradients = []
     for dtype in (torch.float32, torch.float64):
         points = cloud(8, 3, dtype=dtype).requires_grad_()
         loss = mean_and_scatter(points, HALF).scatter.square().sum()
         (gradient,) = torch.autograd.grad(loss, points, create_graph=True)
-        found.append(torch.autograd.grad((gradient * direction.to(dtype)).sum(), points)[0].double())
-    assert (found[0] - found[1]).norm() < 1e-5 * found[1].norm()
+        gradients.append(torch.autograd.grad((gradient * direction.to(dtype)).sum(), points)[0].double())
+    assert (gradients[0] - gradients[1]).norm() < 1e-5 * gradients[1].norm()
 
 
 def test_products_in_bfloat16_have_no_second_derivative():
     points = cloud(8, 3, dtype=torch.float32).requires_grad_()
-    scatter = mean_and_scatter(points, products=torch.bfloat16).scatter
+    scatter = mean_and_scatter(points, matmul_dtype=torch.bfloat16).scatter
     with pytest.raises(UserError, match="no second derivative; use compute='float32'") as error:
         torch.autograd.grad(scatter.sum(), points, create_graph=True)
     assert "\n" not in str(error.value)
@@ -336,7 +336,7 @@ def test_products_in_bfloat16_have_no_second_derivative():
 @pytest.mark.parametrize("function", [mean_and_scatter, fourth_moments])
 def test_merged_clouds_have_the_moments_of_everything(function, apart, dtype):
     parts = [cloud(n=20 + 7 * i, seed=i) + apart * i for i in range(4)]
-    union = merge_clouds([function(part.to(dtype)) for part in parts])
+    union = merge_moments([function(part.to(dtype)) for part in parts])
     points = torch.cat([part.to(dtype).double() for part in parts])
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5
     scale = np.abs(points.numpy()).max()
@@ -352,7 +352,7 @@ def test_merged_clouds_have_the_moments_of_everything(function, apart, dtype):
 @pytest.mark.parametrize("function", [mean_and_scatter, fourth_moments])
 def test_merging_has_the_derivatives_of_finite_differences(function):
     def statistics(*parts):
-        union = merge_clouds([function(part) for part in parts])
+        union = merge_moments([function(part) for part in parts])
         return (union.mean, union.scatter) if function is mean_and_scatter else (union.third, union.fourth)
 
     parts = [cloud(n=3 + i, d=3, seed=i).requires_grad_() for i in range(3)]
@@ -363,8 +363,8 @@ def test_merging_has_the_derivatives_of_finite_differences(function):
 @pytest.mark.parametrize("function", [mean_and_scatter, fourth_moments])
 def test_empty_clouds_are_no_part_of_a_union(function):
     empty, none = function(cloud()[:0]), function(cloud(), torch.zeros(60))
-    assert_same(merge_clouds([none, function(cloud()), empty]), Moments.of(cloud()))
-    nothing = merge_clouds([empty, none])
+    assert_same(merge_moments([none, function(cloud()), empty]), Moments.of(cloud()))
+    nothing = merge_moments([empty, none])
     assert (nothing.count, nothing.mean.any(), nothing.scatter.any()) == (0, False, False)
 
 
@@ -372,14 +372,14 @@ def test_a_point_far_off_costs_the_others_no_digits_in_bfloat16():
     first, second = 0.01 * torch.randn(2, 4000, 4, generator=torch.Generator().manual_seed(0))
     second[:, 0] += 1.3
     second[0, 0] = 1000
-    union = merge_clouds([mean_and_scatter(part, products=torch.bfloat16) for part in (first[:15], second)])
+    union = merge_moments([mean_and_scatter(part, matmul_dtype=torch.bfloat16) for part in (first[:15], second)])
     expected = Moments.of(torch.cat([first[:15], second]).double())
     assert (union.scatter - expected.scatter).norm() < 0.01 * expected.scatter.norm()
 
 
 def test_clouds_of_several_widths_are_refused_in_one_line():
     with pytest.raises(UserError, match=r"the layers have \[4, 5\] dimensions; expected the same in all") as error:
-        merge_clouds([mean_and_scatter(cloud(d=5)), mean_and_scatter(cloud(d=4))])
+        merge_moments([mean_and_scatter(cloud(d=5)), mean_and_scatter(cloud(d=4))])
     assert "\n" not in str(error.value)
 
 

@@ -48,10 +48,10 @@ def test_both_squares_are_unbiased_over_all_samples_of_a_discrete_distribution(n
     shares = np.array([0.5, 0.3, 0.2])
     truth = np.cov(atoms.numpy().T, aweights=shares, ddof=0)
     means = np.zeros(2)
-    for drawn in itertools.combinations_with_replacement(range(3), n):
-        counts = np.bincount(drawn, minlength=3)
+    for sample in itertools.combinations_with_replacement(range(3), n):
+        counts = np.bincount(sample, minlength=3)
         chance = math.factorial(n) / np.prod([math.factorial(count) for count in counts]) * np.prod(shares**counts)
-        means += chance * np.array(squares(atoms[list(drawn)]))
+        means += chance * np.array(squares(atoms[list(sample)]))
     assert_close(means, np.array([np.sum(truth**2), np.trace(truth) ** 2]), rtol=1e-12, atol=0)
 
 
@@ -108,9 +108,9 @@ def test_heavy_tails_do_not_bias_it(n):
 
 def test_range_is_never_below_0_and_above_1_for_few_isotropic_points():
     generator = torch.Generator().manual_seed(0)
-    found = [isoscore_unbiased(torch.randn(6, 9, generator=generator)).item() for _ in range(200)]
-    assert min(found) >= 0
-    assert max(found) > 1.5
+    scores = [isoscore_unbiased(torch.randn(6, 9, generator=generator)).item() for _ in range(200)]
+    assert min(scores) >= 0
+    assert max(scores) > 1.5
     line = torch.arange(9.0)[:, None] * torch.tensor([1.0, -2, 4])
     assert_close(isoscore_unbiased(line).item(), 0.0, rtol=0, atol=1e-6)
 
@@ -193,11 +193,11 @@ def test_intensity_is_that_of_all_entries(n, d, ratio, scale):
 
 
 def test_the_intensities_tested_lie_within_the_range_and_at_its_end():
-    found = [
+    zetas = [
         oracles.shrinkage_intensity(cloud(n, d, ratio).numpy(), target(d).numpy())
         for n, d, ratio in [*CLOUDS, (300, 4, 2.0)]
     ]
-    assert sum(0.01 < zeta < 0.99 for zeta in found) >= 4
+    assert sum(0.01 < zeta < 0.99 for zeta in zetas) >= 4
 
 
 def test_it_has_the_least_squared_error_of_all_zetas():
@@ -226,10 +226,10 @@ def test_it_is_1_for_noise_alone_and_falls_with_the_points():
     sigma = torch.eye(6, dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
     points = torch.randn(4000, 6, generator=generator, dtype=torch.float64) * 1.3
-    found = [shrinkage_intensity(FourthMoments.of(points[:n]), sigma).item() for n in (10, 100, 1000, 4000)]
-    assert found == sorted(found, reverse=True)
-    assert found[0] > 0.3
-    assert found[-1] < 0.02
+    zetas = [shrinkage_intensity(FourthMoments.of(points[:n]), sigma).item() for n in (10, 100, 1000, 4000)]
+    assert zetas == sorted(zetas, reverse=True)
+    assert zetas[0] > 0.3
+    assert zetas[-1] < 0.02
     same = FourthMoments.of(points)
     assert shrinkage_intensity(same, same.covariance()) == 1
 

@@ -64,15 +64,15 @@ ARCHITECTURES = {
     "qwen3": decoder("Qwen3", num_key_value_heads=1, head_dim=8, attention_dropout=0.1),
     "bloom": decoder("Bloom", n_layer=LAYERS, n_head=2, hidden_dropout=0.1),
 }  # fmt: skip
-CASES = [(name, head) for name, made in ARCHITECTURES.items() for head in made.heads]
+CASES = [(name, head) for name, architecture in ARCHITECTURES.items() for head in architecture.heads]
 
 
 @cache
 def build(name: str, head: str) -> hf.PreTrainedModel:
-    made = ARCHITECTURES[name]
-    config = getattr(hf, f"{made.prefix}Config")(**made.settings)
+    architecture = ARCHITECTURES[name]
+    config = getattr(hf, f"{architecture.prefix}Config")(**architecture.settings)
     torch.manual_seed(0)
-    model = getattr(hf, made.lm if head == "LM" else f"{made.prefix}{head}")(config).double()
+    model = getattr(hf, architecture.lm if head == "LM" else f"{architecture.prefix}{head}")(config).double()
     # Biases and norms start as constants, which would hide a gradient that is applied to the wrong one.
     for parameter in model.parameters():
         parameter.data.add_(0.05 * torch.randn_like(parameter))
@@ -170,10 +170,10 @@ def test_with_layerdrop_the_penalty_sees_what_the_model_returns():
 
 def test_layerdrop_does_not_shift_the_numbers_of_layers():
     """Layer L is the state behind the final norm, which is made of the output of the last layer that ran."""
-    model, inputs, seen = dropping(), batch("opt", "LM"), set()
+    model, inputs, executed = dropping(), batch("opt", "LM"), set()
     for seed in range(12):
         ran = layers_that_run(model, inputs, seed)
-        seen.add(tuple(ran))
+        executed.add(tuple(ran))
         states = seeded_pass(model, inputs, seed, output_hidden_states=True).hidden_states
         for number in range(1, LAYERS + 1):
             if not ran:
@@ -183,7 +183,7 @@ def test_layerdrop_does_not_shift_the_numbers_of_layers():
             else:
                 expected = [states[ran.index(number) + 1]] if number in ran[:-1] else []
             assert_equal(received(model, inputs, [number], seed), expected)
-    assert seen >= {(1, 3), (2, 3), (1, 2), (1,), ()}
+    assert executed >= {(1, 3), (2, 3), (1, 2), (1,), ()}
 
 
 def test_a_pass_whose_layers_are_all_skipped_has_no_penalty():
@@ -202,10 +202,10 @@ def test_longformer_returns_its_states_without_the_padding_of_its_windows(tokens
 
 
 def test_big_bird_in_blocks_is_seen_where_its_states_fit_the_mask_and_refused_where_they_are_longer():
-    made = ARCHITECTURES["big_bird"]
+    architecture = ARCHITECTURES["big_bird"]
     torch.manual_seed(0)
     sparse = {"attention_type": "block_sparse", "block_size": 2, "num_random_blocks": 1}
-    model = hf.BigBirdForMaskedLM(hf.BigBirdConfig(**{**made.settings, **sparse})).double().train()
+    model = hf.BigBirdForMaskedLM(hf.BigBirdConfig(**{**architecture.settings, **sparse})).double().train()
     np.random.seed(0)  # of the random blocks
     inputs = batch("big_bird", "LM", tokens=20)
     states = seeded_pass(model, inputs, 1, output_hidden_states=True).hidden_states

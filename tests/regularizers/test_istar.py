@@ -36,7 +36,7 @@ def sigma(dim=DIM):
     return torch.cov((points * torch.linspace(1, 2, dim)).T)
 
 
-def made(zeta=0.2, shrinkage="default", weight=1.0, layers="with_embeddings", **arguments):
+def make_penalty(zeta=0.2, shrinkage="default", weight=1.0, layers="with_embeddings", **arguments):
     """A penalty on all states that it is given."""
     penalty = IStar(weight, zeta, layers, **arguments)
     if zeta != 0:
@@ -51,7 +51,7 @@ def value_and_gradients(function, hidden_states):
 
 
 def check_against_algorithm_1(hidden_states, attention_mask, shrinkage, zeta, spectrum=torch.linalg.eigvalsh):
-    penalty = made(zeta, shrinkage)
+    penalty = make_penalty(zeta, shrinkage)
     actual = value_and_gradients(lambda layers: penalty(layers, attention_mask), hidden_states)
     expected = value_and_gradients(
         lambda layers: 1 - algorithm_1(stack(layers, attention_mask), shrinkage, zeta, spectrum), hidden_states
@@ -84,13 +84,13 @@ def test_values_are_those_of_the_published_package(zeta):
     """To 1e-6: the package takes the square root of d in float32."""
     points = stack(states(), mask()).numpy()
     expected = Published.IsoScore_star(points, sigma(), zeta).item()
-    assert_close(1 - made(zeta)(states(), mask()).item(), expected, rtol=0, atol=1e-6)
+    assert_close(1 - make_penalty(zeta)(states(), mask()).item(), expected, rtol=0, atol=1e-6)
 
 
 DIFFERENTIABLE = {
-    "zeta 0": made(0.0),
-    "zeta 0.4": made(0.4, sigma(4)),
-    "unbiased": made(0, estimator="unbiased"),
+    "zeta 0": make_penalty(0.0),
+    "zeta 0.4": make_penalty(0.4, sigma(4)),
+    "unbiased": make_penalty(0, estimator="unbiased"),
     "cosreg": CosReg(1.0, "with_embeddings"),
 }
 
@@ -111,9 +111,9 @@ def test_second_derivatives_with_zeta_auto_are_those_of_the_zeta_of_the_batch():
     """Zeta is a constant in the first derivative, which is hence none of finite differences."""
     hidden_states = [state.requires_grad_() for state in states((2, 3, 4), layers=2)]
     shrinkage = 1.2 * torch.cov(stack(states((2, 3, 4), layers=2)).T) + 0.1 * sigma(4)
-    automatic = made("auto", shrinkage)
+    automatic = make_penalty("auto", shrinkage)
     automatic(hidden_states)
-    fixed = made(automatic.last.zeta.item(), shrinkage)
+    fixed = make_penalty(automatic.last.zeta.item(), shrinkage)
     assert 0.02 < automatic.last.zeta < 0.98
     products = []
     for penalty in (automatic, fixed):
@@ -123,7 +123,7 @@ def test_second_derivatives_with_zeta_auto_are_those_of_the_zeta_of_the_batch():
 
 
 def test_the_incoming_gradient_and_layers_without_gradient_are_respected():
-    penalty = made(0.3)
+    penalty = make_penalty(0.3)
     whole = value_and_gradients(lambda layers: penalty(layers, mask()), states())[1]
     scaled = value_and_gradients(lambda layers: -7 * penalty(layers, mask()), states())[1]
     assert_close(scaled, [-7 * gradient for gradient in whole], **CLOSE)
@@ -142,7 +142,7 @@ def test_states_and_gradients_with_time_first_are_algorithm_1(size):
     assert not hidden_states[0].is_contiguous()
     expected = check_against_algorithm_1(hidden_states, attention_mask, sigma(size[-1]), 0.2)
     leaves = [state.requires_grad_() for state in states(size)]
-    penalty = made(0.2, sigma(size[-1]))
+    penalty = make_penalty(0.2, sigma(size[-1]))
     penalty([leaf.transpose(0, 1) * 1 for leaf in leaves], attention_mask).backward()
     assert_close([leaf.grad.transpose(0, 1) for leaf in leaves], expected[1], **CLOSE)
 
@@ -151,7 +151,7 @@ def test_states_and_gradients_with_time_first_are_algorithm_1(size):
 def test_a_state_that_is_modified_in_place_after_it_was_read_is_refused(tokens):
     inputs = [state.requires_grad_() for state in states((2, tokens, DIM))]
     hidden_states = [2 * state for state in inputs]
-    loss = made(0.2)(hidden_states)
+    loss = make_penalty(0.2)(hidden_states)
     hidden_states[1].add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
@@ -161,7 +161,9 @@ def test_a_state_that_is_modified_in_place_after_it_was_read_is_refused(tokens):
 
 
 SCORES = pytest.mark.parametrize(
-    "penalty", [made(), made("auto"), made(0, estimator="unbiased")], ids=["star", "auto", "unbiased"]
+    "penalty",
+    [make_penalty(), make_penalty("auto"), make_penalty(0, estimator="unbiased")],
+    ids=["star", "auto", "unbiased"],
 )
 
 
@@ -198,11 +200,11 @@ def test_order_of_layers_examples_and_tokens_does_not_matter():
     order = torch.randperm(BATCH * TOKENS, generator=torch.Generator().manual_seed(0))
     shuffled = [state.reshape(-1, DIM)[order].reshape(state.shape) for state in states()][::-1]
     shuffled_mask = mask().reshape(-1)[order].reshape(BATCH, TOKENS)
-    assert_close(made()(shuffled, shuffled_mask), made()(states(), mask()), rtol=1e-12, atol=0)
+    assert_close(make_penalty()(shuffled, shuffled_mask), make_penalty()(states(), mask()), rtol=1e-12, atol=0)
 
 
 def test_zeta_1_has_no_gradient():
-    value, gradients = value_and_gradients(made(1), states())
+    value, gradients = value_and_gradients(make_penalty(1), states())
     assert_close(value, 1 - algorithm_1(stack(states()), sigma(), 1), **CLOSE)
     assert not any(gradient.any() for gradient in gradients)
 
@@ -214,7 +216,7 @@ def test_zeta_1_has_no_gradient():
 @pytest.mark.parametrize("ratio", [1, 1e3])
 def test_unbiased_value_and_gradient_are_those_of_all_quadruples_of_the_stacked_layers(ratio, attention_mask):
     hidden_states = states((2, 4, 5), ratio=ratio)
-    penalty = made(0, estimator="unbiased")
+    penalty = make_penalty(0, estimator="unbiased")
     actual = value_and_gradients(lambda layers: penalty(layers, attention_mask), hidden_states)
     expected = value_and_gradients(lambda layers: 1 - unbiased_isoscore(stack(layers, attention_mask)), hidden_states)
     assert actual[0] > 0
@@ -229,7 +231,7 @@ def test_zeta_auto_is_algorithm_1_with_the_intensity_of_the_batch_as_a_constant(
     shrinkage = 2 * torch.cov(stack(hidden_states).T) + sigma()
     zeta = shrinkage_intensity(stack(hidden_states, attention_mask).numpy(), shrinkage.numpy())
     assert 0.02 < zeta < 0.98
-    penalty = made("auto", shrinkage)
+    penalty = make_penalty("auto", shrinkage)
     actual = value_and_gradients(lambda layers: penalty(layers, attention_mask), hidden_states)
     expected = value_and_gradients(
         lambda layers: 1 - algorithm_1(stack(layers, attention_mask), shrinkage, zeta), hidden_states
@@ -257,7 +259,7 @@ def test_unbiased_of_half_precision_is_the_score_of_the_rounded_states_in_full(d
     hidden_states = [
         (state + ratio * (torch.arange(16) == 3)).to(dtype) for state in states((8, 32, 16), ratio=3, layers=2)
     ]
-    penalty = made(0, weight=2.0**14, estimator="unbiased")
+    penalty = make_penalty(0, weight=2.0**14, estimator="unbiased")
     value, gradients = value_and_gradients(lambda layers: penalty(layers, mask(8, 32)), hidden_states)
     score = penalty.last.score
     doubles = [state.double() for state in hidden_states]
@@ -312,7 +314,7 @@ def test_layers_are_not_stacked_and_cost_one_product_each_way(attention_mask, pe
 def test_layers_without_gradient_cost_no_product_on_the_way_back():
     hidden_states = states()
     hidden_states[2].requires_grad_()
-    loss = made()(hidden_states, mask())
+    loss = make_penalty()(hidden_states, mask())
     with Operations() as backward:
         loss.backward()
     assert 0 <= backward.multiplications - int(mask().sum()) * DIM * DIM <= 2 * LAYERS * (DIM * DIM + DIM)
@@ -335,7 +337,7 @@ def saved_by(penalty, hidden_states, attention_mask):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_backward_keeps_the_hidden_states_themselves_and_nothing_else_of_their_size(dtype, attention_mask, zeta):
     hidden_states = [state.requires_grad_() for state in states((8, 64, DIM), dtype=dtype)]
-    saved = saved_by(made(zeta), hidden_states, attention_mask)
+    saved = saved_by(make_penalty(zeta), hidden_states, attention_mask)
     pointers = {state.data_ptr() for state in hidden_states}
     assert {tensor.data_ptr() for tensor in saved} >= pointers
     rest = [tensor for tensor in saved if tensor.data_ptr() not in pointers]
@@ -345,7 +347,7 @@ def test_backward_keeps_the_hidden_states_themselves_and_nothing_else_of_their_s
 
 def test_products_in_bfloat16_keep_half_of_the_bytes_for_backward():
     hidden_states = [state.requires_grad_() for state in states((8, 64, DIM), dtype=torch.float32)]
-    saved = saved_by(made(compute="bfloat16"), hidden_states, None)
+    saved = saved_by(make_penalty(compute="bfloat16"), hidden_states, None)
     large = [tensor for tensor in saved if tensor.numel() >= hidden_states[0].numel()]
     assert {tensor.dtype for tensor in large} == {torch.bfloat16}
     assert sum(tensor.numel() for tensor in large) == LAYERS * hidden_states[0].numel()
@@ -358,7 +360,7 @@ def test_products_in_bfloat16_keep_half_of_the_bytes_for_backward():
 @pytest.mark.parametrize("attention_mask", [None, mask()], ids=["all", "masked"])
 def test_autocast_changes_nothing_bit_for_bit(dtype, attention_mask):
     def penalty(layers):
-        return made(shrinkage=sigma().float())(layers, attention_mask)
+        return make_penalty(shrinkage=sigma().float())(layers, attention_mask)
 
     expected, expected_gradients = value_and_gradients(penalty, states(dtype=dtype))
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -378,7 +380,7 @@ def test_half_precision_is_the_score_of_the_rounded_states_in_full(dtype, deviat
     ]
     shrinkage = deviation**2 * sigma(16)
     loss_scale = 2.0**14 * deviation  # as a gradient scaler does for float16
-    penalty = made(shrinkage=shrinkage)
+    penalty = make_penalty(shrinkage=shrinkage)
     value, gradients = value_and_gradients(lambda layers: loss_scale * penalty(layers, mask(8, 32)), hidden_states)
     exact, exact_gradients = value_and_gradients(
         lambda layers: loss_scale * (1 - algorithm_1(stack(layers, mask(8, 32)), shrinkage, 0.2)),
@@ -397,9 +399,9 @@ def test_half_precision_is_the_score_of_the_rounded_states_in_full(dtype, deviat
 def test_no_scale_of_float32_states_overflows(kind, scale):
     def scores(factor):
         penalty = {
-            "star": lambda: made(shrinkage=factor**2 * sigma()),
-            "auto": lambda: made("auto", factor**2 * sigma()),
-            "unbiased": lambda: made(0, estimator="unbiased"),
+            "star": lambda: make_penalty(shrinkage=factor**2 * sigma()),
+            "auto": lambda: make_penalty("auto", factor**2 * sigma()),
+            "unbiased": lambda: make_penalty(0, estimator="unbiased"),
         }[kind]()
         inputs = [factor * state for state in states(dtype=torch.float32)]
         value, gradients = value_and_gradients(lambda layers: penalty(layers, mask()), inputs)
@@ -413,8 +415,8 @@ def test_no_scale_of_float32_states_overflows(kind, scale):
 
 def test_the_penalty_has_the_dtype_of_the_states_at_least_float32():
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
-        assert made()(states(dtype=dtype)).dtype == torch.float32
-    assert made(shrinkage=sigma().float())(states()).dtype == torch.float64
+        assert make_penalty()(states(dtype=dtype)).dtype == torch.float32
+    assert make_penalty(shrinkage=sigma().float())(states()).dtype == torch.float64
 
 
 @pytest.mark.parametrize("attention_mask", [None, mask(8, 32)], ids=["all", "masked"])
@@ -424,7 +426,7 @@ def test_products_in_bfloat16_are_off_by_what_is_said(attention_mask, mean):
     hidden_states = [state.float() + mean * (torch.arange(16) == 3) for state in states((8, 32, 16), layers=4)]
 
     def penalty(compute):
-        return lambda layers: made(shrinkage=sigma(16), compute=compute)(layers, attention_mask)
+        return lambda layers: make_penalty(shrinkage=sigma(16), compute=compute)(layers, attention_mask)
 
     expected, exact = value_and_gradients(penalty("float32"), [state.double() for state in hidden_states])
     value, gradients = value_and_gradients(penalty("bfloat16"), hidden_states)
@@ -439,7 +441,7 @@ def test_products_in_bfloat16_are_off_by_what_is_said(attention_mask, mean):
 
 @pytest.mark.parametrize("layers", ["all", "last", "with_embeddings", [0, -1]])
 def test_the_penalty_is_weight_times_one_minus_the_score_of_the_layers_chosen(layers):
-    penalty = made(weight=-3.0, layers=layers)
+    penalty = make_penalty(weight=-3.0, layers=layers)
     chosen = {"all": [1, 2], "last": [2], "with_embeddings": [0, 1, 2]}.get(str(layers), [0, 2])
     loss = penalty([state.requires_grad_() for state in states()], mask())
     expected = algorithm_1(stack([states()[i] for i in chosen], mask()), sigma(), 0.2)
@@ -452,7 +454,7 @@ def test_the_penalty_is_weight_times_one_minus_the_score_of_the_layers_chosen(la
 
 
 def test_padding_counts_when_asked_to_as_in_the_published_code():
-    counting, masking = made(include_padding=True), made()
+    counting, masking = make_penalty(include_padding=True), make_penalty()
     expected = 1 - algorithm_1(stack(states()), sigma(), 0.2)
     assert_close(counting(states(), mask()), expected, **CLOSE)
     assert abs(masking(states(), mask()) - expected) > 1e-3
@@ -470,7 +472,7 @@ def test_zeta_0_and_the_unbiased_score_need_no_shrinkage_covariance():
 
 
 def test_weight_0_is_0_whatever_the_states_hold_and_a_schedule_may_change_it():
-    penalty = made(weight=0.0)
+    penalty = make_penalty(weight=0.0)
     assert penalty([state * math.nan for state in states()]) == 0
     assert penalty.last is None
     for weight in (0.5, -2.0):
@@ -490,7 +492,7 @@ def test_a_state_that_is_not_finite_carries_nan_to_the_loss_and_the_gradient(val
     hidden_states = states(dtype=torch.float32)
     hidden_states[1][0, 0, 0] = value
     hidden_states = [state.requires_grad_() for state in hidden_states]
-    loss = made(**arguments)(hidden_states, mask())
+    loss = make_penalty(**arguments)(hidden_states, mask())
     assert loss.isnan()
     loss.backward()
     assert all(state.grad.isnan().any() for state in hidden_states)
@@ -502,8 +504,8 @@ def test_a_state_that_is_not_finite_carries_nan_to_the_loss_and_the_gradient(val
 @pytest.mark.parametrize("points", [0, 1])
 def test_a_pass_without_enough_points_is_nan(points, arguments):
     attention_mask = (torch.arange(TOKENS) < points).expand(BATCH, -1) & (torch.arange(BATCH) == 0)[:, None]
-    assert made(layers="last", **arguments)(states(), attention_mask).isnan()
-    assert made(layers="last", **arguments)([state[:points, :1] for state in states()]).isnan()
+    assert make_penalty(layers="last", **arguments)(states(), attention_mask).isnan()
+    assert make_penalty(layers="last", **arguments)([state[:points, :1] for state in states()]).isnan()
 
 
 # Sigma_S ------------------------------------------------------------------------------------------------------
@@ -537,7 +539,7 @@ NOT_COVARIANCES = {
 @pytest.mark.parametrize("name", NOT_COVARIANCES)
 def test_what_is_no_covariance_is_refused_when_it_is_set_and_the_old_one_stays(name):
     wrong, message = NOT_COVARIANCES[name]
-    penalty = made()
+    penalty = make_penalty()
     with pytest.raises(UserError, match=f"^the shrinkage {message}|{message}") as error:
         penalty.shrinkage_covariance = wrong
     assert "\n" not in str(error.value)
@@ -548,7 +550,7 @@ def test_what_is_no_covariance_is_refused_when_it_is_set_and_the_old_one_stays(n
 @pytest.mark.parametrize("name", NOT_COVARIANCES)
 def test_what_is_no_covariance_is_refused_when_it_is_loaded_and_the_old_one_stays(name):
     wrong, message = NOT_COVARIANCES[name]
-    penalty = made()
+    penalty = make_penalty()
     with pytest.raises(UserError, match=message) as error:
         penalty.load_state_dict({"shrinkage_covariance": wrong})
     assert "\n" not in str(error.value)
@@ -560,7 +562,7 @@ def test_what_is_no_covariance_is_refused_when_it_is_loaded_and_the_old_one_stay
 
 
 def test_what_is_no_tensor_is_refused_as_a_shrinkage_covariance():
-    penalty = made()
+    penalty = make_penalty()
     with pytest.raises(UserError, match="the shrinkage covariance is a list; expected a tensor"):
         penalty.shrinkage_covariance = [[1.0, 0.0], [0.0, 1.0]]
     with pytest.raises(UserError, match=r"the shrinkage covariance is torch\.int64; expected a floating dtype"):
@@ -569,18 +571,18 @@ def test_what_is_no_tensor_is_refused_as_a_shrinkage_covariance():
 
 @pytest.mark.parametrize("before", [None, sigma(4), sigma()], ids=["none", "another width", "another"])
 def test_sigma_s_survives_a_state_dict_into_another_penalty(before):
-    saved = made(shrinkage=2 * sigma()).state_dict()
+    saved = make_penalty(shrinkage=2 * sigma()).state_dict()
     assert torch.equal(saved["shrinkage_covariance"], 2 * sigma())
     loaded = IStar(1.0, 0.2)
     loaded.shrinkage_covariance = before
     assert not any(loaded.load_state_dict(saved, strict=True))
     assert torch.equal(loaded.shrinkage_covariance, 2 * sigma())
     assert loaded.shrinkage_covariance is not saved["shrinkage_covariance"]
-    assert torch.equal(loaded(states()), made(shrinkage=2 * sigma(), layers="all")(states()))
+    assert torch.equal(loaded(states()), make_penalty(shrinkage=2 * sigma(), layers="all")(states()))
 
 
 def test_sigma_s_within_a_larger_module_is_saved_moved_and_loaded():
-    inner = torch.nn.ModuleDict({"penalty": made(), "model": torch.nn.Linear(2, 2)})
+    inner = torch.nn.ModuleDict({"penalty": make_penalty(), "model": torch.nn.Linear(2, 2)})
     assert "penalty.shrinkage_covariance" in inner.state_dict()
     fresh = torch.nn.ModuleDict({"penalty": IStar(1.0, 0.2), "model": torch.nn.Linear(2, 2)})
     fresh.load_state_dict(inner.state_dict())
@@ -596,7 +598,7 @@ def test_none_stays_none():
     other = IStar(1.0, 0.2)
     other.load_state_dict(empty.state_dict())
     assert other.shrinkage_covariance is None
-    loaded = made()
+    loaded = make_penalty()
     loaded.load_state_dict({})
     assert loaded.shrinkage_covariance is None
     loaded.shrinkage_covariance = sigma()
@@ -605,7 +607,7 @@ def test_none_stays_none():
 
 
 def test_sigma_s_has_no_graph():
-    penalty = made(shrinkage=sigma().requires_grad_())
+    penalty = make_penalty(shrinkage=sigma().requires_grad_())
     assert not penalty.shrinkage_covariance.requires_grad
 
 
@@ -629,16 +631,16 @@ WRONG = [
     (lambda: IStar(1.0, 0.2)(states(), mask()), "the shrinkage covariance is not set"),
     (lambda: IStar(1.0, 0, layers="first")(states(), mask()), "layers='first'"),
     (lambda: IStar(1.0, 0, layers=[7])(states(), mask()), "layer 7 does not exist"),
-    (lambda: made()([], None), "0 hidden states were given"),
-    (lambda: made(0.2, sigma(5))(states()), r"shape \(5, 5\); expected \(6, 6\) for hidden states of width 6"),
-    (lambda: made("auto", sigma(5))(states()), r"shape \(5, 5\); expected \(6, 6\)"),
-    (lambda: made(0)([state.long() for state in states()]), "int64; expected a floating dtype"),
-    (lambda: made(0)(states(), mask()[:, 1:]), r"mask has shape \(4, 6\).*expected a mask of shape \(4, 7\)"),
-    (lambda: made(0)(states(), mask().T), r"mask has shape \(7, 4\).*expected a mask of shape \(4, 7\)"),
-    (lambda: made(0)(states(), mask()[:, None, None]), r"mask has shape \(4, 1, 1, 7\)"),
-    (lambda: made(0)(states(), mask().tolist()), "the attention mask is a list; expected a tensor"),
-    (lambda: made(0)([*states(), *states((4, 7, 5))]), r"the layers have \[5, 6\] dimensions"),
-    (lambda: made(0)(states((4, 7, 1))), "isotropy needs at least 2 dimensions"),
+    (lambda: make_penalty()([], None), "0 hidden states were given"),
+    (lambda: make_penalty(0.2, sigma(5))(states()), r"shape \(5, 5\); expected \(6, 6\) for hidden states of width 6"),
+    (lambda: make_penalty("auto", sigma(5))(states()), r"shape \(5, 5\); expected \(6, 6\)"),
+    (lambda: make_penalty(0)([state.long() for state in states()]), "int64; expected a floating dtype"),
+    (lambda: make_penalty(0)(states(), mask()[:, 1:]), r"mask has shape \(4, 6\).*expected a mask of shape \(4, 7\)"),
+    (lambda: make_penalty(0)(states(), mask().T), r"mask has shape \(7, 4\).*expected a mask of shape \(4, 7\)"),
+    (lambda: make_penalty(0)(states(), mask()[:, None, None]), r"mask has shape \(4, 1, 1, 7\)"),
+    (lambda: make_penalty(0)(states(), mask().tolist()), "the attention mask is a list; expected a tensor"),
+    (lambda: make_penalty(0)([*states(), *states((4, 7, 5))]), r"the layers have \[5, 6\] dimensions"),
+    (lambda: make_penalty(0)(states((4, 7, 1))), "isotropy needs at least 2 dimensions"),
 ]
 
 

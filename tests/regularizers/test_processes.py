@@ -58,7 +58,7 @@ def union():
     return torch.cat([first, second]), torch.cat([first_mask, second_mask])
 
 
-def made(name, sync, group=None):
+def build(name, sync, group=None):
     arguments = {"weight": 0.7, "layers": "all", "sync": sync, "group": group}
     if name == "cosreg":
         return CosReg(**arguments)
@@ -125,14 +125,14 @@ def work(rank, folder):
         points, mask = shard(rank)
         if empty and rank == 1:
             mask = 0 * mask
-        results[f"{name} {sync} {empty}"] = train(DistributedDataParallel(Tower()), made(name, sync), points, mask)
+        results[f"{name} {sync} {empty}"] = train(DistributedDataParallel(Tower()), build(name, sync), points, mask)
     for name in NAMES:
         points, mask = shard(rank)
         model = DistributedDataParallel(Tower())
-        results[f"{name} attached"] = train(model, made(name, True), points, mask, model.module.layers)
+        results[f"{name} attached"] = train(model, build(name, True), points, mask, model.module.layers)
         model = sharded()
-        results[f"{name} sharded"] = train(model, made(name, True), points, mask, model.layers)
-        results[f"{name} group"] = train(DistributedDataParallel(Tower()), made(name, True, alone), points, mask)
+        results[f"{name} sharded"] = train(model, build(name, True), points, mask, model.layers)
+        results[f"{name} group"] = train(DistributedDataParallel(Tower()), build(name, True, alone), points, mask)
 
     for loader, sizes in LOADERS.items():
         for sync, group in ((True, None), (False, None), (True, alone)):
@@ -166,7 +166,7 @@ def work(rank, folder):
         points, mask = shard(rank)
         if rank == 1:
             points[0, 0, 0] = torch.nan
-        results[f"{name} of nan"] = made(name, True)([points, points], mask)
+        results[f"{name} of nan"] = build(name, True)([points, points], mask)
     torch.save(results, f"{folder}/{rank}.pt")
     dist.barrier()
     # Not through the end of the interpreter, where what is left of a process group may abort.
@@ -201,7 +201,7 @@ def test_penalties_and_training_equal_one_process_with_the_union(results, name, 
     points, mask = union()
     if empty:
         mask[SHARDS[0][0] :] = 0
-    expected = train(Tower(), made(name, True), points, mask)
+    expected = train(Tower(), build(name, True), points, mask)
     for result in results:
         assert_close(result[f"{name} True {empty}"], expected, **CLOSE)
     start = torch.nn.utils.parameters_to_vector(Tower().parameters())
@@ -212,12 +212,12 @@ def test_penalties_and_training_equal_one_process_with_the_union(results, name, 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_penalty_that_is_attached_under_ddp_and_fsdp2_equals_one_process(results, name, wrapping):
     points, mask = union()
-    expected = train(Tower(), made(name, True), points, mask)
+    expected = train(Tower(), build(name, True), points, mask)
     if wrapping == "sharded":
         # The layers behind the last hidden state that is read have no other gradient in either.
         assert torch.equal(results[0][f"{name} sharded"], results[1][f"{name} sharded"])
     model = Tower()
-    assert_close(train(model, made(name, True), points, mask, model.layers), expected, **CLOSE)
+    assert_close(train(model, build(name, True), points, mask, model.layers), expected, **CLOSE)
     for result in results:
         assert_close(result[f"{name} {wrapping}"], expected, **CLOSE)
 
@@ -226,7 +226,7 @@ def test_a_penalty_that_is_attached_under_ddp_and_fsdp2_equals_one_process(resul
 def test_without_sync_or_with_a_group_of_its_own_each_process_has_its_own_penalty(results, name):
     for rank, result in enumerate(results):
         points, mask = shard(rank)
-        alone = made(name, False)(Tower()(points), mask)
+        alone = build(name, False)(Tower()(points), mask)
         assert_close(result[f"{name} False 0"][0], alone.detach(), **CLOSE)
         assert_close(result[f"{name} group"], result[f"{name} False 0"], **CLOSE)
     difference = results[0][f"{name} False 0"] - results[0][f"{name} True 0"]
@@ -252,9 +252,9 @@ def test_sigma_s_of_two_processes_is_that_of_all_points_or_of_each_ones_own(resu
     assert_close(results[0][f"{loader} True True"].double(), naive_covariance((0, 1), sizes), rtol=1e-6, atol=1e-6)
     for rank, result in enumerate(results):
         if sizes[rank]:
-            own = naive_covariance((rank,), sizes)
-            assert_close(result[f"{loader} False True"].double(), own, rtol=1e-6, atol=1e-6)
-            assert_close(result[f"{loader} True False"].double(), own, rtol=1e-6, atol=1e-6)
+            process_covariance = naive_covariance((rank,), sizes)
+            assert_close(result[f"{loader} False True"].double(), process_covariance, rtol=1e-6, atol=1e-6)
+            assert_close(result[f"{loader} True False"].double(), process_covariance, rtol=1e-6, atol=1e-6)
 
 
 def test_sigma_s_of_a_sharded_model_is_that_of_all_points(results):

@@ -30,13 +30,13 @@ def model() -> hf.PreTrainedModel:
 
 def batches(number: int = 4, size: int = 3, tokens: int = 6) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(5)
-    made = []
+    examples = []
     for _ in range(number):
         lengths = torch.randint(2, tokens + 1, (size, 1), generator=generator)
         mask = (torch.arange(tokens) < lengths).long()
         ids = torch.randint(3, 40, (size, tokens), generator=generator) * mask
-        made.append({"input_ids": ids, "attention_mask": mask, "labels": torch.zeros(size, dtype=torch.long)})
-    return made
+        examples.append({"input_ids": ids, "attention_mask": mask, "labels": torch.zeros(size, dtype=torch.long)})
+    return examples
 
 
 def naive(encoder: nn.Module, data: list[dict[str, torch.Tensor]], numbers: list[int], padding: bool = False) -> Any:
@@ -74,11 +74,11 @@ def test_batches_are_taken_until_there_are_enough_points(num_points):
     while points < num_points and taken < len(data):
         points += 3 * int(data[taken]["attention_mask"].sum())
         taken += 1
-    drawn: list[int] = []
+    loaded: list[int] = []
 
     def loader():
         for number, batch in enumerate(data):
-            drawn.append(number)
+            loaded.append(number)
             yield batch
 
     penalty = IStar(1.0, "auto")
@@ -87,7 +87,7 @@ def test_batches_are_taken_until_there_are_enough_points(num_points):
     expected, _ = naive(encoder, data[:taken], [1, 2, 3])
     assert_close(penalty.shrinkage_covariance.double(), expected, **CLOSE)
     # One batch ahead at most.
-    assert taken <= len(drawn) <= taken + 1
+    assert taken <= len(loaded) <= taken + 1
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.3, 0.9])
