@@ -26,7 +26,7 @@ from istar.config import ModelConfig
 from istar.errors import UserError, shorten
 from istar.models import tiny
 from istar.tasks import demo
-from istar.tasks.hub import hub_obstacle
+from istar.tasks.hub import hub_problem
 from istar.tasks.readers import parse_json, whole_text
 from istar.tasks.specs import Kind, TaskSpec
 
@@ -213,7 +213,7 @@ def _source(config: ModelConfig) -> dict[str, Any]:
 
     Code that a model brings along is refused outright; left open, transformers would ask at the terminal.
     """
-    local = _is(Path.is_dir, config.name) or bool(hub_obstacle())
+    local = _is(Path.is_dir, config.name) or bool(hub_problem())
     return {"revision": config.revision or "main", "local_files_only": local, "trust_remote_code": False}
 
 
@@ -305,7 +305,7 @@ def _what_failed(name: str, error: Exception) -> str:
         return f"model.name={name} is not a model folder that can be loaded: {_reason(error)}"
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
         return f"model.name={name}: there is no such folder; expected one that save_pretrained wrote, or a hub id"
-    obstacle = hub_obstacle() if isinstance(error, OSError | ValueError | KeyError) else ""
+    obstacle = hub_problem() if isinstance(error, OSError | ValueError | KeyError) else ""
     reason = f"not in the local cache, and {obstacle}" if obstacle else _reason(error)
     return f"model {name}: {reason}; name a local copy with model=auto model.name=<folder from save_pretrained>"
 

@@ -362,7 +362,7 @@ DATA = [
         id="no answer"),
     bad(SQUAD, "this is SQuAD v2", put(train_v1_1_json=squad(ANNA, is_impossible=False), dev_v1_1_json=squad(ANNA)),
         id="SQuAD v2"),
-    bad(SQUAD, "id 'x' stands 2 times", put(train_v1_1_json=squad(ANNA), dev_v1_1_json=squad(ANNA, ANNA, id="x")),
+    bad(SQUAD, "id 'x' occurs 2 times", put(train_v1_1_json=squad(ANNA), dev_v1_1_json=squad(ANNA, ANNA, id="x")),
         id="an id twice"),
     bad(SQUAD, "data/train-v1.1.json: not JSON", put(train_v1_1_json=squad(ANNA)[:-9], dev_v1_1_json=squad(ANNA)),
         id="cut JSON"),
@@ -372,7 +372,7 @@ DATA = [
     *(bad(SST5, f"data/train.txt, line 3: {what}", put(train_txt=f"{TREES}{tree}\n", dev_txt=TREES), id=tree)
       for tree, what in {
           "(3 (2 Good) (2 lamp)": "malformed tree: a bracket is not closed",
-          "(3 (2 Good) (2 lamp)))": "malformed tree: ) does not belong to it",
+          "(3 (2 Good) (2 lamp)))": "malformed tree: ) follows the end of the tree",
           "((2 Good) (2 lamp))": "malformed tree: a node has no label",
           "(7 (2 Good) (2 lamp))": "label '7' is none of task sst5's",
       }.items()),
