@@ -113,7 +113,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _class_ids(raw: RawSplit, spec: TaskSpec) -> list[int]:
-    """Convert class names or ids to ids. Ids may be numbers or strings, also floats like `1.0` as pandas writes them."""
+    """Convert class names or ids to ids. Ids may be numbers or strings, and floats such as `1.0` as in pandas."""
     ids = {key: id_ for id_, name in enumerate(spec.labels) for key in (name, str(id_), f"{id_}.0")}
     converted = []
     for row, value in enumerate(raw.columns[spec.label_column]):

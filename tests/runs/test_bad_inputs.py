@@ -410,7 +410,7 @@ MODELS = [
     bad(MODEL, "cannot read what its tokenizer writes", model(type_vocab_size=1), id="token types it does not know"),
     bad(MODEL, "has no padding token", model(with_settings("tokenizer_config.json", pad_token=None)),
         id="no padding token"),
-    bad(MODEL, "takes no more than 6 tokens", model(max_position_embeddings=6), id="too few positions"),
+    bad(MODEL, "accepts at most 6 tokens", model(max_position_embeddings=6), id="too few positions"),
     bad(MODEL, "asks for code of its own", model(code_of_its_own(model_type="own")), id="code of its own"),
     bad(MODEL, "its pickled weights hold more than tensors", model(a_pickle(torch.save)),
         id="pickled code in torch's file"),
