@@ -72,8 +72,9 @@ class Evaluator:
         is_span = self.spec.kind == "span"
         logits = self._logits_by_row(outputs)
         rows_by_example = self._rows_by_example()
+        extras: list[dict[str, Any]] = [{}] * len(rows_by_example)
         if is_span:
-            values, extras = self._decode_spans(logits, rows_by_example), [{}] * len(rows_by_example)
+            values = self._decode_spans(logits, rows_by_example)
         else:
             values, extras = self._decode_vectors(logits, rows_by_example)
         ids = self.examples["id"][:] if is_span else range(len(self.examples))
@@ -126,7 +127,7 @@ class Evaluator:
         probabilities = scipy.special.softmax(stacked, axis=1).tolist()
         return stacked.argmax(axis=1).tolist(), [{"scores": scores} for scores in probabilities]
 
-    def _decode_spans(self, logits: list[NDArray[np.float64]], rows_by_example: list[list[int]]) -> list[str]:
+    def _decode_spans(self, logits: list[NDArray[np.float64]], rows_by_example: list[list[int]]) -> list[Any]:
         """Return the best answer text of each example."""
         offsets = _offsets(self.features)
         left_padded = self.features["left_padded"][:]
