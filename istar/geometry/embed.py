@@ -341,7 +341,7 @@ def write_model(found: Embedded, config: ModelConfig, out: Path) -> Path:
     Raises:
         UserError: if it cannot be loaded or written.
     """
-    model = models.load_pretrained(config, type(models.skeleton(models.load_pretrained(config, AutoConfig))))
+    model = models.load_pretrained(config, type(models.meta_model(models.load_pretrained(config, AutoConfig))))
     layer = model.get_input_embeddings() if found.raw.which == "input" else model.get_output_embeddings()
     with torch.no_grad():
         layer.weight.copy_(found.processed)

@@ -12,7 +12,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from istar.config import ModelConfig
 from istar.errors import UserError, shorten
-from istar.models import file_of, load_pretrained, skeleton
+from istar.models import find_file, load_pretrained, meta_model
 
 Which = Literal["input", "output"]
 WEIGHTS = "model.safetensors"
@@ -72,7 +72,7 @@ def untied_output(config: ModelConfig) -> Matrix | None:
 
 
 def _skeleton(config: ModelConfig) -> PreTrainedModel:
-    return skeleton(load_pretrained(config, AutoConfig))
+    return meta_model(load_pretrained(config, AutoConfig))
 
 
 def _weight(model: PreTrainedModel, which: Which) -> Any:
@@ -102,15 +102,15 @@ def _names(model: PreTrainedModel, which: Which) -> list[str]:
 
 def _stored(config: ModelConfig, names: list[str]) -> tuple[Tensor, str, Path] | None:
     """The first of these tensors that a safetensors file has, and where it was."""
-    index = file_of(config, INDEX)
+    index = find_file(config, INDEX)
     if index is not None:
         shards = _shards(index)
         tensor = next((name for name in names if name in shards), None)
-        path = None if tensor is None else file_of(config, shards[tensor])
+        path = None if tensor is None else find_file(config, shards[tensor])
         if tensor is not None and path is None:
             raise UserError(f"{config.name} lacks {shards[tensor]}, which by {INDEX} holds {tensor}")
     else:
-        path = file_of(config, WEIGHTS)
+        path = find_file(config, WEIGHTS)
     if path is None:
         return None
     try:

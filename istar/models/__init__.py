@@ -1,23 +1,23 @@
-"""Encoders, heads and tokenizers of transformers, and the tiny random model."""
+"""Models and tokenizers: those of transformers, with heads for the tasks, and a tiny random BERT."""
 
 from istar.models.pretrained import (
-    file_of,
+    find_file,
     load_config,
     load_encoder,
     load_model,
     load_pretrained,
     load_tokenizer,
+    meta_model,
     save,
-    skeleton,
 )
 
 __all__ = [
-    "file_of",
+    "find_file",
     "load_config",
     "load_encoder",
     "load_model",
     "load_pretrained",
     "load_tokenizer",
+    "meta_model",
     "save",
-    "skeleton",
 ]

@@ -1,9 +1,10 @@
-"""Encoder and head from transformers, with the task's labels; the tiny random model for offline work."""
+"""Loading and saving of models and tokenizers of transformers, with one-line errors for what is missing or damaged."""
 
 import logging
+import os
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,8 @@ from istar.config import ModelConfig
 from istar.errors import UserError, shorten
 from istar.models import tiny
 from istar.tasks import demo
-from istar.tasks.hub import hub_obstacle
-from istar.tasks.readers import parse_json, whole_text
+from istar.tasks.hub import hub_problem
+from istar.tasks.readers import parse_json, read_text
 from istar.tasks.specs import Kind, TaskSpec
 
 _HEADS: dict[Kind, Any] = {
@@ -38,298 +39,311 @@ _HEADS: dict[Kind, Any] = {
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """The model's tokenizer; the tiny model's knows the demo grammar's words and spells all others.
+    """Load the tokenizer of a model. The tokenizer of the tiny model knows the words of the demo tasks.
 
     Raises:
-        UserError: if it cannot be found, is not a fast one, or knows no words.
+        UserError: if the tokenizer is not found, is not a fast one or has no vocabulary.
     """
     if not config.pretrained:
         return tiny.tokenizer(demo.vocabulary())
-    if _is(Path.is_file, config.name):
+    if os.path.isfile(config.name):  # noqa: PTH113  Path.is_file raises an error if the name is too long
         raise UserError(f"model.name={config.name} is a file; name the folder that save_pretrained wrote it to")
-    if _is(Path.is_dir, config.name):
+    if _is_folder(config.name):
         if config.revision is not None:
-            raise UserError(f"model.revision={config.revision} is of the hub, but model.name={config.name} is a folder")
-        _check_json(Path(config.name))
-    with _clear_errors(config), _quiet():
-        tokenizer = AutoTokenizer.from_pretrained(config.name, **_source(config))
+            raise UserError(
+                f"model.revision={config.revision} needs a model of the hub, but model.name={config.name} is a folder"
+            )
+        _check_json_files(Path(config.name))
+    with _user_errors(config), _quiet():
+        tokenizer = AutoTokenizer.from_pretrained(config.name, **_hub_options(config))
     if not tokenizer.is_fast:
         raise UserError(f"model.name={config.name} has no fast tokenizer; choose a model with a tokenizer.json")
-    # Without its files transformers makes one up that knows the special tokens at most, and all text looks the same.
+    # If the files are missing, transformers creates a tokenizer with the special tokens only, and every text is
+    # tokenized alike.
     if len(set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens)) < 2:
         raise UserError(
-            f"model.name={config.name} has no vocabulary: every word would be unknown; it needs the tokenizer.json, "
-            "or the vocabulary file, of its own model"
+            f"model.name={config.name} has no vocabulary: every word would be unknown; it needs the tokenizer.json "
+            "or the vocabulary file that belongs to the model"
         )
-    with _clear_errors(config):
-        tokenizer("\u2603")  # a character that few know: some lack even a token for the unknown
+    # A rare character: some damaged tokenizers have no token for unknown text and fail here.
+    with _user_errors(config):
+        tokenizer("\u2603")
     return tokenizer
 
 
 def load_config(config: ModelConfig, spec: TaskSpec, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """The model's config with the task's labels in it.
+    """Load the configuration of a model and set the labels of the task in it.
 
     Raises:
-        UserError: if it cannot be found, or is not that of a text encoder.
+        UserError: if the configuration is not found, or the model is neither a text encoder nor a decoder.
     """
     if config.pretrained:
-        with _clear_errors(config), _quiet():
-            model_config = AutoConfig.from_pretrained(config.name, **_source(config))
+        model_config = load_pretrained(config, AutoConfig)
     else:
         model_config = tiny.config(len(tokenizer))
     if not hasattr(model_config, "num_hidden_layers"):
         raise UserError(f"model.name={config.name}: {model_config.model_type} models are not text encoders")
     if model_config.is_encoder_decoder:
         raise UserError(
-            f"model.name={config.name}: {model_config.model_type} models are encoder-decoders, whose two stacks have "
-            "hidden states of their own; expected an encoder or a decoder"
+            f"model.name={config.name}: {model_config.model_type} models are encoder-decoders, which have two sets of "
+            "hidden states; expected an encoder or a decoder"
         )
-    for name, value in _label_settings(spec).items():
-        setattr(model_config, name, value)
+    if spec.kind == "classification":
+        model_config.problem_type = "single_label_classification"
+        model_config.id2label = dict(enumerate(spec.labels))
+        model_config.label2id = {name: id_ for id_, name in enumerate(spec.labels)}
+    elif spec.kind == "regression":
+        model_config.problem_type = "regression"
+        model_config.id2label, model_config.label2id = {0: "score"}, {"score": 0}
     return model_config
 
 
 def load_model(
     config: ModelConfig, spec: TaskSpec, model_config: Any, tokenizer: PreTrainedTokenizerBase
 ) -> PreTrainedModel:
-    """The encoder with a head for the task, in float32 and training mode.
+    """Load the encoder with a head for the task, in float32 and training mode.
 
-    The head is new, unless the checkpoint holds one of the same kind and number of labels.
+    The head has random weights, unless the checkpoint contains a head of the same kind and number of labels.
 
     Raises:
-        UserError: if it cannot be found, lacks encoder weights, has no head of the kind, does not fit its
-            tokenizer, or computes no finite numbers.
+        UserError: if the model is not found, lacks encoder weights, has no head of this kind, does not match its
+            tokenizer, or computes non-finite outputs.
     """
     head = _HEADS[spec.kind]
     if config.pretrained:
-        with _clear_errors(config), _quiet():
-            model, info = head.from_pretrained(
-                config.name,
-                config=model_config,
-                dtype=torch.float32,
-                output_loading_info=True,
-                # Another task's head may have other labels; `_check_complete` refuses what else does not fit.
-                ignore_mismatched_sizes=True,
-                **_source(config),
-            )
-        _check_complete(config.name, model, info)
+        # A head for other labels may have mismatched sizes; `_check_weights` rejects all other mismatches.
+        options = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        model, info = load_pretrained(config, head, config=model_config, dtype=torch.float32, **options)
+        _check_weights(config.name, model, info)
     else:
         model = head.from_config(model_config)
-    _check_rows(config.name, model, tokenizer)
+    _check_embedding_size(config.name, model, tokenizer)
     if config.pretrained:
-        _try_out(config.name, model, tokenizer(*["a"] * len(spec.text_columns), return_tensors="pt"))
-    _apply_options(config, model)
-    # from_pretrained leaves the model in eval mode and Lightning keeps modes as they are: dropout would be off.
+        _check_forward_pass(config.name, model, tokenizer(*["a"] * len(spec.text_columns), return_tensors="pt"))
+    if config.gradient_checkpointing:
+        _enable_gradient_checkpointing(model)
+    if config.compile:
+        # `Module.compile` works in place and keeps the names of the weights. `dynamic` because batches differ in
+        # length. Without `fallback_random`, compiled dropout would draw other random numbers than eager dropout.
+        model.compile(dynamic=True, options={"fallback_random": True})
+    # `from_pretrained` returns the model in eval mode, and Lightning keeps the mode; dropout would be disabled.
     return model.train()
 
 
 def load_encoder(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype) -> PreTrainedModel:
-    """A model without a head, of any architecture that reads text, in eval mode.
+    """Load a model without a head, of any architecture that reads text, in eval mode.
 
     Args:
-        config: which; the options for training do not count.
-        tokenizer: its own.
-        dtype: of the weights; by itself transformers would take the checkpoint's.
+        config: name and revision of the model; options for training are ignored.
+        tokenizer: the tokenizer of the model.
+        dtype: data type of the weights; the default of transformers would be that of the checkpoint.
 
     Raises:
-        UserError: if it cannot be found, lacks weights, does not fit its tokenizer, or computes no finite numbers.
+        UserError: if the model is not found, lacks weights, does not match its tokenizer, or computes non-finite
+            outputs.
     """
-    with _clear_errors(config), _quiet():
-        model, info = AutoModel.from_pretrained(
-            config.name, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **_source(config)
-        )
-    _check_complete(config.name, model, info)
-    _check_rows(config.name, model, tokenizer)
-    _try_out(config.name, model, tokenizer("a", return_tensors="pt", return_token_type_ids=False))
+    model, info = load_pretrained(
+        config, AutoModel, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+    )
+    _check_weights(config.name, model, info)
+    _check_embedding_size(config.name, model, tokenizer)
+    _check_forward_pass(config.name, model, tokenizer("a", return_tensors="pt", return_token_type_ids=False))
     return model.eval()
 
 
-def load_pretrained(config: ModelConfig, auto: Any, **settings: Any) -> Any:
-    """What a class of transformers makes of a model's files, with its own settings.
+def load_pretrained(config: ModelConfig, auto_class: Any, /, **options: Any) -> Any:
+    """Call `auto_class.from_pretrained` for a model, without log output and without network retries.
+
+    Args:
+        config: name and revision of the model.
+        auto_class: a class of transformers with `from_pretrained`.
+        **options: further arguments of `from_pretrained`.
 
     Raises:
-        UserError: if they cannot be found or read.
+        UserError: if the files are not found or cannot be read.
     """
-    with _clear_errors(config), _quiet():
-        return auto.from_pretrained(config.name, **_source(config), **settings)
+    with _user_errors(config), _quiet():
+        return auto_class.from_pretrained(config.name, **_hub_options(config), **options)
 
 
-def skeleton(model_config: Any) -> PreTrainedModel:
-    """The architecture that a checkpoint names, with its head, without memory for its weights.
+def meta_model(model_config: Any) -> PreTrainedModel:
+    """Build the architecture that a checkpoint names, including its head, on the meta device, without weights.
 
     Raises:
-        UserError: if transformers does not have it.
+        UserError: if transformers does not support the architecture.
     """
-    named = getattr(transformers, (model_config.architectures or [""])[0], None)
     try:
-        kind: Any = named or transformers.MODEL_MAPPING[type(model_config)]
+        architecture = getattr(transformers, (model_config.architectures or [""])[0], None)
+        model_class: Any = architecture or transformers.MODEL_MAPPING[type(model_config)]
         with torch.device("meta"), _quiet():
-            return kind(model_config)
-    except Exception as error:  # a strange config.json makes transformers raise any of two dozen kinds
-        raise UserError(f"{model_config.model_type} models cannot be built: {_reason(error)}") from error
+            return model_class(model_config)
+    except Exception as error:  # transformers raises many types for an unusual config.json
+        raise UserError(f"{model_config.model_type} models cannot be built: {_error_reason(error)}") from error
 
 
-def file_of(config: ModelConfig, name: str) -> Path | None:
-    """A file of a model: in its folder, the local cache or, brought from there, the hub; None if it has none such.
+def find_file(config: ModelConfig, name: str) -> Path | None:
+    """Return the path of a file of a model, or None if the model has no such file.
+
+    The file is searched in the model's folder, or else in the local cache and on the hub. It is downloaded if needed.
 
     Raises:
-        UserError: if the hub has to be asked and does not answer.
+        UserError: if the hub is needed but cannot be reached.
     """
-    if _is(Path.is_dir, config.name):
+    if _is_folder(config.name):
         path = Path(config.name) / name
         return path if path.is_file() else None
-    source = _source(config)
-    with _clear_errors(config), _quiet():
-        if source["local_files_only"]:
-            cached = try_to_load_from_cache(config.name, name, revision=source["revision"])
+    options = _hub_options(config)
+    with _user_errors(config), _quiet():
+        if options["local_files_only"]:
+            cached = try_to_load_from_cache(config.name, name, revision=options["revision"])
             return Path(cached) if isinstance(cached, str) else None
         try:
-            return Path(hf_hub_download(config.name, name, revision=source["revision"]))
-        except LocalEntryNotFoundError:  # nor can the hub be asked
+            return Path(hf_hub_download(config.name, name, revision=options["revision"]))
+        except LocalEntryNotFoundError:  # a subclass of EntryNotFoundError: the hub cannot be reached
             raise
         except EntryNotFoundError:
             return None
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a folder that `from_pretrained` of the task's Auto class and AutoTokenizer load.
+    """Write a model and its tokenizer to a folder that `from_pretrained` can load.
 
     Raises:
-        OSError: if it cannot be written.
+        OSError: if the folder cannot be written.
     """
     try:
         with _quiet():
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
     except Exception as error:
-        # The writers in Rust have exceptions of their own, but all of them quote the operating system in this way.
+        # The writers implemented in Rust raise other types, but quote the operating system in this form.
         if not isinstance(error, OSError) and "(os error " not in str(error):
             raise
         raise OSError(f"the model cannot be written to {folder}: {shorten(error)}") from error
 
 
-def _source(config: ModelConfig) -> dict[str, Any]:
-    """Which revision, and whether the hub may be asked: an unreachable one would be asked for a minute.
+def _hub_options(config: ModelConfig) -> dict[str, Any]:
+    """Return the arguments of `from_pretrained` that control access to the hub.
 
-    Code that a model brings along is refused outright; left open, transformers would ask at the terminal.
+    An unreachable hub is not contacted, because retries would take a minute. Code from model repositories is never
+    run; without this setting, transformers would ask at the terminal.
     """
-    local = _is(Path.is_dir, config.name) or bool(hub_obstacle())
-    return {"revision": config.revision or "main", "local_files_only": local, "trust_remote_code": False}
+    is_local = _is_folder(config.name) or bool(hub_problem())
+    return {"revision": config.revision or "main", "local_files_only": is_local, "trust_remote_code": False}
 
 
-def _label_settings(spec: TaskSpec) -> dict[str, Any]:
-    if spec.kind == "classification":
-        names = dict(enumerate(spec.labels))
-        return {
-            "id2label": names,
-            "label2id": {name: number for number, name in names.items()},
-            "problem_type": "single_label_classification",
-        }
-    if spec.kind == "regression":
-        return {"id2label": {0: "score"}, "label2id": {"score": 0}, "problem_type": "regression"}
-    return {}
+def _enable_gradient_checkpointing(model: PreTrainedModel) -> None:
+    # `gradient_checkpointing_enable` is deprecated since transformers 5.23, which introduced the other name.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    try:
+        enable({"use_reentrant": False})
+    except ValueError as error:
+        raise UserError(f"model.gradient_checkpointing=true: {shorten(error)}") from error
 
 
-def _check_json(folder: Path) -> None:
-    """What transformers says of a broken file is any of a dozen things, but not which file it is."""
+# --- checks -------------------------------------------------------------------------------------------------
+
+
+def _check_json_files(folder: Path) -> None:
+    """Check that the JSON files of a model contain objects. The errors of transformers do not name the file."""
     for path in (folder / name for name in ("config.json", "tokenizer_config.json", "tokenizer.json")):
-        if path.exists() and not isinstance(parse_json(whole_text(path), str(path)), dict):
+        if path.exists() and not isinstance(parse_json(read_text(path), str(path)), dict):
             raise UserError(f"{path}: a JSON object was expected, as save_pretrained writes it")
 
 
-def _check_complete(name: str, model: PreTrainedModel, info: dict[str, Any]) -> None:
-    """The head is new by design, and so is a pooler that pretraining had no use for; the rest must be there and fit."""
-    # A model without a head has no prefix.
+def _check_weights(name: str, model: PreTrainedModel, info: dict[str, Any]) -> None:
+    """Check that all weights of the encoder were loaded.
+
+    Only the head and the pooler may have random weights: the head is new for each task, and pretraining often has no
+    pooler.
+
+    Args:
+        name: name of the model, for error messages.
+        model: the model.
+        info: what `from_pretrained` returns with `output_loading_info`.
+    """
+    # The weights of a model without a head have no prefix.
     prefix = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix) else ""
-    for key, stored, wanted in sorted(info["mismatched_keys"]):
+    for key, stored, expected in sorted(info["mismatched_keys"]):
         if key.startswith(prefix):
             raise UserError(
-                f"model.name={name}: {key} has the shape {tuple(stored)} in the weights and {tuple(wanted)} by "
-                "config.json; they are not of one model"
+                f"model.name={name}: {key} has the shape {tuple(stored)} in the weights and {tuple(expected)} by "
+                "config.json; they belong to different models"
             )
-    encoder = [key for key in info["missing_keys"] if key.startswith(prefix) and "pooler" not in key]
-    if encoder:
+    missing = sorted(key for key in info["missing_keys"] if key.startswith(prefix) and "pooler" not in key)
+    if missing:
         raise UserError(
-            f"model.name={name} lacks {len(encoder)} of the encoder's weights, {sorted(encoder)[0]} for one; "
-            "they would be random"
+            f"model.name={name} lacks {len(missing)} of the encoder's weights, e.g. {missing[0]}; they would be random"
         )
 
 
-def _check_rows(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def _check_embedding_size(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     rows = int(model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
     tokens = max(tokenizer.get_vocab().values()) + 1
     if tokens > rows:
         raise UserError(
-            f"model.name={name}: its tokenizer has {tokens} tokens and its embedding {rows} rows; "
-            "they are not of one model"
+            f"model.name={name}: its tokenizer has {tokens} tokens, but its embedding has only {rows} rows; "
+            "they belong to different models"
         )
 
 
-def _try_out(name: str, model: PreTrainedModel, inputs: Any) -> None:
-    """One short text shows what would otherwise stop the training: a part that does not fit, or damaged weights."""
+def _check_forward_pass(name: str, model: PreTrainedModel, inputs: Any) -> None:
+    """Run the model on a short text, to find incompatible parts and damaged weights before training."""
     try:
         with torch.no_grad():
-            logits = model(**inputs)[0]
-    except Exception as error:  # each architecture has its own way to stumble
+            outputs = model(**inputs)[0]
+    except Exception as error:  # the types depend on the architecture
         raise UserError(
-            f"model.name={name} cannot read what its tokenizer writes ({shorten(error)}); they are not of one model"
+            f"model.name={name} cannot process the output of its tokenizer ({shorten(error)}); "
+            "they belong to different models"
         ) from error
-    if not logits.isfinite().all():
-        raise UserError(f"model.name={name} computes numbers that are not finite; its weights are damaged")
+    if not outputs.isfinite().all():
+        raise UserError(f"model.name={name} computes non-finite numbers; its weights are damaged")
 
 
-def _apply_options(config: ModelConfig, model: PreTrainedModel) -> None:
-    if config.gradient_checkpointing:
-        # The older name is deprecated in transformers 5.23, which brought the newer one.
-        newer = getattr(model, "activation_checkpointing_enable", None)
-        try:
-            (newer or model.gradient_checkpointing_enable)({"use_reentrant": False})
-        except ValueError as error:
-            raise UserError(f"model.gradient_checkpointing=true: {shorten(error)}") from error
-    if config.compile:
-        # In place, so that the names of the weights stay; lengths differ from batch to batch. Without the fallback the
-        # compiler draws other random numbers for dropout.
-        model.compile(dynamic=True, options={"fallback_random": True})
+# --- errors -------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def _clear_errors(config: ModelConfig) -> Iterator[None]:
+def _user_errors(config: ModelConfig) -> Iterator[None]:
+    """Convert every error in this block to a `UserError`; transformers raises many types for damaged folders."""
     try:
         yield
-    except Exception as error:  # a damaged or strange folder makes transformers raise any of two dozen kinds
-        raise UserError(_what_failed(config.name, error)) from error
+    except Exception as error:
+        raise UserError(_load_error_message(config.name, error)) from error
 
 
-def _what_failed(name: str, error: Exception) -> str:
-    if _is(Path.is_dir, name):
-        return f"model.name={name} is not a model folder that can be loaded: {_reason(error)}"
+def _load_error_message(name: str, error: Exception) -> str:
+    if _is_folder(name):
+        return f"model.name={name} is not a model folder that can be loaded: {_error_reason(error)}"
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
         return f"model.name={name}: there is no such folder; expected one that save_pretrained wrote, or a hub id"
-    obstacle = hub_obstacle() if isinstance(error, OSError | ValueError | KeyError) else ""
-    reason = f"not in the local cache, and {obstacle}" if obstacle else _reason(error)
+    problem = hub_problem() if isinstance(error, OSError | ValueError | KeyError) else ""
+    reason = f"not in the local cache, and {problem}" if problem else _error_reason(error)
     return f"model {name}: {reason}; name a local copy with model=auto model.name=<folder from save_pretrained>"
 
 
-def _reason(error: Exception) -> str:
-    if isinstance(error, pickle.UnpicklingError | EOFError):  # whose own text recommends to run the stranger's code
+def _error_reason(error: Exception) -> str:
+    # The library's own message recommends running the code of the checkpoint.
+    if isinstance(error, pickle.UnpicklingError | EOFError):
         return "its pickled weights hold more than tensors, or are damaged; look for a model.safetensors"
     if "trust_remote_code" in str(error):
-        return "it asks for code of its own, which is never run; choose an architecture that transformers knows"
-    # Only these say what is wrong without their names.
+        return "it needs code from its repository, which is never run; choose an architecture that transformers knows"
+    # The messages of these two types are complete sentences; others need the name of the type to be understood.
     return shorten(error if type(error) in (OSError, ValueError) else f"{type(error).__name__}: {error}")
 
 
-def _is(kind: Callable[[Path], bool], name: str) -> bool:
-    try:
-        return kind(Path(name))
-    except OSError:  # too long to be the name of a file
-        return False
+def _is_folder(name: str) -> bool:
+    return os.path.isdir(name)  # noqa: PTH112  Path.is_dir raises an error if the name is too long
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No table of new head weights (`_check_complete` says what matters), no bars for a second's work, no advice."""
-    before, bars = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
+    """Suppress the log output of transformers, its progress bars and its warning about pickled weights.
+
+    The log would list the new weights of the head; `_check_weights` reports those that matter.
+    """
+    verbosity, has_bars = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
     transformers.logging.set_verbosity(logging.ERROR)
     transformers.logging.disable_progress_bar()
     try:
@@ -337,6 +351,6 @@ def _quiet() -> Iterator[None]:
             warnings.filterwarnings("ignore", message="Detected pickle protocol")
             yield
     finally:
-        transformers.logging.set_verbosity(before)
-        if bars:
+        transformers.logging.set_verbosity(verbosity)
+        if has_bars:
             transformers.logging.enable_progress_bar()

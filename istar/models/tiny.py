@@ -1,4 +1,4 @@
-"""A tiny BERT of the project's own: it trains in seconds from random weights and needs no download."""
+"""A tiny BERT with random weights and its tokenizer; it trains in seconds and needs no download."""
 
 import string
 from collections.abc import Iterable
@@ -6,23 +6,23 @@ from collections.abc import Iterable
 from transformers import BertConfig, BertTokenizer
 
 MAX_LENGTH = 512
-SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
 def tokenizer(words: Iterable[str] = ()) -> BertTokenizer:
-    """A lower-casing WordPiece tokenizer that knows `words` and spells every other word out.
+    """Return a lowercasing WordPiece tokenizer that has a token for each of `words` and spells all other words.
 
-    All printable ASCII has its pieces, so English text never becomes `[UNK]`
-    (but for words of more than 100 characters, as in BERT).
+    The vocabulary contains all printable ASCII characters, so English text never yields `[UNK]`, except for words of
+    more than 100 characters, as in BERT.
     """
     characters = sorted(set(string.printable.lower()) - set(string.whitespace))
     continuations = [f"##{character}" for character in characters if character.isalnum()]
-    pieces = dict.fromkeys([*SPECIAL, *characters, *continuations, *(word.lower() for word in words)])
+    pieces = dict.fromkeys([*SPECIAL_TOKENS, *characters, *continuations, *(word.lower() for word in words)])
     return BertTokenizer({piece: index for index, piece in enumerate(pieces)}, model_max_length=MAX_LENGTH)
 
 
 def config(vocab_size: int) -> BertConfig:
-    """Two narrow layers: the smallest BERT that learns `task=demo` reliably within seconds."""
+    """Return the configuration of the smallest BERT that reliably learns `task=demo` within seconds."""
     return BertConfig(
         vocab_size=vocab_size,
         hidden_size=64,
@@ -30,5 +30,5 @@ def config(vocab_size: int) -> BertConfig:
         num_attention_heads=4,
         intermediate_size=128,
         max_position_embeddings=MAX_LENGTH,
-        initializer_range=0.05,  # BERT's 0.02 suits its width of 768; here it delays learning by epochs
+        initializer_range=0.05,  # BERT's 0.02 suits a hidden size of 768; with 64, it would delay learning by epochs
     )

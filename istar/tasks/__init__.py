@@ -1,1 +1,1 @@
-"""What is learned: the tasks, their data, and their metrics."""
+"""Tasks: their specifications, data loading, tokenization, metrics and evaluation."""

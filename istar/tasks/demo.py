@@ -1,7 +1,7 @@
-"""Small generated data sets in readable English: the `demo*` tasks, which need no network and no download.
+"""Synthetic data sets of English sentences for the `demo*` tasks, which need no network and no download.
 
-A context-free grammar, `GRAMMAR`, holds every word. A draw fills a template with random choices from it, and
-whatever decides the label is passed in, so labels are balanced by construction.
+Sentences are expanded at random from a context-free grammar, `GRAMMAR`. The symbols that determine the label are
+chosen first, so labels are balanced by construction.
 """
 
 import random
@@ -13,24 +13,29 @@ from typing import Any
 from datasets import Dataset, Features, List, Value
 
 from istar.errors import UserError
-from istar.tasks.specs import TASKS
+from istar.tasks.specs import TASKS, Kind
 
 Row = dict[str, Any]
 
 SIZES = {"train": 4000, "validation": 400, "test": 200}
 
-# How often the first person of a pair likes the thing. At 1/2 the label would be an exclusive or, of which no
-# single sentence tells anything, and a fresh network would find nothing to begin with for many epochs.
-# Now the second sentence alone allows this accuracy at best, the first alone 1/2.
-LIKES_FIRST = 0.65
+FIRST_POSITIVE_RATE = 0.65
+"""Probability that the first sentence of a `demo` pair is positive.
 
-# How often each of a scene's six values comes, for the same reason: common values are shared more often.
-COMMON = (16, 1, 4, 1, 1, 1)
+With 1/2, the label would be an exclusive or: neither sentence alone would be informative, and a network with random
+weights would learn nothing for many epochs. With this rate, the second sentence alone allows an accuracy of 0.65.
+"""
 
-# Symbol -> its expansions; an expansion listed twice is drawn twice as often.
+VALUE_WEIGHTS = (16, 1, 4, 1, 1, 1)
+"""Relative frequencies of the six values of a `demo_regression` attribute.
+
+They differ so that each scene alone is informative: frequent values are shared more often.
+"""
+
+# Expansions by symbol. An expansion that is listed twice is chosen twice as often.
 GRAMMAR: dict[str, tuple[str, ...]] = {
-    # Judgements: `demo` and `demo_sentence`. The two polarities mirror each other, so that neither the
-    # negation nor the adjective decides alone.
+    # `demo` and `demo_sentence`. Both polarities have the same structure, so that neither the negation nor the
+    # adjective alone determines the polarity.
     "judgement": (
         "{opening}{who} found the {work} {verdict}{ending}.",
         "{opening}{who} called the {work} {verdict}{ending}.",
@@ -58,7 +63,8 @@ GRAMMAR: dict[str, tuple[str, ...]] = {
         *("Anna", "Bob", "Carla", "David", "Emma", "Frank"),
         *("Grace", "Hugo", "Julia", "Martin", "Nora", "Peter"),
     ),
-    # Scenes: `demo_regression`. Neighbours (first and second, third and fourth, ...) mean nearly the same.
+    # `demo_regression`. Of the six values of an attribute, the first and second are near-synonyms, as are the third
+    # and fourth, and the fifth and sixth.
     "scene": (
         "a {person} in a {colour} coat is {doing} {where}.",
         "{where}, a {person} in {colour} is {doing}.",
@@ -70,154 +76,158 @@ GRAMMAR: dict[str, tuple[str, ...]] = {
         *("by the river", "by the stream", "in the forest", "in the woods"),
         *("on the road", "on the street"),
     ),
-    # Errands: `demo_span`.
+    # `demo_span`.
     "errand": ("{who} {took} {thing} to {place}.", "{who} went to {place} with {thing}."),
-    "stay": ("{other} stayed in {elsewhere}.", "{other} was waiting in {elsewhere}."),
+    "stay": ("{other_who} stayed in {other_place}.", "{other_who} was waiting in {other_place}."),
     "weather": ("it was raining.", "the morning was cold.", "the sun was shining.", "it was getting dark."),
     "took": ("carried", "brought", "took"),
     "thing": tuple(
-        f"the {how} {what}"
-        for how in ("old", "heavy", "small")
-        for what in ("lamp", "clock", "basket", "mirror", "kettle", "violin", "ladder", "suitcase")
+        f"the {adjective} {noun}"
+        for adjective in ("old", "heavy", "small")
+        for noun in ("lamp", "clock", "basket", "mirror", "kettle", "violin", "ladder", "suitcase")
     ),
     "place": tuple(
-        f"the {what}" for what in ("garden", "station", "kitchen", "library", "harbour", "market", "museum", "cellar")
+        f"the {noun}" for noun in ("garden", "station", "kitchen", "library", "harbour", "market", "museum", "cellar")
     ),
     "ask_who": ("who went to {place}?", "who has {thing}?"),
     "ask_thing": ("what did {who} take along?", "what is in {place} now?"),
     "ask_place": ("where did {who} go?", "where is {thing} now?"),
 }
 
-_FIELD = re.compile(r"{(\w+)}")
-_SCENE = ("person", "colour", "doing", "where")
-_ERRAND = ("who", "thing", "place")
+_SYMBOL = re.compile(r"{(\w+)}")
 
 
 def generate(name: str, split: str) -> Dataset:
-    """One split of a demo task, the same in every process and whatever was generated before.
+    """Generate one split of a demo task.
+
+    The result depends on the arguments only. No text occurs twice in a split or in two splits.
 
     Args:
         name: `demo`, `demo_sentence`, `demo_regression` or `demo_span`.
-        split: `train`, `validation` or, but for spans, `test`, which has no labels.
+        split: `train`, `validation` or `test`. Test sets have no labels; `demo_span` has no test set.
 
     Returns:
-        The task's text columns and `label`, or `id`, `question`, `context` and `answers` as in SQuAD. No text
-        occurs twice in a split or in two splits.
+        The task's text columns and `label`; for spans `id`, `question`, `context` and `answers` as in SQuAD.
 
     Raises:
-        UserError: for an unknown task or split.
+        UserError: if the task or the split is unknown.
     """
-    if name not in _DRAW:
-        raise UserError(f"unknown demo task {name!r}: choose one of {', '.join(_DRAW)}")
+    if name not in _GENERATORS:
+        raise UserError(f"unknown demo task {name!r}: choose one of {', '.join(_GENERATORS)}")
     spec = TASKS[name]
-    splits = [spec.train, *(each.name for each in (*spec.validation, *spec.test))]
-    if split not in splits:
-        raise UserError(f"{name} has no split {split!r}: choose one of {', '.join(splits)}")
+    if split not in spec.splits:
+        raise UserError(f"{name} has no split {split!r}: choose one of {', '.join(spec.splits)}")
     rng = random.Random(f"{name}/{split}")
     rows: dict[str, Row] = {}
     while len(rows) < SIZES[split]:
-        row = _DRAW[name](rng, len(rows))
+        row = _GENERATORS[name](rng, len(rows))
         text = "\n".join(row[column] for column in spec.text_columns)
-        if _owner(text) == split:
+        if _split_of(text) == split:
             rows.setdefault(text, row)
     shuffled = rng.sample(list(rows.values()), len(rows))
     if spec.kind == "span":
         shuffled = [{"id": f"{name}-{split}-{index}", **row} for index, row in enumerate(shuffled)]
-    data = Dataset.from_list(shuffled, features=_features(name))
+    features = {column: Value("string") for column in shuffled[0]}
+    features[spec.label_column] = _LABEL_TYPES[spec.kind]
+    data = Dataset.from_list(shuffled, features=Features(features))
     return data.remove_columns(spec.label_column) if split == "test" else data
 
 
 def vocabulary() -> list[str]:
-    """The words, in lower case and sorted, that the grammar can produce."""
+    """Return all words that the grammar can produce, in lower case and sorted."""
     expansions = " ".join(text for texts in GRAMMAR.values() for text in texts)
-    return sorted(set(re.findall(r"[a-z]+", _FIELD.sub(" ", expansions).lower())))
+    return sorted(set(re.findall(r"[a-z]+", _SYMBOL.sub(" ", expansions).lower())))
 
 
-def _owner(text: str) -> str:
-    """The split that a text belongs to: a hash of the text decides, so that splits never share one."""
+_LABEL_TYPES: dict[Kind, Any] = {
+    "classification": Value("int64"),
+    "regression": Value("float64"),
+    "span": {"text": List(Value("string")), "answer_start": List(Value("int64"))},
+}
+
+
+def _split_of(text: str) -> str:
+    """Return the only split that may contain a text. A hash of the text decides, so that splits are disjoint."""
     return {0: "validation", 1: "test"}.get(zlib.crc32(text.encode()) % 10, "train")
 
 
-def _features(name: str) -> Features:
-    spec = TASKS[name]
-    texts = {column: Value("string") for column in spec.text_columns}
-    if spec.kind == "span":
-        answers = {"text": List(Value("string")), "answer_start": List(Value("int64"))}
-        return Features({"id": Value("string"), **texts, spec.label_column: answers})
-    return Features({**texts, spec.label_column: Value("float64" if spec.kind == "regression" else "int64")})
+def _expand(rng: random.Random, template: str, **values: str) -> str:
+    """Return a sentence: replace each symbol by its entry in `values`, or else by a random expansion."""
 
+    def replacement(match: re.Match[str]) -> str:
+        symbol = match[1]
+        return _SYMBOL.sub(replacement, values[symbol] if symbol in values else rng.choice(GRAMMAR[symbol]))
 
-def _say(rng: random.Random, template: str, **given: str) -> str:
-    """A sentence: each field of the template comes from `given` or else from a random expansion."""
-
-    def fill(match: re.Match[str]) -> str:
-        field = match[1]
-        return _FIELD.sub(fill, given[field] if field in given else rng.choice(GRAMMAR[field]))
-
-    text = _FIELD.sub(fill, template)
+    text = _SYMBOL.sub(replacement, template)
     return text[0].upper() + text[1:]
 
 
-def _draw_pair(rng: random.Random, turn: int) -> Row:
-    """Two people judge one thing; they agree if both like it or both do not."""
-    agree, first = turn % 2, rng.random() < LIKES_FIRST
+def _generate_pair(rng: random.Random, index: int) -> Row:
+    """Two people judge the same thing; the label is 1 if both judgements have the same polarity."""
+    label = index % 2
+    is_first_positive = rng.random() < FIRST_POSITIVE_RATE
+    polarities = (is_first_positive, is_first_positive == label)
     work = rng.choice(GRAMMAR["work"])
     sentences = [
-        _say(rng, "{judgement}", who=who, work=work, verdict="{positive}" if likes else "{negative}")
-        for who, likes in zip(rng.sample(GRAMMAR["who"], 2), (first, first == agree), strict=True)
+        _expand(rng, "{judgement}", who=who, work=work, verdict="{positive}" if is_positive else "{negative}")
+        for who, is_positive in zip(rng.sample(GRAMMAR["who"], 2), polarities, strict=True)
     ]
-    return {"sentence1": sentences[0], "sentence2": sentences[1], "label": agree}
+    return {"sentence1": sentences[0], "sentence2": sentences[1], "label": label}
 
 
-def _draw_sentence(rng: random.Random, turn: int) -> Row:
-    """One judgement and whether it is a good one."""
-    likes = turn % 2
-    return {
-        "sentence": _say(rng, "{judgement}", verdict="{positive}" if likes else "{negative}"),
-        "label": likes,
-    }
+def _generate_sentence(rng: random.Random, index: int) -> Row:
+    """Somebody judges a thing; the label is the polarity."""
+    label = index % 2
+    return {"sentence": _expand(rng, "{judgement}", verdict="{positive}" if label else "{negative}"), "label": label}
 
 
-def _draw_scenes(rng: random.Random, turn: int) -> Row:
-    """Two scenes of four attributes: 5 if all are shared, 0 if none; nearly the same counts half."""
-    alike = turn % 6 / 5
-    first, second, shared = {}, {}, 0.0
-    for attribute in _SCENE:
+def _generate_scenes(rng: random.Random, index: int) -> Row:
+    """Two scenes with four attributes each; the label is 5 times the mean similarity of the attributes.
+
+    The similarity of two values is 1 if they are equal, 0.5 if they are near-synonyms, and 0 otherwise.
+    """
+    copy_rate = index % 6 / 5
+    attributes = ("person", "colour", "doing", "where")
+    scenes: tuple[dict[str, str], dict[str, str]] = ({}, {})
+    similarity = 0.0
+    for attribute in attributes:
         values = GRAMMAR[attribute]
-        one, other = rng.choices(range(len(values)), COMMON, k=2)
-        if rng.random() < alike:
-            other = one
-        shared += 1.0 if one == other else 0.5 if one // 2 == other // 2 else 0.0
-        first[attribute], second[attribute] = values[one], values[other]
+        first, second = rng.choices(range(len(values)), VALUE_WEIGHTS, k=2)
+        if rng.random() < copy_rate:
+            second = first
+        similarity += 1.0 if first == second else 0.5 if first // 2 == second // 2 else 0.0
+        scenes[0][attribute], scenes[1][attribute] = values[first], values[second]
     return {
-        "sentence1": _say(rng, "{scene}", **first),
-        "sentence2": _say(rng, "{scene}", **second),
-        "label": 5 * shared / len(_SCENE),
+        "sentence1": _expand(rng, "{scene}", **scenes[0]),
+        "sentence2": _expand(rng, "{scene}", **scenes[1]),
+        "label": 5 * similarity / len(attributes),
     }
 
 
-def _draw_errand(rng: random.Random, turn: int) -> Row:
-    """Somebody takes a thing to a place, another stays elsewhere; the question asks who, what or where."""
-    who, other = rng.sample(GRAMMAR["who"], 2)
-    place, elsewhere = rng.sample(GRAMMAR["place"], 2)
-    given = {"who": who, "thing": rng.choice(GRAMMAR["thing"]), "place": place}
-    everything = {**given, "other": other, "elsewhere": elsewhere}
-    told = [_say(rng, text, **everything) for text in ("{errand}", "{stay}", "{weather}")]
-    context = " ".join(rng.sample(told, len(told)))
-    asked = _ERRAND[turn % len(_ERRAND)]
-    answer = given[asked]
-    # As several people mark answers: the whole phrase, and its noun alone.
+def _generate_errand(rng: random.Random, index: int) -> Row:
+    """One person takes a thing to a place, another is elsewhere; the question asks for person, thing or place."""
+    who, other_who = rng.sample(GRAMMAR["who"], 2)
+    place, other_place = rng.sample(GRAMMAR["place"], 2)
+    errand = {"who": who, "thing": rng.choice(GRAMMAR["thing"]), "place": place}
+    sentences = [
+        _expand(rng, template, **errand, other_who=other_who, other_place=other_place)
+        for template in ("{errand}", "{stay}", "{weather}")
+    ]
+    context = " ".join(rng.sample(sentences, len(sentences)))
+    answer_symbol = ("who", "thing", "place")[index % 3]
+    answer = errand[answer_symbol]
+    # Like SQuAD's annotators, give several gold answers: the whole phrase, and its noun if that differs.
     golds = list(dict.fromkeys((answer, answer.split()[-1])))
     return {
-        "question": _say(rng, f"{{ask_{asked}}}", **given),
+        "question": _expand(rng, f"{{ask_{answer_symbol}}}", **errand),
         "context": context,
         "answers": {"text": golds, "answer_start": [context.index(gold) for gold in golds]},
     }
 
 
-_DRAW: dict[str, Callable[[random.Random, int], Row]] = {
-    "demo": _draw_pair,
-    "demo_sentence": _draw_sentence,
-    "demo_regression": _draw_scenes,
-    "demo_span": _draw_errand,
+_GENERATORS: dict[str, Callable[[random.Random, int], Row]] = {
+    "demo": _generate_pair,
+    "demo_sentence": _generate_sentence,
+    "demo_regression": _generate_scenes,
+    "demo_span": _generate_errand,
 }

@@ -1,4 +1,4 @@
-"""Readers of two benchmarks' own formats: Penn-Treebank trees of sentiments, and SQuAD's JSON."""
+"""Readers of SST-5's Penn Treebank trees and of SQuAD's JSON."""
 
 import re
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from istar.errors import UserError, shorten
-from istar.tasks.readers import Rows, numbered_lines, parse_json, whole_text
+from istar.tasks.readers import RawSplit, numbered_lines, parse_json, read_text
 from istar.tasks.specs import TaskSpec
 
 _TREE_TOKEN = re.compile(r"\(\d+(?= )|[()]|[^ ()]+")
@@ -14,8 +14,8 @@ _PTB_ESCAPES = {"-LRB-": "(", "-RRB-": ")", r"\/": "/", r"\*": "*"}
 _PTB_ESCAPE = re.compile("|".join(map(re.escape, _PTB_ESCAPES)))
 
 
-def read_trees(path: Path, spec: TaskSpec, split: str) -> Rows:
-    """Penn-Treebank brackets with a label at every node: the root's label and the leaves as a sentence."""
+def read_trees(path: Path, spec: TaskSpec, split: str) -> RawSplit:
+    """Read one Penn Treebank tree per line: the leaves form the sentence, and the root's label is its label."""
     labels, sentences, lines = [], [], []
     for line, text in numbered_lines(path):
         try:
@@ -25,21 +25,24 @@ def read_trees(path: Path, spec: TaskSpec, split: str) -> Rows:
         labels.append(label)
         sentences.append(sentence)
         lines.append(line)
-    return Rows(str(path), {spec.text_columns[0]: sentences, spec.label_column: labels}, lines)
+    return RawSplit(str(path), {spec.text_columns[0]: sentences, spec.label_column: labels}, lines)
 
 
 def parse_tree(text: str) -> tuple[str, str]:
-    """The root's label and the sentence of one tree: `(3 (2 Good) (2 -LRB-))` is `3`, `Good (`.
+    """Return the label of the root and the sentence of a tree with a label at every node.
 
     Raises:
-        ValueError: brackets out of balance, a node without a label or content, or something behind the tree.
+        ValueError: if the brackets are unbalanced, a node has no label or no content, or text follows the tree.
+
+    >>> parse_tree("(3 (2 Good) (2 -LRB-))")
+    ('3', 'Good (')
     """
     tokens = _TREE_TOKEN.findall(text)
     leaves: list[str] = []
-    open_nodes: list[str] = []  # what each holds so far: nothing, a word or nodes
+    open_nodes: list[str] = []  # content of each open node so far: "", "word" or "nodes"
     for position, token in enumerate(tokens):
         if position and not open_nodes:
-            raise ValueError(f"{shorten(token)} does not belong to it")
+            raise ValueError(f"{shorten(token)} follows the end of the tree")
         if token == "(":
             raise ValueError("a node has no label")
         if token == ")":
@@ -49,33 +52,34 @@ def parse_tree(text: str) -> tuple[str, str]:
         content = "nodes" if token[0] == "(" else "word"
         if open_nodes:
             if open_nodes[-1] and "word" in (open_nodes[-1], content):
-                raise ValueError(f"{shorten(token)} stands beside another word or node")
+                raise ValueError(f"{shorten(token)} is in a node that already has a word or other nodes")
             open_nodes[-1] = content
         if content == "nodes":
             open_nodes.append("")
         else:
             leaves.append(token)
     if open_nodes or not leaves or tokens[0][0] != "(":
-        raise ValueError("a bracket is not closed" if open_nodes else "not in brackets")
-    return tokens[0][1:], _PTB_ESCAPE.sub(lambda found: _PTB_ESCAPES[found[0]], " ".join(leaves))
+        raise ValueError("a bracket is not closed" if open_nodes else "the text is not in brackets")
+    return tokens[0][1:], _PTB_ESCAPE.sub(lambda match: _PTB_ESCAPES[match[0]], " ".join(leaves))
 
 
-def read_squad(path: Path, spec: TaskSpec, split: str) -> Rows:
-    """SQuAD's own JSON, version 1.1: articles of paragraphs of questions, one row a question."""
-    document = parse_json(whole_text(path), str(path))
+def read_squad(path: Path, spec: TaskSpec, split: str) -> RawSplit:
+    """Read SQuAD v1.1's JSON, which nests questions in paragraphs in articles; return one row per question."""
+    document = parse_json(read_text(path), str(path))
     try:
         rows = list(_questions(document))
     except (KeyError, TypeError) as error:
-        what = f"key {error} is missing" if isinstance(error, KeyError) else f"unexpected structure: {error}"
-        raise UserError(f"{path}: not SQuAD v1.1: {what}; data > paragraphs > context, qas was expected") from error
+        detail = f"key {error} is missing" if isinstance(error, KeyError) else f"unexpected structure: {error}"
+        raise UserError(f"{path}: not SQuAD v1.1: {detail}; data > paragraphs > context, qas was expected") from error
     for row in rows:
         if row.pop("is_impossible"):
             raise UserError(f"{path}, question {row['id']!r}: has 'is_impossible', so this is SQuAD v2; v1.1 is needed")
     columns = ("id", *spec.text_columns, spec.label_column)
-    return Rows(str(path), {column: [row[column] for row in rows] for column in columns})
+    return RawSplit(str(path), {column: [row[column] for row in rows] for column in columns})
 
 
 def _questions(document: Any) -> Iterator[dict[str, Any]]:
+    """Yield the columns of each question, and whether it has the key `is_impossible` of SQuAD v2."""
     for article in document["data"]:
         for paragraph in article["paragraphs"]:
             for question in paragraph["qas"]:

@@ -1,4 +1,4 @@
-"""Whether the Hugging Face hub or another server can be asked, found out at once and not after retries."""
+"""Quick check whether the Hugging Face hub or another server can be reached, without retries."""
 
 import queue
 import threading
@@ -10,41 +10,41 @@ from huggingface_hub import get_session
 from istar.errors import shorten
 
 PROBE_SECONDS = 5.0
-"""How long a server may take to answer at all; the retries of the hub's libraries would take about 23 s."""
+"""Default timeout of a probe. The retries of the hub's libraries would take about 23 s."""
 
 
-def hub_obstacle(seconds: float = PROBE_SECONDS) -> str:
-    """Why the hub cannot be used; empty if it answers."""
+def hub_problem(seconds: float = PROBE_SECONDS) -> str:
+    """Return why the hub cannot be used, or "" if it responds within `seconds`."""
     if datasets.config.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE or HF_DATASETS_OFFLINE forbids asking the hub"
     endpoint = datasets.config.HF_ENDPOINT
-    # By the hub library's own session, so that its proxies and certificates count.
-    status, reason = answer(lambda: get_session().head(endpoint, timeout=seconds).status_code, seconds)
+    # The hub library's session applies the user's proxies and certificates.
+    status, error = probe(lambda: get_session().head(endpoint, timeout=seconds).status_code, seconds)
     if status >= 500:
-        reason = f"HTTP status {status}"
-    return f"the hub {endpoint} cannot be reached ({reason})" if reason else ""
+        error = f"HTTP status {status}"
+    return f"the hub {endpoint} cannot be reached ({error})" if error else ""
 
 
-def answer(ask: Callable[[], int], seconds: float = PROBE_SECONDS) -> tuple[int, str]:
-    """The HTTP status that a server answers with, or 0 and why there is none.
+def probe(request: Callable[[], int], seconds: float = PROBE_SECONDS) -> tuple[int, str]:
+    """Send a request in a thread and return its HTTP status, or 0 and the reason for the failure.
 
-    The request has its own thread because the libraries' timeouts cover neither name resolution nor the tries of
+    The thread bounds the total time: the timeouts of HTTP libraries cover neither name resolution nor attempts at
     several addresses.
 
     Args:
-        ask: sends the request and gives the status.
-        seconds: how long it may take.
+        request: sends the request and returns the HTTP status.
+        seconds: timeout.
     """
-    outcome: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+    results: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
 
-    def probe() -> None:
+    def send() -> None:
         try:
-            outcome.put((ask(), ""))
-        except Exception as error:  # another class for each library and version
-            outcome.put((0, shorten(f"{type(error).__name__}: {error}")))
+            results.put((request(), ""))
+        except Exception as error:  # the types depend on library and version
+            results.put((0, shorten(f"{type(error).__name__}: {error}")))
 
-    threading.Thread(target=probe, daemon=True).start()
+    threading.Thread(target=send, daemon=True).start()
     try:
-        return outcome.get(timeout=seconds + 1)
+        return results.get(timeout=seconds + 1)
     except queue.Empty:
         return 0, f"no answer within {seconds:g} s"

@@ -1,18 +1,19 @@
-"""A task's splits as data sets of one shape, from the hub, from a folder or generated.
+"""Loading of a task's splits as data sets with uniform columns, from a folder, the hub or the demo generator.
 
 Whatever the source, a split has exactly the columns `spec.text_columns` (strings) and `spec.label_column`
-(int64 class ids, float64 scores), or `id, question, context, answers` for spans; a test set without labels
-has no label column. Rows keep the order of their source: the row number is the example's identity.
+(int64 class ids, float64 scores), or `id, question, context, answers` for spans. A test set without labels has no
+label column. Rows keep the order of the source, because the row number identifies the example.
 
-A folder may hold, the first of these that has most of the wanted splits:
+A folder may contain the splits in one of these layouts; the layout that has most of the requested splits is used, the
+earlier one if there are several:
 
-1. what `DatasetDict.save_to_disk` wrote;
+1. a data set that `DatasetDict.save_to_disk` wrote;
 2. the benchmark's own files: `train.tsv`, `dev.tsv`, ... of GLUE; the trees `train.txt`, `dev.txt`,
    `test.txt` of SST; `train-v1.1.json`, `dev-v1.1.json` of SQuAD;
-3. `train.csv`, `.jsonl`, `.json` or `.parquet`, and so on, with the hub's column names and labels as ids or
-   class names.
+3. `train.csv`, `.jsonl`, `.json` or `.parquet`, and likewise for the other splits, with the hub's column names and
+   labels as ids or class names.
 
-It may also be the parent of such a folder (`glue_data/` with `RTE/` inside), and is never written to.
+It may also be the parent of such a folder (`glue_data/` with `RTE/` inside). It is never written to.
 """
 
 import hashlib
@@ -28,46 +29,49 @@ from datasets import Dataset, Features, List, Value
 
 from istar.errors import UserError, shorten
 from istar.tasks import sources
-from istar.tasks.readers import Rows, is_test
+from istar.tasks.readers import RawSplit
 from istar.tasks.specs import Kind, TaskSpec
 
-_HASHED_ROWS = 10_000
+_HASH_BATCH_ROWS = 10_000
 
 
 def load_splits(spec: TaskSpec, data_dir: str | Path | None, splits: Sequence[str]) -> dict[str, Dataset]:
-    """The named splits of a task.
+    """Load and validate splits of a task, and return them by name.
 
     Args:
         spec: the task.
-        data_dir: a folder with the task's files in one of the layouts above, or the parent of that folder;
-            None for the hub, or for the generator where the task is a generated one.
-        splits: the hub's names, such as `train`, `validation_matched`, `test`.
+        data_dir: a folder with the task's files in one of the layouts above, or the parent of that folder. None
+            loads from the hub, or generates the examples of a demo task.
+        splits: names of the splits on the hub, such as `train`, `validation_matched`, `test`.
 
     Raises:
-        UserError: nothing suitable is there, the hub cannot be reached, or the data do not suit the task.
+        UserError: if no suitable files are found, the hub cannot be reached, or the data do not fit the task.
     """
     if data_dir is not None:
-        read = sources.folder(spec, Path(data_dir).expanduser(), splits)
+        read = sources.from_folder(spec, Path(data_dir).expanduser(), splits)
     elif spec.hub is not None:
-        read = sources.hub(spec)
+        read = sources.from_hub(spec)
     else:
-        read = sources.generator(spec)
-    return {split: _checked(read(split), spec, split) for split in splits}
+        read = sources.from_generator(spec)
+    return {split: _validated(read(split), spec, split) for split in splits}
 
 
 def overlap(spec: TaskSpec, train: Dataset, validation: Dataset) -> int:
-    """How many validation examples stand in the training data with exactly the same texts."""
-    known = set(_texts(spec, train))
-    return sum(texts in known for texts in _texts(spec, validation))
+    """Return the number of validation examples whose texts all equal those of a training example."""
+    train_texts = set(_texts(spec, train))
+    return sum(texts in train_texts for texts in _texts(spec, validation))
 
 
 def fingerprint(*splits: Dataset) -> str:
-    """Hexadecimal digits that depend on the splits' columns and content alone, not on where they came from."""
+    """Return a SHA-256 digest, in hexadecimal, of the columns and content of data sets.
+
+    Unlike `Dataset`'s own fingerprint, it does not depend on where the data come from or how they are chunked.
+    """
     digest = hashlib.sha256()
     for split in splits:
         digest.update(json.dumps(split.column_names).encode())
-        for block in split.with_format("arrow").iter(batch_size=_HASHED_ROWS):
-            for batch in block.combine_chunks().to_batches():
+        for table in split.with_format("arrow").iter(batch_size=_HASH_BATCH_ROWS):
+            for batch in table.combine_chunks().to_batches():
                 digest.update(batch.serialize())
     return digest.hexdigest()
 
@@ -77,76 +81,80 @@ def _texts(spec: TaskSpec, dataset: Dataset) -> Iterator[tuple[str, ...]]:
     return zip(*(table.column(column).to_pylist() for column in spec.text_columns), strict=True)
 
 
-def _checked(rows: Rows, spec: TaskSpec, split: str) -> Dataset:
-    """Rows of any source -> the data set that the task promises."""
-    columns = dict(rows.columns)
-    labels = columns.pop(spec.label_column, None)
-    if not any(columns.values()):
-        raise UserError(f"{rows.source}: no examples")
-    for column, values in columns.items():
-        for row, value in enumerate(values):
-            if not _is_text(value):
-                raise UserError(f"{rows.place(row)}: {column} is not a text but {_short(value)}")
-    features: dict[str, Any] = dict.fromkeys(columns, Value("string"))
-    if labels is not None and not (is_test(spec, split) and set(map(str, labels)) <= _UNLABELLED):
-        convert, features[spec.label_column] = _TARGETS[spec.kind]
-        columns[spec.label_column] = convert(rows, spec)
-    return Dataset.from_dict(columns, features=Features(features))
-
+# --- validation ---------------------------------------------------------------------------------------------
 
 _UNLABELLED = {"-1", "-1.0", "", "None"}
-"""How test sets spell that there is no label."""
+"""Label values, as strings, that mean "no label" in test sets."""
 
-
+_INT64_END = 2**63
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
+def _validated(raw: RawSplit, spec: TaskSpec, split: str) -> Dataset:
+    """Check the texts, convert the labels and return the data set."""
+    columns = dict(raw.columns)
+    labels = columns.pop(spec.label_column, None)
+    if not any(columns.values()):
+        raise UserError(f"{raw.source}: no examples")
+    for column, values in columns.items():
+        for row, value in enumerate(values):
+            if not _is_text(value):
+                raise UserError(f"{raw.location(row)}: {column} is not a text but {shorten(repr(value))}")
+    features: dict[str, Any] = dict.fromkeys(columns, Value("string"))
+    if labels is not None and not (spec.is_test(split) and set(map(str, labels)) <= _UNLABELLED):
+        convert, features[spec.label_column] = _LABELS[spec.kind]
+        columns[spec.label_column] = convert(raw, spec)
+    return Dataset.from_dict(columns, features=Features(features))
+
+
 def _is_text(value: Any) -> bool:
-    # JSON can spell half a surrogate pair, which is no character and fits into no Arrow table
+    # JSON can encode lone surrogates, which Arrow does not accept.
     return isinstance(value, str) and (value.isascii() or not _SURROGATE.search(value))
 
 
-def _short(value: Any) -> str:
-    return shorten(repr(value))
+def _class_ids(raw: RawSplit, spec: TaskSpec) -> list[int]:
+    """Convert class names or ids to ids. Ids may be numbers or strings, and floats such as `1.0` as in pandas."""
+    ids = {key: id_ for id_, name in enumerate(spec.labels) for key in (name, str(id_), f"{id_}.0")}
+    converted = []
+    for row, value in enumerate(raw.columns[spec.label_column]):
+        if str(value) not in ids:
+            allowed = ", ".join(f"{name} ({id_})" for id_, name in enumerate(spec.labels))
+            raise UserError(
+                f"{raw.location(row)}: label {shorten(repr(value))} is none of task {spec.name}'s: {allowed}"
+            )
+        converted.append(ids[str(value)])
+    return converted
 
 
-def _class_ids(rows: Rows, spec: TaskSpec) -> list[int]:
-    """Class names or ids (also as text, also as the float that pandas makes of them) -> ids."""
-    ids = {key: number for number, name in enumerate(spec.labels) for key in (name, str(number), f"{number}.0")}
-    values = rows.columns[spec.label_column]
-    known = [ids.get(str(value)) for value in values]
-    if None in known:
-        row = known.index(None)
-        allowed = ", ".join(f"{name} ({number})" for number, name in enumerate(spec.labels))
-        raise UserError(f"{rows.place(row)}: label {_short(values[row])} is none of task {spec.name}'s: {allowed}")
-    return [number for number in known if number is not None]
-
-
-def _scores(rows: Rows, spec: TaskSpec) -> list[float]:
+def _scores(raw: RawSplit, spec: TaskSpec) -> list[float]:
+    """Convert labels to finite numbers."""
     scores = []
-    for row, value in enumerate(rows.columns[spec.label_column]):
+    for row, value in enumerate(raw.columns[spec.label_column]):
         try:
             score = math.nan if isinstance(value, bool) else float(value)
         except (TypeError, ValueError, OverflowError):
             score = math.nan
         if not math.isfinite(score):
             raise UserError(
-                f"{rows.place(row)}: label {_short(value)} is not a finite number, as task {spec.name} needs"
+                f"{raw.location(row)}: label {shorten(repr(value))} is not a finite number, as task {spec.name} needs"
             )
         scores.append(score)
     return scores
 
 
-def _answers(rows: Rows, spec: TaskSpec) -> list[dict[str, list[Any]]]:
-    """Answers as they are, once they and the ids are known to be sound."""
-    id_, count = Counter(rows.columns["id"]).most_common(1)[0]
+def _answers(raw: RawSplit, spec: TaskSpec) -> list[dict[str, list[Any]]]:
+    """Check that ids are unique and answers are well-formed; return the answers' texts and positions."""
+    id_, count = Counter(raw.columns["id"]).most_common(1)[0]
     if count > 1:
-        raise UserError(f"{rows.source}: id {_short(id_)} stands {count} times; predictions are gathered by id")
-    answers = rows.columns[spec.label_column]
+        raise UserError(
+            f"{raw.source}: id {shorten(repr(id_))} occurs {count} times; ids must be unique, because predictions are "
+            "gathered by id"
+        )
+    answers = raw.columns[spec.label_column]
     for row, answer in enumerate(answers):
         if not _is_answer(answer):
-            expected = '{"text": [texts], "answer_start": [numbers]} with one answer or more'
-            raise UserError(f"{rows.place(row)}: {spec.label_column} is {_short(answer)}, not {expected}")
+            expected = '{"text": [texts], "answer_start": [numbers]} with at least one answer'
+            raise UserError(f"{raw.location(row)}: {spec.label_column} is {shorten(repr(answer))}, not {expected}")
     return [{key: answer[key] for key in ("text", "answer_start")} for answer in answers]
 
 
@@ -163,10 +171,9 @@ def _is_answer(answer: Any) -> bool:
     )
 
 
-_INT64_END = 2**63
-_ANSWERS = {"text": List(Value("string")), "answer_start": List(Value("int64"))}
-_TARGETS: dict[Kind, tuple[Callable[[Rows, TaskSpec], list[Any]], Any]] = {
+_LABELS: dict[Kind, tuple[Callable[[RawSplit, TaskSpec], list[Any]], Any]] = {
     "classification": (_class_ids, Value("int64")),
     "regression": (_scores, Value("float64")),
-    "span": (_answers, _ANSWERS),
+    "span": (_answers, {"text": List(Value("string")), "answer_start": List(Value("int64"))}),
 }
+"""Conversion and column type of the labels, by kind of task."""

@@ -1,6 +1,6 @@
-"""Metrics as `evaluate.Metric`s that live here: no download, no files, float64, never nan.
+"""Metrics of whole prediction sets, computed locally in float64; they are never NaN.
 
-Every value is a fraction: in [0, 1], or in [-1, 1] for the correlations. SQuAD's official script prints
+Every value is a fraction: in [0, 1], or in [-1, 1] for the correlations. SQuAD's official script reports
 `exact_match` and `f1` times 100.
 """
 
@@ -8,179 +8,158 @@ import re
 import string
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import datasets
 import evaluate
 import numpy as np
 import scipy.stats
 import sklearn.metrics
-from numpy.typing import NDArray
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
-_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
-# Below this relative spread float64 holds rounding rather than a signal, and SciPy warns.
-_CONSTANT = 1e-12
+_WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
+# Values whose range is below this fraction of their magnitude differ by float64 rounding only.
+_CONSTANT_TOLERANCE = 1e-12
 
 
 def normalize_answer(text: str) -> str:
-    """SQuAD v1.1's normal form of an answer.
+    """Return SQuAD v1.1's normal form of an answer.
 
-    In this order: lower case, no ASCII punctuation, no articles, single spaces.
+    Lowercases the text, then removes ASCII punctuation, then articles, then superfluous white space.
 
     >>> normalize_answer("The  U.S. of an A!")
     'us of'
     """
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_WITHOUT_PUNCTUATION)).split())
 
 
-def exact_match(prediction: str, gold: str) -> float:
-    """1 where both answers have the same normal form, else 0."""
-    return float(normalize_answer(prediction) == normalize_answer(gold))
+def exact_match(prediction: str, reference: str) -> float:
+    """Return 1 if both answers have the same normal form, else 0."""
+    return float(normalize_answer(prediction) == normalize_answer(reference))
 
 
-def token_f1(prediction: str, gold: str) -> float:
-    """F1 of the bags of words, 2 |P ∩ G| / (|P| + |G|), in [0, 1].
+def token_f1(prediction: str, reference: str) -> float:
+    """Return the F1 score of the two bags of words P and R, 2 |P ∩ R| / (|P| + |R|), in [0, 1].
 
-    0 where nothing is shared, as in the official v1.1 script: also where both normal forms are empty
-    (`exact_match` is 1 there).
+    As in the official v1.1 script, the score is 0 if no word is shared, even if both normal forms are empty
+    (`exact_match` is 1 then).
     """
-    predicted, wanted = (Counter(normalize_answer(text).split()) for text in (prediction, gold))
-    shared = (predicted & wanted).total()
-    return 2 * shared / (predicted.total() + wanted.total()) if shared else 0.0
+    predicted, expected = (Counter(normalize_answer(text).split()) for text in (prediction, reference))
+    shared = (predicted & expected).total()
+    return 2 * shared / (predicted.total() + expected.total()) if shared else 0.0
 
 
-def _is_constant(values: NDArray[np.float64]) -> bool:
-    return bool(np.ptp(values) <= _CONSTANT * np.abs(values).max())
+def accuracy(predictions: Sequence[int], references: Sequence[int]) -> dict[str, float]:
+    """Return the fraction of correct class ids, in [0, 1]."""
+    return {"accuracy": float(sklearn.metrics.accuracy_score(references, predictions))}
+
+
+def f1(predictions: Sequence[int], references: Sequence[int]) -> dict[str, float]:
+    """Return the binary F1 score of class 1, in [0, 1]; 0 if class 1 neither occurs nor is predicted."""
+    return {"f1": float(sklearn.metrics.f1_score(references, predictions, pos_label=1, zero_division=0.0))}
+
+
+def matthews_correlation(predictions: Sequence[int], references: Sequence[int]) -> dict[str, float]:
+    """Return Matthews' correlation coefficient, in [-1, 1]; 0 if either side has a single class."""
+    if min(len(set(predictions)), len(set(references))) < 2:
+        return {"matthews_correlation": 0.0}
+    return {"matthews_correlation": float(sklearn.metrics.matthews_corrcoef(references, predictions))}
+
+
+def pearson(predictions: Sequence[float], references: Sequence[float]) -> dict[str, float]:
+    """Return Pearson's correlation coefficient, in [-1, 1]; 0 if either side is constant."""
+    return {"pearson": _correlation(scipy.stats.pearsonr, predictions, references)}
+
+
+def spearman(predictions: Sequence[float], references: Sequence[float]) -> dict[str, float]:
+    """Return Spearman's rank correlation coefficient, in [-1, 1]; 0 if either side is constant."""
+    return {"spearman": _correlation(scipy.stats.spearmanr, predictions, references)}
 
 
 def _correlation(function: Callable[..., Any], predictions: Sequence[float], references: Sequence[float]) -> float:
-    pair = np.asarray([predictions, references], dtype=np.float64)
-    if not np.isfinite(pair).all():
-        raise ValueError("a correlation needs finite predictions and references")
-    if any(_is_constant(values) for values in pair):
+    values = np.asarray([predictions, references], dtype=np.float64)
+    if not np.isfinite(values).all():
+        raise ValueError("a correlation needs finite predictions and references; they contain NaN or infinity")
+    if (np.ptp(values, axis=1) <= _CONSTANT_TOLERANCE * np.abs(values).max(axis=1)).any():
         return 0.0
-    return float(function(*pair).statistic)
+    return float(function(*values).statistic)
 
 
-class _Metric(evaluate.Metric):
-    """Keeps its data in memory unless told otherwise, so processes that run side by side share nothing.
+def squad(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
+    """Return SQuAD v1.1's mean exact match and mean token F1, fractions in [0, 1].
 
-    Subclasses set `value` (and `gold` where it differs) and their docstring is the metric's description.
+    Args:
+        predictions: answer texts.
+        references: the gold texts of each question; the one that scores highest counts.
     """
-
-    value: ClassVar[Any] = datasets.Value("int64")
-    gold: ClassVar[Any] = None
-
-    def __init__(self, config_name: str | None = None, keep_in_memory: bool = True, **options: Any) -> None:
-        super().__init__(config_name, keep_in_memory, **options)
-
-    def _info(self) -> evaluate.MetricInfo:
-        features = datasets.Features({"predictions": self.value, "references": self.gold or self.value})
-        return evaluate.MetricInfo(
-            description=type(self).__doc__ or "", citation="", inputs_description="", features=features
-        )
-
-    def _build_data_dir(self) -> str:
-        # The parent makes a folder in the user's cache even for data that never leaves memory.
-        return "" if self.keep_in_memory else str(super()._build_data_dir())
+    if not all(references):
+        raise ValueError("SQuAD's metrics need at least one gold answer for each prediction")
+    pairs = list(zip(predictions, references, strict=True))
+    return {
+        "exact_match": float(np.mean([max(exact_match(text, gold) for gold in golds) for text, golds in pairs])),
+        "f1": float(np.mean([max(token_f1(text, gold) for gold in golds) for text, golds in pairs])),
+    }
 
 
-class Accuracy(_Metric):
-    """Fraction of class ids that are right, in [0, 1]."""
-
-    def _compute(self, predictions: Sequence[int], references: Sequence[int]) -> dict[str, float]:
-        return {"accuracy": float(sklearn.metrics.accuracy_score(references, predictions))}
-
-
-class F1(_Metric):
-    """Binary F1 of class 1, in [0, 1]; 0 where class 1 neither occurs nor is predicted."""
-
-    def _compute(self, predictions: Sequence[int], references: Sequence[int]) -> dict[str, float]:
-        return {"f1": float(sklearn.metrics.f1_score(references, predictions, pos_label=1, zero_division=0.0))}
-
-
-class MatthewsCorrelation(_Metric):
-    """Matthews' correlation of class ids, in [-1, 1]; 0 where either side has a single class."""
-
-    def _compute(self, predictions: Sequence[int], references: Sequence[int]) -> dict[str, float]:
-        if min(len(set(predictions)), len(set(references))) < 2:
-            return {"matthews_correlation": 0.0}
-        return {"matthews_correlation": float(sklearn.metrics.matthews_corrcoef(references, predictions))}
-
-
-class Pearson(_Metric):
-    """Pearson's correlation, in [-1, 1]; 0 where either side is constant."""
-
-    value = datasets.Value("float64")
-
-    def _compute(self, predictions: Sequence[float], references: Sequence[float]) -> dict[str, float]:
-        return {"pearson": _correlation(scipy.stats.pearsonr, predictions, references)}
-
-
-class Spearman(_Metric):
-    """Spearman's rank correlation, in [-1, 1]; 0 where either side is constant."""
-
-    value = datasets.Value("float64")
-
-    def _compute(self, predictions: Sequence[float], references: Sequence[float]) -> dict[str, float]:
-        return {"spearman": _correlation(scipy.stats.spearmanr, predictions, references)}
-
-
-class Squad(_Metric):
-    """SQuAD v1.1's exact match and token F1, fractions in [0, 1], the best over each answer's golds.
-
-    A prediction is a text, a reference the list of its gold texts.
-    """
-
-    value = datasets.Value("string")
-    gold = datasets.List(datasets.Value("string"))
-
-    def _compute(self, predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
-        if not all(references):
-            raise ValueError("SQuAD's metric needs at least one gold answer for each prediction")
-        return {
-            "exact_match": _mean_of_best(exact_match, predictions, references),
-            "f1": _mean_of_best(token_f1, predictions, references),
-        }
-
-
-def _mean_of_best(
-    score: Callable[[str, str], float], predictions: Sequence[str], references: Sequence[Sequence[str]]
-) -> float:
-    best = [max(score(text, gold) for gold in golds) for text, golds in zip(predictions, references, strict=True)]
-    return float(np.mean(best))
-
-
-METRICS: dict[str, type[evaluate.Metric]] = {
-    "accuracy": Accuracy,
-    "f1": F1,
-    "matthews_correlation": MatthewsCorrelation,
-    "pearson": Pearson,
-    "spearman": Spearman,
-    "squad": Squad,
+METRICS: dict[str, Callable[[Sequence[Any], Sequence[Any]], dict[str, float]]] = {
+    "accuracy": accuracy,
+    "f1": f1,
+    "matthews_correlation": matthews_correlation,
+    "pearson": pearson,
+    "spearman": spearman,
+    "squad": squad,
 }
+"""Metric functions by name. Each maps predictions and references to one or more named values."""
 
 
 def compute(names: Iterable[str], predictions: Sequence[Any], references: Sequence[Any]) -> dict[str, float]:
-    """The values of several metrics over a whole set, merged.
+    """Compute several metrics over a whole prediction set and return their values by name.
 
     Args:
         names: keys of `METRICS`.
-        predictions: class ids, numbers or answer texts, as the metrics want them.
+        predictions: class ids, numbers or answer texts, depending on the metrics.
         references: class ids, numbers or lists of gold texts, in the same order.
 
     Raises:
-        ValueError: for an unknown metric, an empty set, sets of different sizes, or numbers not finite.
+        ValueError: if a metric is unknown, the set is empty, the lengths differ or a number is not finite.
 
     >>> compute(["accuracy", "f1"], predictions=[1, 0, 1, 1], references=[1, 0, 0, 1])
     {'accuracy': 0.75, 'f1': 0.8}
     """
     if not 0 < len(predictions) == len(references):
-        raise ValueError(f"{len(predictions)} predictions for {len(references)} references")
-    merged: dict[str, float] = {}
+        raise ValueError(
+            f"metrics need as many predictions as references, and at least one; "
+            f"got {len(predictions)} predictions and {len(references)} references"
+        )
+    values: dict[str, float] = {}
     for name in names:
         if name not in METRICS:
-            raise ValueError(f"unknown metric {name!r}; known: {', '.join(METRICS)}")
-        merged |= METRICS[name]().compute(predictions=predictions, references=references)
-    return merged
+            raise ValueError(f"unknown metric {name!r}; choose one of {', '.join(METRICS)}")
+        values |= METRICS[name](predictions, references)
+    return values
+
+
+class EvaluateMetric(evaluate.Metric):
+    """An entry of `METRICS` as an `evaluate.Metric`, for libraries and loops that need `add_batch`.
+
+    Args:
+        name: key of `METRICS`.
+        **options: arguments of `evaluate.Metric`. Data stay in memory unless `keep_in_memory=False`.
+    """
+
+    def __init__(self, name: str, **options: Any) -> None:
+        super().__init__(config_name=name, **{"keep_in_memory": True, **options})
+
+    def _info(self) -> evaluate.MetricInfo:
+        types = {"pearson": "float64", "spearman": "float64", "squad": "string"}
+        value = datasets.Value(types.get(self.config_name, "int64"))
+        reference = datasets.List(value) if self.config_name == "squad" else value
+        return evaluate.MetricInfo(
+            description=METRICS[self.config_name].__doc__ or "",
+            citation="",
+            inputs_description="",
+            features=datasets.Features({"predictions": value, "references": reference}),
+        )
+
+    def _compute(self, predictions: Sequence[Any], references: Sequence[Any]) -> dict[str, float]:
+        return METRICS[self.config_name](predictions, references)

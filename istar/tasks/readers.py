@@ -1,7 +1,7 @@
-"""Files on disk -> columns of one split, spelt as the file spells them: labels and texts are checked later.
+"""Readers of TSV, CSV, JSON, Parquet and saved data sets.
 
-Every reader is `(path, spec, split) -> Rows`. Columns carry the hub's names whatever the file calls them, and
-each row knows its place in the file, so that a later complaint can name it.
+Each reader is a function `(path, spec, split) -> RawSplit`. It returns the columns under their names on the hub, with
+values as they are in the file; `istar.tasks.loading` validates and converts them.
 """
 
 import csv
@@ -22,119 +22,128 @@ from istar.tasks.specs import TaskSpec
 
 _log = logging.getLogger(__name__)
 
-TOLERATED = 0.01
-"""Share of malformed rows that may be left out with a warning; with more, the file is broken or another's."""
+MAX_MALFORMED_SHARE = 0.01
+"""Largest share of malformed rows that is skipped with a warning. With more, the file is damaged or of another kind."""
 
 
 @dataclass(frozen=True)
-class Rows:
-    """One split before it is checked.
+class RawSplit:
+    """One split before validation.
 
     Attributes:
-        source: the file, or whatever else a message should name.
-        columns: the hub's column name -> values in the source's order.
-        lines: line number of every row, where the source has lines.
+        source: the file, or another description of the origin, for error messages.
+        columns: values in the order of the source, by column name on the hub.
+        lines: line number of each row, if the source has lines.
     """
 
     source: str
     columns: Mapping[str, Sequence[Any]]
     lines: Sequence[int] = ()
 
-    def place(self, row: int) -> str:
-        """Where a row stands, counted from 1, for a message."""
+    def location(self, row: int) -> str:
+        """Return the source and the line or row number, counted from 1, for error messages."""
         return f"{self.source}, line {self.lines[row]}" if self.lines else f"{self.source}, row {row + 1}"
 
 
-def is_test(spec: TaskSpec, split: str) -> bool:
-    """Whether a split is one of those that may come without labels."""
-    return split in [test.name for test in spec.test]
-
-
-def wanted_columns(
-    spec: TaskSpec, split: str, found: Sequence[str], source: str, names: Mapping[str, str] | None = None
+def source_columns(
+    spec: TaskSpec, split: str, available: Sequence[str], source: str, renamed: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """The hub's column name -> the source's, for the columns that this split needs; `names` translates.
+    """Return the source's name of each column that a split needs, by its name on the hub.
+
+    Args:
+        spec: the task.
+        split: the split; a test set does not need labels.
+        available: column names of the source.
+        source: description of the source, for error messages.
+        renamed: names in the source that differ from those on the hub.
 
     Raises:
-        UserError: a column is missing (a test set may lack the labels).
+        UserError: if a column is missing.
     """
-    columns = ("id",) * (spec.kind == "span") + spec.text_columns + (spec.label_column,)
-    wanted = {column: (names or {}).get(column, column) for column in columns}
-    if is_test(spec, split) and wanted[spec.label_column] not in found:
-        del wanted[spec.label_column]
-    for name in wanted.values():
-        if name not in found:
-            listed = ", ".join(map(repr, found)) or "none"
+    ids = ("id",) if spec.kind == "span" else ()
+    columns = {name: (renamed or {}).get(name, name) for name in (*ids, *spec.text_columns, spec.label_column)}
+    if spec.is_test(split) and columns[spec.label_column] not in available:
+        del columns[spec.label_column]
+    for name in columns.values():
+        if name not in available:
+            listed = ", ".join(map(repr, available)) or "none"
             raise UserError(f"{source}: column {name!r}, which task {spec.name} needs, is missing; found: {listed}")
-    return wanted
+    return columns
 
 
-def read_tsv(path: Path, spec: TaskSpec, split: str) -> Rows:
-    """The GLUE benchmark's own tab-separated files, in which quotes, `NA` and `null` are plain text."""
+def read_tsv(path: Path, spec: TaskSpec, split: str) -> RawSplit:
+    """Read a tab-separated file of the GLUE benchmark, in which quotes, `NA` and `null` are plain text."""
     assert spec.tsv is not None, spec.name
-    rows = ((number, text.split("\t")) for number, text in numbered_lines(path))
-    header = () if is_test(spec, split) else spec.tsv.header
-    return _rectangle(path, spec, split, rows, header, spec.tsv.columns)
+    records = ((line, text.split("\t")) for line, text in numbered_lines(path))
+    header = () if spec.is_test(split) else spec.tsv.header
+    return _read_table(path, spec, split, records, header, spec.tsv.columns)
 
 
-def read_csv(path: Path, spec: TaskSpec, split: str) -> Rows:
-    """Comma-separated values with a header of the hub's column names."""
-    return _rectangle(path, spec, split, _csv_records(path))
+def read_csv(path: Path, spec: TaskSpec, split: str) -> RawSplit:
+    """Read comma-separated values with a header of the hub's column names."""
+    return _read_table(path, spec, split, _csv_records(path))
 
 
 def _csv_records(path: Path) -> Iterator[tuple[int, list[str]]]:
-    # strict, or else a quote that is never closed would swallow the rest of the file without a word
-    reader = csv.reader(io.StringIO(whole_text(path), newline=""), strict=True)
-    first = 1
+    """Yield the fields of each record, and the line on which the record starts."""
+    # Without `strict`, an unclosed quote would silently absorb the rest of the file.
+    reader = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)
+    line = 1
     try:
         for fields in reader:
             if fields:
-                yield first, fields
-            first = reader.line_num + 1  # a quoted field may span lines; the next record starts after them
+                yield line, fields
+            line = reader.line_num + 1  # quoted fields may span several lines
     except csv.Error as error:
-        raise UserError(f"{path}, line {first}: not CSV: {error}") from error
+        raise UserError(f"{path}, line {line}: not CSV: {error}") from error
 
 
-def _rectangle(
+def _read_table(
     path: Path,
     spec: TaskSpec,
     split: str,
     records: Iterator[tuple[int, list[str]]],
     header: Sequence[str] = (),
-    names: Mapping[str, str] | None = None,
-) -> Rows:
-    """Rows that have as many fields as the header; the others are left out if they are few."""
+    renamed: Mapping[str, str] | None = None,
+) -> RawSplit:
+    """Select the columns of a split from numbered records; skip a few records of wrong length with a warning.
+
+    Test sets must be complete, since the rows of a submission are counted.
+
+    Args:
+        path: the file, for error messages.
+        spec: the task.
+        split: the split.
+        records: line number and fields of each record.
+        header: column names; by default the first record.
+        renamed: see `source_columns`.
+    """
     header = header or next(records, (0, []))[1]
     if not header:
-        return Rows(str(path), {})
-    wanted = wanted_columns(spec, split, header, str(path), names)
-    positions = [header.index(name) for name in wanted.values()]
-    columns: list[list[str]] = [[] for _ in wanted]
-    lines, malformed = [], []
+        return RawSplit(str(path), {})
+    names = source_columns(spec, split, header, str(path), renamed)
+    positions = [header.index(name) for name in names.values()]
+    rows, lines, malformed = [], [], []
     for line, fields in records:
-        if len(fields) != len(header):
+        if len(fields) == len(header):
+            rows.append([fields[position] for position in positions])
+            lines.append(line)
+        else:
             malformed.append(line)
-            continue
-        lines.append(line)
-        for column, position in zip(columns, positions, strict=True):
-            column.append(fields[position])
     if malformed:
-        _complain(path, malformed, len(lines), len(header), tolerated=0 if is_test(spec, split) else TOLERATED)
-    return Rows(str(path), dict(zip(wanted, columns, strict=True)), lines)
+        total = len(rows) + len(malformed)
+        message = f"{len(malformed)} of {total} rows do not have {len(header)} fields, the first on line {malformed[0]}"
+        allowed = 0.0 if spec.is_test(split) else MAX_MALFORMED_SHARE
+        if len(malformed) > allowed * total:
+            raise UserError(f"{path}: {message}; at most {allowed:.0%} of the rows of this split may be malformed")
+        _log.warning("%s: %s; these rows are skipped", path, message)
+    columns = {column: [values[index] for values in rows] for index, column in enumerate(names)}
+    return RawSplit(str(path), columns, lines)
 
 
-def _complain(path: Path, malformed: Sequence[int], good: int, width: int, tolerated: float) -> None:
-    """Warn of rows left out, or refuse the file: a test set's may not go, submissions count its rows."""
-    total = good + len(malformed)
-    what = f"{len(malformed)} of {total} rows do not have {width} fields, the first on line {malformed[0]}"
-    if len(malformed) > tolerated * total:
-        raise UserError(f"{path}: {what}; at most {tolerated:.0%} of such rows can be left out here")
-    _log.warning("%s: %s; left out", path, what)
-
-
-def read_json(path: Path, spec: TaskSpec, split: str) -> Rows:
-    """JSON lines, or one JSON array of objects, with the hub's column names as keys."""
-    text = whole_text(path)
+def read_json(path: Path, spec: TaskSpec, split: str) -> RawSplit:
+    """Read JSON lines, or one JSON array of objects, with the hub's column names as keys."""
+    text = read_text(path)
     if text.lstrip().startswith("["):
         lines, records = [], parse_json(text, str(path))
     else:
@@ -142,82 +151,93 @@ def read_json(path: Path, spec: TaskSpec, split: str) -> Rows:
         lines = [line for line, _ in numbered]
         records = [parse_json(text, f"{path}, line {line}") for line, text in numbered]
     if not records:
-        return Rows(str(path), {})
-    place = Rows(str(path), {}, lines).place
+        return RawSplit(str(path), {})
+    location = RawSplit(str(path), {}, lines).location
     for row, record in enumerate(records):
         if not isinstance(record, dict):
-            raise UserError(f"{place(row)}: a JSON object was expected, not {shorten(repr(record))}")
-    wanted = wanted_columns(spec, split, list(records[0]), str(path))
+            raise UserError(f"{location(row)}: a JSON object was expected, not {shorten(repr(record))}")
+    columns = source_columns(spec, split, list(records[0]), str(path))
     for row, record in enumerate(records):
-        if lacking := [key for key in wanted if key not in record]:
-            raise UserError(f"{place(row)}: key {lacking[0]!r} is missing")
-    return Rows(str(path), {key: [record[key] for record in records] for key in wanted}, lines)
+        for key in columns:
+            if key not in record:
+                raise UserError(f"{location(row)}: key {key!r} is missing")
+    return RawSplit(str(path), {key: [record[key] for record in records] for key in columns}, lines)
 
 
-def read_parquet(path: Path, spec: TaskSpec, split: str) -> Rows:
-    """Parquet with the hub's column names; class names that `datasets` left in the schema count."""
+def read_parquet(path: Path, spec: TaskSpec, split: str) -> RawSplit:
+    """Read Parquet with the hub's column names. Class names that `datasets` stored in the schema are used."""
     try:
         with pq.ParquetFile(path) as file:
-            wanted = wanted_columns(spec, split, file.schema_arrow.names, str(path))
-            table = file.read(columns=list(wanted))
+            columns = source_columns(spec, split, file.schema_arrow.names, str(path))
+            table = file.read(columns=list(columns))
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{path}: not a readable Parquet file: {shorten(str(error))}") from error
     return from_dataset(Dataset(table), spec, split, str(path))
 
 
-def read_saved(state: Path, spec: TaskSpec, split: str) -> Rows:
-    """One split of a folder that `DatasetDict.save_to_disk` wrote, found by its `state.json`."""
+def read_saved(state: Path, spec: TaskSpec, split: str) -> RawSplit:
+    """Read one split of a folder that `DatasetDict.save_to_disk` wrote, given the path of its `state.json`."""
     try:
         dataset = load_from_disk(str(state.parent))
-    except Exception as error:  # whatever pyarrow, json or datasets make of a damaged folder
+    except Exception as error:  # pyarrow, json and datasets raise many types for damaged folders
         raise UserError(f"{state.parent}: not a readable saved data set: {shorten(str(error))}") from error
     return from_dataset(dataset, spec, split, str(state.parent))
 
 
-def from_dataset(dataset: Dataset, spec: TaskSpec, split: str, source: str) -> Rows:
-    """A data set of any origin; ids of named classes become names, whose order may differ from the spec's."""
-    wanted = wanted_columns(spec, split, dataset.column_names, source)
-    table = dataset.select_columns(list(wanted)).with_format("arrow")[:]
-    columns = {column: table.column(column).to_pylist() for column in wanted}
-    for column in wanted:
-        feature = dataset.features[column]
+def from_dataset(dataset: Dataset, spec: TaskSpec, split: str, source: str) -> RawSplit:
+    """Select the columns of a split from a data set.
+
+    Ids of a `ClassLabel` column become class names, because the ids may be ordered differently in the spec.
+    """
+    names = list(source_columns(spec, split, dataset.column_names, source))
+    table = dataset.select_columns(names).with_format("arrow")[:]
+    columns = {name: table.column(name).to_pylist() for name in names}
+    for name, values in columns.items():
+        feature = dataset.features[name]
         if isinstance(feature, ClassLabel):
-            names = dict(enumerate(feature.names))
-            columns[column] = [names.get(value, value) for value in columns[column]]
-    return Rows(source, columns)
+            classes = dict(enumerate(feature.names))
+            columns[name] = [classes.get(value, value) for value in values]
+    return RawSplit(source, columns)
 
 
-def _decoded(path: Path) -> Iterator[tuple[int, str]]:
-    """Numbered lines with their ends. Only a line feed ends one: texts may hold Unicode's others."""
+def _decoded_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the numbered lines of a UTF-8 file, including their line feeds.
+
+    Only a line feed ends a line, because texts may contain other Unicode line separators.
+
+    Raises:
+        UserError: if the file cannot be read, is not UTF-8, or contains null bytes.
+    """
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                if "\0" in text:  # UTF-16, or what a crash left of a file; tokenizers would drop them in silence
+                # Null bytes indicate UTF-16 or a file damaged by a crash. Tokenizers would drop them silently.
+                if "\0" in text:
                     raise UserError(f"{path}, line {number}: not UTF-8 text: it holds null bytes; convert the file")
                 yield number, text
     except UnicodeDecodeError as error:
-        what = f"byte {error.start + 1} is 0x{error.object[error.start]:02x}"
-        raise UserError(f"{path}, line {number}: not UTF-8: {what}; convert the file to UTF-8") from error
+        detail = f"byte {error.start + 1} is 0x{error.object[error.start]:02x}"
+        raise UserError(f"{path}, line {number}: not UTF-8: {detail}; convert the file to UTF-8") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Numbered lines without their ends (LF or CRLF) and without the empty ones."""
-    for number, line in _decoded(path):
+    """Yield the numbered lines of a UTF-8 file without line ends (LF or CRLF); skip empty lines."""
+    for number, line in _decoded_lines(path):
         if text := line.removesuffix("\n").removesuffix("\r"):
             yield number, text
 
 
-def whole_text(path: Path) -> str:
-    """A file at once; like all readers here it names the line that is not UTF-8."""
-    return "".join(line for _, line in _decoded(path))
+def read_text(path: Path) -> str:
+    """Return the content of a UTF-8 file; the error for a file that is not UTF-8 names the line."""
+    return "".join(line for _, line in _decoded_lines(path))
 
 
-def parse_json(text: str, place: str) -> Any:
-    """JSON, or a `UserError` that names the place."""
+def parse_json(text: str, location: str) -> Any:
+    """Parse JSON; raise a `UserError` that names the location if the text is not JSON."""
     try:
         return json.loads(text)
-    except (ValueError, RecursionError) as error:  # not its own one for endless digits or brackets
-        raise UserError(f"{place}: not JSON: {shorten(error)}") from error
+    except (ValueError, RecursionError) as error:  # raised for too many digits or brackets, besides JSONDecodeError
+        raise UserError(f"{location}: not JSON: {shorten(error)}") from error

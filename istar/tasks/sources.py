@@ -1,4 +1,7 @@
-"""Where a task's splits come from: a folder, the hub, a generator. Each gives a function that reads one."""
+"""Sources of a task's splits: a local folder, the Hugging Face hub, or the demo generator.
+
+Each source is a function that returns a reader of single splits, `split name -> RawSplit`.
+"""
 
 import contextlib
 import itertools
@@ -8,19 +11,22 @@ from pathlib import Path
 import datasets
 
 from istar.errors import UserError, shorten
-from istar.tasks import formats, readers
-from istar.tasks.hub import hub_obstacle
-from istar.tasks.readers import Rows
+from istar.tasks import demo, formats, readers
+from istar.tasks.hub import hub_problem
+from istar.tasks.readers import RawSplit
 from istar.tasks.specs import Files, TaskSpec
 
-Reader = Callable[[Path, TaskSpec, str], Rows]
+Reader = Callable[[Path, TaskSpec, str], RawSplit]
 Layout = Mapping[str, Reader]
-"""File name of a split, with `{}` for the split's name -> what reads the file."""
+"""Readers by file name pattern, in which `{}` stands for the name of the split."""
 
 _SAVED: Layout = {"{}/state.json": readers.read_saved}
-_TSV: Layout = {"{}.tsv": readers.read_tsv}
-_TREES: Layout = {"{}.txt": formats.read_trees}
-_SQUAD: Layout = {"{}-v1.1.json": formats.read_squad}
+_BENCHMARK_FILES: Mapping[Files, Layout] = {
+    "": {},
+    "tsv": {"{}.tsv": readers.read_tsv},
+    "trees": {"{}.txt": formats.read_trees},
+    "squad": {"{}-v1.1.json": formats.read_squad},
+}
 _TABLES: Layout = {
     "{}.csv": readers.read_csv,
     "{}.jsonl": readers.read_json,
@@ -28,103 +34,111 @@ _TABLES: Layout = {
     "{}.parquet": readers.read_parquet,
 }
 
-_FILES: Mapping[Files, Layout] = {"": {}, "tsv": _TSV, "trees": _TREES, "squad": _SQUAD}
 
+def from_folder(spec: TaskSpec, data_dir: Path, splits: Sequence[str]) -> Callable[[str], RawSplit]:
+    """Select the subfolder and the file layout that contain most of the requested splits.
 
-def _layouts(spec: TaskSpec) -> tuple[list[Layout], list[str]]:
-    """A task's layouts in the order of preference, and the subfolders in which its files may stand."""
-    return [_SAVED, _FILES[spec.files], _TABLES], [*spec.folders, spec.name]
+    If several contain equally many of them, those with more of the task's other splits are preferred, then
+    `data_dir` itself, then saved data sets, then the benchmark's own files.
 
-
-def _find(place: Path, layout: Layout, split: str) -> tuple[Path, Reader] | None:
-    """A split's file and what reads it."""
-    paths = ((place / name, read) for pattern, read in layout.items() for name in _names(pattern, split))
-    return next(((path, read) for path, read in paths if path.is_file()), None)
-
-
-def _names(pattern: str, split: str) -> list[str]:
-    # the benchmarks call `dev` what the hub calls `validation`
-    return [pattern.format(stem) for stem in dict.fromkeys((split, split.replace("validation", "dev")))]
-
-
-def folder(spec: TaskSpec, data_dir: Path, splits: Sequence[str]) -> Callable[[str], Rows]:
-    """Choose the place and the layout that hold most of the wanted splits, the preferred ones first."""
+    Raises:
+        UserError: if the folder cannot be read or contains no file of the task.
+    """
     option = f"task.data_dir={data_dir}"
-    if what := _no_folder(data_dir):
-        raise UserError(f"{option} {what}; name the folder that holds the files of task {spec.name}")
-    layouts, subfolders = _layouts(spec)
-    places = [data_dir, *(data_dir / name for name in subfolders)]
-    known = {spec.train, *splits, *(split.name for split in (*spec.validation, *spec.test))}
+    if problem := _folder_problem(data_dir):
+        raise UserError(f"{option} {problem}; name the folder that holds the files of task {spec.name}")
+    layouts = [_SAVED, _BENCHMARK_FILES[spec.files], _TABLES]
+    subfolders = [*spec.folders, spec.name]
+    candidates = itertools.product([data_dir, *(data_dir / name for name in subfolders)], layouts)
 
-    def held(choice: tuple[Path, Layout]) -> list[int]:
-        return [sum(_find(*choice, split) is not None for split in some) for some in (splits, known)]
+    def split_counts(candidate: tuple[Path, Layout]) -> tuple[int, int]:
+        found = {split for split in {*splits, *spec.splits} if _find_file(*candidate, split)}
+        return len(found & set(splits)), len(found)
 
-    place, layout = best = max(itertools.product(places, layouts), key=held)
-    if not any(held(best)):
+    folder, layout = best = max(candidates, key=split_counts)
+    if not any(split_counts(best)):
         names = ", ".join(pattern.format(spec.train) for layout in layouts for pattern in layout)
-        there = ", ".join(f"{name}/" for name in subfolders)
-        raise UserError(f"{option} holds no data of task {spec.name}: no {names} in it or in {there}")
+        places = ", ".join(f"{name}/" for name in subfolders)
+        raise UserError(f"{option} holds no data of task {spec.name}: no {names} in it or in {places}")
 
-    def read(split: str) -> Rows:
-        found = _find(place, layout, split)
-        if found is None:
-            names = " or ".join(name for pattern in layout for name in _names(pattern, split))
-            raise UserError(f"{option}: split {split!r} of task {spec.name} is missing: no {names} in {place}")
-        path, reader = found
+    def read(split: str) -> RawSplit:
+        match = _find_file(folder, layout, split)
+        if match is None:
+            names = " or ".join(name for pattern in layout for name in _file_names(pattern, split))
+            raise UserError(f"{option}: split {split!r} of task {spec.name} is missing: no {names} in {folder}")
+        path, reader = match
         return reader(path, spec, split)
 
     return read
 
 
-def _no_folder(path: Path) -> str:
-    """Why a path is no folder to read from; empty if it is one."""
+def from_hub(spec: TaskSpec) -> Callable[[str], RawSplit]:
+    """Load the task from the Hugging Face hub, or from the local cache if the hub cannot be reached.
+
+    Raises:
+        UserError: if the hub cannot be reached and the task is not in the cache, or if loading fails.
+    """
+    assert spec.hub is not None, spec.name
+    source = " ".join(filter(None, spec.hub))
+    problem = hub_problem()
+    try:
+        with _offline() if problem else contextlib.nullcontext():
+            dataset = datasets.load_dataset(*spec.hub)
+    except Exception as error:  # `datasets` and the libraries below it raise many types
+        reason = f"the hub did not deliver it ({shorten(f'{type(error).__name__}: {error}')})"
+        reason = f"not in the local cache, and {problem}" if problem else reason
+        raise UserError(f"{source}: {reason}; name a local copy with task.data_dir=<folder>") from error
+
+    def read(split: str) -> RawSplit:
+        if split not in dataset:
+            raise UserError(f"{source} has no split {split!r}; found: {', '.join(dataset)}")
+        return readers.from_dataset(dataset[split], spec, split, f"{source}, split {split}")
+
+    return read
+
+
+def from_generator(spec: TaskSpec) -> Callable[[str], RawSplit]:
+    """Generate the examples of a demo task."""
+
+    def read(split: str) -> RawSplit:
+        return readers.from_dataset(demo.generate(spec.name, split), spec, split, f"generated {split} of {spec.name}")
+
+    return read
+
+
+def _find_file(folder: Path, layout: Layout, split: str) -> tuple[Path, Reader] | None:
+    """Return the first existing file of a split and its reader, or None."""
+    for pattern, reader in layout.items():
+        for name in _file_names(pattern, split):
+            if (folder / name).is_file():
+                return folder / name, reader
+    return None
+
+
+def _file_names(pattern: str, split: str) -> list[str]:
+    """Return the possible file names of a split; the benchmarks' files say `dev` instead of `validation`."""
+    return [pattern.format(stem) for stem in dict.fromkeys((split, split.replace("validation", "dev")))]
+
+
+def _folder_problem(path: Path) -> str:
+    """Return why a folder cannot be read, or "" if it can."""
     try:
         next(path.iterdir(), None)
     except FileNotFoundError:
         return "does not exist"
     except NotADirectoryError:
         return "is not a folder"
-    except OSError as error:  # forbidden, too long a name
+    except OSError as error:  # e.g. permission denied, or the name is too long
         return f"cannot be read ({error.strerror})"
     return ""
 
 
-def hub(spec: TaskSpec) -> Callable[[str], Rows]:
-    """Load from the Hugging Face hub; where it cannot be reached, from the cache of earlier loads."""
-    assert spec.hub is not None, spec.name
-    source, local = " ".join(filter(None, spec.hub)), "name a local copy with task.data_dir=<folder>"
-    obstacle = hub_obstacle()
-    try:
-        with _offline() if obstacle else contextlib.nullcontext():
-            found = datasets.load_dataset(*spec.hub)
-    except Exception as error:  # the libraries below raise a dozen kinds for a dozen reasons
-        reason = f"the hub did not deliver it ({shorten(f'{type(error).__name__}: {error}')})"
-        reason = f"not in the local cache, and {obstacle}" if obstacle else reason
-        raise UserError(f"{source}: {reason}; {local}") from error
-
-    def read(split: str) -> Rows:
-        if split not in found:
-            raise UserError(f"{source} has no split {split!r}; found: {', '.join(found)}")
-        return readers.from_dataset(found[split], spec, split, f"{source}, split {split}")
-
-    return read
-
-
 @contextlib.contextmanager
 def _offline() -> Iterator[None]:
-    """Let `datasets` look into its cache only, at once instead of after its retries."""
+    """Restrict `datasets` to its cache, which avoids its connection retries."""
     before = datasets.config.HF_HUB_OFFLINE
     datasets.config.HF_HUB_OFFLINE = True
     try:
         yield
     finally:
         datasets.config.HF_HUB_OFFLINE = before
-
-
-def generator(spec: TaskSpec) -> Callable[[str], Rows]:
-    """Invent the examples."""
-    from istar.tasks import demo
-
-    return lambda split: readers.from_dataset(
-        demo.generate(spec.name, split), spec, split, f"generated {split} of {spec.name}"
-    )

@@ -1,8 +1,8 @@
-"""What each task is: one table of frozen specs, read by everything that loads, trains or scores."""
+"""Specifications of all tasks: their data, labels and metrics, in the table `TASKS`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 Kind = Literal["classification", "regression", "span"]
 Files = Literal["", "tsv", "trees", "squad"]
@@ -13,9 +13,9 @@ class Split:
     """A validation or test set.
 
     Attributes:
-        name: the hub's name of the split, e.g. `validation_matched`.
-        suffix: stands behind a metric's name where a task has several sets: `accuracy_mismatched`.
-        submission: official file name of the GLUE submission for a test set, `""` where there is none.
+        name: name of the split on the hub, e.g. `validation_matched`.
+        suffix: appended to metric names if a task has several such sets, e.g. `accuracy_mismatched`.
+        submission: file name of the GLUE submission for a test set; empty if there is none.
     """
 
     name: str
@@ -25,12 +25,11 @@ class Split:
 
 @dataclass(frozen=True)
 class GlueTsv:
-    """How the benchmark ships a task as tab-separated files.
+    """Columns of a task's tab-separated files as the GLUE benchmark ships them.
 
     Attributes:
-        columns: the hub's column name -> the file's column name.
-        header: column names of files that ship without a header line (training and validation files only;
-            the test files always have one).
+        columns: column name in the file, by column name on the hub.
+        header: column names of training and validation files without a header line. Test files always have one.
     """
 
     columns: Mapping[str, str]
@@ -39,25 +38,25 @@ class GlueTsv:
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """One task, complete.
+    """Specification of one task.
 
     Attributes:
-        name: as in `task=<name>`.
+        name: value of `task` on the command line.
         kind: `classification`, `regression` or `span` (extractive question answering).
-        text_columns: the hub's names of one or two text columns; question and context for spans.
+        text_columns: names on the hub of the one or two text columns; question and context for spans.
         labels: class names in the order of their ids; empty for regression and spans.
-        metrics: names in `istar.tasks.metrics.METRICS`.
-        headline: the metric that chooses the best epoch and stands in tables; higher is better.
+        metrics: keys of `istar.tasks.metrics.METRICS`.
+        headline: metric that selects the best epoch and is reported in tables; higher is better.
         hub: data set and configuration on the Hugging Face hub; None for generated tasks.
-        label_column: the hub's name of the label column.
-        train: the hub's name of the training split.
-        validation: validation sets; the first one's headline metric counts.
-        test: unlabelled sets for submissions.
-        files: format in which the task's authors ship it: GLUE's TSV, PTB trees, SQuAD's JSON.
-        folders: subfolders of `task.data_dir` in which these files may stand.
-        tsv: the columns of GLUE's files.
+        label_column: name of the label column on the hub.
+        train: name of the training split on the hub.
+        validation: validation sets; the headline metric is that of the first set.
+        test: test sets, without labels, for submissions.
+        files: format in which the authors of the task ship it: GLUE's TSV, Penn Treebank trees or SQuAD's JSON.
+        folders: subfolders of `task.data_dir` that may contain these files.
+        tsv: columns of GLUE's files.
         max_length: default sequence length in tokens.
-        submit_labels: whether a GLUE submission wants class names rather than ids.
+        submit_labels: whether a GLUE submission contains class names instead of ids.
     """
 
     name: str
@@ -77,139 +76,132 @@ class TaskSpec:
     max_length: int = 128
     submit_labels: bool = False
 
+    @property
+    def splits(self) -> list[str]:
+        """Names of all splits: training, validation and test."""
+        return [self.train, *(split.name for split in (*self.validation, *self.test))]
 
-_GLUE = "nyu-mll/glue"
+    def is_test(self, split: str) -> bool:
+        """Return whether a split is a test set, which may lack labels."""
+        return any(split == test.name for test in self.test)
+
+
+def _glue(
+    name: str, folder: str, columns: Mapping[str, str], header: tuple[str, ...] = (), **settings: Any
+) -> TaskSpec:
+    """Return the specification of a GLUE task.
+
+    Args:
+        name: name of the task.
+        folder: folder of its files, which is also the name of its submission file.
+        columns: see `GlueTsv`.
+        header: see `GlueTsv`.
+        **settings: further fields of `TaskSpec`.
+    """
+    defaults = {"kind": "classification", "test": (Split("test", submission=f"{folder}.tsv"),)}
+    return TaskSpec(
+        name=name,
+        hub=("nyu-mll/glue", name),
+        files="tsv",
+        folders=(folder, f"glue_data/{folder}"),
+        tsv=GlueTsv(columns, header),
+        **{**defaults, **settings},
+    )
+
+
 _ENTAILMENT = ("entailment", "not_entailment")
 
-
-def _columns(*same: str, **renamed: str) -> dict[str, str]:
-    return {**{name: name for name in same}, **renamed}
-
-
 _SPECS = (
-    TaskSpec(
-        name="cola",
-        kind="classification",
+    _glue(
+        "cola",
+        "CoLA",
+        {"sentence": "sentence", "label": "label"},
+        header=("source", "label", "mark", "sentence"),
         text_columns=("sentence",),
         labels=("unacceptable", "acceptable"),
         metrics=("matthews_correlation", "accuracy"),
         headline="matthews_correlation",
-        hub=(_GLUE, "cola"),
-        test=(Split("test", submission="CoLA.tsv"),),
-        files="tsv",
-        folders=("CoLA", "glue_data/CoLA"),
-        tsv=GlueTsv(_columns("sentence", "label"), header=("source", "label", "mark", "sentence")),
     ),
-    TaskSpec(
-        name="sst2",
-        kind="classification",
+    _glue(
+        "sst2",
+        "SST-2",
+        {"sentence": "sentence", "label": "label"},
         text_columns=("sentence",),
         labels=("negative", "positive"),
         metrics=("accuracy",),
         headline="accuracy",
-        hub=(_GLUE, "sst2"),
-        test=(Split("test", submission="SST-2.tsv"),),
-        files="tsv",
-        folders=("SST-2", "glue_data/SST-2"),
-        tsv=GlueTsv(_columns("sentence", "label")),
     ),
-    TaskSpec(
-        name="mrpc",
-        kind="classification",
+    _glue(
+        "mrpc",
+        "MRPC",
+        {"sentence1": "#1 String", "sentence2": "#2 String", "label": "Quality"},
         text_columns=("sentence1", "sentence2"),
         labels=("not_equivalent", "equivalent"),
         metrics=("accuracy", "f1"),
         headline="accuracy",
-        hub=(_GLUE, "mrpc"),
-        test=(Split("test", submission="MRPC.tsv"),),
-        files="tsv",
-        folders=("MRPC", "glue_data/MRPC"),
-        tsv=GlueTsv({"sentence1": "#1 String", "sentence2": "#2 String", "label": "Quality"}),
     ),
-    TaskSpec(
-        name="stsb",
+    _glue(
+        "stsb",
+        "STS-B",
+        {"sentence1": "sentence1", "sentence2": "sentence2", "label": "score"},
         kind="regression",
         text_columns=("sentence1", "sentence2"),
         metrics=("pearson", "spearman"),
         headline="pearson",
-        hub=(_GLUE, "stsb"),
-        test=(Split("test", submission="STS-B.tsv"),),
-        files="tsv",
-        folders=("STS-B", "glue_data/STS-B"),
-        tsv=GlueTsv(_columns("sentence1", "sentence2", label="score")),
     ),
-    TaskSpec(
-        name="qqp",
-        kind="classification",
+    _glue(
+        "qqp",
+        "QQP",
+        {"question1": "question1", "question2": "question2", "label": "is_duplicate"},
         text_columns=("question1", "question2"),
         labels=("not_duplicate", "duplicate"),
         metrics=("accuracy", "f1"),
         headline="accuracy",
-        hub=(_GLUE, "qqp"),
-        test=(Split("test", submission="QQP.tsv"),),
-        files="tsv",
-        folders=("QQP", "glue_data/QQP"),
-        tsv=GlueTsv(_columns("question1", "question2", label="is_duplicate")),
     ),
-    TaskSpec(
-        name="mnli",
-        kind="classification",
+    _glue(
+        "mnli",
+        "MNLI",
+        {"premise": "sentence1", "hypothesis": "sentence2", "label": "gold_label"},
         text_columns=("premise", "hypothesis"),
         labels=("entailment", "neutral", "contradiction"),
         metrics=("accuracy",),
         headline="accuracy",
-        hub=(_GLUE, "mnli"),
         validation=(Split("validation_matched"), Split("validation_mismatched", suffix="mismatched")),
         test=(
             Split("test_matched", submission="MNLI-m.tsv"),
             Split("test_mismatched", suffix="mismatched", submission="MNLI-mm.tsv"),
         ),
-        files="tsv",
-        folders=("MNLI", "glue_data/MNLI"),
-        tsv=GlueTsv({"premise": "sentence1", "hypothesis": "sentence2", "label": "gold_label"}),
         submit_labels=True,
     ),
-    TaskSpec(
-        name="qnli",
-        kind="classification",
+    _glue(
+        "qnli",
+        "QNLI",
+        {"question": "question", "sentence": "sentence", "label": "label"},
         text_columns=("question", "sentence"),
         labels=_ENTAILMENT,
         metrics=("accuracy",),
         headline="accuracy",
-        hub=(_GLUE, "qnli"),
-        test=(Split("test", submission="QNLI.tsv"),),
-        files="tsv",
-        folders=("QNLI", "glue_data/QNLI"),
-        tsv=GlueTsv(_columns("question", "sentence", "label")),
         submit_labels=True,
     ),
-    TaskSpec(
-        name="rte",
-        kind="classification",
+    _glue(
+        "rte",
+        "RTE",
+        {"sentence1": "sentence1", "sentence2": "sentence2", "label": "label"},
         text_columns=("sentence1", "sentence2"),
         labels=_ENTAILMENT,
         metrics=("accuracy",),
         headline="accuracy",
-        hub=(_GLUE, "rte"),
-        test=(Split("test", submission="RTE.tsv"),),
-        files="tsv",
-        folders=("RTE", "glue_data/RTE"),
-        tsv=GlueTsv(_columns("sentence1", "sentence2", "label")),
         max_length=256,
         submit_labels=True,
     ),
-    TaskSpec(
-        name="wnli",
-        kind="classification",
+    _glue(
+        "wnli",
+        "WNLI",
+        {"sentence1": "sentence1", "sentence2": "sentence2", "label": "label"},
         text_columns=("sentence1", "sentence2"),
         labels=("not_entailment", "entailment"),
         metrics=("accuracy",),
         headline="accuracy",
-        hub=(_GLUE, "wnli"),
-        test=(Split("test", submission="WNLI.tsv"),),
-        files="tsv",
-        folders=("WNLI", "glue_data/WNLI"),
-        tsv=GlueTsv(_columns("sentence1", "sentence2", "label")),
     ),
     TaskSpec(
         name="sst5",

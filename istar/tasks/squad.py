@@ -1,7 +1,7 @@
-"""Extractive question answering: overlapping windows over long contexts, and the way back to answer texts.
+"""Overlapping windows over long contexts for extractive question answering, and decoding of logits to answer texts.
 
-An offset is a token's character range in the context; tokens that are not of the context (the question,
-special tokens) have the offset (-1, -1). Indices count the tokens of an unpadded feature.
+An offset is the character range of a token in the context. Tokens outside the context (those of the question and
+special tokens) have the offset (-1, -1). Token indices refer to the unpadded feature.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,15 +17,15 @@ INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 
 
 def require_fast(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a tokenizer that cannot tell where in the text its tokens stand.
+    """Check that a tokenizer is a fast one, which can return character offsets.
 
     Raises:
-        UserError: for a slow tokenizer.
+        UserError: if the tokenizer is slow.
     """
     if not tokenizer.is_fast:
         raise UserError(
-            f"{type(tokenizer).__name__} is a slow tokenizer, which knows no offsets; "
-            "choose a model that has a fast one (a tokenizer.json)"
+            f"{type(tokenizer).__name__} is a slow tokenizer, which cannot return offsets; "
+            "choose a model with a fast one (a tokenizer.json)"
         )
 
 
@@ -38,28 +38,29 @@ def training_features(
     max_length: int,
     stride: int = 128,
 ) -> dict[str, list[Any]]:
-    """Windows with the token positions of the first gold answer.
+    """Split contexts into windows, with the token positions of the first gold answer, for training.
 
     Args:
-        questions: one a row; white space around a question is dropped.
-        contexts: one a row.
-        answers: `{"text": [...], "answer_start": [...]}` a row; a row without an answer is unanswerable.
-        ids: names of the questions, for messages.
-        tokenizer: a fast one.
-        max_length: longest feature, in tokens.
-        stride: tokens that neighbouring windows share; see `windows`.
+        questions: one per example; surrounding white space is removed.
+        contexts: one per example.
+        answers: `{"text": [...], "answer_start": [...]}` per example; empty lists mark an unanswerable question.
+        ids: ids of the questions, for error messages.
+        tokenizer: a fast tokenizer.
+        max_length: maximum length of a window with its question, in tokens.
+        stride: number of tokens shared by neighbouring windows; see `windows`.
 
     Returns:
-        The columns of `windows` without the offsets, and `start_positions` and `end_positions` (inclusive),
-        both 0 where the window does not hold the whole answer.
+        The columns of `windows` except the offsets, and `start_positions` and `end_positions` (inclusive). Both are
+        0 if the window does not contain the whole answer.
 
     Raises:
-        UserError: where an answer is not at its `answer_start`, naming the question, or for a slow tokenizer.
+        UserError: if an answer does not occur at its `answer_start` (the message names the question), or the
+            tokenizer is slow.
     """
-    ranges = [_answer_range(*row) for row in zip(contexts, answers, ids, strict=True)]
+    ranges = [_answer_range(*example) for example in zip(contexts, answers, ids, strict=True)]
     features = windows(questions, contexts, tokenizer, max_length, stride)
-    rows = zip(features.pop("offset_mapping"), features["example_id"], strict=True)
-    positions = [answer_positions(offsets, *ranges[row]) for offsets, row in rows]
+    pairs = zip(features.pop("offset_mapping"), features["example_id"], strict=True)
+    positions = [answer_positions(offsets, *ranges[example]) for offsets, example in pairs]
     features["start_positions"], features["end_positions"] = map(list, zip(*positions, strict=True))
     return features
 
@@ -71,29 +72,36 @@ def windows(
     max_length: int,
     stride: int = 128,
 ) -> dict[str, list[Any]]:
-    """Features for evaluation: each question with every window of its context, unpadded.
+    """Tokenize each question with every window of its context, unpadded, for evaluation.
 
-    A window must leave room to advance. So neighbours share at most a third of `max_length` (which is the
-    customary 128 of 384), and a question may fill half of a feature: a longer one is cut at a token's end.
+    Every window must contain new tokens. Therefore neighbouring windows share at most a third of `max_length` (128 of
+    384 tokens is customary), and a question that fills more than half of a window is truncated after a token.
+
+    Args:
+        questions: one per example; surrounding white space is removed.
+        contexts: one per example.
+        tokenizer: a fast tokenizer.
+        max_length: maximum length of a window with its question, in tokens.
+        stride: number of tokens shared by neighbouring windows.
 
     Returns:
-        Lists of equal length: the tokenizer's inputs, `offset_mapping` (each an array (tokens, 2)) and
-        `example_id`, the row of the question and context. Windows of a row stand together, in order.
+        Lists of equal length with one entry per window: the tokenizer's outputs, `offset_mapping` (arrays of shape
+        (tokens, 2)) and `example_id`, the index of the example. Windows of an example are consecutive and in order.
 
     Raises:
-        UserError: for a slow tokenizer, or where `max_length` has no room for a question and a context.
+        UserError: if the tokenizer is slow, or `max_length` is too small for a question and a context.
     """
     require_fast(tokenizer)
     content = max_length - tokenizer.num_special_tokens_to_add(pair=True)
     if content < 2:
-        raise UserError(f"max_length={max_length} has no room for a question and a context; raise it")
-    longest_question = content // 2
+        raise UserError(f"max_length={max_length} is too small for a question and a context; increase it")
+    max_question = content // 2
     encoded = tokenizer(
-        _fitting(questions, tokenizer, longest_question),
+        _truncate(questions, tokenizer, max_question),
         list(contexts),
         truncation="only_second",
         max_length=max_length,
-        stride=min(stride, max_length // 3, content - longest_question - 1),
+        stride=min(stride, max_length // 3, content - max_question - 1),
         return_overflowing_tokens=True,
         return_offsets_mapping=True,
         return_attention_mask=True,
@@ -107,46 +115,45 @@ def windows(
 
 
 def answer_positions(offsets: NDArray[np.integer], start: int, end: int) -> tuple[int, int]:
-    """First and last token of the characters [start, end) of the context; (0, 0) where the window lacks some.
+    """Return the first and the last token of an answer, or (0, 0) if the window does not contain the whole answer.
 
     Args:
-        offsets: (tokens, 2), a window's.
-        start: the answer's first character.
-        end: the character behind its last.
+        offsets: offsets of a window, (tokens, 2).
+        start: first character of the answer in the context.
+        end: end of the answer, exclusive.
     """
-    inside = np.flatnonzero(offsets[:, 0] >= 0)
-    begins, ends = offsets[inside].T
-    if end <= start or not len(inside) or start < begins[0] or end > ends[-1]:
+    in_context = np.flatnonzero(offsets[:, 0] >= 0)
+    starts, ends = offsets[in_context].T
+    if end <= start or not len(in_context) or start < starts[0] or end > ends[-1]:
         return 0, 0
     first = int(np.searchsorted(ends, start, side="right"))
-    last = int(np.searchsorted(begins, end, side="left")) - 1
-    # The tokenizer may have dropped all characters of an answer, such as a lone control character.
-    return (int(inside[first]), int(inside[last])) if first <= last else (0, 0)
+    last = int(np.searchsorted(starts, end, side="left")) - 1
+    # No token remains if the tokenizer drops all characters of an answer, e.g. a single control character.
+    return (int(in_context[first]), int(in_context[last])) if first <= last else (0, 0)
 
 
 def best_answer(
     context: str,
-    candidates: Iterable[tuple[ArrayLike, ArrayLike, NDArray[np.integer]]],
+    windows: Iterable[tuple[ArrayLike, ArrayLike, NDArray[np.integer]]],
     n_best: int = 20,
     max_answer_length: int = 30,
 ) -> str:
-    """The answer text with the highest start logit + end logit over all windows of one context.
+    """Return the answer text with the highest sum of start and end logit over all windows of one context.
 
     Args:
-        context: the text that offsets point into.
-        candidates: start logits (tokens,), end logits (tokens,) and offsets (tokens, 2) of each window.
+        context: the text to which the offsets refer.
+        windows: start logits (tokens,), end logits (tokens,) and offsets (tokens, 2) of each window.
         n_best: see `best_span`.
         max_answer_length: see `best_span`.
 
     Returns:
-        The text without surrounding white space; `""` where no window has a valid span. Of equal scores the
-        first window wins, in it the earliest start, then the earliest end.
+        The text without surrounding white space; "" if no window has a valid span. Ties are resolved in favour of
+        the first window, then the earliest start, then the earliest end.
     """
-    spans = (best_span(*window, n_best, max_answer_length) for window in candidates)
-    found = [span for span in spans if span is not None]
-    if not found:
+    spans = [span for window in windows if (span := best_span(*window, n_best, max_answer_length)) is not None]
+    if not spans:
         return ""
-    _, start, end = max(found, key=lambda span: span[0])
+    _, start, end = max(spans, key=lambda span: span[0])
     return context[start:end].strip()
 
 
@@ -157,22 +164,30 @@ def best_span(
     n_best: int = 20,
     max_answer_length: int = 30,
 ) -> tuple[float, int, int] | None:
-    """The best span of a window that pairs one of its `n_best` starts with one of its `n_best` ends.
+    """Return the best span of a window.
 
-    Only tokens of the context count, and a span has 1 to `max_answer_length` of them.
+    The candidates combine the `n_best` start tokens with the `n_best` end tokens of the context. A valid span has
+    between 1 and `max_answer_length` tokens.
+
+    Args:
+        start_logits: (tokens,).
+        end_logits: (tokens,).
+        offsets: (tokens, 2).
+        n_best: number of start and of end tokens.
+        max_answer_length: maximum number of tokens in a span.
 
     Returns:
-        Its score and character range [start, end), or None where no pair is a valid span.
+        The sum of the start and end logit, and the character range [start, end); None if no candidate is valid.
     """
-    inside = np.flatnonzero(offsets[:, 0] >= 0)
-    if not len(inside):
+    in_context = np.flatnonzero(offsets[:, 0] >= 0)
+    if not len(in_context):
         return None
-    from_start = np.asarray(start_logits, dtype=np.float64)
-    from_end = np.asarray(end_logits, dtype=np.float64)
-    starts, ends = (inside[_top(logits[inside], n_best)] for logits in (from_start, from_end))
-    width = ends[None, :] - starts[:, None] + 1
-    scores = from_start[starts][:, None] + from_end[ends][None, :]
-    scores[(width < 1) | (width > max_answer_length)] = -np.inf
+    start_scores = np.asarray(start_logits, dtype=np.float64)
+    end_scores = np.asarray(end_logits, dtype=np.float64)
+    starts, ends = (in_context[_top(scores[in_context], n_best)] for scores in (start_scores, end_scores))
+    lengths = ends[None, :] - starts[:, None] + 1
+    scores = start_scores[starts][:, None] + end_scores[ends][None, :]
+    scores[(lengths < 1) | (lengths > max_answer_length)] = -np.inf
     row, column = np.unravel_index(scores.argmax(), scores.shape)
     if scores[row, column] == -np.inf:
         return None
@@ -180,43 +195,46 @@ def best_span(
 
 
 def _top(values: NDArray[np.float64], count: int) -> NDArray[np.intp]:
-    """Indices of the largest values, ascending; of equal values the earlier ones."""
+    """Return the indices of the largest values in ascending order; ties are resolved in favour of earlier values."""
     return np.sort(np.argsort(-values, kind="stable")[:count])
 
 
-def _answer_range(context: str, answer: Mapping[str, Sequence[Any]], name: str) -> tuple[int, int]:
-    """Characters [start, end) of the first gold answer, white space trimmed; (0, 0) without one."""
+def _answer_range(context: str, answer: Mapping[str, Sequence[Any]], id_: str) -> tuple[int, int]:
+    """Return the characters [start, end) of the first gold answer without surrounding white space; (0, 0) if none."""
     if not answer["text"]:
         return 0, 0
     text, start = answer["text"][0], answer["answer_start"][0]
     if start < 0 or not text.strip() or not context.startswith(text, start):
         raise UserError(
-            f"question {name}: the answer {text!r} is not at character {start} of its context, "
-            f"where {context[max(start, 0) :][: len(text)]!r} stands; mend or drop this question"
+            f"question {id_}: the answer {text!r} is not at character {start} of its context, "
+            f"which has {context[max(start, 0) :][: len(text)]!r} there; correct or remove this question"
         )
     start += len(text) - len(text.lstrip())
     return start, start + len(text.strip())
 
 
-def _context_offsets(offsets: Sequence[tuple[int, int]], sequences: Sequence[int | None]) -> NDArray[np.int32]:
-    in_context = np.array([sequence == 1 for sequence in sequences])
+def _context_offsets(offsets: Sequence[tuple[int, int]], sequence_ids: Sequence[int | None]) -> NDArray[np.int32]:
+    """Return the offsets of a window, (tokens, 2), with (-1, -1) for tokens outside the context."""
+    in_context = np.array([sequence == 1 for sequence in sequence_ids])
     return np.where(in_context[:, None], np.asarray(offsets, dtype=np.int32), np.int32(-1))
 
 
-def _fitting(questions: Sequence[str], tokenizer: PreTrainedTokenizerBase, limit: int) -> list[str]:
-    # Some of SQuAD's questions start with so much white space that byte-level tokens of it fill a feature.
+def _truncate(questions: Sequence[str], tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[str]:
+    """Remove surrounding white space, and cut questions with more than `max_tokens` tokens after a token."""
+    # Some of SQuAD's questions start with so much white space that its byte-level tokens would fill a window.
     stripped = [question.strip() for question in questions]
     encoded = tokenizer(stripped, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     return [
-        question if len(offsets) <= limit else _cut(question, offsets, tokenizer, limit)
+        question if len(offsets) <= max_tokens else _cut(question, offsets, tokenizer, max_tokens)
         for question, offsets in zip(stripped, encoded["offset_mapping"], strict=True)
     ]
 
 
-def _cut(question: str, offsets: Sequence[tuple[int, int]], tokenizer: PreTrainedTokenizerBase, limit: int) -> str:
-    # A word cut in its middle may fall into more tokens than it had there, so look before settling.
-    for kept in range(limit, 0, -1):
+def _cut(question: str, offsets: Sequence[tuple[int, int]], tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> str:
+    """Return the longest beginning of a question that ends with a token and has at most `max_tokens` tokens."""
+    # A word that is cut in the middle may have more tokens than before, so the shortened text is tokenized again.
+    for kept in range(max_tokens, 0, -1):
         text = question[: offsets[kept - 1][1]]
-        if len(tokenizer(text, add_special_tokens=False)["input_ids"]) <= limit:
+        if len(tokenizer(text, add_special_tokens=False)["input_ids"]) <= max_tokens:
             return text
     return ""

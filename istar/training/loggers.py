@@ -17,7 +17,7 @@ from istar.config import Config, WandbConfig
 from istar.config.schema import to_dict
 from istar.errors import UserError, shorten
 from istar.files import write_text
-from istar.tasks.hub import PROBE_SECONDS, answer
+from istar.tasks.hub import PROBE_SECONDS, probe
 from istar.training.layer_isotropy import isotropy_key
 from istar.training.metrics_file import MetricsFile
 
@@ -236,7 +236,7 @@ def _obstacle() -> str:
         login = ("api", key) if key else None
         return requests.post(url, json=query, auth=login, timeout=PROBE_SECONDS).status_code
 
-    status, reason = answer(ask)
+    status, reason = probe(ask)
     if status == 401 and key:
         raise UserError(
             f"Weights & Biases: {session.base_url} refuses the API key; mend WANDB_API_KEY or call `wandb login`, "

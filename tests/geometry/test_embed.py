@@ -377,7 +377,7 @@ def test_which_tokens_are_unused() -> None:
     [
         (["--components", "2"], "--components is of the all_but_the_top forms"),
         (["--form", "all_but_the_top", "--components", "99"], "components is 99; expected 0 to 24"),
-        (["--revision", "main"], "is of the hub"),
+        (["--revision", "main"], "needs a model of the hub"),
         (["--wordsim", "nowhere"], "nowhere"),
         (["--text", "nowhere"], "there is no file nowhere"),
     ],

@@ -36,7 +36,7 @@ from istar.errors import UserError
 from istar.files import sole_writer
 from istar.runs import run as run_module
 from istar.runs.run import run
-from istar.tasks.hub import answer
+from istar.tasks.hub import probe
 from istar.training import FineTuner, loggers
 from istar.training.checkpoints import FORMAT, AtomicCheckpointIO, load, resumable
 from tests.outcomes import assert_same, only_run
@@ -227,7 +227,7 @@ def wandb_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callab
         monkeypatch.setenv(name, value)
     # A server that does answer is never too late.
     monkeypatch.setattr(loggers, "PROBE_SECONDS", SECONDS)
-    monkeypatch.setattr(loggers, "answer", partial(answer, seconds=SECONDS))
+    monkeypatch.setattr(loggers, "probe", partial(probe, seconds=SECONDS))
     monkeypatch.setattr(loggers, "_INIT_SECONDS", SECONDS)
     yield lambda url: monkeypatch.setenv("WANDB_BASE_URL", url)
     wandb.teardown()

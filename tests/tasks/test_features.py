@@ -127,7 +127,7 @@ def test_features_of_spans():
 
 def test_rows_are_numbered_over_batches(monkeypatch):
     whole = featurize(SQUAD, questions(), letters(), 48, training=False, cache_dir=None)
-    monkeypatch.setattr(features, "_BATCH", 2)
+    monkeypatch.setattr(features, "_BATCH_ROWS", 2)
     assert same(whole, featurize(SQUAD, questions(), letters(), 48, training=False, cache_dir=None))
 
 
@@ -428,7 +428,7 @@ def test_other_specs_share_nothing_by_accident(tmp_path, tokenizations):
 @pytest.mark.parametrize("cached", [True, False])
 @pytest.mark.parametrize(("spec", "training"), [(RTE, True), (STSB, True), (SQUAD, True), (SQUAD, False)])
 def test_rows_make_the_batches_that_lists_make(tmp_path, monkeypatch, spec, training, cached):
-    monkeypatch.setattr(features, "_BATCH", 3)  # several chunks
+    monkeypatch.setattr(features, "_BATCH_ROWS", 3)  # several chunks
     examples = questions() if spec is SQUAD else pairs(**({"label": [0.5] * 7} if spec is STSB else {}))
     length = 40 if spec is SQUAD else 64
     data = featurize(

@@ -9,7 +9,7 @@ import torch
 import torchmetrics.functional as oracle
 import torchmetrics.functional.text as text_oracle
 
-from istar.tasks.metrics import METRICS, compute, exact_match, normalize_answer, token_f1
+from istar.tasks.metrics import METRICS, EvaluateMetric, compute, exact_match, normalize_answer, token_f1
 from istar.tasks.specs import TASKS
 
 
@@ -146,14 +146,20 @@ def test_neither_network_nor_cache(monkeypatch, tmp_path):
     assert not home.exists()
 
 
-def test_metrics_are_evaluate_s_and_can_gather_over_files(tmp_path):
-    for name, metric in METRICS.items():
-        assert issubclass(metric, evaluate.Metric)
-        assert metric().name == name
-    metric = METRICS["accuracy"](keep_in_memory=False, cache_dir=str(tmp_path))
-    for predictions in ([1, 0], [1, 1]):
-        metric.add_batch(predictions=predictions, references=[1, 1])
-    assert metric.compute() == {"accuracy": 0.75}
+@pytest.mark.parametrize("keep_in_memory", [True, False])
+@pytest.mark.parametrize("name", METRICS)
+def test_evaluate_s_metrics_give_the_same_values(tmp_path, name, keep_in_memory):
+    random = np.random.default_rng(3)
+    predictions, references = random.integers(0, 2, (2, 40)).tolist()
+    if name in ("pearson", "spearman"):
+        predictions, references = random.normal(size=(2, 40)).tolist()
+    elif name == "squad":
+        predictions, references = [f"cat {row}" for row in predictions], [["a cat", f"cat {row}"] for row in references]
+    metric = EvaluateMetric(name, keep_in_memory=keep_in_memory, cache_dir=str(tmp_path))
+    assert isinstance(metric, evaluate.Metric)
+    for first, last in ((0, 25), (25, 40)):
+        metric.add_batch(predictions=predictions[first:last], references=references[first:last])
+    assert metric.compute() == compute([name], predictions, references)
 
 
 def test_every_task_s_metrics_exist_and_hold_its_headline():
