@@ -18,7 +18,16 @@ from istar.errors import UserError
 from istar.figures import drawing
 from istar.pages import sheets
 from istar.pages.sheets import Entry, Sheet
-from istar.reports import cells, geometry_file, holes, paper_tables, report, rerun_commands, run_figures, stability
+from istar.reports import (
+    cells,
+    geometry_file,
+    missing_runs,
+    paper_tables,
+    report,
+    rerun_commands,
+    run_figures,
+    stability,
+)
 from istar.reports import run_frame as run_folders
 from istar.reports.run_frame import load_runs
 from istar.results import RunRecord
@@ -230,40 +239,40 @@ def test_latex_and_markdown_of_a_table() -> None:
     ]
 
 
-# Holes.
+# Missing runs.
 
 
-def lacks(root: Path, folder: str = "runs") -> dict[tuple[str, str, str], tuple[str, str]]:
+def missing_by_place(root: Path, folder: str = "runs") -> dict[tuple[str, str, str], tuple[str, str]]:
     """What is missing, and its command, by artefact, model and task."""
-    found = load_runs(root, keep_records=True)
-    frame = cells.prepare(found)
-    how = holes.command_for(frame, found.records, folder)
-    filled = cells.cells(frame)
-    missing = holes.of_table1(filled, cells.models(frame), cells.tasks(frame), how, found.records, folder)
-    missing += holes.of_table2(filled, frame, how)
-    drawn = [
+    runs = load_runs(root, keep_records=True)
+    frame = cells.prepare(runs)
+    sweep_command = missing_runs.sweep_command_builder(frame, runs.records, folder)
+    selected = cells.select_cells(frame)
+    missing = missing_runs.for_table1(selected, frame, runs.records, sweep_command, folder)
+    missing += missing_runs.for_table2(selected, frame, sweep_command)
+    plots = [
         run_figures.isotropy_and_performance(frame),
-        run_figures.layer_isotropy(frame, found.records),
+        run_figures.layer_isotropy(frame, runs.records),
         run_figures.zeta_ablation(frame),
-        run_figures.layer_ablation(frame, found.records),
+        run_figures.layer_ablation(frame, runs.records),
     ]
-    for plot in drawn:
-        missing += holes.of_plot(plot, frame, {"bert-base-cased": 4}, how)
-    told: dict[tuple[str, str, str], tuple[str, str]] = {}
-    for hole in missing:
-        before = told.get((hole.artefact, hole.model, hole.task), ("", ""))
-        both = tuple(f"{old}\n{new}".strip() for old, new in zip(before, (hole.missing, hole.command), strict=True))
-        told[hole.artefact, hole.model, hole.task] = both  # type: ignore[assignment]
-    return told
+    for plot in plots:
+        missing += missing_runs.for_plot(plot, frame, {"bert-base-cased": 4}, sweep_command)
+    result: dict[tuple[str, str, str], tuple[str, str]] = {}
+    for entry in missing:
+        before = result.get((entry.artefact, entry.model, entry.task), ("", ""))
+        both = tuple(f"{old}\n{new}".strip() for old, new in zip(before, (entry.missing, entry.command), strict=True))
+        result[entry.artefact, entry.model, entry.task] = both  # type: ignore[assignment]
+    return result
 
 
-def test_holes_are_named_with_their_commands(tmp_path: Path) -> None:
+def test_missing_runs_are_named_with_their_commands(tmp_path: Path) -> None:
     for seed in (1, 2, 4):
         save(record("rte", BERT, BASE, seed), tmp_path)
     for seed in range(1, 6):
         save(record("rte", BERT, istar(-1, 0.2), seed), tmp_path)
     save(record("cola", "here/my model", cosreg(), 7), tmp_path)
-    found = lacks(tmp_path)
+    found = missing_by_place(tmp_path)
     assert found["Table 1", "bert-base-cased", "rte"] == (
         "CosReg: no run\nBase: seeds 3, 5",
         "python train.py -m +sweep=table1 task=rte model=bert\n"
@@ -297,13 +306,13 @@ def test_holes_are_named_with_their_commands(tmp_path: Path) -> None:
 def test_a_model_with_weights_of_its_own(tmp_path: Path) -> None:
     for weight in (-0.2, 0.2):
         save(record("demo", "tiny", istar(weight), 1, model__pretrained=False), tmp_path)
-    assert lacks(tmp_path)["Figure 3", "tiny", "demo"] == (
+    assert missing_by_place(tmp_path)["Figure 3", "tiny", "demo"] == (
         "λ = -0.2, 0.2: seeds 2, 3, 4, 5",
         "python train.py -m +sweep=figure3 task=demo model=tiny optim=adamw trainer=default reg.lambda=-0.2,0.2",
     )
 
 
-def test_what_is_there_is_no_hole(tmp_path: Path) -> None:
+def test_what_is_there_is_not_missing(tmp_path: Path) -> None:
     for seed in range(1, 6):
         for reg in (BASE, cosreg(), istar(-1, 0.8)):
             save(record("rte", BERT, reg, seed), tmp_path)
@@ -313,14 +322,14 @@ def test_what_is_there_is_no_hole(tmp_path: Path) -> None:
             save(record("rte", BERT, istar(weight, 0.8), seed), tmp_path)
         for layer in range(1, 5):
             save(record("rte", BERT, istar(-1, 0.8, [layer]), seed), tmp_path)
-    found = lacks(tmp_path)
+    found = missing_by_place(tmp_path)
     assert list(found) == [("Table 2", "bert-base-cased", "rte")]
     assert found["Table 2", "bert-base-cased", "rte"][0] == "I-STAR: 15 of the 24 pairs of λ and ζ"
 
 
 def test_commands_name_the_data_and_the_folder(tmp_path: Path) -> None:
     save(record("rte", "tiny", BASE, 1, model__pretrained=False, task__data_dir="my data"), tmp_path)
-    _, command = lacks(tmp_path, "elsewhere")["Table 1", "tiny", "rte"]
+    _, command = missing_by_place(tmp_path, "elsewhere")["Table 1", "tiny", "rte"]
     assert command == (
         "python train.py -m +sweep=table1 task=rte model=tiny optim=adamw trainer=default "
         """'task.data_dir='"'"'my data'"'"'' run.root=elsewhere\n"""
@@ -350,17 +359,17 @@ def test_commands_name_the_data_and_the_folder(tmp_path: Path) -> None:
 )
 def test_a_command_makes_the_same_run_again(composed: Any, overrides: list[str]) -> None:
     wanted = to_dict(composed(*overrides, "seed=1"))
-    command = shlex.split(rerun_commands.again(wanted, [1]))
+    command = shlex.split(rerun_commands.repeat(wanted, [1]))
     assert command[:3] == ["python", "train.py", "-m"]
     assert to_dict(composed(*command[3:])) == wanted
 
 
 def test_of_the_paper() -> None:
     frame = pd.DataFrame({"model": ["mine"], "task": ["rte"]})
-    assert holes.of_the_paper(frame)[0] == "27 of the paper's 27 pairs of model and task have no run."  # type: ignore[index]
-    pairs = [(model, task) for model in holes.paper.MODELS for task in holes.paper.TASKS]
-    assert holes.of_the_paper(pd.DataFrame(pairs, columns=["model", "task"])) is None
-    rest = holes.of_the_paper(pd.DataFrame(pairs[1:], columns=["model", "task"]))
+    assert missing_runs.for_paper(frame)[0] == "27 of the paper's 27 pairs of model and task have no run."  # type: ignore[index]
+    pairs = [(model, task) for model in missing_runs.paper.MODELS for task in missing_runs.paper.TASKS]
+    assert missing_runs.for_paper(pd.DataFrame(pairs, columns=["model", "task"])) is None
+    rest = missing_runs.for_paper(pd.DataFrame(pairs[1:], columns=["model", "task"]))
     assert rest == (
         "1 of the paper's 27 pairs of model and task have no run.",
         "python train.py -m +sweep=table1 task=sst2 model=albert",
@@ -421,7 +430,7 @@ def test_ablations(tmp_path: Path) -> None:
             save(record("rte", BERT, istar(-1, "auto", layers), seed, 0.9), tmp_path)  # type: ignore[arg-type]
             save(record("rte", BERT, istar(-1, 0.0, layers, estimator="unbiased"), seed, 0.9), tmp_path)
     found, frame = frame_of(tmp_path)
-    [cell] = [cell for cell in cells.cells(frame) if cell.family == "istar"]
+    [cell] = [cell for cell in cells.select_cells(frame) if cell.family == "istar"]
     assert (cell.configurations, cell.by_seed("accuracy")[1]) == (3, pytest.approx(71))
     assert len(paper_tables.tried_pairs(frame, cell)) == 3
     [panel] = run_figures.zeta_ablation(frame).panels
@@ -441,7 +450,7 @@ def test_layers_and_dimensions_are_means_over_seeds(tmp_path: Path) -> None:
         save(run, tmp_path)
     found, frame = frame_of(tmp_path)
     read = {folder: geometry_file.read(Path(folder)) for folder in frame["folder"]}
-    known = {folder: own for folder, own in read.items() if own is not None}
+    known = {folder: geometry for folder, geometry in read.items() if geometry is not None}
     [panel] = run_figures.mean_activations(frame, known).panels
     assert [line.label for line in panel.lines] == ["Base", "λ = 1"]
     means = np.mean([measured(run)["mean_activation"] for run in runs[2:4]], axis=0)
@@ -453,12 +462,13 @@ def test_layers_and_dimensions_are_means_over_seeds(tmp_path: Path) -> None:
     [panel] = run_figures.layer_isotropy(frame, found.records).panels
     after = [[run.isotropy["after"][str(layer)] for layer in range(5)] for run in runs[4:]]
     assert panel.lines[1].y == pytest.approx(np.mean(after, axis=0), rel=1e-12)
-    # Without the file there is no line, and a hole.
+    # Without the file there is no line, and the runs are missing.
     assert run_figures.mean_activations(frame, {}).panels == ()
-    how = holes.command_for(frame, found.records, "runs")
-    [hole] = holes.without_geometry(run_figures.intrinsic_dimensions(frame, {}), frame.assign(task="sst2"), {}, how)
-    assert hole.missing == "4 finished runs without geometry.json, which run.overwrite=true makes"
-    assert hole.command == "python train.py -m +sweep=figure5 task=sst2 model=bert run.overwrite=true"
+    sweep_command = missing_runs.sweep_command_builder(frame, found.records, "runs")
+    plot = run_figures.intrinsic_dimensions(frame, {})
+    [entry] = missing_runs.for_geometry(plot, frame.assign(task="sst2"), {}, sweep_command)
+    assert entry.missing == "4 finished runs without geometry.json, which run.overwrite=true makes"
+    assert entry.command == "python train.py -m +sweep=figure5 task=sst2 model=bert run.overwrite=true"
 
 
 def test_curves_follow_the_runs_of_table1(tmp_path: Path) -> None:
@@ -466,7 +476,7 @@ def test_curves_follow_the_runs_of_table1(tmp_path: Path) -> None:
     for run in (*runs, record("rte", BERT, BASE, 1, 0.9, optim__lr=1e-5)):
         save(run, tmp_path)
     found, frame = frame_of(tmp_path)
-    losses, metrics = run_figures.curves(cells.cells(frame), found.records)
+    losses, metrics = run_figures.curves(cells.select_cells(frame), found.records)
     [[line]] = [panel.lines for panel in losses.panels]
     expected = [np.mean([run.epochs[epoch]["metrics"]["loss"] for run in runs]) for epoch in range(3)]
     assert line.y == pytest.approx(expected, rel=1e-12)
