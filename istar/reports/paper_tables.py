@@ -196,7 +196,7 @@ def costs(frame: pd.DataFrame, shrinkage_seconds: Mapping[str, Sequence[float]])
         shrinkage=[math.fsum(shrinkage_seconds.get(folder, ())) for folder in finished["folder"]],
     )
     rows = [
-        _cost_row({"model": model, "task": task, "method": paper.FAMILIES[str(family)]}, runs)
+        _cost_row({"model": model, "task": task, "method": paper.FAMILIES.get(str(family), str(family))}, runs)
         for (model, task, family), runs in finished.groupby(["model", "task", "family"])
     ]
     totals: dict[str, float] = {}
