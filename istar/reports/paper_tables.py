@@ -241,12 +241,12 @@ def _cost_entries(row: Row) -> list[Entry]:
     return [Entry(row["task"]), Entry(row["method"]), *(Entry(number, number=True) for number in numbers)]
 
 
-def left_out(frame: pd.DataFrame, troubles: Mapping[str, str], root: str) -> Sheet:
+def left_out(frame: pd.DataFrame, read_errors: Mapping[str, str], root: str) -> Sheet:
     """Return the table of runs that no other table includes, and of folders that could not be read.
 
     Args:
         frame: a frame from `cells.prepare`.
-        troubles: error message by folder.
+        read_errors: error message by folder.
         root: folder of the runs; the table names folders relative to it.
     """
     columns = ["folder", "what", "method", "why"]
@@ -257,7 +257,7 @@ def left_out(frame: pd.DataFrame, troubles: Mapping[str, str], root: str) -> She
             what = "repeated" if run["repeated"] else "without a value"
         error = run["error"] if isinstance(run["error"], str) else ""
         rows.append((_relative(run["folder"], root), what, run["method"], error or _EXCLUSION_REASONS.get(what, "")))
-    for folder, error in troubles.items():
+    for folder, error in read_errors.items():
         rows.append((_relative(folder, root), "not read", "", error.replace(folder, "it")))
     return Sheet(
         "left_out",

@@ -30,7 +30,7 @@ _PROGRESS_STEPS = 12
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenReport:
     """Summary of a written report.
 
     Attributes:
@@ -44,7 +44,7 @@ class Written:
     missing_rows: int
 
 
-def write(root: Path, out: Path, console: Console | None = None) -> Written:
+def write(root: Path, out: Path, console: Console | None = None) -> WrittenReport:
     """Write the report of the runs below a folder; on an error, an earlier report stays as it was.
 
     Args:
@@ -60,7 +60,7 @@ def write(root: Path, out: Path, console: Console | None = None) -> Written:
         next_step("reading runs")
         runs = _exclude_invalid(load_runs(root, keep_records=True), out)
         if runs.frame.empty:
-            count = len(runs.troubles)
+            count = len(runs.read_errors)
             unreadable = f"; {count} folder{'s' * (count > 1)} could not be read as one" if count else ""
             raise UserError(f"{root} holds no runs{unreadable}; train.py leaves them below run.root")
         next_step("computing tables and figures")
@@ -71,15 +71,15 @@ def write(root: Path, out: Path, console: Console | None = None) -> Written:
             pictures.update(folder.draw(plot))
         next_step("writing")
         folder.replace_folder(out, folder.files(_page(contents, pictures), contents.sheets, pictures), KIND)
-    return Written(out / folder.INDEX, len(runs.frame), len(contents.missing))
+    return WrittenReport(out / folder.INDEX, len(runs.frame), len(contents.missing))
 
 
 def _exclude_invalid(runs: Runs, out: Path) -> Runs:
-    """Move runs with an invalid `result.json` to the troubles, from which an earlier report in `out` is removed."""
+    """Move runs with an invalid `result.json` to the read errors, and drop the error about an earlier report in `out`."""
     errors = {path: error for path, record in runs.records.items() if (error := cells.content_error(record))}
-    troubles = {path: error for path, error in runs.troubles.items() if Path(path).resolve() != out.resolve()}
+    read_errors = {path: error for path, error in runs.read_errors.items() if Path(path).resolve() != out.resolve()}
     valid = runs.frame[~runs.frame["folder"].isin(list(errors))].reset_index(drop=True)
-    return Runs(valid, {**troubles, **errors}, runs.records)
+    return Runs(valid, {**read_errors, **errors}, runs.records)
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class _Contents:
 
 def _compute(runs: Runs, root: Path) -> _Contents:
     frame, records = cells.prepare(runs), runs.records
-    geometries, geometry_troubles = _read_geometries(frame)
+    geometries, geometry_errors = _read_geometries(frame)
     selected = cells.select_cells(frame)
     plots = [
         run_figures.minibatch_stability(stability.stability()),
@@ -126,12 +126,12 @@ def _compute(runs: Runs, root: Path) -> _Contents:
         paper_tables.table2(selected, frame),
         paper_tables.costs(frame, shrinkage_seconds),
         missing_runs.sheet(missing),
-        paper_tables.left_out(frame, {**runs.troubles, **geometry_troubles}, str(root)),
+        paper_tables.left_out(frame, {**runs.read_errors, **geometry_errors}, str(root)),
     )
     return _Contents(
         root,
         frame,
-        len(runs.troubles),
+        len(runs.read_errors),
         selected,
         {sheet.name: sheet for sheet in sheets},
         plots,
@@ -142,16 +142,16 @@ def _compute(runs: Runs, root: Path) -> _Contents:
 
 def _read_geometries(frame: pd.DataFrame) -> tuple[dict[str, Geometry], dict[str, str]]:
     """Return the geometries of the usable runs, and the error messages of broken files, both by folder."""
-    geometries, troubles = {}, {}
+    geometries, read_errors = {}, {}
     for path in frame[frame["usable"]]["folder"]:
         try:
             geometry = geometry_file.read(Path(path))
         except UserError as error:
-            troubles[path] = str(error)
+            read_errors[path] = str(error)
         else:
             if geometry is not None:
                 geometries[path] = geometry
-    return geometries, troubles
+    return geometries, read_errors
 
 
 def _page(contents: _Contents, pictures: Mapping[str, Drawn]) -> Page:

@@ -346,6 +346,8 @@ def _select_varied(runs: pd.DataFrame, varied: str, at_least: int) -> pd.DataFra
 
 def _with_values(runs: pd.DataFrame, varied: str, at_least: int) -> pd.DataFrame:
     """Keep the runs whose group has at least this many different values of `varied`."""
+    if runs.empty:
+        return runs
     counts = runs.groupby(f"hash_without_{varied}")[f"reg.{varied}"].transform("nunique")
     return runs[counts >= at_least]
 

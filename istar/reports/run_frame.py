@@ -36,12 +36,12 @@ class Runs:
             `epoch`, `constant` (the same metric of a constant prediction), `collapsed`, `isoscore_before`,
             `isoscore_after`, `seconds`, `skipped_steps`, `error`, `fingerprint` (of the data), `validation.<name>` for
             each metric, and one column per config key, named as on the command line.
-        troubles: error message by folder, for folders that could not be read as a run.
+        read_errors: error message by folder, for folders that could not be read as a run.
         records: the complete records by folder; empty unless they were requested.
     """
 
     frame: pd.DataFrame
-    troubles: dict[str, str]
+    read_errors: dict[str, str]
     records: dict[str, RunRecord] = field(default_factory=dict)
 
 
@@ -58,7 +58,7 @@ def load_runs(root: Path, keep_records: bool = False) -> Runs:
     if not root.is_dir():
         raise UserError(f"{root} is not a folder; name the one that holds the runs, as run.root does")
     rows: list[dict[str, Any]] = []
-    troubles: dict[str, str] = {}
+    read_errors: dict[str, str] = {}
     records: dict[str, RunRecord] = {}
     visited = {root}
     for folder in _run_folders(root):
@@ -69,13 +69,13 @@ def load_runs(root: Path, keep_records: bool = False) -> Runs:
             if keep_records:
                 records[str(folder)] = record
         except UserError as error:
-            troubles[str(folder)] = str(error)
+            read_errors[str(folder)] = str(error)
         except (KeyError, TypeError, AttributeError) as error:
-            troubles[str(folder)] = f"{folder} holds no config of a run: {shorten(repr(error))}"
+            read_errors[str(folder)] = f"{folder} holds no config of a run: {shorten(repr(error))}"
     for folder in sorted(root.iterdir()):
         if folder.is_dir() and _may_hold_runs(folder.name) and folder not in visited:
-            troubles[str(folder)] = f"{folder} holds no run"
-    return Runs(pd.DataFrame(rows, columns=None if rows else ["folder", *_COLUMNS]), troubles, records)
+            read_errors[str(folder)] = f"{folder} holds no run"
+    return Runs(pd.DataFrame(rows, columns=None if rows else ["folder", *_COLUMNS]), read_errors, records)
 
 
 def row(record: RunRecord) -> dict[str, Any]:

@@ -46,8 +46,8 @@ def test_table1_is_what_pandas_says(prepare: Prepare, seed: int) -> None:
     sheet = paper_tables.table1(cells.select_cells(frame))
     names = {"Base": "none", "CosReg": "cosreg", "I-STAR": "istar"}
     for row in sheet.frame.to_dict("records"):
-        own = oracle[(oracle["task"] == row["task"]) & (oracle["reg"] == names[row["method"]])]
-        groups = own.groupby(["number", "lr"])["value"].agg(["size", "mean", "std"])
+        matching = oracle[(oracle["task"] == row["task"]) & (oracle["reg"] == names[row["method"]])]
+        groups = matching.groupby(["number", "lr"])["value"].agg(["size", "mean", "std"])
         best = groups.sort_values(["size", "mean"], ascending=False).iloc[0]
         scale = 90 if row["metric"] == "exact_match" else 100
         assert row["mean"] == pytest.approx(scale * best["mean"], rel=1e-12)
@@ -162,9 +162,9 @@ def test_ablations_do_not_fill_table1(prepare: Prepare) -> None:
         record("rte", BERT, cosreg(1, "all"), 1, 0.9),
         record("rte", BERT, istar(0.0), 1, 0.4),
     )
-    found = {cell.family: cell.spread("accuracy").mean for cell in cells.select_cells(frame)}
+    means = {cell.family: cell.spread("accuracy").mean for cell in cells.select_cells(frame)}
     # A weight of 0 is no penalty.
-    assert found == {"istar": pytest.approx(50), "cosreg": pytest.approx(50), "base": pytest.approx(40)}
+    assert means == {"istar": pytest.approx(50), "cosreg": pytest.approx(50), "base": pytest.approx(40)}
 
 
 def test_a_value_that_is_no_number_is_not_averaged(prepare: Prepare) -> None:

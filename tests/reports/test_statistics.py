@@ -12,10 +12,10 @@ from istar.reports.statistics import compare_paired, spread
 @pytest.mark.parametrize("seed", range(5))
 def test_spread_is_that_of_pandas(seed: int) -> None:
     values = np.random.default_rng(seed).normal(60, 3, size=2 + seed).tolist()
-    found = spread(values)
-    assert found.mean == pytest.approx(pd.Series(values).mean(), rel=1e-14)
-    assert found.std == pytest.approx(pd.Series(values).std(ddof=1), rel=1e-12)
-    assert found.count == len(values)
+    result = spread(values)
+    assert result.mean == pytest.approx(pd.Series(values).mean(), rel=1e-14)
+    assert result.std == pytest.approx(pd.Series(values).std(ddof=1), rel=1e-12)
+    assert result.count == len(values)
 
 
 def test_spread_of_few() -> None:
@@ -31,32 +31,32 @@ def test_paired_tests_by_hand(seed: int) -> None:
     method = {number: value + float(random.normal(0.5, 0.7)) for number, value in base.items()}
     # Seeds that only one of them has.
     base[100], method[200] = 0.0, 99.0
-    found = compare_paired(method, base)
+    result = compare_paired(method, base)
     differences = np.array([method[number] - base[number] for number in range(count)])
     t = differences.mean() / (differences.std(ddof=1) / math.sqrt(count))
-    assert found.pairs == count
-    assert found.difference == pytest.approx(differences.mean(), rel=1e-12)
-    assert found.t_test.p_value == pytest.approx(2 * stats.t.sf(abs(t), count - 1), rel=1e-9)
+    assert result.pairs == count
+    assert result.difference == pytest.approx(differences.mean(), rel=1e-12)
+    assert result.t_test.p_value == pytest.approx(2 * stats.t.sf(abs(t), count - 1), rel=1e-9)
     as_far = [
         abs(sum(sign * one for sign, one in zip(signs, differences, strict=True))) >= abs(differences.sum()) - 1e-9
         for signs in itertools.product((1, -1), repeat=count)
     ]
-    assert found.sign_flip.p_value == pytest.approx(sum(as_far) / 2**count, rel=1e-12)
+    assert result.sign_flip.p_value == pytest.approx(sum(as_far) / 2**count, rel=1e-12)
 
 
 def test_sign_flip_is_that_of_scipy() -> None:
     random = np.random.default_rng(3)
     differences = random.normal(0.4, 1, size=9)
-    found = compare_paired(dict(enumerate(differences)), dict.fromkeys(range(9), 0.0))
+    result = compare_paired(dict(enumerate(differences)), dict.fromkeys(range(9), 0.0))
     known = stats.permutation_test(
         (differences, np.zeros(9)), lambda x, y: (x - y).mean(), permutation_type="samples", n_resamples=np.inf
     )
-    assert found.sign_flip.p_value == pytest.approx(known.pvalue, rel=1e-12)
+    assert result.sign_flip.p_value == pytest.approx(known.pvalue, rel=1e-12)
 
 
 def test_five_pairs_cannot_be_significant_by_signs_alone() -> None:
-    found = compare_paired({seed: 10.0 + seed**2 for seed in range(5)}, dict.fromkeys(range(5), 0.0))
-    assert found.sign_flip.p_value == 2 / 2**5
+    result = compare_paired({seed: 10.0 + seed**2 for seed in range(5)}, dict.fromkeys(range(5), 0.0))
+    assert result.sign_flip.p_value == 2 / 2**5
 
 
 @pytest.mark.parametrize("order", [1, -1])
