@@ -75,7 +75,7 @@ def write(root: Path, out: Path, console: Console | None = None) -> WrittenRepor
 
 
 def _exclude_invalid(runs: Runs, out: Path) -> Runs:
-    """Move runs with an invalid `result.json` to the read errors, and drop the error about an earlier report in `out`."""
+    """Move runs with an invalid `result.json` to the read errors; drop the error about an earlier report in `out`."""
     errors = {path: error for path, record in runs.records.items() if (error := cells.content_error(record))}
     read_errors = {path: error for path, error in runs.read_errors.items() if Path(path).resolve() != out.resolve()}
     valid = runs.frame[~runs.frame["folder"].isin(list(errors))].reset_index(drop=True)

@@ -52,7 +52,7 @@ def isotropy_and_performance(frame: pd.DataFrame) -> Plot:
             return None
         groups = _by_lambda_with_base(runs, selected)
         lines = [_mean_point(_lambda_label(value), group) for value, group in groups.items()]
-        return _make_panel(lines, selected, istar_runs, "lambda", seeds=_seeds_by_value(groups))
+        return _make_panel(lines, selected, istar_runs, "lambda", _seeds_by_value(groups))
 
     return Plot(
         "figure3",
@@ -144,9 +144,8 @@ def zeta_ablation(frame: pd.DataFrame) -> Plot:
         groups = _by_value(selected, "reg.zeta")
         best = max(groups, key=lambda zeta: float(groups[zeta]["value"].mean()))
         alternatives = _with_values(istar_runs, "zeta", at_least=2)
-        line = _metric_line(groups)
-        seeds = _seeds_by_value(groups)
-        return _make_panel([line], selected, alternatives, "zeta", mark=(best, "best ζ"), seeds=seeds)
+        panel = _make_panel([_metric_line(groups)], selected, alternatives, "zeta", _seeds_by_value(groups))
+        return replace(panel, mark=(best, "best ζ"))
 
     return Plot(
         "figure7",
@@ -181,7 +180,7 @@ def layer_ablation(frame: pd.DataFrame, records: Mapping[str, RunRecord]) -> Plo
         )
         seeds |= {**_seeds_by_value(groups), "all": _seeds(all_layers)}
         level = (100 * float(all_layers["value"].mean()), "all layers") if len(all_layers) else None
-        return _make_panel([_metric_line(groups)], selected, single, "layers", level=level, seeds=seeds)
+        return replace(_make_panel([_metric_line(groups)], selected, single, "layers", seeds), level=level)
 
     return Plot(
         "figure8",
@@ -278,7 +277,7 @@ def _with_line_per_lambda(
                 means = pd.DataFrame(rows, dtype=float).replace([math.inf, -math.inf], math.nan).mean()
                 xs = tuple(map(float, range(len(means))))
                 lines.append(Line(_lambda_label(value), xs, tuple(means.tolist()), seeds=_seeds(group)))
-        return _make_panel(lines, selected, penalized, "lambda", y_label, seeds=_seeds_by_value(groups))
+        return _make_panel(lines, selected, penalized, "lambda", _seeds_by_value(groups), y_label)
 
     return replace(plot, panels=_panels(frame[frame["folder"].isin(list(values))], build_panel))
 
@@ -301,8 +300,8 @@ def _make_panel(
     selected: pd.DataFrame,
     alternatives: pd.DataFrame,
     varied: str,
+    seeds: Mapping[Any, tuple[int, ...]],
     y_label: str = "",
-    **details: Any,
 ) -> Panel:
     """Return a panel with a description of the settings that its runs have in common.
 
@@ -311,8 +310,8 @@ def _make_panel(
         selected: the runs that the lines show.
         alternatives: the runs from which they were selected.
         varied: what the runs vary, a key of `cells.VARIED`.
+        seeds: seeds of the runs by the value that varies.
         y_label: label of the y axis; by default the headline metric.
-        details: further fields of the panel.
     """
     first = row_dicts(selected.head(1))[0]
     settings = [
@@ -324,7 +323,8 @@ def _make_panel(
     hidden = f", {others} other configuration{'s' * (others > 1)} not shown" if others else ""
     runs = f"{len(selected)} run{'s' * (len(selected) > 1)}"
     held = f"{', '.join([*settings, describe(first)])}; {runs}{hidden}"
-    return Panel(first["model"], first["task"], tuple(lines), held, y_label or f"{first['metric']}, percent", **details)
+    y_label = y_label or f"{first['metric']}, percent"
+    return Panel(first["model"], first["task"], tuple(lines), held, y_label, seeds=seeds)
 
 
 def _all_layer_istar(runs: pd.DataFrame) -> pd.DataFrame:
