@@ -86,8 +86,8 @@ def prepare(runs: Runs) -> pd.DataFrame:
 
     The new columns are:
         family: `base`, `cosreg` or `istar`.
-        settings_hash: equal for runs with the same settings except the seed.
-        config_hash: also covers data and model, which a failed run may not know.
+        settings_hash: equal for runs with the same model and the same settings except the seed.
+        config_hash: like `settings_hash`, but also covers the data, whose fingerprint a failed run may not have.
         hash_without_<varied>: `config_hash` without the config key in `VARIED`.
         repeated: a second finished run of the same configuration and seed.
         usable: a finished run with a finite headline value that is not repeated.

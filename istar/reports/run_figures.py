@@ -175,9 +175,8 @@ def layer_ablation(frame: pd.DataFrame, records: Mapping[str, RunRecord]) -> Plo
         selected = runs[runs["hash_without_layers"] == best_group(single, "hash_without_layers")]
         all_layers = selected[selected["layer"].isna()]
         groups = {int(layer): group for layer, group in _by_value(selected, "layer").items()}
-        seeds: dict[Any, tuple[int, ...]] = dict.fromkeys(
-            range(1, layer_count(records[selected["folder"].iloc[0]]) + 1), ()
-        )
+        count = layer_count(records[selected["folder"].iloc[0]])
+        seeds: dict[Any, tuple[int, ...]] = dict.fromkeys(range(1, count + 1), ())
         seeds |= {**_seeds_by_value(groups), "all": _seeds(all_layers)}
         level = (100 * float(all_layers["value"].mean()), "all layers") if len(all_layers) else None
         return replace(_make_panel([_metric_line(groups)], selected, single, "layers", seeds), level=level)
