@@ -20,5 +20,5 @@ def run(options: argparse.Namespace) -> None:
     from istar.reports import report
 
     written = report.write(options.folder, options.out, make_console(stderr=True))
-    told = f"{written.page}: {written.runs} run{'s' * (written.runs != 1)}, {written.holes} rows of missing ones"
+    told = f"{written.page}: {written.runs} run{'s' * (written.runs != 1)}, {written.missing_rows} rows of missing ones"
     make_console().print(told, highlight=False, soft_wrap=True, markup=False)

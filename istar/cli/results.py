@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> None:
     frame = found.frame.sort_values(options.sort, ascending=not is_number, na_position="last", kind="stable")
     console = make_console()
     console.print(run_tables.runs(frame))
-    for trouble in found.troubles.values():
+    for trouble in found.read_errors.values():
         console.print(f"not read: {trouble}", highlight=False, soft_wrap=True)
     if options.out is not None:
         run_frame.export(frame, options.out)

@@ -1,1 +1,1 @@
-"""From results to tables and figures. Knows the files that `istar.results` defines, and nothing of the trainer."""
+"""Tables, figures and statistics computed from the files that finished runs leave on disk."""

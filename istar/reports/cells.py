@@ -1,7 +1,7 @@
-"""Runs to cells: which runs differ in nothing but what a table or a line varies, and which configuration is shown.
+"""Groups runs that differ only in the seed, and selects the configuration for each cell of Table 1.
 
-A configuration is everything that names a run (see `istar.results.identity`) but the seed: settings, data and
-model. Nothing here looks at anything but the validation set's headline metric.
+A configuration is everything that identifies a run (see `istar.results.identity`) except the seed: settings, data and
+model. The selection uses the headline metric on the validation set and no other result.
 """
 
 import math
@@ -12,45 +12,46 @@ from typing import Any
 
 import pandas as pd
 
-from istar.reports.paper import TASKS
+from istar.reports import paper
 from istar.reports.run_frame import Runs
+from istar.reports.run_tables import selection_rank
 from istar.reports.statistics import Spread, spread
 from istar.results import RunRecord, identity
 
-VARIED = {"lambda": ("reg.lambda",), "zeta": ("reg.zeta",), "layers": ("reg.layers",), "method": ("reg",)}
-"""What a line runs along -> the config's keys that its runs do not have in common; `reg` is the whole group."""
+VARIED = {"lambda": "reg.lambda", "zeta": "reg.zeta", "layers": "reg.layers", "method": "reg"}
+"""What a figure varies -> the config key in which its runs may differ; `reg` is the whole group."""
 _GROUPS = ("task", "model", "reg", "data", "trainer", "logger", "run")
-"""Groups of the config that must be there to name a run, if only empty."""
+"""Config groups that `istar.results.identity` expects."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """The configuration that stands for a task, a model and a method family.
+    """The selected configuration of a task, a model and a method family.
 
     Attributes:
-        runs: its finished runs, one per seed, by seed; None where there is none.
-        configurations: how many there were to choose from.
-        failed: runs of this configuration that failed (of all of the family, where none finished).
+        runs: its finished runs, one per seed, ordered by seed; empty if no run of the family has finished.
+        configurations: number of configurations among which it was selected.
+        failed: failed runs of this configuration; of the whole family if no run has finished.
         pruned: runs of the family that a search stopped early.
     """
 
     task: str
     model: str
     family: str
-    runs: pd.DataFrame | None
+    runs: pd.DataFrame
     configurations: int = 0
     failed: int = 0
     pruned: int = 0
 
     @property
     def seeds(self) -> list[int]:
-        """Of the finished runs."""
-        return [] if self.runs is None else [int(seed) for seed in self.runs["seed"]]
+        """Seeds of the finished runs."""
+        return [int(seed) for seed in self.runs["seed"]]
 
     @property
     def metrics(self) -> list[str]:
-        """The headline metric, and exact match beside SQuAD's F1."""
-        if self.runs is None:
+        """The headline metric, and for SQuAD exact match as well; empty without a finished run."""
+        if self.runs.empty:
             return []
         headline = str(self.runs["metric"].iloc[0])
         exact = self.runs.get("validation.exact_match")
@@ -58,228 +59,235 @@ class Cell:
 
     @property
     def collapsed(self) -> int:
-        """Finished runs whose predictions are constant; they count in the mean."""
-        return 0 if self.runs is None else int((self.runs["collapsed"] == True).sum())  # noqa: E712
+        """Number of finished runs whose predictions are constant; the mean includes them."""
+        return int((self.runs["collapsed"] == True).sum())  # noqa: E712
+
+    @property
+    def first_run(self) -> dict[str, Any]:
+        """Row of the run with the lowest seed; empty without a finished run."""
+        return {} if self.runs.empty else row_dicts(self.runs.head(1))[0]
 
     def by_seed(self, metric: str) -> dict[int, float]:
-        """The metric in percent by seed."""
-        if self.runs is None:
+        """Return the metric in percent by seed; empty if the runs do not have this metric."""
+        if metric not in self.metrics:
             return {}
-        column = "value" if metric == self.metrics[0] else f"validation.{metric}"
+        values = self.runs["value" if metric == self.metrics[0] else f"validation.{metric}"]
         return {
-            int(seed): 100 * float(value)
-            for seed, value in zip(self.runs["seed"], self.runs[column], strict=True)
-            if math.isfinite(value)
+            seed: 100 * float(value) for seed, value in zip(self.seeds, values, strict=True) if math.isfinite(value)
         }
 
     def spread(self, metric: str) -> Spread:
-        """Over the seeds, in percent."""
+        """Return mean and standard deviation of the metric over the seeds, in percent."""
         return spread(list(self.by_seed(metric).values()))
 
 
-def prepare(found: Runs) -> pd.DataFrame:
-    """The runs with what groups them.
+def prepare(runs: Runs) -> pd.DataFrame:
+    """Return `Runs.frame` with the columns that group and select runs.
+
+    The new columns are:
+        family: `base`, `cosreg` or `istar`.
+        settings_hash: equal for runs with the same model and the same settings except the seed.
+        config_hash: like `settings_hash`, but also covers the data, whose fingerprint a failed run may not have.
+        hash_without_<varied>: `config_hash` without the config key in `VARIED`.
+        repeated: a second finished run of the same configuration and seed.
+        usable: a finished run with a finite headline value that is not repeated.
+        candidate: see `is_candidate`.
 
     Args:
-        found: with its records.
-
-    Returns:
-        `Runs.frame` with `family` (base, cosreg, istar), `settings` (names the config but the seed, without the data,
-        which a failed run does not know), `configuration` (settings, data and model) and `beside <varied>` (the
-        same but for the keys of `VARIED`). Finished runs of the same configuration and seed count once:
-        `repeated` marks the others.
+        runs: the runs with their records.
     """
-    frame = found.frame.copy()
-    records = [found.records[folder] for folder in frame["folder"]]
-    frame["family"] = pd.Series(map(family, records), dtype=object)
-    frame["settings"] = pd.Series([signature(record, "") for record in records], dtype=object)
-    prints = [record.data.get("fingerprint", "") for record in records]
-    pairs = list(zip(records, prints, strict=True))
-    frame["configuration"] = pd.Series([signature(*pair) for pair in pairs], dtype=object)
-    for varied, keys in VARIED.items():
-        frame[f"beside {varied}"] = pd.Series([signature(*pair, keys) for pair in pairs], dtype=object)
-    usable = (frame["status"] == "finished") & frame["value"].map(_is_number).astype(bool)
-    frame["usable"] = usable
-    frame["repeated"] = usable & frame[usable].duplicated(["configuration", "seed"]).reindex(frame.index).eq(True)
-    frame["usable"] &= ~frame["repeated"]
+    frame = runs.frame.copy()
+    records = [runs.records[folder] for folder in frame["folder"]]
+    fingerprints = [record.data.get("fingerprint", "") for record in records]
+
+    def hashes(ignored_key: str = "") -> pd.Series:
+        pairs = zip(records, fingerprints, strict=True)
+        return pd.Series([config_hash(record, fingerprint, ignored_key) for record, fingerprint in pairs], dtype=object)
+
+    frame["family"] = pd.Series(map(method_family, records), dtype=object)
+    frame["settings_hash"] = pd.Series([config_hash(record, "") for record in records], dtype=object)
+    frame["config_hash"] = hashes()
+    for varied, key in VARIED.items():
+        frame[f"hash_without_{varied}"] = hashes(key)
+    valid = (frame["status"] == "finished") & frame["value"].map(is_finite).astype(bool)
+    frame["repeated"] = frame[valid].duplicated(["config_hash", "seed"]).reindex(frame.index).eq(True)
+    frame["usable"] = valid & ~frame["repeated"]
+    frame["candidate"] = is_candidate(frame)
     return frame
 
 
-def flaw(record: RunRecord) -> str:
-    """Why a finished run's result cannot be shown, or nothing: a file may have our format and not our content."""
+def content_error(record: RunRecord) -> str:
+    """Return why a finished run's `result.json` is incomplete or has values of a wrong type; empty if it is valid."""
     if record.status != "finished":
         return ""
     try:
         int(record.config["seed"])
-        layers = record.isotropy["after"].values()
-        values = [*layers, record.isotropy["after"]["union"], *(record.timing.get("shrinkage") or [])]
-        values += [entry["epoch"] for entry in record.epochs]
-        values += [value for entry in record.epochs for value in entry["metrics"].values()]
+        after = record.isotropy["after"]
+        values = [*after.values(), after["union"], *(record.timing.get("shrinkage") or []), *record.metrics.values()]
+        for entry in record.epochs:
+            values += [entry["epoch"], *entry["metrics"].values()]
         if not isinstance(record.headline["metric"], str) or record.headline["metric"] not in record.metrics:
             return "its headline metric is none of its metrics"
-        if not all(isinstance(value, int | float) for value in (*values, *record.metrics.values())):
+        if not all(isinstance(value, int | float) for value in values):
             return "some of its figures are no numbers"
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         return f"its result lacks what a finished run has: {error!r}"
     return ""
 
 
-def family(record: RunRecord) -> str:
-    """`base`, `cosreg` or `istar`; a weight of 0 is Base, to the bit."""
+def method_family(record: RunRecord) -> str:
+    """Return `base`, `cosreg` or `istar`; a run with a penalty of weight 0 equals Base and counts as such."""
     reg = record.config["reg"]
     return "base" if reg["name"] == "none" or reg.get("lambda") == 0 else str(reg["name"])
 
 
-def signature(record: RunRecord, fingerprint: str, without: tuple[str, ...] = ()) -> str:
-    """Equal for runs that differ in nothing but the seed and the given keys (`group.key`, or a whole group)."""
-    settings: dict[str, Any] = {group: {} for group in _GROUPS}
-    settings.update({group: values for group, values in record.config.items() if isinstance(values, Mapping)})
-    settings = {group: dict(values) for group, values in settings.items()}
+def config_hash(record: RunRecord, fingerprint: str, ignored_key: str = "") -> str:
+    """Return a hash that is equal for runs that differ only in the seed and the ignored key.
+
+    Args:
+        record: the run.
+        fingerprint: fingerprint of its data.
+        ignored_key: a config key (`group.key`) or a whole group.
+    """
+    settings: dict[str, dict[str, Any]] = {group: {} for group in _GROUPS}
+    settings |= {group: dict(values) for group, values in record.config.items() if isinstance(values, Mapping)}
     model = os.path.normpath(str(settings["model"].get("name")))
     revision = settings["model"].get("revision")
-    # Weight 0 has settings of a penalty that is never computed.
-    if family(record) == "base":
+    # With weight 0 the penalty's other settings have no effect.
+    if method_family(record) == "base":
         settings["reg"] = {"name": "none"}
-    for key in without:
-        group, _, name = key.partition(".")
-        if name:
-            settings[group].pop(name, None)
-        else:
-            settings.pop(group, None)
+    group, _, key = ignored_key.partition(".")
+    if key:
+        settings[group].pop(key, None)
+    else:
+        settings.pop(group, None)
     return identity(settings, fingerprint, f"{model}@{revision}")
 
 
 def is_candidate(frame: pd.DataFrame) -> pd.Series:
-    """Which runs a cell of Table 1 may be filled with: finished ones of the methods as the paper compares them.
+    """Mark the runs that a cell of Table 1 may show: the methods as the paper compares them.
 
-    I-STAR on all layers with a given zeta, CosReg on the last one with a positive lambda; ablations, the CosReg of
-    Figure 4 and other estimators of isotropy are not.
+    These are Base, I-STAR on all layers with a given zeta, and CosReg on the last layer with a positive lambda. Runs of
+    ablations, the negative CosReg weights of Figure 4 and other estimators of isotropy are not candidates.
     """
     layers = _column(frame, "reg.layers")
     weight = pd.to_numeric(_column(frame, "reg.lambda"), errors="coerce")
-    fits = {
-        "base": pd.Series(True, frame.index),
-        "istar": layers.map(lambda value: value == "all").astype(bool) & has_zeta(frame),
-        "cosreg": layers.map(lambda value: value == "last").astype(bool) & (weight > 0),
-    }
-    allowed = pd.Series(False, frame.index)
-    for name, rule in fits.items():
-        allowed |= (frame["family"] == name) & rule
-    return allowed
+    is_istar = (frame["family"] == "istar") & layers.eq("all") & has_zeta(frame)
+    is_cosreg = (frame["family"] == "cosreg") & layers.eq("last") & (weight > 0)
+    return (frame["family"] == "base") | is_istar | is_cosreg
 
 
 def has_zeta(frame: pd.DataFrame) -> pd.Series:
-    """Which runs of I-STAR have the paper's estimator with a zeta that was given."""
-    return _column(frame, "reg.zeta").map(_is_number).astype(bool) & (_column(frame, "reg.estimator") != "unbiased")
+    """Mark the runs of I-STAR that use the paper's shrinkage estimator with a fixed zeta."""
+    return _column(frame, "reg.zeta").map(is_finite).astype(bool) & (_column(frame, "reg.estimator") != "unbiased")
 
 
-def cell(frame: pd.DataFrame, task: str, model: str, family: str) -> Cell:
-    """The configuration with the most seeds, among equals the one with the highest mean of the headline metric.
+def select_cell(frame: pd.DataFrame, task: str, model: str, family: str) -> Cell:
+    """Select the configuration of a task, model and method family by `best_group`.
 
     Args:
-        frame: as `prepare` gives it.
+        frame: a frame from `prepare`.
+        task: e.g. `rte`.
+        model: the last part of a model's name.
+        family: `base`, `cosreg` or `istar`.
     """
-    own = frame[(frame["task"] == task) & (frame["model"] == model) & (frame["family"] == family) & is_candidate(frame)]
-    pruned = int((own["status"] == "pruned").sum())
-    usable = own[own["usable"]]
+    runs = frame[(frame["task"] == task) & (frame["model"] == model) & (frame["family"] == family) & frame["candidate"]]
+    failed = runs[runs["status"] == "failed"]
+    pruned = int((runs["status"] == "pruned").sum())
+    usable = runs[runs["usable"]]
     if usable.empty:
-        return Cell(task, model, family, None, 0, int((own["status"] == "failed").sum()), pruned)
-    best = choose(usable, "configuration")
-    runs = usable[usable["configuration"] == best].sort_values("seed")
-    failed = own[(own["status"] == "failed") & (own["settings"] == runs["settings"].iloc[0])]
-    return Cell(task, model, family, runs, usable["configuration"].nunique(), len(failed), pruned)
+        return Cell(task, model, family, usable, 0, len(failed), pruned)
+    selected = usable[usable["config_hash"] == best_group(usable, "config_hash")].sort_values("seed")
+    failed = failed[failed["settings_hash"] == selected["settings_hash"].iloc[0]]
+    return Cell(task, model, family, selected, usable["config_hash"].nunique(), len(failed), pruned)
 
 
-def choose(usable: pd.DataFrame, column: str) -> str:
-    """The group of runs with the most runs, then the highest mean of `value`, then the first by its runs' names."""
-    groups: dict[str, list[tuple[float, str]]] = {}
-    for key, value, name in zip(usable[column], usable["value"], usable["name"], strict=True):
-        groups.setdefault(key, []).append((float(value), name))
-
-    def rank(key: str) -> tuple[float, float, str]:
-        values = [value for value, _ in groups[key]]
-        return -len(values), -math.fsum(values) / len(values), min(name for _, name in groups[key])
-
-    return min(groups, key=rank)
+def best_group(runs: pd.DataFrame, column: str) -> str:
+    """Return the value of `column` whose runs rank highest by `selection_rank`; ties go to the first run name."""
+    groups = runs.groupby(column)
+    values = groups["value"].agg(list)
+    by_first_name = groups["name"].min().sort_values().index
+    return max(by_first_name, key=lambda key: selection_rank(values[key]))
 
 
-def cells(frame: pd.DataFrame) -> list[Cell]:
-    """A cell for each model, task and family: models and tasks that have a run, whatever became of it."""
+def select_cells(frame: pd.DataFrame) -> list[Cell]:
+    """Return a cell for each method family of every model and task that has a run of any status."""
     return [
-        cell(frame, task, model, name)
+        select_cell(frame, task, model, name)
         for model in models(frame)
         for task in tasks(frame[frame["model"] == model])
-        for name in ("base", "cosreg", "istar")
+        for name in paper.FAMILIES
     ]
 
 
-def rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """The rows by the columns' names; what is missing may be NaN, as pandas has it."""
-    columns = [frame[name].tolist() for name in frame]
-    return [dict(zip(map(str, frame), values, strict=True)) for values in zip(*columns, strict=True)]
+def row_dicts(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """Return the rows as dictionaries with string keys; missing values may be NaN."""
+    return [{str(key): value for key, value in row.items()} for row in frame.to_dict("records")]
 
 
 def models(frame: pd.DataFrame) -> list[str]:
-    """Found models, by name."""
+    """Return the models in the frame, sorted by name."""
     return sorted(frame["model"].unique())
 
 
 def tasks(frame: pd.DataFrame) -> list[str]:
-    """Found tasks, the paper's first and in its order."""
-    order = {name: number for number, name in enumerate(TASKS)}
+    """Return the tasks in the frame: the paper's in the order of Table 1, then the others by name."""
+    order = {name: number for number, name in enumerate(paper.TASKS)}
     return sorted(frame["task"].unique(), key=lambda name: (order.get(name, len(order)), name))
 
 
-_SHOWN = {
+_DESCRIBED = {
     "optim.lr": "lr {:g}",
     "data.batch_size": "batch {}",
     "trainer.accumulate_grad_batches": "accumulated {}",
     "trainer.devices": "devices {}",
     "trainer.max_epochs": "epochs {}",
     "trainer.precision": "{}",
+    "task.limit_train": "limit_train={}",
+    "task.limit_validation": "limit_validation={}",
 }
-_IGNORED = ("reg.", "logger.", "run.", "validation.", "task.name", "model.name", "task.data_dir", "beside ")
 
 
 def describe(run: Mapping[str, Any]) -> str:
-    """The hyperparameters of a row that a reader asks for first: learning rate, batch, epochs, precision."""
+    """Return the main hyperparameters of a run in words: learning rate, batch, epochs, precision, data limits."""
     parts = []
-    for key, form in _SHOWN.items():
+    for key, template in _DESCRIBED.items():
         value = run.get(key)
-        if value is None or (key in ("trainer.devices", "trainer.accumulate_grad_batches") and value in (1, "1")):
+        if value is None or (isinstance(value, float) and math.isnan(value)):
             continue
-        if isinstance(value, float) and math.isnan(value):
+        if key in ("trainer.devices", "trainer.accumulate_grad_batches") and value in (1, "1"):
             continue
-        parts.append(form.format(int(value) if isinstance(value, float) and key != "optim.lr" else value))
-    limits = [f"{key.removeprefix('task.')}={run[key]:g}" for key in _LIMITS if _is_number(run.get(key))]
-    return ", ".join([*parts, *limits])
+        # pandas turns a column of integers with gaps into floats.
+        is_integer = isinstance(value, float) and key != "optim.lr"
+        parts.append(template.format(int(value) if is_integer else value))
+    return ", ".join(parts)
 
 
-_LIMITS = ("task.limit_train", "task.limit_validation")
-
-
-def differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
-    """Keys of the config, but those of the penalty, in which two rows differ and that could matter."""
-    return [
-        key
-        for key in first
-        if "." in key
-        and not key.startswith(_IGNORED)
-        and key not in _HARMLESS
-        and str(first[key]) != str(second.get(key))
-    ]
-
-
-_HARMLESS = {
+_IRRELEVANT_PREFIXES = ("reg.", "logger.", "run.", "validation.", "task.name", "model.name", "task.data_dir")
+_IRRELEVANT_KEYS = {
     "data.cache_dir", "data.num_workers", "data.eval_batch_size", "trainer.accelerator", "trainer.strategy",
     "trainer.progress_bar", "trainer.log_every_n_steps", "trainer.checkpoint_every_n_steps",
     "trainer.checkpoint_every_n_minutes", "trainer.nonfinite", "trainer.checkpoints", "task.submission",
 }  # fmt: skip
 
 
+def differing_keys(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
+    """Return the config keys, outside the penalty's, in which two runs differ and that can affect the result."""
+    return [
+        key
+        for key in first
+        if "." in key
+        and not key.startswith(_IRRELEVANT_PREFIXES)
+        and key not in _IRRELEVANT_KEYS
+        and str(first[key]) != str(second.get(key))
+    ]
+
+
 def _column(frame: pd.DataFrame, name: str) -> pd.Series:
+    """Return a column of the frame, or an empty one if no run has this config key."""
     return frame[name] if name in frame else pd.Series(None, frame.index, dtype=object)
 
 
-def _is_number(value: Any) -> bool:
+def is_finite(value: Any) -> bool:
+    """Return whether the value is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

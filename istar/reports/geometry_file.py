@@ -1,8 +1,7 @@
-"""`geometry.json`: what a run has measured of its representations beside IsoScore*."""
+"""Reader of a run's `geometry.json`, which holds geometric measures of its representations other than IsoScore*."""
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,11 @@ NAME = "geometry.json"
 
 @dataclass(frozen=True)
 class Geometry:
-    """Of the validation set, at the headline's epoch.
+    """Measures on the validation set at the epoch with the best headline metric.
 
     Attributes:
-        mean_activation: `d` numbers: mean over tokens of the last layer.
-        two_nn: TwoNN dimension of the first token's states by layer (0: embeddings), NaN where it is not defined.
+        mean_activation: mean over tokens of the last layer, one value per dimension.
+        two_nn: TwoNN dimension of the first token's hidden states by layer (0: embeddings), NaN where undefined.
     """
 
     mean_activation: tuple[float, ...]
@@ -26,32 +25,22 @@ class Geometry:
 
 
 def read(folder: Path) -> Geometry | None:
-    """A run's geometry; None where it has none.
+    """Read the geometry of the run in `folder`; return None if the run has no such file.
 
     Raises:
-        UserError: if the file is not what a run leaves.
+        UserError: if the file cannot be read or has another structure.
     """
     path = folder / NAME
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        return Geometry(_numbers(values["mean_activation"]), _numbers(values["two_nn"]))
+        return Geometry(_parse_numbers(values["mean_activation"]), _parse_numbers(values["two_nn"]))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"{path} is not a geometry that istar wrote: {shorten(repr(error))}") from error
 
 
-def _numbers(values: Any) -> tuple[float, ...]:
+def _parse_numbers(values: Any) -> tuple[float, ...]:
     if not isinstance(values, list):
         raise ValueError("a list of numbers was expected")
     return tuple(math.nan if value is None else float(value) for value in values)
-
-
-def mean(rows: Sequence[Sequence[float]]) -> list[float]:
-    """Mean of each column over the rows that have a number there; NaN where none has.
-
-    Args:
-        rows: of equal length.
-    """
-    known = [[value for value in column if math.isfinite(value)] for column in zip(*rows, strict=True)]
-    return [math.fsum(column) / len(column) if column else math.nan for column in known]

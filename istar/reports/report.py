@@ -1,7 +1,8 @@
-"""`istar report`: from a folder of runs to a page with the paper's tables and figures, and their files."""
+"""`istar report`: writes an HTML page with the paper's tables and figures for the runs in a folder."""
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -16,160 +17,164 @@ from istar.pages import folder
 from istar.pages.folder import Drawn, Kind
 from istar.pages.page import Page, Section
 from istar.pages.sheets import Sheet
-from istar.reports import cells, geometry_file, holes, paper_tables, run_figures, stability
-from istar.reports.cells import Cell, models, prepare, tasks
+from istar.reports import cells, geometry_file, missing_runs, paper_tables, run_figures, stability
+from istar.reports.cells import Cell
 from istar.reports.geometry_file import Geometry
-from istar.reports.holes import Command, Hole
+from istar.reports.missing_runs import MissingRuns, SweepCommand
 from istar.reports.run_frame import Runs, load_runs
 
 KIND = Kind("report", "istar report")
+_MAX_ROWS = 300
+"""Rows that the page shows of an ungrouped table; the files have all rows."""
+_PROGRESS_STEPS = 12
 
 
 @dataclass(frozen=True)
-class Written:
-    """What `write` has left.
+class WrittenReport:
+    """Summary of a written report.
 
     Attributes:
-        page: the page's path.
-        runs: how many were found.
-        holes: rows of what is missing.
+        page: path of the HTML page.
+        runs: number of runs in the report.
+        missing_rows: number of rows in its table of missing runs.
     """
 
     page: Path
     runs: int
-    holes: int
+    missing_rows: int
 
 
-def write(root: Path, out: Path, console: Console | None = None) -> Written:
-    """Write the report of the runs below a folder; all of it or nothing.
+def write(root: Path, out: Path, console: Console | None = None) -> WrittenReport:
+    """Write the report of the runs below a folder; on an error, an earlier report stays as it was.
 
     Args:
-        root: as `run.root`.
-        out: a folder: new, empty, or an earlier report, which is replaced.
-        console: where progress is shown.
+        root: the folder that `run.root` names.
+        out: folder to write: a new or empty one, or an earlier report, which is replaced.
+        console: shows the progress if it is a terminal.
 
     Raises:
-        UserError: if there are no runs, if `out` holds anything that is no report, or cannot be written.
+        UserError: if there are no runs, if `out` holds files that are no report, or if it cannot be written.
     """
     folder.refuse_foreign(out, KIND)
-    with _progress(console) as step:
-        step("reading runs")
-        found = load_runs(root, keep_records=True)
-        found = _without_flaws(found, out)
-        if found.frame.empty:
-            many = len(found.troubles)
-            unread = f"; {many} folder{'s' * (many > 1)} could not be read as one" if many else ""
-            raise UserError(f"{root} holds no runs{unread}; train.py leaves them below run.root")
-        step("tables, and the cloud of Figure 2")
-        data = _gather(found, root)
+    with _progress(console) as next_step:
+        next_step("reading runs")
+        runs = _exclude_invalid(load_runs(root, keep_records=True), out)
+        if runs.frame.empty:
+            count = len(runs.read_errors)
+            unreadable = f"; {count} folder{'s' * (count > 1)} could not be read as one" if count else ""
+            raise UserError(f"{root} holds no runs{unreadable}; train.py leaves them below run.root")
+        next_step("computing tables and figures")
+        contents = _compute(runs, root)
         pictures: dict[str, Drawn] = {}
-        for plot in data.plots:
-            step(f"drawing {plot.name}")
+        for plot in contents.plots:
+            next_step(f"drawing {plot.name}")
             pictures.update(folder.draw(plot))
-        step("writing")
-        folder.replace_folder(out, folder.files(_page(data, pictures), data.sheets, pictures), KIND)
-    return Written(out / folder.INDEX, len(found.frame), len(data.holes))
+        next_step("writing")
+        folder.replace_folder(out, folder.files(_page(contents, pictures), contents.sheets, pictures), KIND)
+    return WrittenReport(out / folder.INDEX, len(runs.frame), len(contents.missing))
 
 
-def _without_flaws(found: Runs, out: Path) -> Runs:
-    """Runs that can be shown; the others, but for an earlier report, become troubles."""
-    flaws = {place: why for place, record in found.records.items() if (why := cells.flaw(record))}
-    troubles = {at: why for at, why in found.troubles.items() if Path(at).resolve() != out.resolve()}
-    kept = found.frame[~found.frame["folder"].isin(list(flaws))].reset_index(drop=True)
-    return Runs(kept, {**troubles, **flaws}, found.records)
+def _exclude_invalid(runs: Runs, out: Path) -> Runs:
+    """Move runs with an invalid `result.json` to the read errors; drop the error about an earlier report in `out`."""
+    errors = {path: error for path, record in runs.records.items() if (error := cells.content_error(record))}
+    read_errors = {path: error for path, error in runs.read_errors.items() if Path(path).resolve() != out.resolve()}
+    valid = runs.frame[~runs.frame["folder"].isin(list(errors))].reset_index(drop=True)
+    return Runs(valid, {**read_errors, **errors}, runs.records)
 
 
 @dataclass(frozen=True)
-class _Data:
-    """All that is shown, as numbers."""
+class _Contents:
+    """Everything that the report shows, as numbers."""
 
     root: Path
-    found: Runs
     frame: pd.DataFrame
+    unreadable: int
     cells: list[Cell]
     sheets: dict[str, Sheet]
     plots: list[Plot]
-    holes: list[Hole]
-    how: Command
+    missing: list[MissingRuns]
+    sweep_command: SweepCommand
 
 
-def _gather(found: Runs, root: Path) -> _Data:
-    frame = prepare(found)
-    measured, troubles = _geometries(frame)
-    filled = cells.cells(frame)
-    drawn = _plots(found, frame, filled, measured)
-    how = holes.command_for(frame, found.records, str(root))
-    missing = holes.of_table1(filled, models(frame), tasks(frame), how, found.records, str(root))
-    missing += holes.of_table2(filled, frame, how)
-    for plot in (plot for plot in drawn if plot.sweep):
-        missing += holes.of_plot(plot, frame, _layer_counts(found, frame), how)
-        if plot.name in ("figure4", "figure5"):
-            missing += holes.without_geometry(plot, frame, measured, how)
-    refreshes = {place: record.timing.get("shrinkage") or () for place, record in found.records.items()}
-    tables = (
-        paper_tables.table1(filled),
-        paper_tables.table2(filled, frame),
-        paper_tables.costs(frame, refreshes),
-        holes.sheet(missing),
-        paper_tables.left_out(frame, {**found.troubles, **troubles}, str(root)),
-    )
-    return _Data(root, found, frame, filled, {table.name: table for table in tables}, drawn, missing, how)
-
-
-def _layer_counts(found: Runs, frame: pd.DataFrame) -> dict[str, int]:
-    """Layers of each model that has a finished run."""
-    done = frame[frame["usable"]].drop_duplicates("model")
-    return {
-        model: run_figures.layer_count(found.records[place])
-        for model, place in zip(done["model"], done["folder"], strict=True)
-    }
-
-
-def _plots(found: Runs, frame: pd.DataFrame, filled: list[Cell], measured: dict[str, Geometry]) -> list[Plot]:
-    return [
+def _compute(runs: Runs, root: Path) -> _Contents:
+    frame, records = cells.prepare(runs), runs.records
+    geometries, geometry_errors = _read_geometries(frame)
+    selected = cells.select_cells(frame)
+    plots = [
         run_figures.minibatch_stability(stability.stability()),
         run_figures.isotropy_and_performance(frame),
-        run_figures.mean_activations(frame, measured),
-        run_figures.intrinsic_dimensions(frame, measured),
-        run_figures.layer_isotropy(frame, found.records),
+        run_figures.mean_activations(frame, geometries),
+        run_figures.intrinsic_dimensions(frame, geometries),
+        run_figures.layer_isotropy(frame, records),
         run_figures.zeta_ablation(frame),
-        run_figures.layer_ablation(frame, found.records),
-        *run_figures.curves(filled, found.records),
+        run_figures.layer_ablation(frame, records),
+        *run_figures.curves(selected, records),
     ]
+    sweep_command = missing_runs.sweep_command_builder(frame, records, str(root))
+    missing = missing_runs.for_table1(selected, frame, records, sweep_command, str(root))
+    missing += missing_runs.for_table2(selected, frame, sweep_command)
+    models = frame[frame["usable"]].drop_duplicates("model").set_index("model")["folder"]
+    layer_counts = {str(model): run_figures.layer_count(records[path]) for model, path in models.items()}
+    for plot in plots:
+        if plot.sweep:
+            missing += missing_runs.for_plot(plot, frame, layer_counts, sweep_command)
+        if plot.name in ("figure4", "figure5"):
+            missing += missing_runs.for_geometry(plot, frame, geometries, sweep_command)
+    shrinkage_seconds = {path: record.timing.get("shrinkage") or () for path, record in records.items()}
+    sheets = (
+        paper_tables.table1(selected),
+        paper_tables.table2(selected, frame),
+        paper_tables.costs(frame, shrinkage_seconds),
+        missing_runs.sheet(missing),
+        paper_tables.left_out(frame, {**runs.read_errors, **geometry_errors}, str(root)),
+    )
+    return _Contents(
+        root,
+        frame,
+        len(runs.read_errors),
+        selected,
+        {sheet.name: sheet for sheet in sheets},
+        plots,
+        missing,
+        sweep_command,
+    )
 
 
-def _geometries(frame: pd.DataFrame) -> tuple[dict[str, Geometry], dict[str, str]]:
-    measured, troubles = {}, {}
-    for place in frame[frame["usable"]]["folder"]:
+def _read_geometries(frame: pd.DataFrame) -> tuple[dict[str, Geometry], dict[str, str]]:
+    """Return the geometries of the usable runs, and the error messages of broken files, both by folder."""
+    geometries, read_errors = {}, {}
+    for path in frame[frame["usable"]]["folder"]:
         try:
-            if (own := geometry_file.read(Path(place))) is not None:
-                measured[place] = own
+            geometry = geometry_file.read(Path(path))
         except UserError as error:
-            troubles[place] = str(error)
-    return measured, troubles
+            read_errors[path] = str(error)
+        else:
+            if geometry is not None:
+                geometries[path] = geometry
+    return geometries, read_errors
 
 
-def _page(data: _Data, pictures: dict[str, Drawn]) -> Page:
-    counts = data.frame["status"].value_counts()
-    collapsed = int((data.frame["collapsed"] == True).sum())  # noqa: E712
-    summary = [(str(len(data.frame)), "runs"), *((str(count), str(status)) for status, count in counts.items())]
+def _page(contents: _Contents, pictures: Mapping[str, Drawn]) -> Page:
+    statuses = contents.frame["status"].value_counts()
+    collapsed = int((contents.frame["collapsed"] == True).sum())  # noqa: E712
+    summary = [(str(len(contents.frame)), "runs"), *((str(count), str(status)) for status, count in statuses.items())]
     summary += [(str(collapsed), "collapsed")] if collapsed else []
-    summary += [(str(len(data.found.troubles)), "folders not read")] if data.found.troubles else []
-    summary += [(str(len(data.holes)), "rows of missing runs")]
+    summary += [(str(contents.unreadable), "folders not read")] if contents.unreadable else []
+    summary += [(str(len(contents.missing)), "rows of missing runs")]
+    command = f"istar report {shlex.quote(str(contents.root))} --out report"
     sections = [
         Section("reading", "How to read this", _READING),
-        _table_section(data, "table1", "table1"),
-        _table_section(data, "table2", "table2"),
-        *(_plot_section(data, plot, pictures) for plot in data.plots if not plot.name.startswith("curves")),
-        *(_plot_section(data, plot, pictures) for plot in data.plots if plot.name.startswith("curves")),
-        _table_section(data, "cost", ""),
-        _missing_section(data),
-        _table_section(data, "left_out", ""),
-        Section("reproduce", "This page", ("This page and its files:",), commands=[_own_command(data.root)]),
+        _table_section(contents, "table1", sweep="table1"),
+        _table_section(contents, "table2", sweep="table2"),
+        *(_plot_section(contents, plot, pictures) for plot in contents.plots),
+        _table_section(contents, "cost"),
+        _missing_section(contents),
+        _table_section(contents, "left_out"),
+        Section("reproduce", "This page", ("This command writes the page and its files:",), commands=[command]),
     ]
     return Page(
         "Isotropy and fine-tuning: report",
-        ("Runs below", str(data.root), f"read by istar {version('istar')}"),
+        ("Runs below", str(contents.root), f"read by istar {version('istar')}"),
         KIND.generator,
         summary,
         sections,
@@ -177,110 +182,90 @@ def _page(data: _Data, pictures: dict[str, Drawn]) -> Page:
 
 
 _READING = (
-    "All metrics are of validation sets (GLUE's own, and the paper's, are its development sets), in percent, from the "
-    "epoch with the best headline metric of each run. Nothing on this page has seen a test set.",
-    "Which configuration stands for a task, model and method: among the finished runs, grouped by everything that "
-    "names a run but its seed (settings, data, model), the group with the most seeds; among equals the one with the "
-    "highest mean of the headline metric on the validation set. I-STAR counts with its penalty on all layers, CosReg "
-    "with its penalty on the last layer and λ > 0; λ = 0 is Base. A method that was tried in many configurations is "
-    "chosen by the very numbers that are then reported, so chance flatters its mean; the remark “best of 9” says that "
-    "there were nine.",
-    "Tests are paired: the same seeds with and without the penalty. p is two-sided, of the paired t-test "
-    "(scipy.stats.ttest_rel) and of the exact permutation test that flips the signs of the differences; with five "
-    "pairs the latter cannot fall below 0.0625, with three not below 0.25. Neither is corrected for the choice of the "
-    "configuration or for the number of rows. Where p is above 0.05, seeds alone may well explain the difference.",
-    "Collapsed runs (constant predictions) count in the means and are told; failed, unfinished and pruned ones do not "
-    "count and are told. In a figure the runs of a line differ in nothing but what its axis or legend varies and the "
-    "seed; where several configurations could be drawn, it is the one with the most runs, then the best mean.",
+    "All metrics are measured on validation sets (for GLUE the development sets, as in the paper) and given in "
+    "percent, at the epoch with the best headline metric of each run. This page uses no results of a test set.",
+    "Each task, model and method is represented by one configuration: all settings, data and model of a run, without "
+    "its seed. Among the configurations with finished runs, it is the one with the most seeds; among equals, the one "
+    "with the highest mean of the headline metric on the validation set. I-STAR counts with its penalty on all layers, "
+    "CosReg with its penalty on the last layer and λ > 0; λ = 0 is Base. If several configurations of a method were "
+    "tried, the same numbers select the best one and are then reported, so its mean is biased upwards by chance; the "
+    "remark “best of 9” gives the number of configurations tried.",
+    "Tests are paired: the same seeds with and without the penalty. p is two-sided, from the paired t-test "
+    "(scipy.stats.ttest_rel) and from the exact permutation test that flips the signs of the differences; with five "
+    "pairs the latter cannot fall below 0.0625, with three not below 0.25. Neither is corrected for the selection of "
+    "the configuration or for the number of rows. If p is above 0.05, the choice of seeds may explain the difference.",
+    "Means include collapsed runs (constant predictions), which the remarks count. Failed, unfinished and pruned runs "
+    "do not count and are listed at the end. The runs of a line in a figure differ only in the seed and in what its "
+    "axis or legend varies; among several such groups, the one with the most runs is shown, then the best mean.",
 )
-
-
-def _table_section(data: _Data, name: str, sweep: str) -> Section:
-    sheet = data.sheets[name]
-    empty = "" if sheet.rows else _NOTHING.get(name, "Nothing to show yet.")
-    commands = _commands(data, sweep, [(cell.model, cell.task) for cell in data.cells]) if sweep else []
-    wide = name == "table1"
-    return Section(name, sheet.title, sheet=_cut(sheet), empty=empty, commands=commands, wide=wide)
-
-
-def _cut(sheet: Sheet) -> Sheet:
-    """No longer than a reader reads; the files hold it all."""
-    more = len(sheet.rows) - _MOST_ROWS
-    if more <= 0 or any(sheet.groups):
-        return sheet
-    note = f"{more} more rows are in the files."
-    return replace(sheet, groups={"": sheet.rows[:_MOST_ROWS]}, notes=(*sheet.notes, note))
-
-
-_MOST_ROWS = 300
-
-
-_NOTHING = {
+_EMPTY_TEXTS = {
     "left_out": "Every run counts.",
     "missing": "Nothing: every cell has its five seeds.",
     "cost": "No run has finished.",
 }
 
 
-def _plot_section(data: _Data, plot: Plot, pictures: dict[str, Drawn]) -> Section:
-    own = folder.of_plot(plot, pictures)
-    title = plot.title.split(":")[0]
+def _table_section(contents: _Contents, name: str, sweep: str = "") -> Section:
+    sheet = contents.sheets[name]
+    empty = "" if sheet.rows else _EMPTY_TEXTS.get(name, "Nothing to show yet.")
+    commands = _commands(contents, sweep, [(cell.model, cell.task) for cell in contents.cells])
+    return Section(
+        name, sheet.title, sheet=_truncate(sheet), empty=empty, commands=commands, wide=name == "table1"
+    )  # fmt: skip
+
+
+def _truncate(sheet: Sheet) -> Sheet:
+    """Cut an ungrouped table after `_MAX_ROWS` rows, and add a note on the number of rows left out."""
+    excess = len(sheet.rows) - _MAX_ROWS
+    if excess <= 0 or any(sheet.groups):
+        return sheet
+    note = f"{excess} more rows are in the files."
+    return replace(sheet, groups={"": sheet.rows[:_MAX_ROWS]}, notes=(*sheet.notes, note))
+
+
+def _plot_section(contents: _Contents, plot: Plot, pictures: Mapping[str, Drawn]) -> Section:
+    plot_pictures = folder.of_plot(plot, pictures)
+    artefact = missing_runs.artefact_name(plot)
     pairs = [(panel.model, panel.task) for panel in plot.panels]
-    pairs += [(hole.model, hole.task) for hole in data.holes if hole.artefact == title]
-    sweep = plot.sweep or ("table1" if plot.name.startswith("curves") else "")
+    pairs += [(runs.model, runs.task) for runs in contents.missing if runs.artefact == artefact]
+    sweep = "table1" if plot.name.startswith("curves") else plot.sweep
     return Section(
         plot.name,
         plot.title,
         [plot.caption],
-        pictures=own,
-        empty="" if own else f"No runs for it yet; see below what is missing for {title}.",
-        commands=_commands(data, sweep, pairs) if sweep else [],
+        pictures=plot_pictures,
+        empty="" if plot_pictures else f"No run for {artefact} yet; the section “What is missing” lists its runs.",
+        commands=_commands(contents, sweep, pairs),
     )
 
 
-def _commands(data: _Data, sweep: str, pairs: list[tuple[str, str]]) -> list[str]:
-    return [data.how(sweep, task, model) for model, task in dict.fromkeys(pairs)]
+def _commands(contents: _Contents, sweep: str, pairs: list[tuple[str, str]]) -> list[str]:
+    """Return the command of a sweep for each pair of model and task; an empty list without a sweep."""
+    return [contents.sweep_command(sweep, task, model) for model, task in dict.fromkeys(pairs)] if sweep else []
 
 
-def _missing_section(data: _Data) -> Section:
+def _missing_section(contents: _Contents) -> Section:
     text = [
-        "Expected are five seeds of each method for each model and task found here, and what the paper varies in each "
-        "figure. A command repeats nothing that is finished with the same settings; it fills a row with the sweep's "
-        "settings, which may differ from those of the runs found."
+        "The report expects five seeds of each method for each of the models and tasks found here, and for each figure "
+        "the values that the paper varies. A command does not repeat runs that have finished with the same settings. "
+        "It uses the sweep's settings, which may differ from those of the existing runs."
     ]
-    rest = holes.of_the_paper(data.frame)
-    sheet = data.sheets["missing"]
-    return Section(
-        "missing",
-        sheet.title,
-        text + ([rest[0]] if rest else []),
-        sheet,
-        empty="" if sheet.rows else _NOTHING["missing"],
-        commands=[rest[1]] if rest else [],
-        wide=True,
-    )
+    commands = []
+    if (missing := missing_runs.for_paper(contents.frame)) is not None:
+        text.append(missing[0])
+        commands.append(missing[1])
+    return replace(_table_section(contents, "missing"), text=text, commands=commands, wide=True)
 
 
-def _own_command(root: Path) -> str:
-    return f"istar report {shlex.quote(str(root))} --out report"
+@contextmanager
+def _progress(console: Console | None) -> Iterator[Callable[[str], None]]:
+    """Show a progress bar if the console is a terminal.
 
-
-class _progress:  # noqa: N801
-    """A line that says what is being done, on a terminal; `step(what)` goes on to the next."""
-
-    def __init__(self, console: Console | None) -> None:
-        shown = console is not None and console.is_terminal
-        self.bar = Progress(
-            TextColumn("{task.description}"), BarColumn(), console=console, transient=True, disable=not shown
-        )
-
-    def __enter__(self) -> Callable[[str], None]:
-        self.bar.start()
-        task = self.bar.add_task("", total=_STEPS)
-        return lambda what: self.bar.update(task, description=what, advance=1)
-
-    def __exit__(self, *exception: object) -> None:
-        self.bar.stop()
-
-
-_STEPS = 12
+    Yields:
+        A function that takes the description of the next step.
+    """
+    columns = TextColumn("{task.description}"), BarColumn()
+    disable = console is None or not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=disable) as progress:
+        task = progress.add_task("", total=_PROGRESS_STEPS)
+        yield lambda description: progress.update(task, description=description, advance=1)

@@ -1,4 +1,4 @@
-"""The commands that make what a report shows, and what it lacks."""
+"""Builds the `train.py` commands that start or repeat the runs of a report."""
 
 import json
 import re
@@ -10,34 +10,7 @@ from typing import Any
 from istar import config
 from istar.reports.paper import MODELS
 
-
-def sweep(name: str, task: str, model: str, *more: str) -> str:
-    """`python train.py -m +sweep=<name> task=<task> <model> ...`.
-
-    Args:
-        name: of a file in conf/sweep/.
-        task: as on the command line.
-        model: as `model_option` gives it.
-        more: further overrides.
-    """
-    return " ".join(["python train.py -m", f"+sweep={name}", shlex.quote(f"task={task}"), model, *more])
-
-
-def model_option(name: str, pretrained: bool = True) -> str:
-    """`model=bert` for the models that have an option of their own, else `model=auto model.name=<name>`.
-
-    Args:
-        name: `model.name` as the run's config has it.
-        pretrained: `model.pretrained`.
-    """
-    if not pretrained and name == "tiny":
-        return "model=tiny"
-    if name in _OPTIONS:
-        return f"model={_OPTIONS[name]}"
-    return f"model=auto {shlex.quote(f'model.name={name}')}"
-
-
-_OPTIONS = {
+_MODEL_OPTIONS = {
     f"{owner}/{name}": MODELS[name]
     for owner, name in (
         ("albert", "albert-base-v2"),
@@ -45,67 +18,20 @@ _OPTIONS = {
         ("distilbert", "distilbert-base-cased"),
     )
 }
+"""`model.name` -> `model` option, for the models that have an option."""
 
 
-def again(run: Mapping[str, Any], seeds: Sequence[int]) -> str:
-    """The command of runs that differ from one in nothing but the seed.
-
-    Args:
-        run: its config, as `result.json` has it.
-        seeds: of those that are wanted.
-    """
-    reg = run["reg"]
-    penalty = [f"reg={reg['name']}", *_unlike(_REGS.get(reg["name"], {}), reg, "reg")]
-    known = [shlex.quote(f"task={run['task']['name']}"), model_option(**named(run["model"]))]
-    return " ".join(["python train.py -m", *known, *penalty, *settings(run), f"seed={','.join(map(str, seeds))}"])
-
-
-def settings(run: Mapping[str, Any]) -> list[str]:
-    """A run's data, limits, batch, optimizer and trainer, where they are not what train.py takes by itself.
-
-    The tiny model chooses options of other groups, too; they are put back first.
-    """
-    chosen = [] if named(run["model"])["pretrained"] else ["optim=adamw", "trainer=default"]
-    unlike = [_unlike(known, run.get(group, {}), group) for group, known in _GROUPS.items()]
-    return chosen + [override for group in unlike for override in group]
-
-
-def where(root: str) -> list[str]:
-    """The folder of the runs, if that is not the default."""
-    return [] if root == "runs" else [shlex.quote(f"run.root={root}")]
-
-
-def named(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `model_option` from the config's `model`."""
-    return {"name": str(model["name"]), "pretrained": bool(model.get("pretrained", True))}
-
-
-def _unlike(known: Mapping[str, Any], own: Mapping[str, Any], group: str) -> list[str]:
-    """Overrides for the keys of a group that do not have the value that they have by themselves."""
-    return [
-        shlex.quote(f"{group}.{key}={_value(own[key])}")
-        for key, default in known.items()
-        if key in own and own[key] != default
-    ]
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, str) and not re.fullmatch(r"[\w./-]+", value):
-        return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def _defaults(kind: Any, *but: str) -> dict[str, Any]:
-    """Keys and values that a group of the config has by itself."""
-    own = {}
-    for field in fields(kind):
+def _defaults(config_class: Any, *excluded: str) -> dict[str, Any]:
+    """Return the default values of a config group by key, without the excluded keys."""
+    defaults = {}
+    for field in fields(config_class):
         key = str(field.metadata.get("key", field.name))
-        if key not in but:
-            own[key] = field.default_factory() if callable(field.default_factory) else field.default
-    return own
+        if key not in excluded:
+            defaults[key] = field.default_factory() if callable(field.default_factory) else field.default
+    return defaults
 
 
-_GROUPS = {
+_GROUP_DEFAULTS = {
     "task": _defaults(config.TaskConfig, "name", "submission"),
     "model": _defaults(config.ModelConfig, "name", "pretrained"),
     "data": _defaults(config.DataConfig, "cache_dir", "num_workers"),
@@ -115,4 +41,81 @@ _GROUPS = {
         "checkpoint_every_n_steps", "checkpoint_every_n_minutes", "nonfinite", "monitor_isotropy",
     ),
 }  # fmt: skip
-_REGS = {"istar": _defaults(config.IStarConfig, "name"), "cosreg": _defaults(config.CosRegConfig, "name")}
+_REG_DEFAULTS = {"istar": _defaults(config.IStarConfig, "name"), "cosreg": _defaults(config.CosRegConfig, "name")}
+
+
+def sweep(name: str, task: str, model: str, *overrides: str) -> str:
+    """Return the command of a sweep: `python train.py -m +sweep=<name> task=<task> <model> <overrides>`.
+
+    Args:
+        name: name of a file in conf/sweep/.
+        task: task name, as on the command line.
+        model: model overrides, as `model_option` returns them.
+        overrides: further overrides.
+    """
+    return " ".join(["python train.py -m", f"+sweep={name}", shlex.quote(f"task={task}"), model, *overrides])
+
+
+def repeat(run_config: Mapping[str, Any], seeds: Sequence[int]) -> str:
+    """Return the command that repeats a run with other seeds and otherwise the same settings.
+
+    Args:
+        run_config: the run's config from `result.json`.
+        seeds: seeds of the new runs.
+    """
+    reg = run_config["reg"]
+    overrides = [
+        shlex.quote(f"task={run_config['task']['name']}"),
+        model_option(run_config["model"]),
+        f"reg={reg['name']}",
+        *_changed_keys("reg", reg, _REG_DEFAULTS.get(reg["name"], {})),
+        *settings(run_config),
+        f"seed={','.join(map(str, seeds))}",
+    ]
+    return " ".join(["python train.py -m", *overrides])
+
+
+def model_option(model_config: Mapping[str, Any]) -> str:
+    """Return `model=<option>` if the model has an option on the command line, else `model=auto model.name=<name>`.
+
+    Args:
+        model_config: the `model` group of a run's config.
+    """
+    name = str(model_config["name"])
+    if not model_config.get("pretrained", True) and name == "tiny":
+        return "model=tiny"
+    if name in _MODEL_OPTIONS:
+        return f"model={_MODEL_OPTIONS[name]}"
+    return f"model=auto {shlex.quote(f'model.name={name}')}"
+
+
+def settings(run_config: Mapping[str, Any]) -> list[str]:
+    """Return overrides for a run's task, model, data, optimizer and trainer settings that are not the defaults."""
+    # model=tiny also selects other options of optim and trainer, which have to be reset first.
+    overrides = [] if run_config["model"].get("pretrained", True) else ["optim=adamw", "trainer=default"]
+    for group, defaults in _GROUP_DEFAULTS.items():
+        overrides += _changed_keys(group, run_config.get(group, {}), defaults)
+    return overrides
+
+
+def root_override(root: str) -> list[str]:
+    """Return the override of `run.root`, or an empty list for the default folder `runs`."""
+    return [] if root == "runs" else [shlex.quote(f"run.root={root}")]
+
+
+def _changed_keys(group: str, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
+    """Return overrides for the keys of a config group whose values differ from the defaults."""
+    return [
+        shlex.quote(f"{group}.{key}={_hydra_value(values[key])}")
+        for key, default in defaults.items()
+        if key in values and values[key] != default
+    ]
+
+
+def _hydra_value(value: Any) -> str:
+    """Write a value in Hydra's override grammar; strings with special characters are quoted."""
+    if not isinstance(value, str):
+        return json.dumps(value)
+    if re.fullmatch(r"[\w./-]+", value):
+        return value
+    return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"

@@ -1,47 +1,40 @@
-"""What the report's figures show, as numbers: panels of lines whose runs differ in nothing but what is said."""
+"""The report's figures as numbers: the paper's Figures 2 to 8 and training curves, computed from runs.
+
+The runs of a line differ only in the seed and in what the axis or the legend of the figure varies.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
 
 from istar.figures.plot import BASE, Line, Panel, Plot
-from istar.reports import geometry_file, paper
-from istar.reports.cells import Cell, choose, describe, has_zeta, models, tasks
-from istar.reports.cells import rows as as_rows
+from istar.reports import paper
+from istar.reports.cells import Cell, best_group, describe, has_zeta, is_finite, models, row_dicts, tasks
 from istar.reports.geometry_file import Geometry
 from istar.reports.stability import Stability
-from istar.reports.statistics import spread
+from istar.reports.statistics import Spread, spread
 from istar.results import RunRecord
 
-Draw = Callable[[pd.DataFrame, str, str], Panel | None]
+PanelBuilder = Callable[[pd.DataFrame], Panel | None]
+"""Takes the usable runs of a model and a task; returns their panel, or None if the figure has nothing to show."""
 
 
-def minibatch_stability(found: Stability) -> Plot:
-    """Figure 2."""
-    sizes = tuple(map(float, found.sizes))
-    lines = [
-        Line(
-            label,
-            sizes,
-            tuple(score.mean or 0.0 for score in scores),
-            y_error=tuple(score.std or 0.0 for score in scores),
-        )
-        for label, scores in (
-            *((f"ζ = {zeta:g}", scores) for zeta, scores in found.scores.items()),
-            ("ζ = auto", found.auto),
-            ("unbiased", found.unbiased),
-        )
-    ]
-    panel = Panel("", "", tuple(lines), "", "IsoScore*", level=(found.truth, f"truth ({found.truth:.2f})"))
+def minibatch_stability(scores: Stability) -> Plot:
+    """Return Figure 2: scores of batches of a synthetic cloud by batch size."""
+    labels = {f"ζ = {zeta:g}": spreads for zeta, spreads in scores.scores.items()}
+    labels |= {"ζ = auto": scores.auto, "unbiased": scores.unbiased}
+    lines = [_spread_line(label, dict(zip(scores.sizes, spreads, strict=True))) for label, spreads in labels.items()]
+    panel = Panel("", "", tuple(lines), "", "IsoScore*", level=(scores.truth, f"truth ({scores.truth:.2f})"))
     return Plot(
         "figure2",
         "Figure 2: mini-batch stability",
         "IsoScore* of batches of a synthetic Gaussian cloud in 768 dimensions, variances 10, 6, 4, 4, 1, ..., 1, by "
-        "batch size and ζ; Σ_S is the covariance of 75,000 other points. Beside the paper's: ζ = auto, estimated from "
-        "each batch, and the unbiased IsoScore, which needs no Σ_S (docs/measures.md). Mean and standard deviation of "
-        "three batches each; dashed: the score of the distribution itself. No run is needed for it.",
+        "batch size and ζ; Σ_S is the covariance of 75,000 other points. In addition to the paper: ζ = auto, estimated "
+        "from each batch, and the unbiased IsoScore, which needs no Σ_S (docs/measures.md). Mean and standard "
+        "deviation of three batches each; dashed: the score of the distribution itself. This figure needs no run.",
         "line",
         "points in the batch",
         (panel,),
@@ -50,35 +43,38 @@ def minibatch_stability(found: Stability) -> Plot:
 
 
 def isotropy_and_performance(frame: pd.DataFrame) -> Plot:
-    """Figure 3."""
+    """Return Figure 3: IsoScore* against the headline metric, with a point per lambda."""
 
-    def panel(frame: pd.DataFrame, model: str, task: str) -> Panel | None:
-        runs = _istar(_of(frame, model, task))
-        chosen = _hold(runs, "lambda", 1)
-        if chosen is None:
+    def build_panel(runs: pd.DataFrame) -> Panel | None:
+        istar_runs = _all_layer_istar(runs)
+        selected = _select_varied(istar_runs, "lambda", at_least=1)
+        if selected is None:
             return None
-        groups = _by_value(frame, chosen, "reg.lambda")
-        lines = [_point(_weight_label(value), group) for value, group in groups.items()]
-        return Panel(
-            model, task, tuple(lines), _held(chosen, runs, "lambda"), _metric_label(chosen), seeds=_seeds(groups)
-        )
+        groups = _by_lambda_with_base(runs, selected)
+        lines = [_mean_point(_lambda_label(value), group) for value, group in groups.items()]
+        return _make_panel(lines, selected, istar_runs, "lambda", _seeds_by_value(groups))
 
     return Plot(
         "figure3",
         "Figure 3: isotropy and performance",
         "IsoScore* of layers 1 to L on the validation set (ζ = 0, all its tokens) against the headline metric on the "
-        "same set, at the epoch that counts: a point per λ of I-STAR, mean over seeds, bars: standard deviations. "
-        "The paper has ζ = 0.2 in this figure, so its x axis is another one.",
+        "same set, at the epoch with the best headline metric: a point per λ of I-STAR, mean over seeds, bars: "
+        "standard deviations. The paper's figure has ζ = 0.2, so the x axes cannot be compared.",
         "points",
         "IsoScore*",
-        _panels(frame, panel),
+        _panels(frame, build_panel),
         "figure3",
         values=(-5, -3, -1, 0.5, 1, 3, 5),
     )
 
 
-def mean_activations(frame: pd.DataFrame, measured: Mapping[str, Geometry]) -> Plot:
-    """Figure 4."""
+def mean_activations(frame: pd.DataFrame, geometries: Mapping[str, Geometry]) -> Plot:
+    """Return Figure 4: mean activation of each dimension of the last layer, for Base and CosReg.
+
+    Args:
+        frame: a frame from `cells.prepare`.
+        geometries: geometry by the run's folder; other runs are not shown.
+    """
     plot = Plot(
         "figure4",
         "Figure 4: mean activations and CosReg",
@@ -93,15 +89,12 @@ def mean_activations(frame: pd.DataFrame, measured: Mapping[str, Geometry]) -> P
         with_base=True,
         seeds=1,
     )
-
-    def one(run: Mapping[str, Any]) -> Sequence[float]:
-        return measured[run["folder"]].mean_activation
-
-    return _layers_like(frame[frame["folder"].isin(measured)], plot, "cosreg", "last", one, "mean activation", start=0)
+    values = {folder: geometry.mean_activation for folder, geometry in geometries.items()}
+    return _with_line_per_lambda(plot, frame, values, "cosreg", "last", "mean activation")
 
 
-def intrinsic_dimensions(frame: pd.DataFrame, measured: Mapping[str, Geometry]) -> Plot:
-    """Figure 5."""
+def intrinsic_dimensions(frame: pd.DataFrame, geometries: Mapping[str, Geometry]) -> Plot:
+    """Return Figure 5: TwoNN intrinsic dimension by layer, for Base and I-STAR; the arguments as for Figure 4."""
     plot = Plot(
         "figure5",
         "Figure 5: intrinsic dimension",
@@ -116,20 +109,17 @@ def intrinsic_dimensions(frame: pd.DataFrame, measured: Mapping[str, Geometry]) 
         with_base=True,
         seeds=1,
     )
-
-    def one(run: Mapping[str, Any]) -> Sequence[float]:
-        return measured[run["folder"]].two_nn
-
-    return _layers_like(frame[frame["folder"].isin(measured)], plot, "istar", "all", one, "TwoNN dimension")
+    values = {folder: geometry.two_nn for folder, geometry in geometries.items()}
+    return _with_line_per_lambda(plot, frame, values, "istar", "all", "TwoNN dimension")
 
 
 def layer_isotropy(frame: pd.DataFrame, records: Mapping[str, RunRecord]) -> Plot:
-    """Figure 6."""
+    """Return Figure 6: IsoScore* by layer, for Base and I-STAR."""
     plot = Plot(
         "figure6",
         "Figure 6: isotropy layer by layer",
-        "IsoScore* of each layer on the validation set (ζ = 0, all its tokens) at the epoch that counts, mean over "
-        "seeds: without a penalty, and with I-STAR.",
+        "IsoScore* of each layer on the validation set (ζ = 0, all its tokens) at the epoch with the best headline "
+        "metric, mean over seeds: without a penalty, and with I-STAR.",
         "line",
         "layer (0: embeddings)",
         (),
@@ -139,28 +129,23 @@ def layer_isotropy(frame: pd.DataFrame, records: Mapping[str, RunRecord]) -> Plo
         with_base=True,
         seeds=1,
     )
-
-    def one(run: Mapping[str, Any]) -> Sequence[float]:
-        after = records[run["folder"]].isotropy.get("after", {})
-        return [after[layer] for layer in sorted((name for name in after if name.isdigit()), key=int)]
-
-    return _layers_like(frame, plot, "istar", "all", one, "IsoScore*")
+    values = {folder: _isoscore_by_layer(records[folder]) for folder in frame[frame["usable"]]["folder"]}
+    return _with_line_per_lambda(plot, frame, values, "istar", "all", "IsoScore*")
 
 
 def zeta_ablation(frame: pd.DataFrame) -> Plot:
-    """Figure 7."""
+    """Return Figure 7: the headline metric by zeta of I-STAR."""
 
-    def panel(frame: pd.DataFrame, model: str, task: str) -> Panel | None:
-        runs = _istar(_of(frame, model, task))
-        chosen = _hold(runs, "zeta", 2)
-        if chosen is None:
+    def build_panel(runs: pd.DataFrame) -> Panel | None:
+        istar_runs = _all_layer_istar(runs)
+        selected = _select_varied(istar_runs, "zeta", at_least=2)
+        if selected is None:
             return None
-        groups = _grouped(chosen, "reg.zeta")
-        line = _along("mean ± std", groups)
+        groups = _by_value(selected, "reg.zeta")
         best = max(groups, key=lambda zeta: float(groups[zeta]["value"].mean()))
-        held = _held(chosen, _least(runs, "zeta", 2), "zeta")
-        mark = (best, "best ζ")
-        return Panel(model, task, (line,), held, _metric_label(chosen), mark=mark, seeds=_seeds(groups))
+        alternatives = _with_values(istar_runs, "zeta", at_least=2)
+        panel = _make_panel([_metric_line(groups)], selected, alternatives, "zeta", _seeds_by_value(groups))
+        return replace(panel, mark=(best, "best ζ"))
 
     return Plot(
         "figure7",
@@ -169,7 +154,7 @@ def zeta_ablation(frame: pd.DataFrame) -> Plot:
         "shrinkage, ζ = 1 only Σ_S. Points without bars have one seed. Dashed: the best mean.",
         "bars",
         "ζ",
-        _panels(frame, panel),
+        _panels(frame, build_panel),
         "zeta_ablation",
         "rte",
         (0, 0.2, 0.4, 0.6, 0.8, 1),
@@ -178,38 +163,32 @@ def zeta_ablation(frame: pd.DataFrame) -> Plot:
 
 
 def layer_ablation(frame: pd.DataFrame, records: Mapping[str, RunRecord]) -> Plot:
-    """Figure 8."""
+    """Return Figure 8: the headline metric by the single layer that I-STAR penalizes."""
 
-    def panel(frame: pd.DataFrame, model: str, task: str) -> Panel | None:
-        own = _of(frame, model, task)
-        own = own[(own["family"] == "istar") & has_zeta(own)].assign(
-            layer=lambda runs: runs["reg.layers"].map(_single_layer)
-        )
-        runs = own[own["layer"].notna() | own["reg.layers"].map(lambda layers: layers == "all").astype(bool)]
-        singles = runs[runs["layer"].notna()]
-        if singles.empty:
+    def build_panel(runs: pd.DataFrame) -> Panel | None:
+        runs = runs[(runs["family"] == "istar") & has_zeta(runs)]
+        runs = runs.assign(layer=runs["reg.layers"].map(_single_layer))
+        single = runs[runs["layer"].notna()]
+        if single.empty:
             return None
-        held = choose(singles, "beside layers")
-        chosen = runs[runs["beside layers"] == held]
-        groups: dict[Any, pd.DataFrame] = {int(layer): group for layer, group in _grouped(chosen, "layer").items()}
-        whole = chosen[chosen["layer"].isna()]
-        level = (100 * float(whole["value"].mean()), "all layers") if len(whole) else None
-        line = _along("mean ± std", groups)
-        count = layer_count(records[chosen["folder"].iloc[0]])
+        runs = runs[runs["layer"].notna() | runs["reg.layers"].eq("all")]
+        selected = runs[runs["hash_without_layers"] == best_group(single, "hash_without_layers")]
+        all_layers = selected[selected["layer"].isna()]
+        groups = {int(layer): group for layer, group in _by_value(selected, "layer").items()}
+        count = layer_count(records[selected["folder"].iloc[0]])
         seeds: dict[Any, tuple[int, ...]] = dict.fromkeys(range(1, count + 1), ())
-        seeds |= {**_seeds(groups), "all": _numbers(whole["seed"])}
-        return Panel(
-            model, task, (line,), _held(chosen, singles, "layers"), _metric_label(chosen), level, None, seeds
-        )  # fmt: skip
+        seeds |= {**_seeds_by_value(groups), "all": _seeds(all_layers)}
+        level = (100 * float(all_layers["value"].mean()), "all layers") if len(all_layers) else None
+        return replace(_make_panel([_metric_line(groups)], selected, single, "layers", seeds), level=level)
 
     return Plot(
         "figure8",
         "Figure 8: layer ablation",
-        "Headline metric on the validation set with I-STAR on one layer alone, mean ± standard deviation over seeds. "
+        "Headline metric on the validation set with I-STAR on a single layer, mean ± standard deviation over seeds. "
         "Points without bars have one seed. Dashed: I-STAR on all layers.",
         "bars",
         "layer that is penalized",
-        _panels(frame, panel),
+        _panels(frame, build_panel),
         "layer_ablation",
         "cola",
         symbol="layer",
@@ -217,195 +196,213 @@ def layer_ablation(frame: pd.DataFrame, records: Mapping[str, RunRecord]) -> Plo
 
 
 def curves(cells: Iterable[Cell], records: Mapping[str, RunRecord]) -> tuple[Plot, Plot]:
-    """Validation loss and headline metric by epoch, for the runs behind Table 1."""
+    """Return validation loss and headline metric by epoch, for the runs in Table 1."""
     groups: dict[tuple[str, str], list[Cell]] = {}
     for cell in cells:
-        if cell.runs is not None:
+        if cell.seeds:
             groups.setdefault((cell.model, cell.task), []).append(cell)
     losses, metrics = [], []
-    for (model, task), group in groups.items():
+    for group in groups.values():
         headline = group[0].metrics[0]
-        losses.append(_curve_panel(model, task, group, records, "loss", 1, "validation loss"))
-        metrics.append(_curve_panel(model, task, group, records, headline, 100, f"{headline}, percent"))
-    about = "after each epoch, for the runs behind Table 1: mean over seeds, band: standard deviation."
-    return (
-        Plot("curves_loss", "Validation loss", f"Loss on the validation set {about}", "line", "epoch", _some(losses)),
-        Plot("curves_metric", "Validation metric", f"Headline metric on the validation set {about}", "line", "epoch",
-             _some(metrics)),
-    )  # fmt: skip
+        losses.append(_curve_panel(group, records, "loss", 1, "validation loss"))
+        metrics.append(_curve_panel(group, records, headline, 100, f"{headline}, percent"))
+    averaging = "after each epoch, for the runs in Table 1: mean over seeds, band: standard deviation."
+    loss_plot = Plot(
+        "curves_loss",
+        "Validation loss",
+        f"Loss on the validation set {averaging}",
+        "line",
+        "epoch",
+        tuple(panel for panel in losses if panel.lines),
+    )
+    metric_panels = tuple(panel for panel in metrics if panel.lines)
+    caption = f"Headline metric on the validation set {averaging}"
+    return loss_plot, replace(
+        loss_plot, name="curves_metric", title="Validation metric", caption=caption, panels=metric_panels
+    )
 
 
 def _curve_panel(
-    model: str,
-    task: str,
-    group: Sequence[Cell],
-    records: Mapping[str, RunRecord],
-    metric: str,
-    scale: float,
-    label: str,
-) -> Panel | None:
+    group: Sequence[Cell], records: Mapping[str, RunRecord], metric: str, scale: float, y_label: str
+) -> Panel:
+    """Return a panel with a line per method; it has no lines if no epoch recorded the metric."""
     lines = []
     for cell in group:
-        assert cell.runs is not None
         by_epoch: dict[int, list[float]] = {}
         for folder in cell.runs["folder"]:
             for entry in records[folder].epochs:
                 value = entry["metrics"].get(metric)
                 if value is not None and math.isfinite(value):
                     by_epoch.setdefault(int(entry["epoch"]), []).append(scale * value)
-        spreads = {epoch: spread(values) for epoch, values in sorted(by_epoch.items())}
-        if spreads:
-            lines.append(
-                Line(
-                    str(paper.FAMILIES[cell.family]),
-                    tuple(map(float, spreads)),
-                    tuple(one.mean or 0.0 for one in spreads.values()),
-                    y_error=tuple(one.std or 0.0 for one in spreads.values()),
-                    seeds=tuple(cell.seeds),
-                )
-            )
-    return Panel(model, task, tuple(lines), "", label) if lines else None
+        if by_epoch:
+            spreads = {epoch: spread(values) for epoch, values in by_epoch.items()}
+            lines.append(_spread_line(paper.FAMILIES[cell.family], spreads, tuple(cell.seeds)))
+    return Panel(group[0].model, group[0].task, tuple(lines), "", y_label)
 
 
-def _layers_like(
-    frame: pd.DataFrame,
+def _with_line_per_lambda(
     plot: Plot,
+    frame: pd.DataFrame,
+    values: Mapping[str, Sequence[float]],
     family: str,
     layers: str,
-    one: Callable[[Mapping[str, Any]], Sequence[float]],
-    label: str,
-    start: int = 0,
+    y_label: str,
 ) -> Plot:
-    """Panels with a line for Base and for each lambda: numbers of a run in a row, averaged over seeds."""
+    """Return the plot with panels that have a line for Base and for each lambda, averaged over seeds.
 
-    def panel(frame: pd.DataFrame, model: str, task: str) -> Panel | None:
-        own = _of(frame, model, task)
-        runs = own[(own["family"] == family) & own["reg.layers"].map(lambda value: value == layers).astype(bool)]
-        wanted = runs[runs["reg.lambda"].isin(plot.values)]
-        # Small models are trained with other weights than the paper's.
-        runs = wanted if len(wanted) else runs
-        chosen = _hold(runs, "lambda", 1)
-        if chosen is None:
+    Args:
+        plot: the figure without panels.
+        frame: a frame from `cells.prepare`.
+        values: y values of a run's line, by its folder; runs without an entry are not shown.
+        family: method family beside Base.
+        layers: `reg.layers` of that family's runs.
+        y_label: label of the y axis.
+    """
+
+    def build_panel(runs: pd.DataFrame) -> Panel | None:
+        penalized = runs[(runs["family"] == family) & runs["reg.layers"].eq(layers)]
+        of_paper = penalized[penalized["reg.lambda"].isin(plot.values)]
+        # Small models are trained with other lambdas than the paper's.
+        penalized = penalized if of_paper.empty else of_paper
+        selected = _select_varied(penalized, "lambda", at_least=1)
+        if selected is None:
             return None
-        groups = _by_value(frame, chosen, "reg.lambda")
+        groups = _by_lambda_with_base(runs, selected)
         lines = []
         for value, group in groups.items():
-            rows = [tuple(one(run)) for run in as_rows(group)]
-            rows = [row for row in rows if row and len(row) == len(rows[0])]
+            rows = [values[folder] for folder in group["folder"] if values[folder]]
+            rows = [row for row in rows if len(row) == len(rows[0])]
             if rows:
-                xs = tuple(float(start + number) for number in range(len(rows[0])))
-                name = _weight_label(value)
-                lines.append(Line(name, xs, tuple(geometry_file.mean(rows)), seeds=_numbers(group["seed"])))
-        if not lines:
-            return None
-        return Panel(model, task, tuple(lines), _held(chosen, runs, "lambda"), label, seeds=_seeds(groups))
+                means = pd.DataFrame(rows, dtype=float).replace([math.inf, -math.inf], math.nan).mean()
+                xs = tuple(map(float, range(len(means))))
+                lines.append(Line(_lambda_label(value), xs, tuple(means.tolist()), seeds=_seeds(group)))
+        return _make_panel(lines, selected, penalized, "lambda", _seeds_by_value(groups), y_label)
 
-    return Plot(**{**plot.__dict__, "panels": _panels(frame, panel)})
+    return replace(plot, panels=_panels(frame[frame["folder"].isin(list(values))], build_panel))
 
 
-def _panels(frame: pd.DataFrame, panel: Draw) -> tuple[Panel, ...]:
+def _panels(frame: pd.DataFrame, build_panel: PanelBuilder) -> tuple[Panel, ...]:
+    """Return a panel per model and task, without those that have nothing to show."""
     usable = frame[frame["usable"]]
     if "reg.lambda" not in usable:
         return ()
-    return _some([panel(usable, model, task) for model in models(usable) for task in tasks(usable)])
+    panels = [
+        build_panel(usable[(usable["model"] == model) & (usable["task"] == task)])
+        for model in models(usable)
+        for task in tasks(usable)
+    ]
+    return tuple(panel for panel in panels if panel is not None and panel.lines)
 
 
-def _some(panels: Iterable[Panel | None]) -> tuple[Panel, ...]:
-    return tuple(panel for panel in panels if panel is not None)
-
-
-def _of(frame: pd.DataFrame, model: str, task: str) -> pd.DataFrame:
-    return frame[(frame["model"] == model) & (frame["task"] == task)]
-
-
-def _istar(frame: pd.DataFrame) -> pd.DataFrame:
-    everywhere = frame["reg.layers"].map(lambda layers: layers == "all").astype(bool)
-    return frame[(frame["family"] == "istar") & everywhere & has_zeta(frame)]
-
-
-def _hold(runs: pd.DataFrame, varied: str, least: int) -> pd.DataFrame | None:
-    """The runs that have all but `varied` and the seed in common: most runs, then the highest mean.
+def _make_panel(
+    lines: Sequence[Line],
+    selected: pd.DataFrame,
+    alternatives: pd.DataFrame,
+    varied: str,
+    seeds: Mapping[Any, tuple[int, ...]],
+    y_label: str = "",
+) -> Panel:
+    """Return a panel with a description of the settings that its runs have in common.
 
     Args:
-        runs: of one task, model and method.
-        varied: a key of `cells.VARIED`.
-        least: so many different values of it at the least.
+        lines: the panel's lines.
+        selected: the runs that the lines show.
+        alternatives: the runs from which they were selected.
+        varied: what the runs vary, a key of `cells.VARIED`.
+        seeds: seeds of the runs by the value that varies.
+        y_label: label of the y axis; by default the headline metric.
     """
-    beside = f"beside {varied}"
-    fit = _least(runs, varied, least)
-    return None if fit.empty else fit[fit[beside] == choose(fit, beside)]
+    first = row_dicts(selected.head(1))[0]
+    settings = [
+        f"{symbol} = {first[f'reg.{key}']:g}"
+        for key, symbol in (("lambda", "λ"), ("zeta", "ζ"))
+        if key != varied and is_finite(first.get(f"reg.{key}"))
+    ]
+    others = alternatives[f"hash_without_{varied}"].nunique() - 1
+    hidden = f", {others} other configuration{'s' * (others > 1)} not shown" if others else ""
+    runs = f"{len(selected)} run{'s' * (len(selected) > 1)}"
+    held = f"{', '.join([*settings, describe(first)])}; {runs}{hidden}"
+    y_label = y_label or f"{first['metric']}, percent"
+    return Panel(first["model"], first["task"], tuple(lines), held, y_label, seeds=seeds)
 
 
-def _least(runs: pd.DataFrame, varied: str, least: int) -> pd.DataFrame:
-    """The runs that others join in all but `varied`, with so many different values of it at the least."""
+def _all_layer_istar(runs: pd.DataFrame) -> pd.DataFrame:
+    return runs[(runs["family"] == "istar") & runs["reg.layers"].eq("all") & has_zeta(runs)]
+
+
+def _select_varied(runs: pd.DataFrame, varied: str, at_least: int) -> pd.DataFrame | None:
+    """Select, by `best_group`, runs that have the same settings except `varied`; None if there are none.
+
+    Args:
+        runs: runs of one task, model and method.
+        varied: a key of `cells.VARIED`.
+        at_least: minimum number of different values of `varied`.
+    """
+    column = f"hash_without_{varied}"
+    runs = _with_values(runs, varied, at_least)
+    return None if runs.empty else runs[runs[column] == best_group(runs, column)]
+
+
+def _with_values(runs: pd.DataFrame, varied: str, at_least: int) -> pd.DataFrame:
+    """Keep the runs whose group has at least this many different values of `varied`."""
     if runs.empty:
         return runs
-    beside = f"beside {varied}"
-    counts = runs.groupby(beside)[f"reg.{varied}"].nunique()
-    return runs[runs[beside].isin(counts[counts >= least].index)]
+    counts = runs.groupby(f"hash_without_{varied}")[f"reg.{varied}"].transform("nunique")
+    return runs[counts >= at_least]
 
 
-def _by_value(frame: pd.DataFrame, chosen: pd.DataFrame, key: str) -> dict[Any, pd.DataFrame]:
-    """Runs by the value of a key, before them the runs without a penalty that are equal in everything else."""
-    same = frame[(frame["family"] == "base") & (frame["beside method"] == chosen["beside method"].iloc[0])]
-    base = {BASE: same} if len(same) else {}
-    return {**base, **_grouped(chosen, key)}
+def _by_lambda_with_base(runs: pd.DataFrame, selected: pd.DataFrame) -> dict[Any, pd.DataFrame]:
+    """Group the selected runs by lambda, after the Base runs with otherwise the same settings."""
+    is_same = runs["hash_without_method"] == selected["hash_without_method"].iloc[0]
+    base = runs[(runs["family"] == "base") & is_same]
+    return {**({} if base.empty else {BASE: base}), **_by_value(selected, "reg.lambda")}
 
 
-def _grouped(runs: pd.DataFrame, key: str) -> dict[Any, pd.DataFrame]:
-    return {value: runs[runs[key] == value] for value in sorted(map(float, runs[key].dropna().unique()))}
+def _by_value(runs: pd.DataFrame, column: str) -> dict[Any, pd.DataFrame]:
+    """Group the runs by the numbers in a column, in ascending order."""
+    return {float(value): group for value, group in runs.groupby(runs[column].astype(float))}
 
 
-def _point(label: str, group: pd.DataFrame) -> Line:
-    x = spread([float(value) for value in group["isoscore_after"] if math.isfinite(value)])
-    y = spread([100 * float(value) for value in group["value"]])
+def _mean_point(label: str, runs: pd.DataFrame) -> Line:
+    """Return a point at the mean IsoScore* and the mean headline metric, with standard deviations of both."""
+    x = spread([float(value) for value in runs["isoscore_after"] if math.isfinite(value)])
+    y = _metric_spread(runs)
     return Line(
         label,
         (math.nan if x.mean is None else x.mean,),
         (math.nan if y.mean is None else y.mean,),
         (x.std or 0.0,),
         (y.std or 0.0,),
-        _numbers(group["seed"]),
+        _seeds(runs),
     )
 
 
-def _along(label: str, groups: Mapping[Any, pd.DataFrame]) -> Line:
-    spreads = {x: spread([100 * float(value) for value in group["value"]]) for x, group in sorted(groups.items())}
-    return Line(
-        label,
-        tuple(map(float, spreads)),
-        tuple(one.mean or 0.0 for one in spreads.values()),
-        y_error=tuple(one.std or 0.0 for one in spreads.values()),
-    )
+def _metric_line(groups: Mapping[Any, pd.DataFrame]) -> Line:
+    return _spread_line("mean ± std", {value: _metric_spread(runs) for value, runs in groups.items()})
 
 
-def _seeds(groups: Mapping[Any, pd.DataFrame]) -> dict[Any, tuple[int, ...]]:
-    return {value: _numbers(group["seed"]) for value, group in groups.items()}
+def _metric_spread(runs: pd.DataFrame) -> Spread:
+    """Return mean and standard deviation of the headline metric in percent."""
+    return spread([100 * float(value) for value in runs["value"]])
 
 
-def _numbers(values: Iterable[Any]) -> tuple[int, ...]:
-    return tuple(sorted({int(value) for value in values}))
+def _spread_line(label: str, spreads: Mapping[Any, Spread], seeds: tuple[int, ...] = ()) -> Line:
+    """Return a line of means with standard deviations as errors, ordered by x."""
+    xs = sorted(spreads)
+    means = tuple(spreads[x].mean or 0.0 for x in xs)
+    deviations = tuple(spreads[x].std or 0.0 for x in xs)
+    return Line(label, tuple(map(float, xs)), means, y_error=deviations, seeds=seeds)
 
 
-def _held(chosen: pd.DataFrame, runs: pd.DataFrame, varied: str) -> str:
-    """`λ = -1, ζ = 0.4, lr 3e-05, batch 32, 3 epochs; 30 runs, 2 other configurations not shown`."""
-    first = as_rows(chosen.head(1))[0]
-    symbols = {"lambda": "λ", "zeta": "ζ"}
-    parts = [
-        f"{symbol} = {first[f'reg.{key}']:g}"
-        for key, symbol in symbols.items()
-        if key != varied and isinstance(first.get(f"reg.{key}"), float) and math.isfinite(first[f"reg.{key}"])
-    ]
-    others = runs[f"beside {varied}"].nunique() - 1
-    hidden = f", {others} other configuration{'s' * (others > 1)} not shown" if others else ""
-    return f"{', '.join([*parts, describe(first)])}; {len(chosen)} run{'s' * (len(chosen) > 1)}{hidden}"
+def _seeds_by_value(groups: Mapping[Any, pd.DataFrame]) -> dict[Any, tuple[int, ...]]:
+    return {value: _seeds(runs) for value, runs in groups.items()}
 
 
-def _metric_label(runs: pd.DataFrame) -> str:
-    return f"{runs['metric'].iloc[0]}, percent"
+def _seeds(runs: pd.DataFrame) -> tuple[int, ...]:
+    return tuple(sorted({int(seed) for seed in runs["seed"]}))
 
 
-def _weight_label(value: Any) -> str:
+def _lambda_label(value: Any) -> str:
     return value if isinstance(value, str) else f"λ = {value:g}"
 
 
@@ -413,7 +410,12 @@ def _single_layer(layers: Any) -> int | None:
     return layers[0] if isinstance(layers, list) and len(layers) == 1 else None
 
 
-def layer_count(record: RunRecord) -> int:
-    """How many transformer layers a finished run has measured."""
+def _isoscore_by_layer(record: RunRecord) -> list[float]:
+    """Return IsoScore* after training from the embeddings to the last layer; empty if it was not measured."""
     after = record.isotropy.get("after", {})
-    return max((int(layer) for layer in after if layer.isdigit()), default=0)
+    return [after[layer] for layer in sorted(filter(str.isdigit, after), key=int)]
+
+
+def layer_count(record: RunRecord) -> int:
+    """Return the number of transformer layers that a finished run has measured."""
+    return max(map(int, filter(str.isdigit, record.isotropy.get("after", {}))), default=0)

@@ -1,4 +1,4 @@
-"""All runs below a folder as a frame to compute with: one row a run, whatever became of it."""
+"""All runs below a folder as a pandas frame with one row per run: finished, failed and unfinished ones."""
 
 import os
 import re
@@ -15,64 +15,71 @@ from istar.files import atomic_write
 from istar.reports.run_tables import method
 from istar.results import CONFIG, RESULT, RunRecord, read
 
-_SET_ASIDE = re.compile(r"\.old-\d+$")
-_NO_RUNS = ("multirun", "sweeps")
+_COLUMNS = (
+    "name", "status", "task", "model", "method", "seed", "metric", "value", "epoch", "constant", "collapsed",
+    "isoscore_before", "isoscore_after", "seconds", "skipped_steps", "error", "fingerprint",
+)  # fmt: skip
+_OVERWRITTEN = re.compile(r"\.old-\d+$")
+"""Suffix of a run folder that `run.overwrite=true` has replaced."""
+_FOLDERS_WITHOUT_RUNS = ("multirun", "sweeps")
+# The C loader, where PyYAML has it, is ten times as fast.
+_YAML_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 @dataclass(frozen=True)
 class Runs:
-    """What was found.
+    """The runs below a folder.
 
     Attributes:
-        frame: a row for each run: `folder`, `name`, `status` (finished, failed, unfinished), `task`, `model`, `method`,
-            `seed`, `metric`, `value` (the headline metric on the validation set, a fraction), `epoch`, `constant` (what
-            a constant prediction earns), `collapsed`, `isoscore_before`, `isoscore_after`, `seconds`,
-            `skipped_steps`, `error`, `fingerprint` (of the data), each metric as `validation.<name>`, and each key of
-            the config under its name on the command line.
-        troubles: why a folder is none of them, by its path.
-        records: the runs whole, by their folder, where they were asked for.
+        frame: one row per run, with the columns `folder`, `name`, `status` (finished, failed, pruned, unfinished),
+            `task`, `model`, `method`, `seed`, `metric`, `value` (headline metric on the validation set, as a fraction),
+            `epoch`, `constant` (the same metric of a constant prediction), `collapsed`, `isoscore_before`,
+            `isoscore_after`, `seconds`, `skipped_steps`, `error`, `fingerprint` (of the data), `validation.<name>` for
+            each metric, and one column per config key, named as on the command line.
+        read_errors: error message by folder, for folders that could not be read as a run.
+        records: the complete records by folder; empty unless they were requested.
     """
 
     frame: pd.DataFrame
-    troubles: dict[str, str]
+    read_errors: dict[str, str]
     records: dict[str, RunRecord] = field(default_factory=dict)
 
 
 def load_runs(root: Path, keep_records: bool = False) -> Runs:
-    """Read every run below a folder; folders that were set aside by `run.overwrite=true` do not count.
+    """Read every run below a folder, except runs that `run.overwrite=true` has replaced.
 
     Args:
-        root: as `run.root`; runs may lie in folders of folders.
-        keep_records: also keep what is no figure of a row: epochs, layers. Some 50 kB a run.
+        root: the folder that `run.root` names; runs may lie in nested folders.
+        keep_records: also return the complete records with all epochs and layers, about 50 kB per run.
 
     Raises:
-        UserError: if there is no such folder.
+        UserError: if `root` is not a folder.
     """
     if not root.is_dir():
         raise UserError(f"{root} is not a folder; name the one that holds the runs, as run.root does")
     rows: list[dict[str, Any]] = []
-    troubles: dict[str, str] = {}
+    read_errors: dict[str, str] = {}
     records: dict[str, RunRecord] = {}
-    for folder in _folders(root):
+    visited = {root}
+    for folder in _run_folders(root):
+        visited |= {folder, *folder.parents}
         try:
-            record = _record(folder)
+            record = _read_record(folder)
             rows.append({"folder": str(folder), **row(record)})
             if keep_records:
                 records[str(folder)] = record
         except UserError as error:
-            troubles[str(folder)] = str(error)
+            read_errors[str(folder)] = str(error)
         except (KeyError, TypeError, AttributeError) as error:
-            troubles[str(folder)] = f"{folder} holds no config of a run: {shorten(repr(error))}"
-    known = [Path(name) for name in (*(found["folder"] for found in rows), *troubles)]
-    accounted_for = {folder for run in known for folder in (run, *run.parents)}
-    for folder in _children(root):
-        if folder not in accounted_for:
-            troubles[str(folder)] = f"{folder} holds no run"
-    return Runs(pd.DataFrame(rows, columns=None if rows else ["folder", *_COLUMNS]), troubles, records)
+            read_errors[str(folder)] = f"{folder} holds no config of a run: {shorten(repr(error))}"
+    for folder in sorted(root.iterdir()):
+        if folder.is_dir() and _may_hold_runs(folder.name) and folder not in visited:
+            read_errors[str(folder)] = f"{folder} holds no run"
+    return Runs(pd.DataFrame(rows, columns=None if rows else ["folder", *_COLUMNS]), read_errors, records)
 
 
 def row(record: RunRecord) -> dict[str, Any]:
-    """A run as a row of `Runs.frame`."""
+    """Return a run's row of `Runs.frame`, without its folder."""
     config, headline = record.config, record.headline
     before, after = (record.isotropy.get(when, {}).get("union") for when in ("before", "after"))
     values = (
@@ -95,32 +102,26 @@ def row(record: RunRecord) -> dict[str, Any]:
         record.data.get("fingerprint"),
     )
     metrics = {f"validation.{name}": value for name, value in record.metrics.items()}
-    keys = {
+    settings = {
         f"{group}.{key}": value
-        for group, settings in config.items()
-        if isinstance(settings, dict)
-        for key, value in settings.items()
+        for group, keys in config.items()
+        if isinstance(keys, dict)
+        for key, value in keys.items()
     }
-    return {**dict(zip(_COLUMNS, values, strict=True)), **metrics, **keys}
-
-
-_COLUMNS = (
-    "name", "status", "task", "model", "method", "seed", "metric", "value", "epoch", "constant", "collapsed",
-    "isoscore_before", "isoscore_after", "seconds", "skipped_steps", "error", "fingerprint",
-)  # fmt: skip
+    return {**dict(zip(_COLUMNS, values, strict=True)), **metrics, **settings}
 
 
 def export(frame: pd.DataFrame, path: Path) -> None:
-    """Write a frame as CSV, Parquet or JSON (a list of objects), by the suffix.
+    """Write a frame as CSV, Parquet or JSON (a list of objects), depending on the suffix of `path`.
 
     Raises:
-        UserError: for another suffix, or a file that cannot be written.
+        UserError: if the suffix is another one, or the file cannot be written.
     """
-    # Lists and values of several types, as reg.layers has them, are told as text.
+    # Parquet needs one type per column; lists and mixed columns (reg.layers, trainer.devices) are written as text.
     frame = frame.map(lambda value: str(value) if isinstance(value, list | dict) else value)
-    mixed = [name for name in frame if frame[name].map(type).nunique() > 1 and frame[name].dtype == object]
-    for name in mixed:
-        frame[name] = frame[name].map(lambda value: None if pd.isna(value) else str(value))
+    for name in frame:
+        if frame[name].dtype == object and frame[name].map(type).nunique() > 1:
+            frame[name] = frame[name].map(lambda value: None if pd.isna(value) else str(value))
     writers = {
         ".csv": lambda file: frame.to_csv(file, index=False),
         ".parquet": lambda file: frame.to_parquet(file, index=False),
@@ -135,32 +136,25 @@ def export(frame: pd.DataFrame, path: Path) -> None:
         raise UserError(f"{path} cannot be written: {shorten(error)}") from error
 
 
-def _record(folder: Path) -> RunRecord:
+def _read_record(folder: Path) -> RunRecord:
+    """Read `result.json`; without one, return an unfinished record with the config alone."""
     if (folder / RESULT).exists():
         return read(folder)
     try:
-        config = yaml.load((folder / CONFIG).read_text(encoding="utf-8"), Loader=_Loader)
+        config = yaml.load((folder / CONFIG).read_text(encoding="utf-8"), Loader=_YAML_LOADER)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"{folder / CONFIG} cannot be read: {shorten(error)}") from error
     return RunRecord(folder.name, "unfinished", config)
 
 
-# The loader written in C where there is one: ten times as fast.
-_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
-
-def _folders(root: Path) -> Iterator[Path]:
-    """Folders that are, or once were to be, a run; nothing below them is looked at."""
-    for name, folders, files in os.walk(root):
+def _run_folders(root: Path) -> Iterator[Path]:
+    """Yield the folders that hold a result or a config, without descending into them."""
+    for path, folders, files in os.walk(root):
         if RESULT in files or CONFIG in files:
             folders.clear()
-            yield Path(name)
-        folders[:] = sorted(folder for folder in folders if _is_looked_at(folder))
+            yield Path(path)
+        folders[:] = sorted(folder for folder in folders if _may_hold_runs(folder))
 
 
-def _children(root: Path) -> list[Path]:
-    return sorted(path for path in root.iterdir() if path.is_dir() and _is_looked_at(path.name))
-
-
-def _is_looked_at(name: str) -> bool:
-    return not name.startswith(".") and name not in _NO_RUNS and not _SET_ASIDE.search(name)
+def _may_hold_runs(name: str) -> bool:
+    return not name.startswith(".") and name not in _FOLDERS_WITHOUT_RUNS and not _OVERWRITTEN.search(name)

@@ -1,4 +1,4 @@
-"""Tables of one run and of several."""
+"""Tables for the terminal and Markdown: the results of one run, and a comparison of several runs."""
 
 import json
 from collections.abc import Sequence
@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from istar.files import write_text
 from istar.results import RunRecord
 
 if TYPE_CHECKING:
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def summary(record: RunRecord) -> Table:
-    r"""One run: its headline metric, and IsoScore\* per layer before and after training."""
+    r"""Return a table of one finished run: its metrics, and IsoScore\* per layer before and after training."""
     headline = record.headline
     title = f"{record.config['task']['name']} · {method(record)} · {Path(record.config['model']['name']).name}"
     table = Table(title=title, title_justify="left", caption=_caption(record), caption_justify="left")
@@ -35,23 +34,23 @@ def summary(record: RunRecord) -> Table:
 
 
 COLUMNS = ("task", "model", "method", "seed", "value", "constant", "epoch", "IsoScore*", "seconds")
-_TITLED = (0, 1, 3)
-"""Columns that go into the title where all runs agree on them."""
+_TITLE_COLUMNS = (0, 1, 3)
+"""Columns that move into the title if they have the same value in all rows."""
 
 
 def comparison(records: Sequence[RunRecord]) -> Table:
-    """Several runs, a row for each configuration; what they have in common stands in the title."""
+    """Return a table with one row per configuration; the title names the task, model and seed that all rows share."""
     groups = [[comparison_row(runs) for runs in group] for group in by_task(records).values()]
     rows = [row for group in groups for row in group]
-    common = [number for number in _TITLED if len({row[number] for row in rows}) == 1]
+    common = [number for number in _TITLE_COLUMNS if len({row[number] for row in rows}) == 1]
     title = " · ".join(f"{'seed ' * (COLUMNS[number] == 'seed')}{rows[0][number]}" for number in common)
     table = Table(title=title, title_justify="left", caption=_COMPARISON_CAPTION, caption_justify="left")
-    shown = [number for number in range(len(COLUMNS)) if number not in common]
-    for number in shown:
+    columns = [number for number in range(len(COLUMNS)) if number not in common]
+    for number in columns:
         table.add_column(COLUMNS[number], justify="left" if number < 3 else "right")
     for group in groups:
         for row in group:
-            table.add_row(*(row[number] for number in shown))
+            table.add_row(*(row[number] for number in columns))
         table.add_section()
     return table
 
@@ -63,20 +62,24 @@ _COMPARISON_CAPTION = (
 
 
 def comparison_row(runs: Sequence[RunRecord]) -> list[str]:
-    """The cells, under `COLUMNS`, of runs that differ in nothing but the seed; metrics in percent, means ± std."""
+    """Return the row, with the columns `COLUMNS`, for runs that differ only in the seed.
+
+    Metrics are in percent; the headline metric is the mean ± standard deviation over the seeds.
+    """
     first = runs[0]
     metric = first.headline["metric"]
     baseline = first.baseline.get(metric)
     before, after = (fmean([run.isotropy[when]["union"] for run in runs]) for when in ("before", "after"))
     collapsed = sum(any(run.collapsed.values()) for run in runs)
-    number = f"{collapsed} " if len(runs) > 1 else ""
+    collapsed_count = f"{collapsed} " if len(runs) > 1 else ""
     epochs = sorted({run.headline["epoch"] for run in runs})
     return [
         f"{first.config['task']['name']}, {metric}",
         Path(first.config["model"]["name"]).name,
         method(first),
         ",".join(str(run.config["seed"]) for run in runs),
-        spread([100 * run.headline["value"] for run in runs]) + (f" ({number}collapsed)" if collapsed else ""),
+        _format_spread([100 * run.headline["value"] for run in runs])
+        + (f" ({collapsed_count}collapsed)" if collapsed else ""),
         "-" if baseline is None else f"{100 * baseline:.2f}",
         "-".join(map(str, (epochs[0], epochs[-1]) if len(epochs) > 1 else epochs)),
         f"{before:.4f} → {after:.4f}",
@@ -84,19 +87,19 @@ def comparison_row(runs: Sequence[RunRecord]) -> list[str]:
     ]
 
 
-def spread(values: Sequence[float]) -> str:
-    """`62.53 ± 0.70`, the deviation with n - 1; one value alone."""
+def _format_spread(values: Sequence[float]) -> str:
+    """Format mean and sample standard deviation as `62.53 ± 0.70`, or a single value as `62.53`."""
     return f"{values[0]:.2f}" if len(values) == 1 else f"{fmean(values):.2f} ± {stdev(values):.2f}"
 
 
 def runs(frame: "pd.DataFrame") -> Table:
-    """The most important columns of `istar.reports.run_frame.Runs.frame`; values are those of the validation set."""
+    """Return a table with one row per run and the main columns of `istar.reports.run_frame.Runs.frame`."""
     counts = frame["status"].value_counts()
     title = f"{len(frame)} runs: " + ", ".join(f"{count} {status}" for status, count in counts.items())
     table = Table(title=title, title_justify="left", caption=_COMPARISON_CAPTION, caption_justify="left")
     for column in ("task", "model", "method", "seed", "value", "constant", "epoch", "IsoScore*", "seconds", "status"):
         table.add_column(column, justify="left" if column in ("task", "model", "method", "status") else "right")
-    # pandas says NaN for whatever is missing, of which a text would make a word.
+    # pandas marks missing values as NaN, which would be printed as a word.
     for run in frame.astype(object).where(frame.notna(), None).to_dict("records"):
         collapsed = " (collapsed)" if run["collapsed"] is True else ""
         metric = f", {run['metric']}" if run["metric"] else ""
@@ -105,48 +108,55 @@ def runs(frame: "pd.DataFrame") -> Table:
             run["model"],
             run["method"],
             str(run["seed"]),
-            _shown(run["value"], 100, ".2f") + collapsed,
-            _shown(run["constant"], 100, ".2f"),
-            _shown(run["epoch"], 1, ".0f"),
-            f"{_shown(run['isoscore_before'], 1, '.4f')} → {_shown(run['isoscore_after'], 1, '.4f')}",
-            _shown(run["seconds"], 1, ".0f"),
+            _format_number(run["value"], 100, ".2f") + collapsed,
+            _format_number(run["constant"], 100, ".2f"),
+            _format_number(run["epoch"], 1, ".0f"),
+            f"{_format_number(run['isoscore_before'], 1, '.4f')} → {_format_number(run['isoscore_after'], 1, '.4f')}",
+            _format_number(run["seconds"], 1, ".0f"),
             run["status"] if not run["error"] else f"{run['status']}: {run['error']}",
         )
     return table
 
 
-def _shown(value: float | None, scale: float, form: str) -> str:
-    return "-" if value is None else format(scale * value, form)
+def _format_number(value: float | None, scale: float, format_spec: str) -> str:
+    return "-" if value is None else format(scale * value, format_spec)
 
 
 def by_task(records: Sequence[RunRecord]) -> dict[tuple[str, str], list[list[RunRecord]]]:
-    """Runs by task and model, and those that differ in nothing but the seed together, all in order of appearance."""
+    """Group runs by task and model, and within these by configuration (all settings except the seed).
+
+    Groups and runs keep the order of `records`.
+    """
     groups: dict[tuple[str, str], dict[str, list[RunRecord]]] = {}
     for record in records:
         key = (record.config["task"]["name"], Path(record.config["model"]["name"]).name)
-        groups.setdefault(key, {}).setdefault(_without_seed(record), []).append(record)
+        groups.setdefault(key, {}).setdefault(_config_without_seed(record), []).append(record)
     return {key: list(group.values()) for key, group in groups.items()}
 
 
-def _without_seed(record: RunRecord) -> str:
-    own = {key: value for key, value in record.config.items() if key not in ("seed", "logger", "run")}
-    return json.dumps(own, sort_keys=True)
+def selection_rank(values: Sequence[float]) -> tuple[int, float]:
+    """Return the rank of a configuration when the best one is selected: most seeds first, then the highest mean.
+
+    Args:
+        values: headline metric on the validation set, one value per seed.
+    """
+    return len(values), fmean(values)
+
+
+def _config_without_seed(record: RunRecord) -> str:
+    config = {key: value for key, value in record.config.items() if key not in ("seed", "logger", "run")}
+    return json.dumps(config, sort_keys=True)
 
 
 def markdown(records: Sequence[RunRecord]) -> str:
-    """`comparison` as a Markdown table."""
+    """Return the rows of `comparison` as a Markdown table."""
     ordered = [runs for group in by_task(records).values() for runs in group]
     rows = [list(COLUMNS), ["---"] * len(COLUMNS), *map(comparison_row, ordered)]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-def write_markdown(records: Sequence[RunRecord], path: Path) -> None:
-    """Write `markdown`."""
-    write_text(path, markdown(records))
-
-
 def method(record: RunRecord) -> str:
-    """How a run regularizes, in the paper's words: Base, I-STAR λ=-1 ζ=0.4, CosReg λ=1."""
+    """Return the method of a run as the paper names it, e.g. `Base`, `I-STAR λ=-1 ζ=0.4` or `CosReg λ=1`."""
     reg = record.config["reg"]
     if reg["name"] == "none":
         return "Base"
@@ -164,7 +174,7 @@ def _caption(record: RunRecord) -> str:
     lines = []
     if metric in record.baseline:
         lines.append(f"A constant prediction has {metric} {100 * record.baseline[metric]:.2f}.")
-    collapsed = [name for name, is_so in record.collapsed.items() if is_so]
+    collapsed = [name for name, is_collapsed in record.collapsed.items() if is_collapsed]
     lines += [f"Collapsed on {name}: all predictions are the same." for name in collapsed]
     lines.append(f"IsoScore* of {record.isotropy['points']} validation tokens; metrics in percent.")
     return "\n".join(lines)

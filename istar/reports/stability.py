@@ -1,4 +1,4 @@
-r"""Figure 2: what IsoScore\* and the unbiased score make of a small batch of a known cloud."""
+r"""Mini-batch stability of IsoScore\* and the unbiased score on a synthetic Gaussian cloud (the paper's Figure 2)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,25 +19,26 @@ from istar.reports.statistics import Spread, spread
 
 DIMENSIONS = 768
 LEADING = (10.0, 6.0, 4.0, 4.0)
-"""First variances of the paper's cloud; all others are 1."""
+"""First variances of the paper's cloud; all other dimensions have variance 1."""
 SHRINKAGE_POINTS = 75_000
 SIZES = (25, 50, 100, 200, 400, 700, 1_500, 3_000, 6_000)
 ZETAS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 DRAWS = 3
 _CHUNK = 5_000
+"""Points sampled at a time, which bounds the memory."""
 M = TypeVar("M", bound=Moments)
 
 
 @dataclass(frozen=True)
 class Stability:
-    """Scores of batches of a cloud.
+    """Scores of random batches by batch size, as mean and standard deviation over the draws of each size.
 
     Attributes:
-        truth: the score of the distribution.
-        sizes: points of a batch.
-        scores: for each zeta, over the draws of each size.
-        auto: with the zeta that is estimated from each batch.
-        unbiased: of `isoscore_unbiased`.
+        truth: IsoScore of the distribution itself.
+        sizes: points per batch.
+        scores: IsoScore* for each zeta, one spread per size.
+        auto: IsoScore* with the zeta estimated from each batch, one spread per size.
+        unbiased: `isoscore_unbiased`, one spread per size.
     """
 
     truth: float
@@ -54,39 +55,40 @@ def stability(
     shrinkage_points: int = SHRINKAGE_POINTS,
     seed: int = 0,
 ) -> Stability:
-    r"""The scores of batches of a Gaussian cloud in 768 dimensions, variances 10, 6, 4, 4, 1, ..., 1.
+    """Score random batches of a Gaussian cloud in 768 dimensions with variances 10, 6, 4, 4, 1, ..., 1.
 
-    Batches and the points behind Sigma_S are drawn apart from each other, so none is in both.
+    The batches and the points behind the shrinkage covariance Sigma_S are sampled independently.
 
     Args:
-        sizes: points of a batch, at least 4.
-        zetas: weights of Sigma_S.
-        draws: batches of each size.
-        shrinkage_points: behind Sigma_S.
-        seed: of a generator of its own; the global one is left alone.
+        sizes: points per batch, at least 4.
+        zetas: shrinkage weights of Sigma_S.
+        draws: batches per size.
+        shrinkage_points: points from which Sigma_S is estimated.
+        seed: seed of a local generator; the global random state does not change.
     """
     generator = torch.Generator().manual_seed(seed)
     variances = torch.ones(DIMENSIONS)
     variances[: len(LEADING)] = torch.tensor(LEADING)
-    larger = _drawn(Moments, shrinkage_points, variances.sqrt(), generator).covariance()
+    sigma_s = _sample_moments(Moments, shrinkage_points, variances.sqrt(), generator).covariance()
 
-    def star(batch: Moments, zeta: float) -> float:
-        return isoscore_from_covariance(shrink(batch.covariance(), larger, zeta)).item()
+    def isoscore_star(batch: Moments, zeta: float) -> float:
+        return isoscore_from_covariance(shrink(batch.covariance(), sigma_s, zeta)).item()
 
     scores: dict[float, list[Spread]] = {zeta: [] for zeta in zetas}
     auto, unbiased = [], []
     for size in sizes:
-        batches = [_drawn(FourthMoments, size, variances.sqrt(), generator) for _ in range(draws)]
+        batches = [_sample_moments(FourthMoments, size, variances.sqrt(), generator) for _ in range(draws)]
         for zeta in zetas:
-            scores[zeta].append(spread([star(batch, zeta) for batch in batches]))
-        auto.append(spread([star(batch, shrinkage_intensity(batch, larger).item()) for batch in batches]))
+            scores[zeta].append(spread([isoscore_star(batch, zeta) for batch in batches]))
+        auto.append(spread([isoscore_star(batch, shrinkage_intensity(batch, sigma_s).item()) for batch in batches]))
         unbiased.append(spread([isoscore_unbiased(batch).item() for batch in batches]))
     truth = isoscore_from_covariance(torch.diag(variances.double())).item()
     return Stability(truth, tuple(sizes), scores, auto, unbiased)
 
 
-def _drawn(kind: type[M], count: int, deviations: Tensor, generator: torch.Generator) -> M:
-    moments = kind(len(deviations))
+def _sample_moments(moments_type: type[M], count: int, deviations: Tensor, generator: torch.Generator) -> M:
+    """Return the moments of `count` Gaussian points with the given standard deviations, sampled in chunks."""
+    moments = moments_type(len(deviations))
     for start in range(0, count, _CHUNK):
         points = torch.randn(min(_CHUNK, count - start), len(deviations), generator=generator)
         moments.update(points * deviations)

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any, Protocol
 
 from omegaconf import DictConfig
@@ -356,7 +355,7 @@ def close(runs: Runs) -> int:
 def best_of_each(records: Sequence[RunRecord]) -> list[RunRecord]:
     """The configuration of each task, model and kind of penalty that Table 1 would show, with all its seeds.
 
-    The one with the most seeds, among equals that with the highest mean of the headline metric.
+    Configurations are ranked by `istar.reports.run_tables.selection_rank`.
     """
     best: dict[tuple[str, str, str], list[RunRecord]] = {}
     for (task, model), group in run_tables.by_task(records).items():
@@ -368,4 +367,4 @@ def best_of_each(records: Sequence[RunRecord]) -> list[RunRecord]:
 
 
 def _rank(runs: Sequence[RunRecord]) -> tuple[int, float]:
-    return len(runs), fmean([run.headline["value"] for run in runs])
+    return run_tables.selection_rank([run.headline["value"] for run in runs])

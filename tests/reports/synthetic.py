@@ -1,4 +1,4 @@
-"""Run folders that nobody has trained: what `istar report` would find after weeks of work."""
+"""Synthetic run folders with the files that training leaves, for the tests of `istar.reports`."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ def cosreg(weight: float = 1.0, layers: Any = "last") -> dict[str, Any]:
 
 
 def config(task: str, model: str, reg: Mapping[str, Any], seed: int, **keys: Any) -> dict[str, Any]:
-    """A resolved config; `keys` are overrides such as `optim__lr=1e-5`."""
+    """Return a resolved config; `keys` are overrides such as `optim__lr=1e-5`."""
     values: dict[str, Any] = {
         "task": {"name": task, "data_dir": None, "limit_train": None, "limit_validation": None, "submission": False},
         "model": {"name": model, "pretrained": True, "revision": None},
@@ -54,7 +54,7 @@ def record(
     changes: Mapping[str, Any] | None = None,
     **keys: Any,
 ) -> RunRecord:
-    """A run with the figures that the trainer would have left.
+    """Return a run with plausible results.
 
     Args:
         value: headline metric, a fraction.
@@ -121,7 +121,7 @@ def measured(run: RunRecord, dimensions: int = 64) -> dict[str, Any]:
 
 
 def fifty(root: Path, models: Sequence[str] = ("google-bert/bert-base-cased", "mine/minilm")) -> None:
-    """Fifty results with holes, failures and collapses, two foreign folders and a sweep's."""
+    """Write fifty runs, some of them missing, failed or collapsed, two folders without a run, and a sweep's folder."""
     random = np.random.default_rng(0)
     bert, other = models
 

@@ -43,11 +43,11 @@ def test_table1_is_what_pandas_says(prepare: Prepare, seed: int) -> None:
     order = random.permutation(len(runs))
     frame = prepare(*(runs[place] for place in order))
     oracle = pd.DataFrame(plain, columns=["task", "reg", "number", "lr", "seed", "value"])
-    sheet = paper_tables.table1(cells.cells(frame))
+    sheet = paper_tables.table1(cells.select_cells(frame))
     names = {"Base": "none", "CosReg": "cosreg", "I-STAR": "istar"}
     for row in sheet.frame.to_dict("records"):
-        own = oracle[(oracle["task"] == row["task"]) & (oracle["reg"] == names[row["method"]])]
-        groups = own.groupby(["number", "lr"])["value"].agg(["size", "mean", "std"])
+        matching = oracle[(oracle["task"] == row["task"]) & (oracle["reg"] == names[row["method"]])]
+        groups = matching.groupby(["number", "lr"])["value"].agg(["size", "mean", "std"])
         best = groups.sort_values(["size", "mean"], ascending=False).iloc[0]
         scale = 90 if row["metric"] == "exact_match" else 100
         assert row["mean"] == pytest.approx(scale * best["mean"], rel=1e-12)
@@ -65,9 +65,9 @@ def test_most_seeds_then_mean(prepare: Prepare) -> None:
         *(record("rte", BERT, istar(-3), seed, 0.62) for seed in (1, 2, 3)),
         *(record("rte", BERT, istar(-5), seed, 0.90) for seed in (1, 2)),
     )
-    cell = cells.cell(frame, "rte", BERT.split("/")[1], "istar")
+    cell = cells.select_cell(frame, "rte", BERT.split("/")[1], "istar")
     assert cell.seeds == [1, 2, 3]
-    assert cell.runs is not None
+    assert not cell.runs.empty
     assert set(cell.runs["reg.lambda"]) == {-3.0}
     assert cell.configurations == 3
 
@@ -76,16 +76,16 @@ def test_selection_sees_the_validation_headline_alone(prepare: Prepare) -> None:
     """Other columns, however good they look, change nothing."""
     runs = [record("squad", BERT, istar(weight), 1, value) for weight, value in ((-1, 0.5), (-3, 0.6), (-5, 0.4))]
     frame = prepare(*runs)
-    [chosen] = cells.cell(frame, "squad", "bert-base-cased", "istar").runs["reg.lambda"]  # type: ignore[index]
+    [chosen] = cells.select_cell(frame, "squad", "bert-base-cased", "istar").runs["reg.lambda"]
     assert chosen == -3
     tempting = {-1.0: 0.99, -3.0: 0.01, -5.0: 0.5}
     others = [name for name in frame if name.startswith("validation.") or name.startswith("isoscore")]
     for name in [*others, "test.f1", "constant", "seconds", "epoch"]:
         frame[name] = frame["reg.lambda"].map(tempting)
-    [still] = cells.cell(frame, "squad", "bert-base-cased", "istar").runs["reg.lambda"]  # type: ignore[index]
+    [still] = cells.select_cell(frame, "squad", "bert-base-cased", "istar").runs["reg.lambda"]
     assert still == -3
     frame["value"] = frame["reg.lambda"].map(tempting)
-    [other] = cells.cell(frame, "squad", "bert-base-cased", "istar").runs["reg.lambda"]  # type: ignore[index]
+    [other] = cells.select_cell(frame, "squad", "bert-base-cased", "istar").runs["reg.lambda"]
     assert other == -1
 
 
@@ -102,7 +102,7 @@ def test_selection_sees_the_validation_headline_alone(prepare: Prepare) -> None:
 )
 def test_what_makes_another_configuration(prepare: Prepare, changes: dict[str, Any]) -> None:
     frame = prepare(record("rte", BERT, BASE, 1), record("rte", BERT, BASE, 2, **changes))
-    assert frame["configuration"].nunique() == 2
+    assert frame["config_hash"].nunique() == 2
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_what_makes_another_configuration(prepare: Prepare, changes: dict[str, A
 )
 def test_what_does_not(prepare: Prepare, changes: dict[str, Any]) -> None:
     frame = prepare(record("rte", BERT, BASE, 1), record("rte", BERT, BASE, 2, **changes))
-    assert frame["configuration"].nunique() == 1
+    assert frame["config_hash"].nunique() == 1
 
 
 def test_other_data_and_other_weights_are_another_configuration(prepare: Prepare) -> None:
@@ -120,12 +120,12 @@ def test_other_data_and_other_weights_are_another_configuration(prepare: Prepare
         record("rte", BERT, BASE, 2, changes={"data": {"fingerprint": "other"}}),
         record("rte", "mine/bert-base-cased", BASE, 3),
     )
-    assert frame["configuration"].nunique() == 3
+    assert frame["config_hash"].nunique() == 3
 
 
 def test_a_seed_counts_once(prepare: Prepare) -> None:
     frame = prepare(*(record("rte", BERT, BASE, 1, 0.5) for _ in range(3)), record("rte", BERT, BASE, 2, 0.7))
-    cell = cells.cell(frame, "rte", "bert-base-cased", "base")
+    cell = cells.select_cell(frame, "rte", "bert-base-cased", "base")
     assert cell.seeds == [1, 2]
     assert cell.spread("accuracy").mean == pytest.approx(60)
     assert frame["repeated"].sum() == 2
@@ -141,12 +141,12 @@ def test_collapsed_failed_and_pruned_are_told(prepare: Prepare) -> None:
         record("rte", BERT, istar(-5), 5, status="unfinished"),
         record("rte", BERT, cosreg(), 5, status="failed"),
     )
-    cell = cells.cell(frame, "rte", "bert-base-cased", "istar")
+    cell = cells.select_cell(frame, "rte", "bert-base-cased", "istar")
     assert (cell.seeds, cell.collapsed, cell.failed, cell.pruned) == ([1, 2], 1, 1, 1)
     assert cell.spread("accuracy").mean == pytest.approx(55)
-    lost = cells.cell(frame, "rte", "bert-base-cased", "cosreg")
-    assert (lost.runs, lost.failed) == (None, 1)
-    remarks = {row[1].text: row[-1].text for row in paper_tables.table1(cells.cells(frame)).rows}
+    lost = cells.select_cell(frame, "rte", "bert-base-cased", "cosreg")
+    assert (lost.runs.empty, lost.seeds, lost.failed) == (True, [], 1)
+    remarks = {row[1].text: row[-1].text for row in paper_tables.table1(cells.select_cells(frame)).rows}
     assert remarks["I-STAR"].startswith("1 collapsed; 1 failed; 1 pruned; no test: no common seed")
     assert remarks["CosReg"] == "no finished run; 1 failed"
     sheet = paper_tables.left_out(frame, {"x/y": "x/y holds no run"}, "x")
@@ -162,14 +162,14 @@ def test_ablations_do_not_fill_table1(prepare: Prepare) -> None:
         record("rte", BERT, cosreg(1, "all"), 1, 0.9),
         record("rte", BERT, istar(0.0), 1, 0.4),
     )
-    found = {cell.family: cell.spread("accuracy").mean for cell in cells.cells(frame)}
+    means = {cell.family: cell.spread("accuracy").mean for cell in cells.select_cells(frame)}
     # A weight of 0 is no penalty.
-    assert found == {"istar": pytest.approx(50), "cosreg": pytest.approx(50), "base": pytest.approx(40)}
+    assert means == {"istar": pytest.approx(50), "cosreg": pytest.approx(50), "base": pytest.approx(40)}
 
 
 def test_a_value_that_is_no_number_is_not_averaged(prepare: Prepare) -> None:
     frame = prepare(record("rte", BERT, BASE, 1, 0.5), record("rte", BERT, BASE, 2, float("nan")))
-    assert cells.cell(frame, "rte", "bert-base-cased", "base").seeds == [1]
+    assert cells.select_cell(frame, "rte", "bert-base-cased", "base").seeds == [1]
     [row] = paper_tables.left_out(frame, {}, "").rows
     assert row[1].text == "without a value"
 
@@ -179,7 +179,7 @@ def test_beside_the_paper_and_base(prepare: Prepare) -> None:
         *(record("rte", BERT, BASE, seed, 0.60 + 0.01 * seed) for seed in (1, 2, 3)),
         *(record("rte", BERT, istar(-1, 0.8), seed, 0.62 + 0.01 * seed**2, optim__lr=1e-5) for seed in (2, 3, 4)),
     )
-    rows = paper_tables.table1(cells.cells(frame)).frame.set_index("method")
+    rows = paper_tables.table1(cells.select_cells(frame)).frame.set_index("method")
     assert rows.loc["Base", "paper_mean"] == 62.24
     assert rows.loc["Base", "minus_paper"] == pytest.approx(62 - 62.24)
     assert rows.loc["I-STAR", ["paper_mean", "paper_std"]].tolist() == [62.53, 0.70]
@@ -187,7 +187,7 @@ def test_beside_the_paper_and_base(prepare: Prepare) -> None:
     assert rows.loc["I-STAR", "minus_base"] == pytest.approx((66 - 62 + 71 - 63) / 2)
     assert rows.loc["I-STAR", "differs_from_base"] == "optim.lr"
     assert rows["split"].unique().tolist() == ["validation"]
-    second = paper_tables.table2(cells.cells(frame), frame).rows
+    second = paper_tables.table2(cells.select_cells(frame), frame).rows
     assert [entry.text for entry in second[0]] == ["rte", "-1 | 0.8", "3", "71.67", "1", "-1 | 0.8", "same"]
 
 
@@ -197,7 +197,7 @@ def test_the_best_mean_is_bold(prepare: Prepare) -> None:
         record("rte", BERT, istar(), 1, 0.612341),
         record("rte", BERT, cosreg(), 1, 0.60),
     )
-    bold = {row[1].text: row[4].bold for row in paper_tables.table1(cells.cells(frame)).rows}
+    bold = {row[1].text: row[4].bold for row in paper_tables.table1(cells.select_cells(frame)).rows}
     assert bold == {"Base": True, "I-STAR": True, "CosReg": False}
 
 
@@ -211,8 +211,8 @@ def test_the_best_mean_is_bold(prepare: Prepare) -> None:
         (-0.5, "g", "-0.5"),
     ],
 )
-def test_shown(value: float | None, form: str, text: str) -> None:
-    assert paper_tables.shown(value, form) == text
+def test_format_number(value: float | None, form: str, text: str) -> None:
+    assert paper_tables.format_number(value, form) == text
 
 
 def test_costs(prepare: Prepare) -> None:
@@ -237,5 +237,5 @@ def test_costs(prepare: Prepare) -> None:
     ],
 )
 def test_results_that_are_not_whole(changes: dict[str, Any]) -> None:
-    assert cells.flaw(record("rte", BERT, istar(), 1)) == ""
-    assert cells.flaw(record("rte", BERT, istar(), 1, changes=changes))
+    assert cells.content_error(record("rte", BERT, istar(), 1)) == ""
+    assert cells.content_error(record("rte", BERT, istar(), 1, changes=changes))

@@ -49,7 +49,7 @@ def test_files(tmp_path: Path, count: int) -> None:
     assert not plt.get_fignums()
 
 
-def drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, records: list[RunRecord]) -> Any:
+def drawn_figure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, records: list[RunRecord]) -> Any:
     """The figure before it is closed."""
     kept: list[Any] = []
     monkeypatch.setattr(comparison.plt, "close", kept.append)
@@ -63,7 +63,7 @@ def test_a_row_of_panels_per_task(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     records = [make(number) for number in range(4)]
     for record in records[::2]:
         record.config["task"] = {"name": "stsb"}
-    axes = drawn(monkeypatch, tmp_path, records).axes
+    axes = drawn_figure(monkeypatch, tmp_path, records).axes
     assert [panel.get_title(loc="right") for panel in axes[1::2]] == ["stsb · bert", "rte · bert"]
     assert [bar.get_width() for bar in axes[0].patches] == pytest.approx([60, 70])
     assert [bar.get_width() for bar in axes[2].patches] == pytest.approx([65, 75])
@@ -71,7 +71,7 @@ def test_a_row_of_panels_per_task(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 def test_numbers_in_the_figure_are_the_records(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     records = [make(number) for number in range(4)]
-    left, right = drawn(monkeypatch, tmp_path, records).axes
+    left, right = drawn_figure(monkeypatch, tmp_path, records).axes
     assert [bar.get_width() for bar in left.patches] == pytest.approx([60, 65, 70, 75])
     assert [text.get_text() for text in left.texts] == ["60.0", "65.0", "70.0", "75.0"]
     assert [label.get_text() for label in left.get_yticklabels()] == METHODS
@@ -97,7 +97,7 @@ def test_numbers_in_the_figure_are_the_records(monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.mark.parametrize("records", [[make(0, baseline=False)], [make(0), make(1, baseline=False)]])
 def test_no_common_baseline_no_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, records: list[RunRecord]) -> None:
-    left = drawn(monkeypatch, tmp_path, records).axes[0]
+    left = drawn_figure(monkeypatch, tmp_path, records).axes[0]
     assert not left.lines
     assert "constant" not in left.get_title(loc="left")
 

@@ -18,7 +18,16 @@ from istar.errors import UserError
 from istar.figures import drawing
 from istar.pages import sheets
 from istar.pages.sheets import Entry, Sheet
-from istar.reports import cells, geometry_file, holes, paper_tables, report, rerun_commands, run_figures, stability
+from istar.reports import (
+    cells,
+    geometry_file,
+    missing_runs,
+    paper_tables,
+    report,
+    rerun_commands,
+    run_figures,
+    stability,
+)
 from istar.reports import run_frame as run_folders
 from istar.reports.run_frame import load_runs
 from istar.results import RunRecord
@@ -30,7 +39,7 @@ VOID = {"meta", "link", "br", "hr", "img", "input"}
 
 @pytest.fixture(scope="module")
 def quick() -> Any:
-    """A cloud whose scores take no time; one of the real sizes is drawn once, in `written`."""
+    """Return a cloud that is quick to score; `written` samples one with the real batch sizes."""
     return stability.stability((10, 50), (0.0, 1.0), draws=2, shrinkage_points=800)
 
 
@@ -41,9 +50,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cloud = stability.stability(draws=2, shrinkage_points=5_000)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stability, "stability", lambda: cloud)
-        told = report.write(folder / "runs", folder / "report")
-    assert told.page == folder / "report" / "index.html"
-    assert told.runs == 50
+        summary = report.write(folder / "runs", folder / "report")
+    assert summary.page == folder / "report" / "index.html"
+    assert summary.runs == 50
     return folder / "report"
 
 
@@ -143,20 +152,20 @@ def test_every_file(written: Path) -> None:
 
 
 def test_what_the_page_says(written: Path) -> None:
-    said = " ".join(" ".join(parsed(written / "index.html").text).split())
-    for told in (
+    page_text = " ".join(" ".join(parsed(written / "index.html").text).split())
+    for phrase in (
         "50 runs", "44 finished", "2 failed", "2 pruned", "2 unfinished", "1 collapsed",
         "25 of the paper's 27 pairs of model and task have no run.",
         "python train.py -m +sweep=table1 task=sst2,qnli,rte,mrpc,qqp,cola,stsb,sst5,squad "
         "model=albert,bert,distilbert",
         "loss is NaN at step 7", "it holds no run", "stopped early by a search",
     ):  # fmt: skip
-        assert told in said or told in " ".join(reversed_pairs(said)), told
+        assert phrase in page_text or phrase in " ".join(reversed_pairs(page_text)), phrase
 
 
-def reversed_pairs(said: str) -> list[str]:
+def reversed_pairs(page_text: str) -> list[str]:
     """The summary has its words before its numbers."""
-    return [f"{number} {word}" for word, number in re.findall(r"(\w+) (\d+)", said)]
+    return [f"{number} {word}" for word, number in re.findall(r"(\w+) (\d+)", page_text)]
 
 
 def balanced(tex: str) -> None:
@@ -199,19 +208,19 @@ def test_hostile_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: A
     (tmp_path / "runs" / "<i>no & run").mkdir()
     report.write(tmp_path / "runs", tmp_path / "report")
     page = parsed(tmp_path / "report" / "index.html")
-    said = "".join(page.text)
-    assert " ".join(NASTY.split()) in said
-    assert "<i>no & run" in said
-    assert '<b onclick="x()">$a_1$ & 100%\'s' in said
+    page_text = "".join(page.text)
+    assert " ".join(NASTY.split()) in page_text
+    assert "<i>no & run" in page_text
+    assert '<b onclick="x()">$a_1$ & 100%\'s' in page_text
     assert not [tag for tag, _ in page.tags if tag in ("script", "i", "img")]
     assert not [attributes for _, attributes in page.tags if "onclick" in attributes]
     for path in (tmp_path / "report").rglob("*.svg"):
         ElementTree.parse(path)
     for path in (tmp_path / "report" / "tables").glob("*.tex"):
         balanced(path.read_text(encoding="utf-8").replace("λ", ""))
-    told = (tmp_path / "report" / "tables" / "left_out.md").read_text(encoding="utf-8")
-    assert r"\<script\>alert('x')\</script\>" in told
-    assert r"\| \`t\`" in told
+    markdown = (tmp_path / "report" / "tables" / "left_out.md").read_text(encoding="utf-8")
+    assert r"\<script\>alert('x')\</script\>" in markdown
+    assert r"\| \`t\`" in markdown
 
 
 def test_latex_and_markdown_of_a_table() -> None:
@@ -230,64 +239,64 @@ def test_latex_and_markdown_of_a_table() -> None:
     ]
 
 
-# Holes.
+# Missing runs.
 
 
-def lacks(root: Path, folder: str = "runs") -> dict[tuple[str, str, str], tuple[str, str]]:
+def missing_by_place(root: Path, folder: str = "runs") -> dict[tuple[str, str, str], tuple[str, str]]:
     """What is missing, and its command, by artefact, model and task."""
-    found = load_runs(root, keep_records=True)
-    frame = cells.prepare(found)
-    how = holes.command_for(frame, found.records, folder)
-    filled = cells.cells(frame)
-    missing = holes.of_table1(filled, cells.models(frame), cells.tasks(frame), how, found.records, folder)
-    missing += holes.of_table2(filled, frame, how)
-    drawn = [
+    runs = load_runs(root, keep_records=True)
+    frame = cells.prepare(runs)
+    sweep_command = missing_runs.sweep_command_builder(frame, runs.records, folder)
+    selected = cells.select_cells(frame)
+    missing = missing_runs.for_table1(selected, frame, runs.records, sweep_command, folder)
+    missing += missing_runs.for_table2(selected, frame, sweep_command)
+    plots = [
         run_figures.isotropy_and_performance(frame),
-        run_figures.layer_isotropy(frame, found.records),
+        run_figures.layer_isotropy(frame, runs.records),
         run_figures.zeta_ablation(frame),
-        run_figures.layer_ablation(frame, found.records),
+        run_figures.layer_ablation(frame, runs.records),
     ]
-    for plot in drawn:
-        missing += holes.of_plot(plot, frame, {"bert-base-cased": 4}, how)
-    told: dict[tuple[str, str, str], tuple[str, str]] = {}
-    for hole in missing:
-        before = told.get((hole.artefact, hole.model, hole.task), ("", ""))
-        both = tuple(f"{old}\n{new}".strip() for old, new in zip(before, (hole.missing, hole.command), strict=True))
-        told[hole.artefact, hole.model, hole.task] = both  # type: ignore[assignment]
-    return told
+    for plot in plots:
+        missing += missing_runs.for_plot(plot, frame, {"bert-base-cased": 4}, sweep_command)
+    result: dict[tuple[str, str, str], tuple[str, str]] = {}
+    for entry in missing:
+        before = result.get((entry.artefact, entry.model, entry.task), ("", ""))
+        both = tuple(f"{old}\n{new}".strip() for old, new in zip(before, (entry.missing, entry.command), strict=True))
+        result[entry.artefact, entry.model, entry.task] = both  # type: ignore[assignment]
+    return result
 
 
-def test_holes_are_named_with_their_commands(tmp_path: Path) -> None:
+def test_missing_runs_are_named_with_their_commands(tmp_path: Path) -> None:
     for seed in (1, 2, 4):
         save(record("rte", BERT, BASE, seed), tmp_path)
     for seed in range(1, 6):
         save(record("rte", BERT, istar(-1, 0.2), seed), tmp_path)
     save(record("cola", "here/my model", cosreg(), 7), tmp_path)
-    found = lacks(tmp_path)
-    assert found["Table 1", "bert-base-cased", "rte"] == (
+    missing = missing_by_place(tmp_path)
+    assert missing["Table 1", "bert-base-cased", "rte"] == (
         "CosReg: no run\nBase: seeds 3, 5",
         "python train.py -m +sweep=table1 task=rte model=bert\n"
         "python train.py -m task=rte model=bert reg=none seed=3,5",
     )
-    assert found["Table 1", "bert-base-cased", "cola"][0] == "Base: no run; CosReg: no run; I-STAR: no run"
-    assert found["Table 1", "my model", "cola"] == (
+    assert missing["Table 1", "bert-base-cased", "cola"][0] == "Base: no run; CosReg: no run; I-STAR: no run"
+    assert missing["Table 1", "my model", "cola"] == (
         "Base: no run; I-STAR: no run\nCosReg: seeds 1, 2, 3, 4",
         "python train.py -m +sweep=table1 task=cola model=auto 'model.name=here/my model'\n"
         "python train.py -m task=cola model=auto 'model.name=here/my model' reg=cosreg seed=1,2,3,4",
     )
-    assert found["Table 2", "bert-base-cased", "rte"][0] == "I-STAR: 23 of the 24 pairs of λ and ζ"
-    assert ("Table 2", "my model", "cola") not in found
-    assert found["Figure 3", "bert-base-cased", "rte"] == (
+    assert missing["Table 2", "bert-base-cased", "rte"][0] == "I-STAR: 23 of the 24 pairs of λ and ζ"
+    assert ("Table 2", "my model", "cola") not in missing
+    assert missing["Figure 3", "bert-base-cased", "rte"] == (
         "λ = -5, -3, 0.5, 1, 3, 5: no run",
         "python train.py -m +sweep=figure3 task=rte model=bert",
     )
     # One seed is as many as the paper has there.
-    assert found["Figure 6", "bert-base-cased", "rte"][0] == "λ = 1: no run"
-    assert found["Figure 7", "bert-base-cased", "rte"] == (
+    assert missing["Figure 6", "bert-base-cased", "rte"][0] == "λ = 1: no run"
+    assert missing["Figure 7", "bert-base-cased", "rte"] == (
         "ζ = 0, 0.2, 0.4, 0.6, 0.8, 1: no run",
         "python train.py -m +sweep=zeta_ablation task=rte model=bert",
     )
-    assert found["Figure 8", "bert-base-cased", "cola"] == (
+    assert missing["Figure 8", "bert-base-cased", "cola"] == (
         "no run with a single layer",
         "python train.py -m +sweep=layer_ablation task=cola model=bert reg.lambda=-1 reg.zeta=0.8 "
         "'reg.layers=[1],[2],[3],[4],all'",
@@ -297,13 +306,13 @@ def test_holes_are_named_with_their_commands(tmp_path: Path) -> None:
 def test_a_model_with_weights_of_its_own(tmp_path: Path) -> None:
     for weight in (-0.2, 0.2):
         save(record("demo", "tiny", istar(weight), 1, model__pretrained=False), tmp_path)
-    assert lacks(tmp_path)["Figure 3", "tiny", "demo"] == (
+    assert missing_by_place(tmp_path)["Figure 3", "tiny", "demo"] == (
         "λ = -0.2, 0.2: seeds 2, 3, 4, 5",
         "python train.py -m +sweep=figure3 task=demo model=tiny optim=adamw trainer=default reg.lambda=-0.2,0.2",
     )
 
 
-def test_what_is_there_is_no_hole(tmp_path: Path) -> None:
+def test_what_is_there_is_not_missing(tmp_path: Path) -> None:
     for seed in range(1, 6):
         for reg in (BASE, cosreg(), istar(-1, 0.8)):
             save(record("rte", BERT, reg, seed), tmp_path)
@@ -313,14 +322,14 @@ def test_what_is_there_is_no_hole(tmp_path: Path) -> None:
             save(record("rte", BERT, istar(weight, 0.8), seed), tmp_path)
         for layer in range(1, 5):
             save(record("rte", BERT, istar(-1, 0.8, [layer]), seed), tmp_path)
-    found = lacks(tmp_path)
-    assert list(found) == [("Table 2", "bert-base-cased", "rte")]
-    assert found["Table 2", "bert-base-cased", "rte"][0] == "I-STAR: 15 of the 24 pairs of λ and ζ"
+    missing = missing_by_place(tmp_path)
+    assert list(missing) == [("Table 2", "bert-base-cased", "rte")]
+    assert missing["Table 2", "bert-base-cased", "rte"][0] == "I-STAR: 15 of the 24 pairs of λ and ζ"
 
 
 def test_commands_name_the_data_and_the_folder(tmp_path: Path) -> None:
     save(record("rte", "tiny", BASE, 1, model__pretrained=False, task__data_dir="my data"), tmp_path)
-    _, command = lacks(tmp_path, "elsewhere")["Table 1", "tiny", "rte"]
+    _, command = missing_by_place(tmp_path, "elsewhere")["Table 1", "tiny", "rte"]
     assert command == (
         "python train.py -m +sweep=table1 task=rte model=tiny optim=adamw trainer=default "
         """'task.data_dir='"'"'my data'"'"'' run.root=elsewhere\n"""
@@ -349,18 +358,18 @@ def test_commands_name_the_data_and_the_folder(tmp_path: Path) -> None:
     ],
 )
 def test_a_command_makes_the_same_run_again(composed: Any, overrides: list[str]) -> None:
-    wanted = to_dict(composed(*overrides, "seed=1"))
-    command = shlex.split(rerun_commands.again(wanted, [1]))
+    expected = to_dict(composed(*overrides, "seed=1"))
+    command = shlex.split(rerun_commands.repeat(expected, [1]))
     assert command[:3] == ["python", "train.py", "-m"]
-    assert to_dict(composed(*command[3:])) == wanted
+    assert to_dict(composed(*command[3:])) == expected
 
 
 def test_of_the_paper() -> None:
     frame = pd.DataFrame({"model": ["mine"], "task": ["rte"]})
-    assert holes.of_the_paper(frame)[0] == "27 of the paper's 27 pairs of model and task have no run."  # type: ignore[index]
-    pairs = [(model, task) for model in holes.paper.MODELS for task in holes.paper.TASKS]
-    assert holes.of_the_paper(pd.DataFrame(pairs, columns=["model", "task"])) is None
-    rest = holes.of_the_paper(pd.DataFrame(pairs[1:], columns=["model", "task"]))
+    assert missing_runs.for_paper(frame)[0] == "27 of the paper's 27 pairs of model and task have no run."  # type: ignore[index]
+    pairs = [(model, task) for model in missing_runs.paper.MODELS for task in missing_runs.paper.TASKS]
+    assert missing_runs.for_paper(pd.DataFrame(pairs, columns=["model", "task"])) is None
+    rest = missing_runs.for_paper(pd.DataFrame(pairs[1:], columns=["model", "task"]))
     assert rest == (
         "1 of the paper's 27 pairs of model and task have no run.",
         "python train.py -m +sweep=table1 task=sst2 model=albert",
@@ -371,8 +380,8 @@ def test_of_the_paper() -> None:
 
 
 def frame_of(root: Path) -> tuple[Any, pd.DataFrame]:
-    found = load_runs(root, keep_records=True)
-    return found, cells.prepare(found)
+    loaded = load_runs(root, keep_records=True)
+    return loaded, cells.prepare(loaded)
 
 
 def test_lines_differ_in_nothing_but_what_they_vary(tmp_path: Path) -> None:
@@ -420,8 +429,8 @@ def test_ablations(tmp_path: Path) -> None:
         for layers in ("all", [2]):
             save(record("rte", BERT, istar(-1, "auto", layers), seed, 0.9), tmp_path)  # type: ignore[arg-type]
             save(record("rte", BERT, istar(-1, 0.0, layers, estimator="unbiased"), seed, 0.9), tmp_path)
-    found, frame = frame_of(tmp_path)
-    [cell] = [cell for cell in cells.cells(frame) if cell.family == "istar"]
+    loaded, frame = frame_of(tmp_path)
+    [cell] = [cell for cell in cells.select_cells(frame) if cell.family == "istar"]
     assert (cell.configurations, cell.by_seed("accuracy")[1]) == (3, pytest.approx(71))
     assert len(paper_tables.tried_pairs(frame, cell)) == 3
     [panel] = run_figures.zeta_ablation(frame).panels
@@ -429,7 +438,7 @@ def test_ablations(tmp_path: Path) -> None:
     assert panel.lines[0].y == pytest.approx((51.5, 71.5, 61.5))
     assert panel.lines[0].y_error == pytest.approx([np.std([1, 2], ddof=1)] * 3)
     assert panel.mark == (0.4, "best ζ")
-    [panel] = run_figures.layer_ablation(frame, found.records).panels
+    [panel] = run_figures.layer_ablation(frame, loaded.records).panels
     assert (panel.lines[0].x, panel.lines[0].y) == ((1, 3), pytest.approx((61, 63)))
     assert panel.level == (pytest.approx(71.5), "all layers")
     assert panel.seeds == {1: (1,), 2: (), 3: (1,), 4: (), "all": (1, 2)}
@@ -439,9 +448,9 @@ def test_layers_and_dimensions_are_means_over_seeds(tmp_path: Path) -> None:
     runs = [record("rte", BERT, reg, seed) for reg in (BASE, cosreg(1), istar(-1)) for seed in (1, 2)]
     for run in runs:
         save(run, tmp_path)
-    found, frame = frame_of(tmp_path)
+    loaded, frame = frame_of(tmp_path)
     read = {folder: geometry_file.read(Path(folder)) for folder in frame["folder"]}
-    known = {folder: own for folder, own in read.items() if own is not None}
+    known = {folder: geometry for folder, geometry in read.items() if geometry is not None}
     [panel] = run_figures.mean_activations(frame, known).panels
     assert [line.label for line in panel.lines] == ["Base", "λ = 1"]
     means = np.mean([measured(run)["mean_activation"] for run in runs[2:4]], axis=0)
@@ -450,23 +459,24 @@ def test_layers_and_dimensions_are_means_over_seeds(tmp_path: Path) -> None:
     assert panel.lines[1].label == "λ = -1"
     assert np.isnan(panel.lines[1].y[0])
     assert panel.lines[1].y[1:] == pytest.approx(measured(runs[4])["two_nn"][1:])
-    [panel] = run_figures.layer_isotropy(frame, found.records).panels
+    [panel] = run_figures.layer_isotropy(frame, loaded.records).panels
     after = [[run.isotropy["after"][str(layer)] for layer in range(5)] for run in runs[4:]]
     assert panel.lines[1].y == pytest.approx(np.mean(after, axis=0), rel=1e-12)
-    # Without the file there is no line, and a hole.
+    # Without the file there is no line, and the runs are missing.
     assert run_figures.mean_activations(frame, {}).panels == ()
-    how = holes.command_for(frame, found.records, "runs")
-    [hole] = holes.without_geometry(run_figures.intrinsic_dimensions(frame, {}), frame.assign(task="sst2"), {}, how)
-    assert hole.missing == "4 finished runs without geometry.json, which run.overwrite=true makes"
-    assert hole.command == "python train.py -m +sweep=figure5 task=sst2 model=bert run.overwrite=true"
+    sweep_command = missing_runs.sweep_command_builder(frame, loaded.records, "runs")
+    plot = run_figures.intrinsic_dimensions(frame, {})
+    [entry] = missing_runs.for_geometry(plot, frame.assign(task="sst2"), {}, sweep_command)
+    assert entry.missing == "4 finished runs without geometry.json, which run.overwrite=true makes"
+    assert entry.command == "python train.py -m +sweep=figure5 task=sst2 model=bert run.overwrite=true"
 
 
 def test_curves_follow_the_runs_of_table1(tmp_path: Path) -> None:
     runs = [record("rte", BERT, BASE, seed, 0.5 + seed / 10) for seed in (1, 2)]
     for run in (*runs, record("rte", BERT, BASE, 1, 0.9, optim__lr=1e-5)):
         save(run, tmp_path)
-    found, frame = frame_of(tmp_path)
-    losses, metrics = run_figures.curves(cells.cells(frame), found.records)
+    loaded, frame = frame_of(tmp_path)
+    losses, metrics = run_figures.curves(cells.select_cells(frame), loaded.records)
     [[line]] = [panel.lines for panel in losses.panels]
     expected = [np.mean([run.epochs[epoch]["metrics"]["loss"] for run in runs]) for epoch in range(3)]
     assert line.y == pytest.approx(expected, rel=1e-12)
@@ -566,8 +576,8 @@ def test_nobody_loses_files(one_run: Path, kind: str, capsys: Any) -> None:
     foreign(out, kind)
     before = contents(out) if out.is_dir() else out.read_text()
     assert main(["report", str(one_run / "runs"), "--out", str(out)]) == 2
-    [told] = capsys.readouterr().err.splitlines()
-    assert told.startswith(f"error: --out {out} ")
+    [message] = capsys.readouterr().err.splitlines()
+    assert message.startswith(f"error: --out {out} ")
     assert (contents(out) if out.is_dir() else out.read_text()) == before
 
 

@@ -45,16 +45,16 @@ def make(composed: Callable[..., Config], tmp_path: Path) -> Callable[..., RunRe
 
 def test_a_run_is_a_row(make: Callable[..., RunRecord], tmp_path: Path) -> None:
     make("one", "reg=istar", "reg.lambda=3", "reg.layers=[1,2]", "seed=7", value=0.75)
-    found = load_runs(tmp_path)
-    assert found.troubles == {}
-    [run] = found.frame.to_dict("records")
-    wanted = {
+    loaded = load_runs(tmp_path)
+    assert loaded.read_errors == {}
+    [run] = loaded.frame.to_dict("records")
+    expected = {
         "folder": str(tmp_path / "one"), "name": "one", "status": "finished", "task": "rte", "seed": 7,
         "model": "bert-base-cased", "method": "I-STAR λ=3 ζ=0.4", "metric": "accuracy", "value": 0.75, "epoch": 2,
         "constant": 0.5271, "collapsed": False, "isoscore_before": 0.1, "isoscore_after": 0.2, "seconds": 12.5,
         "skipped_steps": 0, "error": None, "reg.lambda": 3.0, "reg.layers": [1, 2], "optim.lr": 3e-5,
     }  # fmt: skip
-    assert {key: run[key] for key in wanted} == wanted
+    assert {key: run[key] for key in expected} == expected
 
 
 def test_failed_and_unfinished_runs_are_rows_too(make: Callable[..., RunRecord], tmp_path: Path) -> None:
@@ -76,18 +76,18 @@ def test_where_runs_are_looked_for(make: Callable[..., RunRecord], tmp_path: Pat
     (tmp_path / ".locks").mkdir()
     (tmp_path / "multirun").mkdir()
     make("trial", root=tmp_path / "sweeps" / "table1")
-    found = load_runs(tmp_path)
-    assert sorted(found.frame["name"]) == ["again", "deeper"]
-    assert found.troubles == {}
+    loaded = load_runs(tmp_path)
+    assert sorted(loaded.frame["name"]) == ["again", "deeper"]
+    assert loaded.read_errors == {}
     assert list(load_runs(tmp_path / "again").frame["name"]) == ["again"]
 
 
 def test_metrics_and_records(make: Callable[..., RunRecord], tmp_path: Path) -> None:
     record = make("one", metrics={"accuracy": 0.5, "f1": 0.25, "loss": 0.7}, data={"fingerprint": "abc"})
-    found = load_runs(tmp_path, keep_records=True)
-    [run] = found.frame.to_dict("records")
+    loaded = load_runs(tmp_path, keep_records=True)
+    [run] = loaded.frame.to_dict("records")
     assert (run["validation.f1"], run["fingerprint"]) == (0.25, "abc")
-    assert found.records == {str(tmp_path / "one"): record}
+    assert loaded.records == {str(tmp_path / "one"): record}
     assert load_runs(tmp_path).records == {}
 
 
@@ -110,29 +110,29 @@ def test_a_folder_that_is_no_run_is_told_and_the_others_are_read(
     (tmp_path / "bad").mkdir()
     for file, content in BROKEN[name].items():
         (tmp_path / "bad" / file).write_text(content)
-    found = load_runs(tmp_path)
-    assert list(found.frame["name"]) == ["good"]
-    [(folder, told)] = found.troubles.items()
+    loaded = load_runs(tmp_path)
+    assert list(loaded.frame["name"]) == ["good"]
+    [(folder, message)] = loaded.read_errors.items()
     assert folder == str(tmp_path / "bad")
-    assert folder in told
-    assert "\n" not in told
+    assert folder in message
+    assert "\n" not in message
 
 
 def test_a_record_without_a_config_of_a_run(make: Callable[..., RunRecord], tmp_path: Path) -> None:
     record = make("good")
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / RESULT).write_text(json.dumps({**asdict(record), "config": {"task": 3}}))
-    found = load_runs(tmp_path)
-    assert list(found.frame["name"]) == ["good"]
-    assert "bad" in found.troubles[str(tmp_path / "bad")]
+    loaded = load_runs(tmp_path)
+    assert list(loaded.frame["name"]) == ["good"]
+    assert "bad" in loaded.read_errors[str(tmp_path / "bad")]
 
 
 def test_no_folder_and_no_runs(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not a folder"):
         load_runs(tmp_path / "nowhere")
-    found = load_runs(tmp_path)
-    assert len(found.frame) == 0
-    assert {"name", "status", "value"} <= set(found.frame)
+    loaded = load_runs(tmp_path)
+    assert len(loaded.frame) == 0
+    assert {"name", "status", "value"} <= set(loaded.frame)
 
 
 @pytest.mark.parametrize(
@@ -167,12 +167,12 @@ def test_the_command(make: Callable[..., RunRecord], tmp_path: Path, capsys: Any
     (tmp_path / "foreign").mkdir()
     out = tmp_path / "out" / "runs.csv"
     assert main(["results", str(tmp_path), "--sort", "value", "--out", str(out)]) == 0
-    shown = capsys.readouterr().out
-    assert "3 runs: 2 finished, 1 failed" in shown
-    assert shown.index("75.00 (collapsed)") < shown.index("25.00") < shown.index("failed: out of luck")
-    assert "nan" not in shown
-    assert "rte, accuracy" in shown
-    assert f"not read: {tmp_path / 'foreign'} holds no run" in shown
+    output = capsys.readouterr().out
+    assert "3 runs: 2 finished, 1 failed" in output
+    assert output.index("75.00 (collapsed)") < output.index("25.00") < output.index("failed: out of luck")
+    assert "nan" not in output
+    assert "rte, accuracy" in output
+    assert f"not read: {tmp_path / 'foreign'} holds no run" in output
     assert list(pd.read_csv(out)["name"]) == ["high", "low", "broken"]
     assert main(["results", str(tmp_path / "nowhere")]) == 2
     assert main(["results", str(tmp_path), "--sort", "valu"]) == 2
@@ -198,10 +198,10 @@ def test_four_times_the_runs_take_four_times_the_work(
         before = sys.getprofile()
         sys.setprofile(lambda frame, event, argument: events.update([event]))
         try:
-            found = load_runs(root)
+            loaded = load_runs(root)
         finally:
             sys.setprofile(before)
-        assert len(found.frame) == count
+        assert len(loaded.frame) == count
         return events["call"] + events["c_call"]
 
     calls(2)  # what is imported or remembered at the first time

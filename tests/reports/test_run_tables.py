@@ -1,14 +1,13 @@
 import io
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-from istar.reports.run_tables import COLUMNS, comparison, comparison_row, markdown, method, summary, write_markdown
+from istar.reports.run_tables import COLUMNS, comparison, comparison_row, markdown, method, summary
 from istar.results import RunRecord
 
 
@@ -46,8 +45,8 @@ def cells(line: str) -> list[str]:
     return [cell.strip() for cell in re.split("[│┃|]", line)[1:-1]]
 
 
-def line_of(shown: str, start: str) -> list[str]:
-    return next(cells(line) for line in shown.splitlines() if len(cells(line)) and cells(line)[0].startswith(start))
+def line_of(output: str, start: str) -> list[str]:
+    return next(cells(line) for line in output.splitlines() if len(cells(line)) and cells(line)[0].startswith(start))
 
 
 def test_row() -> None:
@@ -67,9 +66,9 @@ def test_row() -> None:
 def test_collapse_is_shown() -> None:
     collapsed = make(collapsed={"validation_matched": False, "validation_mismatched": True})
     assert comparison_row([collapsed])[COLUMNS.index("value")] == "70.76 (collapsed)"
-    shown = " ".join(text(summary(collapsed)).split())
-    assert "Collapsed on validation_mismatched: all predictions are the same." in shown
-    assert "validation_matched" not in shown
+    output = " ".join(text(summary(collapsed)).split())
+    assert "Collapsed on validation_mismatched: all predictions are the same." in output
+    assert "validation_matched" not in output
     assert "ollapsed" not in text(summary(make()))
     assert "(1 collapsed)" in markdown([make(), collapsed]).splitlines()[2]
 
@@ -106,27 +105,27 @@ def test_method(reg: dict[str, Any], name: str) -> None:
 
 
 def test_summary() -> None:
-    shown = text(summary(make()))
-    assert "rte · I-STAR λ=-1 ζ=0.4 · bert-base-cased" in shown
-    assert line_of(shown, "accuracy (epoch 3)")[2] == "70.76"
-    assert line_of(shown, "f1")[2] == "65.43"
-    assert "loss" not in shown
-    assert line_of(shown, "IsoScore* embeddings")[1:] == ["0.1111", "0.1555", "+0.0444"] or line_of(
-        shown, "IsoScore* embeddings"
+    output = text(summary(make()))
+    assert "rte · I-STAR λ=-1 ζ=0.4 · bert-base-cased" in output
+    assert line_of(output, "accuracy (epoch 3)")[2] == "70.76"
+    assert line_of(output, "f1")[2] == "65.43"
+    assert "loss" not in output
+    assert line_of(output, "IsoScore* embeddings")[1:] == ["0.1111", "0.1555", "+0.0444"] or line_of(
+        output, "IsoScore* embeddings"
     )[1:] == ["0.1111", "0.1556", "+0.0444"]
-    assert line_of(shown, "IsoScore* layer 2")[1:] == ["0.3333", "0.0778", "-0.2556"]
-    assert line_of(shown, "IsoScore* layers 1 to L")[1:] == ["0.0444", "0.0889", "+0.0444"]
-    assert "A constant prediction has accuracy 52.71." in shown
-    assert "4321 validation tokens" in shown
+    assert line_of(output, "IsoScore* layer 2")[1:] == ["0.3333", "0.0778", "-0.2556"]
+    assert line_of(output, "IsoScore* layers 1 to L")[1:] == ["0.0444", "0.0889", "+0.0444"]
+    assert "A constant prediction has accuracy 52.71." in output
+    assert "4321 validation tokens" in output
 
 
 def test_comparison() -> None:
     records = [make(), make({"name": "none"}), make({"name": "cosreg", "lambda": 1.0, "include_padding": False})]
     table = comparison(records)
     assert table.title == "rte, accuracy · bert-base-cased · seed 1"
-    shown = [name for name in COLUMNS[2:] if name != "seed"]
-    assert [column.header for column in table.columns] == shown
-    lines = [cells(line) for line in text(table).splitlines() if len(cells(line)) == len(shown)]
+    columns = [name for name in COLUMNS[2:] if name != "seed"]
+    assert [column.header for column in table.columns] == columns
+    lines = [cells(line) for line in text(table).splitlines() if len(cells(line)) == len(columns)]
     assert lines[-3:] == [[row[2], *row[4:]] for row in (comparison_row([record]) for record in records)]
 
 
@@ -157,10 +156,9 @@ def seeded(seed: int, value: float, **fields: Any) -> RunRecord:
     return replace(record, config={**record.config, "seed": seed})
 
 
-def test_markdown(tmp_path: Path) -> None:
+def test_markdown() -> None:
     records = [make(), make({"name": "none"})]
-    write_markdown(records, tmp_path / "deep" / "comparison.md")
-    lines = (tmp_path / "deep" / "comparison.md").read_text(encoding="utf-8").splitlines()
+    lines = markdown(records).splitlines()
     assert cells(lines[0]) == list(COLUMNS)
     assert set(cells(lines[1])) == {"---"}
     assert [cells(line) for line in lines[2:]] == [comparison_row([record]) for record in records]

@@ -6,16 +6,16 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from istar.reports.statistics import paired, spread
+from istar.reports.statistics import compare_paired, spread
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_spread_is_that_of_pandas(seed: int) -> None:
     values = np.random.default_rng(seed).normal(60, 3, size=2 + seed).tolist()
-    found = spread(values)
-    assert found.mean == pytest.approx(pd.Series(values).mean(), rel=1e-14)
-    assert found.std == pytest.approx(pd.Series(values).std(ddof=1), rel=1e-12)
-    assert found.count == len(values)
+    result = spread(values)
+    assert result.mean == pytest.approx(pd.Series(values).mean(), rel=1e-14)
+    assert result.std == pytest.approx(pd.Series(values).std(ddof=1), rel=1e-12)
+    assert result.count == len(values)
 
 
 def test_spread_of_few() -> None:
@@ -31,58 +31,65 @@ def test_paired_tests_by_hand(seed: int) -> None:
     method = {number: value + float(random.normal(0.5, 0.7)) for number, value in base.items()}
     # Seeds that only one of them has.
     base[100], method[200] = 0.0, 99.0
-    found = paired(method, base)
+    result = compare_paired(method, base)
     differences = np.array([method[number] - base[number] for number in range(count)])
     t = differences.mean() / (differences.std(ddof=1) / math.sqrt(count))
-    assert found.pairs == count
-    assert found.difference == pytest.approx(differences.mean(), rel=1e-12)
-    assert found.t_test.p == pytest.approx(2 * stats.t.sf(abs(t), count - 1), rel=1e-9)
+    assert result.pairs == count
+    assert result.difference == pytest.approx(differences.mean(), rel=1e-12)
+    assert result.t_test.p_value == pytest.approx(2 * stats.t.sf(abs(t), count - 1), rel=1e-9)
     as_far = [
         abs(sum(sign * one for sign, one in zip(signs, differences, strict=True))) >= abs(differences.sum()) - 1e-9
         for signs in itertools.product((1, -1), repeat=count)
     ]
-    assert found.sign_flip.p == pytest.approx(sum(as_far) / 2**count, rel=1e-12)
+    assert result.sign_flip.p_value == pytest.approx(sum(as_far) / 2**count, rel=1e-12)
 
 
 def test_sign_flip_is_that_of_scipy() -> None:
     random = np.random.default_rng(3)
     differences = random.normal(0.4, 1, size=9)
-    found = paired(dict(enumerate(differences)), dict.fromkeys(range(9), 0.0))
+    result = compare_paired(dict(enumerate(differences)), dict.fromkeys(range(9), 0.0))
     known = stats.permutation_test(
         (differences, np.zeros(9)), lambda x, y: (x - y).mean(), permutation_type="samples", n_resamples=np.inf
     )
-    assert found.sign_flip.p == pytest.approx(known.pvalue, rel=1e-12)
+    assert result.sign_flip.p_value == pytest.approx(known.pvalue, rel=1e-12)
 
 
 def test_five_pairs_cannot_be_significant_by_signs_alone() -> None:
-    found = paired({seed: 10.0 + seed**2 for seed in range(5)}, dict.fromkeys(range(5), 0.0))
-    assert found.sign_flip.p == 2 / 2**5
+    result = compare_paired({seed: 10.0 + seed**2 for seed in range(5)}, dict.fromkeys(range(5), 0.0))
+    assert result.sign_flip.p_value == 2 / 2**5
 
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_order_of_seeds_does_not_matter(order: int) -> None:
     method = {1: 61.0, 2: 63.0, 3: 62.5}
     base = dict(sorted({1: 60.0, 2: 60.5, 3: 62.0}.items(), reverse=order < 0))
-    assert paired(method, base).t_test.p == pytest.approx(stats.ttest_rel([61, 63, 62.5], [60, 60.5, 62]).pvalue)
+    assert compare_paired(method, base).t_test.p_value == pytest.approx(
+        stats.ttest_rel([61, 63, 62.5], [60, 60.5, 62]).pvalue
+    )
 
 
 def test_why_there_is_no_test() -> None:
-    none = paired({1: 5.0}, {2: 5.0})
-    assert (none.pairs, none.difference, none.t_test.p, none.t_test.why) == (0, None, None, "no test: no common seed")
-    one = paired({1: 5.0}, {1: 4.0})
-    assert (one.pairs, one.difference, one.sign_flip.p, one.sign_flip.why) == (
+    none = compare_paired({1: 5.0}, {2: 5.0})
+    assert (none.pairs, none.difference, none.t_test.p_value, none.t_test.reason) == (
+        0,
+        None,
+        None,
+        "no test: no common seed",
+    )
+    one = compare_paired({1: 5.0}, {1: 4.0})
+    assert (one.pairs, one.difference, one.sign_flip.p_value, one.sign_flip.reason) == (
         1,
         1.0,
         None,
         "no test: one pair of seeds",
     )
-    equal = paired({seed: 0.1 + seed for seed in range(4)}, {seed: float(seed) for seed in range(4)})
-    assert equal.t_test.p is None
-    assert equal.t_test.why == "no t-test: all differences are equal"
-    assert equal.sign_flip.p == 2 / 2**4
-    same = paired({1: 3.0, 2: 4.0}, {1: 3.0, 2: 4.0})
-    assert (same.t_test.p, same.sign_flip.p) == (None, None)
-    assert same.sign_flip.why == "no sign-flip test: all differences are 0"
-    many = paired({seed: seed % 5 + 0.5 for seed in range(40)}, dict.fromkeys(range(40), 1.0))
-    assert many.t_test.p is not None
-    assert many.sign_flip.why == "no sign-flip test: more than 16 pairs"
+    equal = compare_paired({seed: 0.1 + seed for seed in range(4)}, {seed: float(seed) for seed in range(4)})
+    assert equal.t_test.p_value is None
+    assert equal.t_test.reason == "no t-test: all differences are equal"
+    assert equal.sign_flip.p_value == 2 / 2**4
+    same = compare_paired({1: 3.0, 2: 4.0}, {1: 3.0, 2: 4.0})
+    assert (same.t_test.p_value, same.sign_flip.p_value) == (None, None)
+    assert same.sign_flip.reason == "no sign-flip test: all differences are 0"
+    many = compare_paired({seed: seed % 5 + 0.5 for seed in range(40)}, dict.fromkeys(range(40), 1.0))
+    assert many.t_test.p_value is not None
+    assert many.sign_flip.reason == "no sign-flip test: more than 16 pairs"
