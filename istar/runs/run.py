@@ -25,8 +25,9 @@ from istar import models, results
 from istar.config import Config, CosRegConfig, IStarConfig, TaskConfig, TrainerConfig
 from istar.config.schema import to_dict
 from istar.errors import NonFiniteError, StoppedError, UserError, shorten
-from istar.files import remove_drafts, sole_writer, write_text
+from istar.files import remove_drafts, replacing, sole_writer, write_text
 from istar.regularizers import CosReg, IStar, Penalty, attach, layer_numbers
+from istar.reports.run_picture import isotropy_picture
 from istar.reports.run_tables import summary
 from istar.results import RunRecord
 from istar.runs.store import Examples, finished_run, folder_of, load_examples, model_identity, task_spec
@@ -53,6 +54,7 @@ from istar.training.validation_geometry import geometry
 
 CHECKPOINTS = "checkpoints"
 GEOMETRY = "geometry.json"
+PICTURE = "isotropy.png"
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
@@ -125,7 +127,10 @@ def run(config: Config, console: Console | None = None, search: str | None = Non
             if start.finished is None:
                 with handlers_put_back():
                     record = _carry_out(job, start, digest, started)
-                _tell(console, record, f"{folder}{os.sep}")
+                if console is not None and job.trainer.is_global_zero:
+                    with replacing(folder / PICTURE) as file:
+                        file.write(isotropy_picture(record))
+                _tell(console, record, f"{folder}{os.sep}, with a picture of the table: {PICTURE}")
                 return record
         finished = start.finished
     answer_agent(config, asdict(finished), folder)
