@@ -25,7 +25,7 @@ from istar.models import tiny
 from istar.results import RunRecord
 from istar.runs import run as run_module
 from istar.runs.run import run
-from istar.runs.store import folder_of, load_examples
+from istar.runs.store import load_examples, run_folder
 from istar.tasks import demo
 from istar.tasks.loading import load_splits
 from istar.tasks.metrics import compute
@@ -562,10 +562,10 @@ def test_overlap_is_counted_and_told(small: Build, tmp_path: Path, caplog: pytes
     with caplog.at_level(logging.WARNING):
         record = run(small(*TINY, "task=rte", f"task.data_dir={data}"))
     assert record.data["overlap"] == {"validation": 3}
-    assert "3 of the 15 examples of validation stand in the training data" in caplog.text
+    assert "3 of the 15 examples of validation are also in the training data" in caplog.text
     caplog.clear()
     assert run(small()).data["overlap"] == {"validation": 0}
-    assert "stand in the training data" not in caplog.text
+    assert "are also in the training data" not in caplog.text
 
 
 # ---- switches
@@ -758,9 +758,9 @@ def test_limits_beyond_the_data(small: Build) -> None:
 
 def test_devices_count_for_the_name_by_their_number(small: Build) -> None:
     settings = [small(f"trainer.devices={devices}") for devices in ("1", "auto", "'1'")]
-    names = {folder_of(config, "data", "model").name for config in settings}
+    names = {run_folder(config, "data", "model").name for config in settings}
     assert len(names) == 1
-    assert folder_of(small("trainer.devices=2"), "data", "model").name not in names
+    assert run_folder(small("trainer.devices=2"), "data", "model").name not in names
 
 
 def test_examples_are_the_first_ones(small: Build) -> None:
