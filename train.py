@@ -1,8 +1,8 @@
-"""`python train.py` is `istar train`; `--help` shows the choices."""
+"""Does the same as `istar train`; `python train.py --help` lists the options."""
 
 import sys
 
-from istar.cli.main import main_of_train
+from istar.cli.main import train_main
 
 if __name__ == "__main__":
-    sys.exit(main_of_train(command="python train.py"))
+    sys.exit(train_main(command="python train.py"))

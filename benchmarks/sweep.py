@@ -34,8 +34,8 @@ from istar import results
 from istar.config import Config, schema
 from istar.config.schema import to_dict
 from istar.runs import fork_server
-from istar.runs.launch import StartedRun, Starter, fresh, held_back
-from istar.runs.store import Folders
+from istar.runs.launch import RunProcesses, Spawn, blocked_signals, spawn
+from istar.runs.store import RunFolders
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SMALL = ("trainer.max_epochs=1", "task.limit_train=320", "reg.num_points=2000", "trainer.progress_bar=false")
@@ -89,9 +89,9 @@ def environment(folder: Path) -> Iterator[None]:
 def cost(options: argparse.Namespace, folder: Path) -> Table:
     """Of a run, beyond its training."""
     ways: dict[str, Callable[[int], float]] = {}
-    with fork_server.Servers(folder / "server.log") as servers:
+    with fork_server.ServerPool(folder / "server.log") as servers:
         for kind, more in (("metrics.csv", ()), ("W&B offline", WANDB)):
-            for name, start in (("forked", servers.start), ("fresh process", fresh)):
+            for name, start in (("forked", servers.spawn), ("fresh process", spawn)):
                 # Not `lambda`, which would see the last values of all.
                 ways[f"{name}, {kind}"] = Trial(folder, more, start, f"{name[:2]}{kind[:1]}")
         for way in ways.values():
@@ -106,14 +106,14 @@ def cost(options: argparse.Namespace, folder: Path) -> Table:
 class Trial:
     """A small run in a folder of its own: seconds from its start to its record, without those of its training."""
 
-    def __init__(self, folder: Path, overrides: tuple[str, ...], start: Starter, name: str) -> None:
+    def __init__(self, folder: Path, overrides: tuple[str, ...], start: Spawn, name: str) -> None:
         self._folder, self._overrides, self._start, self._name = folder, overrides, start, name
 
     def __call__(self, seed: int) -> float:
         config = composed(f"run.root={self._folder / self._name}", f"seed={seed}", *SMALL, *self._overrides)
         begun = time.perf_counter()
-        with held_back():
-            run = StartedRun(config, 1, None, {"OMP_NUM_THREADS": "1"}, self._folder / "log", self._start)
+        with blocked_signals():
+            run = RunProcesses(config, 1, None, {"OMP_NUM_THREADS": "1"}, self._folder / "log", self._start)
         while not run.has_ended():
             time.sleep(0.01)
         timing = run.record([]).timing
@@ -141,7 +141,7 @@ def write_done(count: int, folder: Path) -> None:
     """A finished run for each seed: the record of a real one under the name and config of the others."""
     called(["train.py", "seed=1", *SMALL, f"run.root={folder / 'one'}"])
     [path] = (folder / "one").glob("demo-*/result.json")
-    record, base, folders = results.read(path.parent), composed(f"run.root={folder / 'runs'}"), Folders()
+    record, base, folders = results.read(path.parent), composed(f"run.root={folder / 'runs'}"), RunFolders()
     for seed in track(range(1, count + 1), "writing what is done", transient=True):
         config = replace(base, seed=seed)
         place = folders(config)

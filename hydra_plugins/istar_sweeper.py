@@ -1,7 +1,6 @@
-"""Hands Hydra's `-m` over to `istar.sweeps`. Hydra finds its plugins in this package and nowhere else."""
+"""Hydra's sweeper plugin for `-m`, which calls `istar.sweeps`. Hydra only finds plugins in this package."""
 
-import pickle
-import re
+import copy
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,7 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, OverrideType
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.sweeper import Sweeper
@@ -19,16 +18,12 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-_VALUE = re.compile(r"(?!hydra\.)(seed|\w+\.[\w.]+)=")
-"""An override that sets a value, rather than choosing the option of a group or adding or removing a key."""
-_HERE = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
-
 
 class IstarSweeper(Sweeper):
-    """What `-m` does: see `istar.sweeps.sweep`.
+    """Runs a sweep; see `istar.sweeps.sweep`.
 
     Args:
-        params: values to sweep over by key, as in Hydra's own sweeper; the command line goes before them.
+        params: values to sweep over by key, as in Hydra's own sweeper. The command line takes precedence.
     """
 
     def __init__(self, params: Mapping[str, Any] | None = None) -> None:
@@ -37,12 +32,13 @@ class IstarSweeper(Sweeper):
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.config, self.hydra_context = config, hydra_context
         self.launcher = None
-        if config.hydra.launcher._target_ != _HERE:
+        # istar.sweeps.pool replaces Hydra's basic launcher, which executes the runs one after another in this process.
+        if config.hydra.runtime.choices["hydra/launcher"] != "basic":
             self.launcher = Plugins.instance().instantiate_launcher(
                 hydra_context=hydra_context, task_function=task_function, config=config
             )
         self._launched = 0
-        self._composed: dict[tuple[str, ...], bytes] = {}
+        self._group_cache: dict[tuple[str, ...], DictConfig] = {}
 
     def sweep(self, arguments: list[str]) -> None:
         from rich.console import Console
@@ -50,55 +46,66 @@ class IstarSweeper(Sweeper):
         from istar.config import schema
         from istar.errors import SHOW_TRACE, UserError
         from istar.runs import launch
-        from istar.sweeps.sweep import Request, sweep
+        from istar.sweeps.sweep import SweepRequest, sweep
 
-        launch.tell_slurm_apart()
-        if launch.is_one_of_many():
+        launch.fix_slurm_detection()
+        if launch.has_external_launcher():
             raise UserError("-m starts the processes of its runs by itself; call it without torchrun or srun")
-        request = Request(
-            schema.load_sweep(self.config),
-            arguments,
-            self.params,
-            f"{sys.argv[0]} {shlex.join(sys.argv[1:])}",
-            Path(self.config.run.root).expanduser(),
-            self._compose,
-            self._launch if self.launcher is not None else None,
-            SHOW_TRACE,
+        request = SweepRequest(
+            settings=schema.load_sweep(self.config),
+            arguments=arguments,
+            params=self.params,
+            command=f"{sys.argv[0]} {shlex.join(sys.argv[1:])}",
+            root=Path(self.config.run.root).expanduser(),
+            compose=self.compose,
+            launcher=self._launch if self.launcher is not None else None,
+            show_trace=SHOW_TRACE,
         )
         sys.exit(sweep(request, Console()))
 
-    def _compose(self, overrides: Sequence[str]) -> DictConfig:
-        """As Hydra does, but what several runs have in common, the choice of the groups' options, only once."""
-        values = [override for override in overrides if _VALUE.match(override)]
-        common = tuple(override for override in overrides if not _VALUE.match(override))
-        if common not in self._composed:
-            composed = self.hydra_context.config_loader.load_sweep_config(self.config, list(common))
-            # Bytes, which are read in a seventh of the time of a deep copy.
-            wanted = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
-            self._composed[common] = pickle.dumps(wanted)
-        config: DictConfig = pickle.loads(self._composed[common])
-        for override in map(_parsed, values):
+    def compose(self, overrides: Sequence[str]) -> DictConfig:
+        """Compose the config of a run, equal to Hydra's but without its `hydra` node.
+
+        Hydra needs some 100 ms, nearly all of it to choose the options of the config groups. Runs of a sweep have most
+        of these in common, so this part is cached; the values are then merged into a copy.
+
+        Raises:
+            HydraException: if an override does not fit the config.
+        """
+        values = [override for override in map(_parse, overrides) if _sets_value(override)]
+        groups = tuple(text for text in overrides if not _sets_value(_parse(text)))
+        if groups not in self._group_cache:
+            composed = self.hydra_context.config_loader.load_sweep_config(self.config, list(groups))
+            keys = [str(key) for key in composed if key != "hydra"]
+            self._group_cache[groups] = OmegaConf.masked_copy(composed, keys)
+        config = copy.deepcopy(self._group_cache[groups])
+        for override in values:
             try:
                 OmegaConf.update(config, override.key_or_group, override.value(), merge=True)
             except OmegaConfBaseException as error:
                 raise HydraException(f"Error merging override {override.input_line}") from error
         return config
 
-    def _launch(self, wanted: Sequence[Sequence[str]]) -> list[Any]:
+    def _launch(self, jobs: Sequence[Sequence[str]]) -> list[Any]:
+        """Execute runs through Hydra's launcher; returns the record or the error of each.
+
+        Raises:
+            UserError: if the launcher fails as a whole.
+        """
         from istar.errors import UserError, shorten
 
         assert self.launcher is not None
         try:
-            returned = self.launcher.launch([list(overrides) for overrides in wanted], initial_job_idx=self._launched)
+            returns = self.launcher.launch([list(overrides) for overrides in jobs], initial_job_idx=self._launched)
         except Exception as error:
-            # What submitit says of a job that was killed ends with all that it has printed.
-            told = shorten(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", 500)
+            # submitit appends the whole output of a killed job to its message.
+            message = shorten(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", 500)
             raise UserError(
-                f"{told}; jobs that still run go on, and then the same command gathers the results and runs the rest"
+                f"{message}; jobs that still run go on, and then the same command gathers the results and runs the rest"
             ) from error
-        self._launched += len(wanted)
+        self._launched += len(jobs)
         outcomes: list[Any] = []
-        for job in returned:
+        for job in returns:
             try:
                 outcomes.append(job.return_value)
             except Exception as error:
@@ -107,10 +114,19 @@ class IstarSweeper(Sweeper):
 
 
 @cache
-def _parsed(override: str) -> Override:
-    """Most of a run's overrides are those of its neighbours, and the parser is slow."""
+def _parse(override: str) -> Override:
+    """Parse an override; cached because the runs of a sweep share most of their overrides and the parser is slow."""
     [parsed] = OverridesParser.create().parse_overrides([override])
     return parsed
+
+
+def _sets_value(override: Override) -> bool:
+    """Whether an override changes a value, rather than choosing an option of a group, or adding or deleting a key."""
+    key = override.key_or_group
+    is_value = "." in key or key == "seed"
+    return (
+        override.type == OverrideType.CHANGE and is_value and override.package is None and not key.startswith("hydra.")
+    )
 
 
 ConfigStore.instance().store(

@@ -1,4 +1,4 @@
-"""train.py called for real, in processes of its own that can be found, disturbed and ended."""
+"""Starts train.py in real processes, which tests can find, signal and kill."""
 
 import os
 import re
@@ -27,7 +27,7 @@ class Done:
     stderr: str
 
     def line(self) -> str:
-        """The one line that stderr holds."""
+        """The only line of stderr."""
         [line] = self.stderr.splitlines()
         return line
 
@@ -38,7 +38,7 @@ class Done:
 
 
 class Job:
-    """A command in a folder of its own, and all processes that come of it: they have its mark in their environment."""
+    """A command and all its descendant processes, which are found by a unique mark in their environment."""
 
     def __init__(self, folder: Path, command: Sequence[str], environment: dict[str, str]) -> None:
         self.folder = folder
@@ -64,7 +64,7 @@ class Job:
         return self
 
     def until_it_trains(self) -> "Job":
-        """Until there is a checkpoint that was not there before."""
+        """Wait for a new checkpoint."""
         return self.until(lambda: newest(self.folder) > self.before)
 
     def send(self, number: int) -> "Job":
@@ -75,12 +75,12 @@ class Job:
         return [int(path.name) for path in Path("/proc").glob("[0-9]*") if f"{MARK}={self.mark}" in environ(path)]
 
     def rank(self, rank: int) -> int:
-        """The process of a rank."""
+        """The PID of a rank's process."""
         [pid] = [pid for pid in self.pids() if f"LOCAL_RANK={rank}" in environ(Path(f"/proc/{pid}"))]
         return pid
 
     def until_it_is_gone(self) -> None:
-        """Until none of its processes is left."""
+        """Wait until none of the processes is left."""
         until(lambda: not self.pids())
 
     def kill(self) -> None:
@@ -111,7 +111,7 @@ def catches(pid: int, number: int) -> bool:
 
 
 def newest(folder: Path) -> int:
-    """The step of the last checkpoint."""
+    """The step of the newest checkpoint; 0 if there is none."""
     paths = folder.glob("runs/*/checkpoints/step-*.ckpt")
     return max((int(path.stem.removeprefix("step-")) for path in paths), default=0)
 
@@ -123,10 +123,10 @@ def at_once(*calls: Callable[[], Done]) -> list[Done]:
 
 @contextmanager
 def starting(cache: Path) -> Iterator[Start]:
-    """`start(folder, *arguments, **environment)` calls train.py; nothing of it outlives the block."""
+    """Yield `start(folder, *arguments, **environment)`, which runs train.py; its processes are killed afterwards."""
     jobs: list[Job] = []
     kept = {name: value for name, value in os.environ.items() if not NOT_THE_TESTS.match(name)}
-    # What a killed parent leaves behind goes with the cache.
+    # The temporary files of a killed parent are deleted with the cache.
     kept |= {
         "TMPDIR": str(cache),
         "HF_HUB_OFFLINE": "1",

@@ -1,4 +1,4 @@
-"""When two runs are the same: bit by bit, durations and paths aside."""
+"""Compares two run folders bit by bit, except for durations and paths."""
 
 from pathlib import Path
 
@@ -8,12 +8,10 @@ __all__ = ["assert_same", "only_run"]
 
 
 def assert_same(folder: Path, other: Path, but_for_the_name: bool = False) -> None:
-    """Two run folders hold the same weights, predictions, geometry, rows of metrics, `result.json` and names of files.
+    """Assert that weights, predictions, geometry, metrics, `result.json` and file names of two runs are equal.
 
     Args:
-        folder: of a run.
-        other: of another.
-        but_for_the_name: where another config made another name.
+        but_for_the_name: ignore the names of the runs and their `trainer` settings.
     """
     ours, theirs = outcome(folder), outcome(other)
     if but_for_the_name:

@@ -152,7 +152,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 def imported() -> set[str]:
     """Libraries that istar imports anywhere, at the top of a module or later."""
-    names = {name.partition(".")[0] for name in fork_server.LIBRARIES}
+    names = {name.partition(".")[0] for name in fork_server.PRELOADED_MODULES}
     for folder in ("istar", "hydra_plugins"):
         for path in (REPOSITORY / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -1,1 +1,1 @@
-"""The command `istar`: `main` parses its arguments; every other module but `console` is one of its commands."""
+"""The command `istar`: `main` parses the arguments, and every other module but `console` implements one command."""

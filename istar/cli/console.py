@@ -1,4 +1,4 @@
-"""What the commands share: a console to print on and a folder to write to."""
+"""Helpers that the commands share: the console and the output folder."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,17 +10,17 @@ if TYPE_CHECKING:
 
 
 def make_console(**options: Any) -> "Console":
-    """A console of rich, which is imported here so that `istar --help` needs nothing but Python."""
+    """Create a rich console; rich is imported here because `istar --help` must work without it."""
     from rich.console import Console
 
     return Console(**options)
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder that `--out` names.
+    """Create the folder that `--out` names.
 
     Raises:
-        UserError: if that is not possible.
+        UserError: if the folder cannot be created.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

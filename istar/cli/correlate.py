@@ -1,4 +1,4 @@
-"""`istar correlate`: measures over a training with the scores of tasks over it."""
+"""Implements `istar correlate`: correlates geometry with task scores over the course of a training."""
 
 import argparse
 from pathlib import Path
@@ -10,26 +10,28 @@ from istar.errors import UserError
 
 def add_parser(commands: Any) -> None:
     """Add the command to the parser of `istar`."""
-    correlate = commands.add_parser("correlate", help="measures over a training with the scores of tasks over it")
-    correlate.add_argument("geometry", type=Path, help="trajectory.csv, or another table by revision or step")
-    correlate.add_argument("scores", type=Path, help="CSV: revision or step, and a column for each task")
-    correlate.add_argument(
-        "--out", type=Path, default=Path("correlation"), help="folder to write (default: correlation)"
+    parser = commands.add_parser(
+        "correlate", help="correlate measures of the geometry with task scores over the course of a training"
     )
-    correlate.add_argument("--by", choices=("revision", "step"), help="column to join by (default: what both have)")
+    parser.add_argument("geometry", type=Path, help="trajectory.csv, or another table with a row per revision or step")
+    parser.add_argument("scores", type=Path, help="CSV with a column revision or step, and a column for each task")
+    parser.add_argument("--out", type=Path, default=Path("correlation"), help="output folder (default: correlation)")
+    parser.add_argument(
+        "--by", choices=("revision", "step"), help="column that joins the tables (default: the one that both have)"
+    )
     for name in ("measure", "layer", "source"):
-        correlate.add_argument(f"--{name}", action="append", default=[], help="only this one; repeatable")
-    correlate.add_argument("--omit", action="append", default=[], help="revision or step to leave out; repeatable")
-    correlate.add_argument("--resamples", type=int, default=2_000, help="of the bootstrap (default: 2000)")
-    correlate.add_argument("--seed", type=int, default=0, help="of the bootstrap (default: 0)")
-    correlate.set_defaults(command=run, extra="train")
+        parser.add_argument(f"--{name}", action="append", default=[], help=f"use only this {name}; repeatable")
+    parser.add_argument("--omit", action="append", default=[], help="leave out this revision or step; repeatable")
+    parser.add_argument("--resamples", type=int, default=2_000, help="number of bootstrap resamples (default: 2000)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the bootstrap (default: 0)")
+    parser.set_defaults(command=run, extra="train")
 
 
 def run(options: argparse.Namespace) -> None:
-    """Carry out the command."""
-    for name, least in (("resamples", 100), ("seed", 0)):
-        if getattr(options, name) < least:
-            raise UserError(f"--{name} {getattr(options, name)} is too small; expected {least} or more")
+    """Compute the correlations, write them to the output folder and print them."""
+    for name, minimum in (("resamples", 100), ("seed", 0)):
+        if getattr(options, name) < minimum:
+            raise UserError(f"--{name} {getattr(options, name)} is too small; expected {minimum} or more")
     from istar.geometry import correlate
 
     selection = correlate.Selection(
@@ -41,12 +43,12 @@ def run(options: argparse.Namespace) -> None:
         options.resamples,
         options.seed,
     )
-    found = correlate.correlate(options.geometry, options.scores, selection)
-    shown = correlate.sheet(found, selection)
+    correlations = correlate.correlate(options.geometry, options.scores, selection)
+    sheet = correlate.sheet(correlations, selection)
     make_folder(options.out)
-    written = correlate.write(found, shown, options.out)
+    paths = correlate.write(correlations, sheet, options.out)
     console = make_console()
-    for table in correlate.tables(shown):
+    for table in correlate.tables(sheet):
         console.print(table)
-    for line in (*correlate.reasons(shown), *found.remarks, ", ".join(map(str, written))):
+    for line in (*correlate.reasons(sheet), *correlations.remarks, ", ".join(map(str, paths))):
         console.print(line, highlight=False, soft_wrap=True, markup=False)

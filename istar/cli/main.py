@@ -1,4 +1,4 @@
-"""The command `istar`: trains, measures models, and looks at runs."""
+"""The entry point of the command `istar`."""
 
 import argparse
 import shlex
@@ -12,17 +12,17 @@ from istar.runs import extras
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Carry out the command `istar`; returns its exit code.
+    """Execute the command `istar`; returns its exit code.
 
     Args:
-        arguments: as on the command line, which is the default.
+        arguments: command-line arguments; None takes those of the process.
     """
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if words[:1] == ["train"]:
-        # Its options are Hydra's, `--help` among them.
-        return main_of_train(words[1:])
-    options = _parser().parse_args(words)
-    options.typed = shlex.join(["istar", *words])
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments[:1] == ["train"]:
+        # Hydra parses the options of `istar train`, including `--help`.
+        return train_main(arguments[1:])
+    options = _parser().parse_args(arguments)
+    options.typed = shlex.join(["istar", *arguments])
     try:
         extras.require(f"istar {options.name}", options.extra)
         options.command(options)
@@ -32,12 +32,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def main_of_train(arguments: Sequence[str] | None = None, command: str = "istar train") -> int:
-    """Carry out `istar train`; returns its exit code, or leaves with that of a mistake.
+def train_main(arguments: Sequence[str] | None = None, command: str = "istar train") -> int:
+    """Execute `istar train`; returns the exit code 0, or exits the process with another one.
 
     Args:
-        arguments: as on the command line, which is the default.
-        command: what was typed before them, for messages.
+        arguments: overrides and options of Hydra; None takes those of the process.
+        command: the command that was typed before the arguments, for messages that repeat it.
     """
     try:
         extras.require(command, "train")
@@ -52,7 +52,7 @@ def main_of_train(arguments: Sequence[str] | None = None, command: str = "istar 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="istar", description="Train and measure models, and look at runs that a training has left."
+        prog="istar", description="Train models, measure their geometry, and compare and report runs."
     )
     parser.add_argument("--version", action="version", version=f"istar {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command", dest="name")

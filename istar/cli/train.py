@@ -1,7 +1,4 @@
-"""What `istar train` and `python train.py` do: Hydra composes a config from the command line, and a run is made of it.
-
-`--help` shows the choices.
-"""
+"""Implements `istar train` and `python train.py`: composes a config with Hydra and executes a run or a sweep."""
 
 import os
 import signal
@@ -23,15 +20,15 @@ from istar.runs.importing import large_imports
 
 
 def main(arguments: Sequence[str], command: str) -> None:
-    """Carry out one run, or with `-m` several of them; a mistake is one line and an exit code.
+    """Execute one run, or several with `-m`; after an error, print it in one line and exit the process.
 
     Args:
-        arguments: overrides and Hydra's options, as on the command line.
-        command: what was typed before them, `istar train`, for the messages that repeat it.
+        arguments: overrides and options of Hydra, as on the command line.
+        command: the command that was typed before the arguments, for messages that repeat it.
     """
-    # Makes Hydra hand its errors on rather than print them over many lines.
+    # Hydra raises its errors instead of printing them over many lines.
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    # Where Hydra and the sweeper read what was asked.
+    # Hydra and the sweeper read the arguments from sys.argv.
     sys.argv = [command, *("sweep.dry_run=true" if argument == "--dry-run" else argument for argument in arguments)]
     schema.register()
     try:
@@ -39,69 +36,69 @@ def main(arguments: Sequence[str], command: str) -> None:
     except UserError as error:
         if SHOW_TRACE:
             raise
-        refuse(str(error), error.exit_code)
+        exit_with_error(str(error), error.exit_code)
     except (HydraException, OmegaConfBaseException) as error:
         if SHOW_TRACE:
             raise
-        refuse(schema.explain(error))
+        exit_with_error(schema.explain(error))
     except KeyboardInterrupt:
         if SHOW_TRACE:
             raise
-        refuse("stopped by SIGINT", 130)
+        exit_with_error("stopped by SIGINT", 130)
     except ValueError as error:
-        # Hydra says some mistakes on the command line with a plain one, `task=null` for example.
+        # Hydra raises a plain ValueError for some mistakes on the command line, for example `task=null`.
         if SHOW_TRACE:
             raise
-        refuse(f"{schema.explain(error)} (HYDRA_FULL_ERROR=1 shows where)")
+        exit_with_error(f"{schema.explain(error)} (HYDRA_FULL_ERROR=1 shows where)")
 
 
 def compose_and_run(config: DictConfig) -> object:
-    """One run, or one of a multirun."""
+    """Execute the run of a composed config; Hydra calls this function once, or with `-m` once for each run."""
     try:
-        # Libraries are imported later, so that --help and mistakes in the config need not wait for them.
         return start(schema.load(config), config.sweep.trial)
     except UserError as error:
         if SHOW_TRACE:
             raise
-        # Not an exception that Hydra would catch and comment on.
-        refuse(str(error), error.exit_code)
+        # Exit here, because Hydra would catch the exception and print comments on it.
+        exit_with_error(str(error), error.exit_code)
 
 
-def start(settings: Config, search: str | None) -> object:
-    """Train in this process, or in new processes for a run of a sweep or with several devices; returns the result."""
-    if search is not None:
+def start(settings: Config, trial: str | None) -> object:
+    """Train in this process, or in new processes for a run of a sweep or with several devices; returns the record."""
+    if trial is not None:
         extras.require("sweep.trial", "sweep")
-    launch.tell_slurm_apart()
+    launch.fix_slurm_detection()
     processes = launch.processes_to_start(settings.trainer)
     if HydraConfig.get().mode == RunMode.MULTIRUN:
-        return one_of_many_runs(settings, processes, search)
+        return run_launched_job(settings, processes, trial)
     if processes > 1:
-        return launch.launch(settings, processes, SHOW_TRACE, search)
+        return launch.launch(settings, processes, SHOW_TRACE, trial)
+    # The libraries are imported only now, so that `--help` and config errors do not wait for them.
     with large_imports():
         from rich.console import Console
 
         from istar.runs.run import run
 
-    return run(settings, Console(), search)
+    return run(settings, Console(), trial)
 
 
-def one_of_many_runs(settings: Config, processes: int, search: str | None) -> object:
-    """Train one run of a multirun in new processes; returns its result, or the error that the sweep is to report."""
+def run_launched_job(settings: Config, processes: int, trial: str | None) -> object:
+    """Execute one run for a Hydra launcher; returns the record, or the error for the sweep to report."""
     try:
-        return launch.launch(settings, processes, SHOW_TRACE, search)
+        return launch.launch(settings, processes, SHOW_TRACE, trial)
     except StoppedError as error:
-        if not launch.in_queue():
+        if not launch.is_submitit_job():
             raise
         if error.exit_code == StoppedError.exit_code + signal.SIGTERM:
-            launch.wait_for_slurm()
+            launch.wait_until_slurm_kills()
         return error
     except UserError as error:
         return error
 
 
-def refuse(message: str, code: int = 2) -> NoReturn:
-    """Print one line that says what is wrong, and exit with the code."""
-    # Only the first of the processes that torchrun or srun have started prints it.
+def exit_with_error(message: str, code: int = 2) -> NoReturn:
+    """Print a one-line error message and exit with the given code."""
+    # Under torchrun or srun, only rank 0 prints it.
     if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
         print(f"error: {message}", file=sys.stderr)
     sys.exit(code)

@@ -1,4 +1,4 @@
-"""`istar watch`: the live table of the sweeps that run in a folder, here or elsewhere."""
+"""Implements `istar watch`: a live table of the sweeps in a folder."""
 
 import argparse
 from pathlib import Path
@@ -9,15 +9,15 @@ from istar.cli.console import make_console
 
 def add_parser(commands: Any) -> None:
     """Add the command to the parser of `istar`."""
-    watch = commands.add_parser("watch", help="the live table of the sweeps that run in a folder, here or elsewhere")
-    watch.add_argument("folder", type=Path, help="that holds the runs, as run.root")
-    watch.add_argument("--sweep", help="name of one; default: those that are not over, else the latest")
-    watch.add_argument("--once", action="store_true", help="show it as it is now, and leave")
-    watch.set_defaults(command=run, extra="train")
+    parser = commands.add_parser("watch", help="show a live table of the sweeps in a folder, also of other machines")
+    parser.add_argument("folder", type=Path, help="folder that holds the runs, as run.root")
+    parser.add_argument("--sweep", help="name of a sweep (default: all that are not over, or else the latest)")
+    parser.add_argument("--once", action="store_true", help="show the current state and exit")
+    parser.set_defaults(command=run, extra="train")
 
 
 def run(options: argparse.Namespace) -> None:
-    """Carry out the command."""
+    """Show the table until the sweeps are over, or once."""
     from istar.sweeps.watch import watch
 
     watch(options.folder, make_console(), options.sweep, options.once)

@@ -1,1 +1,1 @@
-"""A run: what names it, where it lies, how it is carried out, and in which processes."""
+"""Single runs: their folders and records, their training, and the processes that they run in."""

@@ -1,6 +1,6 @@
-"""Which extra of the package brings which library, and the one line that names it where a library is missing.
+"""Checks that optional dependencies are installed, and names the extra of the package that installs a missing one.
 
-`pip install istar` brings torch alone, which is all that `istar.measures` and `istar.regularizers` import.
+`pip install istar` installs torch alone, which is all that `istar.measures` and `istar.regularizers` import.
 """
 
 from importlib.util import find_spec
@@ -16,18 +16,18 @@ MODULES = {
     "train": ("transformers", *_REPORT, "datasets", "evaluate", "huggingface_hub", "hydra", "lightning", "requests",
               "safetensors", "sklearn", "tokenizers", "wandb"),
 }  # fmt: skip
-"""What istar imports, by the extra that brings it; pyproject.toml has the versions."""
+"""The modules that istar imports from each extra; pyproject.toml has their versions."""
 
 
 def require(feature: str, extra: str) -> None:
-    """Refuse to go on if something of an extra is not installed; nothing is imported for it.
+    """Check that all modules of an extra are installed, without importing them.
 
     Args:
-        feature: what needs the extra, as the user asked for it: `istar report`, `sweep.search=optuna`.
-        extra: of `MODULES`.
+        feature: what needs the extra, in the user's words: `istar report` or `sweep.search=optuna`.
+        extra: a key of `MODULES`.
 
     Raises:
-        UserError: naming the libraries and the extra.
+        UserError: if some are missing; the message names them and the extra.
     """
     missing = [module for module in MODULES[extra] if not is_installed(module)]
     if missing:
@@ -36,9 +36,9 @@ def require(feature: str, extra: str) -> None:
 
 
 def is_installed(module: str) -> bool:
-    """Whether a library can be imported; it is not."""
+    """Whether a module can be imported; does not import it."""
     try:
         return find_spec(module) is not None
     except (ImportError, ValueError):
-        # Somebody forbids its import.
+        # An import hook forbids the module, or it is in sys.modules without a spec.
         return False

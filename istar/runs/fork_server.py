@@ -1,10 +1,11 @@
 """Starts the runs of a sweep by forking a server process that has already imported the libraries.
 
-Importing them takes seconds, which each run would otherwise spend again. `python -m istar.runs.fork_server` with a
-file descriptor is the server. It never runs anything itself, so that every run begins in the state that the imports
-leave behind; a run has a separate log, environment and source of random numbers. `multiprocessing.forkserver` is not
-used: it would become the start method within the runs, would import the caller's script, hides libraries that cannot
-be imported, and reports an exit code for runs that are still alive when the server is killed.
+The imports take seconds, which each run would otherwise spend again. `python -m istar.runs.fork_server` with a file
+descriptor is the server. The server never executes a run itself, so every run starts from the state that the imports
+leave, with a log, an environment and a random state of its own.
+
+`multiprocessing.forkserver` does not fit: it would become the start method within the runs, would import the caller's
+script, hides libraries that cannot be imported, and reports exit codes of live processes when the server is killed.
 """
 
 import os
@@ -25,34 +26,31 @@ from istar.errors import UserError, shorten
 from istar.runs import extras, launch
 from istar.runs.importing import large_imports
 
-LIBRARIES = (
-    "istar.runs.run",
-    "wandb",
-    "transformers.models.bert.modeling_bert",
-    "torch.utils.data._utils.worker",
-)
-"""What a run imports sooner or later."""
+PRELOADED_MODULES = ("istar.runs.run", "wandb", "transformers.models.bert.modeling_bert")
+"""The modules that the server imports before it forks."""
 COMMAND = (sys.executable, "-m", "istar.runs.fork_server")
-READ_AT_LOAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-"""Variables that libraries read when they are loaded: a server is for one value of them."""
-_LOOK_SECONDS = 0.02
-_READY_TO_FORK = {"jemalloc_bg_thd"}
-"""Threads whose library knows of forks: that of Arrow's memory, which only returns some to the system in time."""
+IMPORT_TIME_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+"""Variables that libraries read on import: runs with different values of them need different servers."""
+RANK_KEYS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
+"""Variables that Lightning reads a rank from, in this order."""
+_POLL_SECONDS = 0.02
+_FORK_SAFE_THREADS = {"jemalloc_bg_thd"}
+"""Threads that may run during a fork: Arrow's allocator only uses it to return memory to the operating system."""
 
 
-def is_possible() -> bool:
-    """Whether runs can be forked here; elsewhere each is a fresh process.
+def is_supported() -> bool:
+    """Whether runs can be forked on this platform.
 
-    On macOS a process that has loaded its libraries cannot go on behind a fork, and Windows has none.
+    Windows has no fork, and on macOS a process that has loaded its libraries cannot continue after a fork.
     """
     return sys.platform == "linux"
 
 
-class Servers:
-    """Starts processes of runs as `launch.fresh` does, each from a server for its environment.
+class ServerPool:
+    """Starts the processes of runs like `launch.spawn`, through one server for each set of `IMPORT_TIME_VARIABLES`.
 
     Args:
-        log: file that takes what the servers themselves have to say.
+        log: file for stdout and stderr of the servers.
     """
 
     def __init__(self, log: Path) -> None:
@@ -66,94 +64,87 @@ class Servers:
         for server in self._servers.values():
             server.close()
 
-    def start(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path | None) -> "Forked":
-        """A process of a run; one server that has died is replaced.
-
-        Args:
-            arguments: for `launch.main`, behind the parent.
-            environment: of the process.
-            log: file that takes what it prints.
-        """
-        kind = tuple(environment.get(name) for name in READ_AT_LOAD)
-        if kind not in self._servers or self._servers[kind].obstacle():
-            self._servers[kind] = Server(environment, self._log)
-        return self._servers[kind].start(arguments, environment, log)
+    def spawn(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path | None) -> "ForkedProcess":
+        """Start a process as `launch.Spawn` describes, and replace the server if it has died."""
+        key = tuple(environment.get(name) for name in IMPORT_TIME_VARIABLES)
+        if key not in self._servers or self._servers[key].failure():
+            self._servers[key] = Server(environment, self._log)
+        return self._servers[key].spawn(arguments, environment, log)
 
 
 class Server:
-    """The other end of a server, in the process that wants runs.
+    """The client side of a fork server: starts the server and talks to it through a pipe.
 
     Args:
-        environment: in which it loads the libraries.
-        log: file that takes what it prints.
+        environment: the environment variables of the server.
+        log: file for stdout and stderr of the server.
     """
 
     def __init__(self, environment: Mapping[str, str], log: Path) -> None:
-        self._connection, there = Pipe()
+        self._connection, remote = Pipe()
         self._log = log
-        # A place among other processes is a run's, not the server's.
-        own = {name: value for name, value in environment.items() if name not in launch.TORCHRUN}
-        with there, log.open("ab") as output:
+        environment = {name: value for name, value in environment.items() if name not in launch.RANK_VARIABLES}
+        with remote, log.open("ab") as output:
             self._process = subprocess.Popen(
-                [*COMMAND, str(there.fileno())],
-                env=own,
-                pass_fds=[there.fileno()],
+                [*COMMAND, str(remote.fileno())],
+                env=environment,
+                pass_fds=[remote.fileno()],
                 start_new_session=True,
                 stdout=output,
                 stderr=output,
             )
-        self._outcomes: dict[int, int | str] = {}
+        self._results: dict[int, int | str] = {}
         self._started = 0
 
-    def start(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path | None) -> "Forked":
+    def spawn(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path | None) -> "ForkedProcess":
+        """Request a new process from the server."""
         self._started += 1
-        self.tell(self._started, (list(arguments), dict(environment), None if log is None else str(log)))
-        return Forked(self, self._started)
+        self.send(self._started, (list(arguments), dict(environment), None if log is None else str(log)))
+        return ForkedProcess(self, self._started)
 
-    def tell(self, key: int, what: object) -> None:
-        """Ask it for a process, or to send a signal to one; should it be gone, `outcome` says so."""
+    def send(self, key: int, request: object) -> None:
+        """Send a request for a process, or a signal number; if the server is gone, `exit_code` reports it."""
         try:
-            self._connection.send((key, what))
+            self._connection.send((key, request))
         except OSError:
             return
 
-    def outcome(self, key: int) -> int | None:
-        """Exit code of a process that has ended, a signal's as a negative number.
+    def exit_code(self, key: int) -> int | None:
+        """The exit code of a process, negative for a signal; None while the process runs.
 
         Raises:
-            UserError: if it could not be started, or the server is gone and so nobody will ever know.
+            UserError: if the process could not be started, or the server is gone and the exit code is unknown.
         """
-        obstacle = self.obstacle()
-        told = self._outcomes.get(key)
-        if isinstance(told, str):
-            raise UserError(f"the process of the run could not be started: {told}")
-        if told is None and obstacle:
-            raise UserError(f"{obstacle}; the same command goes on from the last checkpoint")
-        return told
+        failure = self.failure()
+        result = self._results.get(key)
+        if isinstance(result, str):
+            raise UserError(f"the process of the run could not be started: {result}")
+        if result is None and failure:
+            raise UserError(f"{failure}; the same command goes on from the last checkpoint")
+        return result
 
-    def obstacle(self) -> str:
-        """Why it starts no more processes; empty if it does."""
+    def failure(self) -> str:
+        """Receive pending results; returns why the server has ended, or an empty string while it runs."""
         try:
             while self._connection.poll():
-                key, told = self._connection.recv()
-                self._outcomes[key] = told
+                key, result = self._connection.recv()
+                self._results[key] = result
             return ""
         except (EOFError, OSError):
             code = self._process.wait()
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return f"the process that starts the runs {how} ({self._log})"
+        return f"the process that starts the runs {launch.describe_exit(code)} ({self._log})"
 
     def close(self) -> None:
-        """Let it end, and with it what it has started."""
+        """Close the pipe, whereupon the server and its processes end."""
         self._connection.close()
         self._process.wait()
 
 
-class Forked:
-    """A process of a run, with the methods of `Popen` that `launch.StartedRun` needs.
+class ForkedProcess:
+    """A process that a server has forked, with the interface of `launch.Process`.
 
-    It is asked for and signalled through the server alone, in the order of the calls: no signal comes before the
-    process does, and none goes to another that has got its number.
+    Signals go through the server in the order of the calls. So none arrives before the process exists, and none reaches
+    an unrelated process that has got the same PID later.
     """
 
     def __init__(self, server: Server, key: int) -> None:
@@ -161,81 +152,80 @@ class Forked:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """The exit code; None while it runs.
+        """The exit code; None while the process runs.
 
         Raises:
-            UserError: see `Server.outcome`.
+            UserError: see `Server.exit_code`.
         """
         if self.returncode is None:
-            self.returncode = self._server.outcome(self._key)
+            self.returncode = self._server.exit_code(self._key)
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        self._server.tell(self._key, number)
+        self._server.send(self._key, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
     def wait(self) -> int:
         while (code := self.poll()) is None:
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
         return code
 
 
 def serve(connection: Connection) -> None:
-    """Start processes, hand signals to them and report how they end, until nobody asks any more."""
+    """Import the libraries, then fork processes, forward signals and report exit codes until the client is gone."""
     keys: dict[int, int] = {}
-    own = dict(os.environ)
-    load()
+    server_environment = dict(os.environ)
+    preload()
     while True:
         try:
-            for pid, code in _ended():
+            for pid, code in _reap():
                 connection.send((keys.pop(pid), code))
-            # A look now and then, not the signal of a child's end: that would be one more thing to undo in a run.
-            if not connection.poll(_LOOK_SECONDS):
+            # Polling needs no SIGCHLD handler, which every fork would have to remove again.
+            if not connection.poll(_POLL_SECONDS):
                 continue
-            key, wanted = connection.recv()
+            key, request = connection.recv()
         except (EOFError, ConnectionError):
-            # Whoever asked is gone, and the processes will notice that this one is, too.
+            # The client is gone. The forked processes stop because their parent, this process, ends.
             return
-        if isinstance(wanted, int):
+        if isinstance(request, int):
             for pid in [pid for pid, other in keys.items() if other == key]:
-                os.kill(pid, wanted)
+                os.kill(pid, request)
             continue
         try:
-            keys[_fork(connection, own, *wanted)] = key
+            keys[_fork(connection, server_environment, *request)] = key
         except OSError as error:
             connection.send((key, shorten(error)))
 
 
-def load() -> None:
-    """Import what runs need, and make sure that the process can be forked behind that.
+def preload() -> None:
+    """Import the libraries that runs need, and check that the process can still be forked.
 
     Raises:
-        RuntimeError: if a library has begun to work: its threads, and what it holds of a GPU, no fork would have.
+        RuntimeError: if a library has started threads or initialized CUDA, neither of which survives a fork.
     """
     with large_imports():
-        for name in LIBRARIES:
+        for name in PRELOADED_MODULES:
             import_module(name)
         if extras.is_installed("optuna"):
-            # Which is for searches; a grid does without.
             import_module("istar.training.pruning")
     import torch
 
-    # OpenBLAS ends its threads when it sees a fork, and starts them when it needs them; nobody does here.
-    probe = os.fork()
-    if probe == 0:
+    # A fork makes OpenBLAS end its threads; it starts them again only when they are needed.
+    child = os.fork()
+    if child == 0:
         os._exit(0)
-    os.waitpid(probe, 0)
+    os.waitpid(child, 0)
     threads = sorted(path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm"))
-    if len([name for name in threads if name not in _READY_TO_FORK]) > 1 or threading.active_count() > 1:
+    if len([name for name in threads if name not in _FORK_SAFE_THREADS]) > 1 or threading.active_count() > 1:
         raise RuntimeError(f"loading the libraries has left threads: {threads}, {threading.enumerate()}")
     if torch.cuda.is_initialized():
         raise RuntimeError("loading the libraries has begun to use the GPU")
 
 
-def _ended() -> Iterator[tuple[int, int]]:
-    """Number and exit code of the processes that have ended since the last call."""
+def _reap() -> Iterator[tuple[int, int]]:
+    """PID and exit code of each child that has ended since the last call."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -246,28 +236,32 @@ def _ended() -> Iterator[tuple[int, int]]:
         yield pid, os.waitstatus_to_exitcode(status)
 
 
-def _fork(connection: Connection, own: Mapping[str, str], *wanted: Any) -> int:
-    """The number of the new process, here; there it becomes the run's and never returns."""
+def _fork(connection: Connection, server_environment: Mapping[str, str], *request: Any) -> int:
+    """Fork. Returns the child's PID in the parent; the child executes the run and exits."""
     server = os.getpid()
-    # It is born with the signals held back, as one started by `launch.fresh` is.
-    with launch.held_back():
+    # The child starts with blocked signals, like a process of `launch.spawn`, and unblocks them when it is ready.
+    with launch.blocked_signals():
         pid = os.fork()
         if pid == 0:
             try:
                 connection.close()
-                _become(server, own, *wanted)
+                _run_in_child(server, server_environment, *request)
             except BaseException:
                 traceback.print_exc()
             finally:
-                os._exit(launch.UNFORESEEN)
+                os._exit(launch.UNEXPECTED_ERROR)
     return pid
 
 
-def _become(
-    server: int, own: Mapping[str, str], arguments: Sequence[str], environment: Mapping[str, str], log: str | None
+def _run_in_child(
+    server: int,
+    server_environment: Mapping[str, str],
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    log: str | None,
 ) -> NoReturn:
-    """Turn a fork of the server into what `python -m istar.runs.launch` would be in this environment."""
-    from lightning.fabric.utilities import rank_zero
+    """Give the child the session, output, environment, rank and random state of a new process; then execute the run."""
+    from lightning.fabric.utilities.rank_zero import rank_zero_only
     from numpy import random
 
     os.setsid()
@@ -275,24 +269,24 @@ def _become(
         with Path(log).open("ab") as output:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
-    # What the libraries have set while they were loaded stays.
-    for name in own.keys() - environment.keys():
+    # Variables that the libraries set on import are in neither mapping and stay.
+    for name in server_environment.keys() - environment.keys():
         os.environ.pop(name, None)
-    os.environ.update(dict(environment.items() - own.items()))
-    # Read by Lightning when it is loaded.
-    rank_zero.rank_zero_only.rank = rank_zero._get_rank() or 0  # type: ignore[attr-defined]
-    # Python does so for its own numbers.
+    os.environ.update(dict(environment.items() - server_environment.items()))
+    # Lightning has read the rank on import, from the server's environment.
+    rank_zero_only.rank = next((int(os.environ[key]) for key in RANK_KEYS if key in os.environ), 0)  # type: ignore[attr-defined]
+    # Python reseeds its own generator in a forked child, but not NumPy's.
     random.seed()
     launch.main([str(server), *arguments])
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """The server: its one argument is the number under which it finds its end of the connection."""
-    # Whoever has started it held them back.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, launch.PASSED_ON)
+    """Run the server on the connection whose file descriptor is the only argument."""
+    # The server has inherited the blocked signals of the client.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, launch.FORWARDED_SIGNALS)
     [descriptor] = arguments
     serve(Connection(int(descriptor)))
-    # The libraries' farewells are for those who have used them.
+    # Skip the libraries' exit handlers: the server has not used the libraries.
     os._exit(0)
 
 

@@ -1,8 +1,7 @@
-"""A run in processes of its own: as many as it has devices, started afresh from its resolved config and watched.
+"""Starts a run in new processes, one for each device, and waits for them.
 
-`python -m istar.runs.launch <parent> <config.yaml> <folder> [trial]` is one such process. A run that train.py starts by
-itself must not be started again from the command line, as Lightning would do: with `-m` that is the command line of the
-whole sweep.
+`python -m istar.runs.launch <parent PID> <config.yaml> <folder> [trial]` is one such process. Lightning would start
+them by repeating the command line, which with `-m` is the command line of the whole sweep.
 """
 
 import json
@@ -19,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
+from socket import socket
 from types import FrameType
 from typing import Any, NoReturn, Protocol
 
@@ -33,56 +33,56 @@ from istar.files import write_text
 from istar.results import RunRecord
 from istar.runs.importing import large_imports
 
-UNFORESEEN = 1
-"""Exit code of an error that is no mistake of the user's."""
+UNEXPECTED_ERROR = 1
+"""Exit code of a process that ends with any exception but a `UserError`."""
 GRACE_SECONDS = 10.0
-"""How long the other processes may go on when one has ended badly."""
-TORCHRUN = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "ROLE_RANK", "LOCAL_WORLD_SIZE",
-             "MASTER_ADDR", "MASTER_PORT")  # fmt: skip
-"""Variables that say which one of several processes this is, and where they meet."""
-PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+"""How long the other processes may continue after one has failed."""
+RANK_VARIABLES = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "ROLE_RANK", "LOCAL_WORLD_SIZE",
+                  "MASTER_ADDR", "MASTER_PORT")  # fmt: skip
+"""Environment variables that give a process its rank and the address of rank 0."""
+FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 
 
-def is_one_of_many() -> bool:
-    """Whether torchrun or srun has started this process beside others.
+def has_external_launcher() -> bool:
+    """Whether torchrun or srun has started this process as one of several.
 
-    A script under sbatch has `SLURM_NTASKS`, `SLURM_PROCID` and the like as well, although there is one of it; the
-    variables of a step are set by srun alone.
+    `SLURM_NTASKS` and `SLURM_PROCID` do not tell: a script under sbatch has them, too, and runs as a single process.
+    Only srun sets the variables of a step.
     """
     return "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1"
 
 
-def tell_slurm_apart() -> None:
-    """Make Lightning see srun where it is, and only there.
+def fix_slurm_detection() -> None:
+    """Change the `SLURM_*` variables so that Lightning detects srun if, and only if, srun has started several tasks.
 
-    It goes by `SLURM_NTASKS`, which is what the job asked for, with or without srun, and looks away in jobs with a name
-    that salloc gives.
+    Lightning reads `SLURM_NTASKS`, which is what the job requested, with or without srun, and ignores SLURM in jobs
+    that have a name which salloc gives.
     """
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     if tasks == "1":
         os.environ.pop("SLURM_NTASKS", None)
     else:
         os.environ["SLURM_NTASKS"] = tasks
-        # Without --ntasks-per-node Lightning would refuse.
+        # Lightning refuses a job without --ntasks-per-node.
         per_node = os.environ.get("SLURM_STEP_TASKS_PER_NODE", tasks)
         os.environ.setdefault("SLURM_NTASKS_PER_NODE", per_node.partition("(")[0])
         os.environ.pop("SLURM_JOB_NAME", None)
 
 
 def processes_to_start(settings: TrainerConfig) -> int:
-    """How many processes a run needs that are not there yet; 1: this one will do.
+    """The number of processes that a run needs on this machine; 1 means that the current process is enough.
 
     Raises:
-        UserError: if there are too few or too many already, or the trainer refuses its settings.
+        UserError: if an external launcher has started a different number, or Lightning refuses the settings.
     """
-    if is_one_of_many():
-        _check_number(settings)
+    if has_external_launcher():
+        _check_process_count(settings)
         return 1
     if settings.devices in (1, "1") and settings.num_nodes == 1:
         return 1
-    if not _may_be_placed():
-        _check_meeting(settings)
-        # Seconds faster than Lightning, which has to be asked for what only the hardware or a scheduler knows.
+    if not _may_have_other_launcher():
+        _check_rendezvous(settings)
+        # Asking Lightning takes seconds; only the hardware or a scheduler makes it necessary.
         if isinstance(settings.devices, int) and settings.devices > 0:
             return settings.devices
     from istar.training import trainer
@@ -90,24 +90,24 @@ def processes_to_start(settings: TrainerConfig) -> int:
     return trainer.processes_to_start(trainer.bare_trainer(settings))
 
 
-def _check_number(settings: TrainerConfig) -> None:
-    """Refuse what would wait for processes that never come, or run twice."""
-    there = os.environ.get("WORLD_SIZE" if "TORCHELASTIC_RUN_ID" in os.environ else "SLURM_STEP_NUM_TASKS")
-    wanted = settings.devices * settings.num_nodes if isinstance(settings.devices, int) else -1
-    if wanted > 0 and str(wanted) != there:
+def _check_process_count(settings: TrainerConfig) -> None:
+    """Refuse a number of started processes that would wait for missing ones forever, or train a run twice."""
+    started = os.environ.get("WORLD_SIZE" if "TORCHELASTIC_RUN_ID" in os.environ else "SLURM_STEP_NUM_TASKS")
+    expected = settings.devices * settings.num_nodes if isinstance(settings.devices, int) else -1
+    if expected > 0 and str(expected) != started:
         raise UserError(
-            f"{there} processes have been started, but trainer.devices={settings.devices} on trainer.num_nodes="
-            f"{settings.num_nodes} are {wanted}; devices counts the processes of one node"
+            f"{started} processes have been started, but trainer.devices={settings.devices} on trainer.num_nodes="
+            f"{settings.num_nodes} are {expected}; devices counts the processes of one node"
         )
 
 
-def _may_be_placed() -> bool:
-    """Whether this process may be one of several by other means than torchrun and srun: by hand, LSF or MPI."""
+def _may_have_other_launcher() -> bool:
+    """Whether the process may have been started by hand, by LSF or by MPI, rather than by torchrun or srun."""
     return bool({"LOCAL_RANK", "LSB_JOBID"} & os.environ.keys()) or find_spec("mpi4py") is not None
 
 
-def _check_meeting(settings: TrainerConfig) -> None:
-    """Refuse several nodes that do not know where to meet, before each of them waits at a place of its own."""
+def _check_rendezvous(settings: TrainerConfig) -> None:
+    """Refuse to run on several nodes without the address of rank 0, where every node would wait for itself."""
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK") if name not in os.environ]
     if settings.num_nodes > 1 and missing:
         raise UserError(
@@ -116,26 +116,24 @@ def _check_meeting(settings: TrainerConfig) -> None:
         )
 
 
-def launch(config: Config, processes: int, show_trace: bool = False, search: str | None = None) -> RunRecord:
-    """Carry out a run in fresh processes and wait for them.
+def launch(config: Config, processes: int, show_trace: bool = False, trial: str | None = None) -> RunRecord:
+    """Execute a run in new processes, wait for them, and return its record.
+
+    Signals are forwarded to the processes.
 
     Args:
-        config: of the run.
-        processes: how many on this machine.
-        show_trace: with the stack trace, if it fails.
-        search: the trial of a search that may prune the run; see `istar.training.pruning`.
-
-    Returns:
-        The run's record.
+        processes: number of processes on this machine.
+        show_trace: print the stack trace if the run fails.
+        trial: the trial of a search that may prune the run, as `istar.training.pruning` reads it.
 
     Raises:
-        UserError: what ended the first of the processes that ended badly; the others are ended, too.
-        StoppedError: if a signal, which is handed on to the processes, has stopped it.
+        UserError: the error of the first process that failed; the other processes are terminated.
+        StoppedError: if a signal has stopped the run.
     """
-    runs: list[StartedRun] = []
-    with handing_on_signals(runs) as signals:
-        with held_back():
-            runs.append(StartedRun(config, processes, search))
+    runs: list[RunProcesses] = []
+    with forward_signals(runs) as signals:
+        with blocked_signals():
+            runs.append(RunProcesses(config, processes, trial))
             for number in signals:
                 runs[0].send_signal(number)
         while not runs[0].has_ended():
@@ -144,32 +142,32 @@ def launch(config: Config, processes: int, show_trace: bool = False, search: str
         return runs[0].record(signals, show_trace)
     except StoppedError:
         if signal.SIGUSR2 in signals and callable(signal.getsignal(signal.SIGUSR2)):
-            # submitit listens to it, and queues the job again; only now is the run saved.
+            # submitit's handler requeues the job; this must wait until the run has saved its checkpoint.
             signal.raise_signal(signal.SIGUSR2)
         raise
 
 
-def in_queue() -> bool:
-    """Whether submitit has started this process: as one job of many."""
+def is_submitit_job() -> bool:
+    """Whether submitit has started this process."""
     return "SUBMITIT_EXECUTOR" in os.environ
 
 
-def wait_for_slurm() -> None:
-    """In a job of SLURM that has been asked to end: wait for it to do so.
+def wait_until_slurm_kills() -> None:
+    """Wait until SLURM kills this job; return at once outside of SLURM.
 
-    It queues a pre-empted job again only if that has not ended by itself in its time of grace.
+    SLURM requeues a preempted job only if the job has not exited by itself during the grace time.
     """
     while os.environ.get("SUBMITIT_EXECUTOR") == "slurm":
         time.sleep(1)
 
 
 class Process(Protocol):
-    """What a run needs of each of its processes; `Popen` has it."""
+    """The interface of a process that `RunProcesses` needs, a part of `subprocess.Popen`."""
 
     returncode: int | Any
 
     def poll(self) -> int | None:
-        """Exit code; None while it runs."""
+        """The exit code; None while the process runs."""
 
     def send_signal(self, number: int, /) -> None: ...
 
@@ -178,116 +176,116 @@ class Process(Protocol):
     def wait(self) -> int: ...
 
 
-class Starter(Protocol):
-    """Starts a process: `fresh`, or `istar.runs.fork_server.Servers.start`."""
+class Spawn(Protocol):
+    """A function that starts a process which calls `main`: `spawn` or `istar.runs.fork_server.ServerPool.spawn`."""
 
     def __call__(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path | None) -> Process:
-        """Start `main` there.
+        """Start the process.
 
         Args:
-            arguments: of `main`, behind the parent.
-            environment: of the process.
-            log: file that takes what it prints; None leaves it to the terminal.
+            arguments: the arguments of `main` after the parent's PID.
+            environment: the environment variables of the process.
+            log: file for stdout and stderr; None inherits them.
         """
 
 
-def fresh(arguments: Sequence[str], environment: Mapping[str, str], log: Path | None) -> "subprocess.Popen[bytes]":
-    """Start a new Python, which loads all libraries: some seconds."""
+def spawn(arguments: Sequence[str], environment: Mapping[str, str], log: Path | None) -> "subprocess.Popen[bytes]":
+    """Start `main` in a new Python interpreter, which takes some seconds to import the libraries."""
     command = [sys.executable, "-m", "istar.runs.launch", str(os.getpid()), *arguments]
     with log.open("ab") if log is not None else nullcontext() as output:
         return subprocess.Popen(command, env=environment, start_new_session=True, stdout=output, stderr=output)
 
 
-class StartedRun:
-    """A run in processes of its own that nobody waits for yet; to be started within `held_back()`.
+class RunProcesses:
+    """The processes of one run. Create it within `blocked_signals()`, poll `has_ended`, then call `record`.
 
     Args:
-        config: of the run.
-        processes: how many on this machine.
-        search: see `launch`.
-        variables: of the environment, beside those of this process.
-        log: file that takes what the processes print; None leaves it to the terminal.
-        start: how a process is started.
+        processes: number of processes on this machine.
+        trial: see `launch`.
+        variables: environment variables to add to those of this process.
+        log: file for stdout and stderr of the processes; None inherits them.
+        spawn: starts a process.
     """
 
     def __init__(
         self,
         config: Config,
         processes: int,
-        search: str | None = None,
+        trial: str | None = None,
         variables: Mapping[str, str] | None = None,
         log: Path | None = None,
-        start: Starter = fresh,
+        spawn: Spawn = spawn,
     ) -> None:
-        self._place = tempfile.TemporaryDirectory(prefix="istar-")
-        self._folder = Path(self._place.name)
+        self._exchange = tempfile.TemporaryDirectory(prefix="istar-")
+        self._folder = Path(self._exchange.name)
         self._deadline = float("inf")
-        self._bad: list[int] = []
-        self._lost: UserError | None = None
+        self._failed_ranks: list[int] = []
+        self._server_error: UserError | None = None
         write_text(self._folder / "config.yaml", yaml.safe_dump(schema.to_dict(config)))
-        arguments = [str(self._folder / "config.yaml"), str(self._folder), *([search] if search else [])]
+        arguments = [str(self._folder / "config.yaml"), str(self._folder), *([trial] if trial else [])]
         port = _free_port()
         self._processes: list[Process] = []
         for rank in range(processes):
             environment = _environment(rank, processes, config.trainer, port) | dict(variables or {})
-            self._processes.append(start(arguments, environment, log))
+            self._processes.append(spawn(arguments, environment, log))
 
     def send_signal(self, number: int) -> None:
         for process in self._processes:
             process.send_signal(number)
 
     def has_ended(self) -> bool:
-        """Whether all processes have; when one has ended badly, the others may go on for `GRACE_SECONDS`."""
+        """Whether all processes have exited; kills the others `GRACE_SECONDS` after one has failed."""
         try:
-            return self._have_ended()
+            return self._poll()
         except UserError as error:
-            self._lost = error
+            # The fork server is gone, so the exit codes will never be known.
+            self._server_error = error
             self.send_signal(signal.SIGKILL)
             return True
 
-    def _have_ended(self) -> bool:
-        # All of them are asked every time: one that waits for another that is dead will wait for long.
+    def _poll(self) -> bool:
         codes = [process.poll() for process in self._processes]
-        bad = [rank for rank, code in enumerate(codes) if code]
+        failed = [rank for rank, code in enumerate(codes) if code]
         if None not in codes:
-            self._bad = self._bad or bad
+            self._failed_ranks = self._failed_ranks or failed
             return True
-        if bad and self._deadline == float("inf"):
+        # A process that waits for a dead one in a collective would wait until the timeout of the process group.
+        if failed and self._deadline == float("inf"):
             self._deadline = time.monotonic() + GRACE_SECONDS
         if time.monotonic() > self._deadline:
-            self._bad = bad
+            self._failed_ranks = failed
             for process in self._processes:
                 process.kill()
                 process.wait()
-        return bool(self._bad)
+        return bool(self._failed_ranks)
 
     def record(self, signals: Sequence[int], show_trace: bool = False) -> RunRecord:
-        """What came out of it, when it has ended.
+        """Return the record of the ended run.
 
         Args:
-            signals: that the processes were sent.
-            show_trace: with the stack trace, if it failed.
+            signals: the signals that were sent to the processes.
+            show_trace: print the stack trace if the run failed.
 
         Raises:
             UserError: see `launch`.
         """
-        with self._place:
-            if self._lost is not None:
-                raise self._lost
-            if self._bad:
-                codes = {rank: self._processes[rank].returncode for rank in self._bad}
-                raise _error(self._folder, codes, len(self._processes), signals, show_trace)
+        with self._exchange:
+            if self._server_error is not None:
+                raise self._server_error
+            if self._failed_ranks:
+                codes = {rank: self._processes[rank].returncode for rank in self._failed_ranks}
+                raise _run_error(self._folder, codes, len(self._processes), signals, show_trace)
             return results.read(self._folder)
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """One process of a run: leaves the record, or what went wrong, in files for the one that started it."""
-    parent, config, folder, *search = arguments
+    """Execute a run as one of its processes; leaves the record or the error in the folder of the parent process."""
+    parent, config, folder, *trial = arguments
     rank = os.environ.get("LOCAL_RANK", "0")
-    # Until the training listens, Ctrl-C ends this process as it would end one that is not Python.
+    # Until the training has installed its handlers, Ctrl-C ends this process without a KeyboardInterrupt.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
-    _end_with(int(parent))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED_SIGNALS)
+    _terminate_with_parent(int(parent))
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     schema.register()
     try:
@@ -295,67 +293,78 @@ def main(arguments: Sequence[str]) -> NoReturn:
             from istar.runs.run import run
 
         settings = schema.load(OmegaConf.load(config))  # type: ignore[arg-type]
-        record = run(settings, Console(), *search)
+        record = run(settings, Console(), *trial)
         if rank == "0":
-            # Not where the run lies: on another node than the first, its result may not have been written yet.
+            # The parent does not read the run's folder: on a second node, the result may not be visible there yet.
             results.write(record, Path(folder))
         message, code, trace = "", 0, ""
     except UserError as error:
         message, code, trace = str(error), error.exit_code, traceback.format_exc()
     except Exception as error:
-        message, code, trace = f"{type(error).__name__}: {shorten(error)}", UNFORESEEN, traceback.format_exc()
+        message, code, trace = f"{type(error).__name__}: {shorten(error)}", UNEXPECTED_ERROR, traceback.format_exc()
     if code:
         write_text(Path(folder) / f"error-{rank}.json", json.dumps({"message": message, "code": code, "trace": trace}))
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not through the exit of the interpreter, where what is left of a process group may hang or abort.
+    # A normal exit of the interpreter may hang or abort in the destructor of a process group.
     os._exit(code)
 
 
 def _environment(rank: int, processes: int, settings: TrainerConfig, port: int) -> dict[str, str]:
-    """This process's own without what torchrun or srun have left there, and the place among the others."""
-    kept = {
+    """The environment of a run's process: that of this process with other rank variables."""
+    environment = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith("TORCHELASTIC") and name not in ("SLURM_NTASKS", "HYDRA_FULL_ERROR")
     }
-    # The same code as here, wherever another istar may be installed.
-    kept["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [kept.get("PYTHONPATH")])])
+    # The process imports this copy of istar, even if another one is installed.
+    paths = [str(Path(__file__).parents[2]), environment.get("PYTHONPATH")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     if settings.num_nodes == 1:
-        kept = {name: value for name, value in kept.items() if name not in TORCHRUN}
+        environment = {name: value for name, value in environment.items() if name not in RANK_VARIABLES}
     if processes > 1 or settings.num_nodes > 1:
-        own = {"LOCAL_RANK": str(rank), "NODE_RANK": kept.get("NODE_RANK", "0")}
-        own |= {"MASTER_ADDR": kept.get("MASTER_ADDR", "127.0.0.1"), "MASTER_PORT": kept.get("MASTER_PORT", str(port))}
-        # With as many threads as cores in each of them, they would stand in each other's way.
-        threads = max(1, (os.cpu_count() or 1) // processes)
-        kept |= own | {"OMP_NUM_THREADS": kept.get("OMP_NUM_THREADS", str(threads))}
-    return kept
+        environment["LOCAL_RANK"] = str(rank)
+        environment.setdefault("NODE_RANK", "0")
+        environment.setdefault("MASTER_ADDR", "127.0.0.1")
+        environment.setdefault("MASTER_PORT", str(port))
+        # With one thread per core in each process, the processes would compete for the cores.
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    return environment
 
 
-def _error(folder: Path, codes: dict[int, int], processes: int, signals: Sequence[int], show_trace: bool) -> UserError:
-    """What ended the run: a mistake of the user's, else a process that was killed, else an unforeseen error.
+def _run_error(
+    folder: Path, codes: dict[int, int], processes: int, signals: Sequence[int], show_trace: bool
+) -> UserError:
+    """The error that ended a run: a `UserError`, else the signal that killed a process, else an unexpected exception.
 
-    In this order, because the other processes fail, too, once one is gone.
+    The order matters because the other processes fail, too, once one is gone.
+
+    Args:
+        codes: exit codes of the failed processes by rank.
     """
-    told = {rank: json.loads(path.read_text()) for rank in codes if (path := folder / f"error-{rank}.json").exists()}
-    for left in sorted(told.values(), key=lambda left: left["code"] == UNFORESEEN):
-        if left["code"] == UNFORESEEN and len(told) < len(codes):
+    errors = {rank: json.loads(path.read_text()) for rank in codes if (path := folder / f"error-{rank}.json").exists()}
+    for error in sorted(errors.values(), key=lambda error: error["code"] == UNEXPECTED_ERROR):
+        if error["code"] == UNEXPECTED_ERROR and len(errors) < len(codes):
             break
-        if show_trace or left["code"] == UNFORESEEN:
-            print(left["trace"], file=sys.stderr, end="")
-        return _user_error(left["message"], left["code"])
-    rank = min(codes.keys() - told.keys())
+        if show_trace or error["code"] == UNEXPECTED_ERROR:
+            print(error["trace"], file=sys.stderr, end="")
+        return _user_error(error["message"], error["code"])
+    rank = min(codes.keys() - errors.keys())
     code = codes[rank]
     if -code in signals:
         name = signal.Signals(-code).name
         return StoppedError(f"stopped by {name} outside of the training; the same command goes on from there", -code)
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    which = f"process {rank} of {processes}" if processes > 1 else "the process of the run"
-    return _user_error(f"{which} {how}; the same command goes on from the last checkpoint", UNFORESEEN)
+    process = f"process {rank} of {processes}" if processes > 1 else "the process of the run"
+    return _user_error(f"{process} {describe_exit(code)}; the same command goes on from the last checkpoint")
 
 
-def _user_error(message: str, code: int) -> UserError:
-    """The exception that a process has left with."""
+def describe_exit(code: int) -> str:
+    """An exit code in words; negative codes are signals, as in `subprocess`."""
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def _user_error(message: str, code: int = UNEXPECTED_ERROR) -> UserError:
+    """The exception for the message and the exit code of a process."""
     if code > StoppedError.exit_code:
         return StoppedError(message, code - StoppedError.exit_code)
     error = UserError(message)
@@ -364,36 +373,36 @@ def _user_error(message: str, code: int) -> UserError:
 
 
 @contextmanager
-def handing_on_signals(runs: Sequence[StartedRun]) -> Iterator[list[int]]:
-    """Signals go to the processes of the runs; which ones there were is in the list."""
+def forward_signals(runs: Sequence[RunProcesses]) -> Iterator[list[int]]:
+    """Forward signals to the processes of the runs; yields the list of the received signals, which grows."""
     signals: list[int] = []
 
-    def hand_on(number: int, frame: FrameType | None) -> None:
+    def forward(number: int, frame: FrameType | None) -> None:
         signals.append(number)
         for run in runs:
             run.send_signal(number)
 
     is_main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, hand_on) for number in PASSED_ON if is_main}
+    handlers = {number: signal.signal(number, forward) for number in FORWARDED_SIGNALS if is_main}
     try:
         yield signals
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
 @contextmanager
-def held_back() -> Iterator[None]:
-    """Signals wait until the block is over, here, and in a process started in it until that is ready for them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
+def blocked_signals() -> Iterator[None]:
+    """Delay signals until the end of the block; a process started in the block inherits the mask and unblocks them."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED_SIGNALS)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _end_with(parent: int) -> None:
-    """Stop as by SIGTERM when the process that waits for this one is gone."""
+def _terminate_with_parent(parent: int) -> None:
+    """Send SIGTERM to this process when its parent has died."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -404,11 +413,9 @@ def _end_with(parent: int) -> None:
 
 
 def _free_port() -> int:
-    from socket import socket
-
-    with socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    with socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 if __name__ == "__main__":

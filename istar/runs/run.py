@@ -1,4 +1,4 @@
-"""run(config) -> RunRecord: the one place that assembles data, model, penalty and trainer."""
+"""Executes a run: `run(config)` assembles data, model, penalty and trainer, trains, and writes the results."""
 
 import json
 import logging
@@ -18,19 +18,19 @@ import yaml
 from datasets import Dataset
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from rich.console import Console
-from torch._dynamo.exc import TorchDynamoException
 from transformers import PreTrainedTokenizerBase
 
 from istar import models, results
 from istar.config import Config, CosRegConfig, IStarConfig, TaskConfig, TrainerConfig
 from istar.config.schema import to_dict
 from istar.errors import NonFiniteError, StoppedError, UserError, shorten
-from istar.files import remove_drafts, replacing, sole_writer, write_text
+from istar.files import atomic_write, remove_drafts, sole_writer, write_text
 from istar.regularizers import CosReg, IStar, Penalty, attach, layer_numbers
 from istar.reports.run_picture import isotropy_picture
 from istar.reports.run_tables import summary
 from istar.results import RunRecord
-from istar.runs.store import Examples, finished_run, folder_of, load_examples, model_identity, task_spec
+from istar.runs.private_names import is_compile_error
+from istar.runs.store import Examples, finished_run, load_examples, model_identity, run_folder, task_spec
 from istar.tasks.evaluation import Evaluator, constant_baseline, write_submission
 from istar.tasks.features import Collator, featurize, max_length_for
 from istar.tasks.loading import fingerprint, overlap
@@ -62,7 +62,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Job:
-    """All the parts of a run, put together and ready to train."""
+    """The assembled parts of a run, ready to train."""
 
     config: Config
     spec: TaskSpec
@@ -83,75 +83,80 @@ class Job:
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run starts: a checkpoint, the beginning if there is none, or not at all because it is finished."""
+    """The state in which a run was found.
+
+    Attributes:
+        checkpoint: the checkpoint to resume from; None starts from the beginning.
+        finished: the record of the run if it is finished already.
+    """
 
     checkpoint: Path | None = None
     finished: RunRecord | None = None
 
 
-def run(config: Config, console: Console | None = None, search: str | None = None) -> RunRecord:
-    """Train and evaluate what the config says.
+def run(config: Config, console: Console | None = None, trial: str | None = None) -> RunRecord:
+    """Train and evaluate a model as the config describes, and return the record of the results.
 
-    A finished run of an equal config is returned as it is, a broken one goes on from its last checkpoint and ends as
-    it would have without the break.
+    If a run of an equal config is finished, its record is returned without training. An interrupted run resumes from
+    its last checkpoint, with the same results as without the interruption.
 
-    Leaves `<run.root>/<name>/` with `result.json`, `config.yaml`, `predictions.jsonl`, `geometry.json`, `metrics.csv`,
-    `model/` and `checkpoints/`.
+    Writes `result.json`, `config.yaml`, `predictions.jsonl`, `geometry.json`, `metrics.csv`, `model/` and
+    `checkpoints/` into `<run.root>/<name>/`, but nothing before the data, the tokenizer and the model are loaded.
 
     Args:
         config: from `istar.config.schema.load`.
-        console: where the closing table is printed; None prints nothing.
-        search: the trial of a search that may prune the run, as `sweep.trial` has it.
+        console: prints the table of results; None prints nothing.
+        trial: the trial of a search that may prune the run, as in `sweep.trial`.
 
     Raises:
-        UserError: for anything in the config, the data or the model that the user can mend. Nothing is written
-            before the data, the tokenizer and the model have been loaded.
-        StoppedError: if a signal stopped it; what was done is kept.
+        UserError: for any mistake in the config, the data or the model that the user can correct.
+        StoppedError: if a signal has stopped the run; its checkpoints are kept.
     """
     started = time.perf_counter()
     if getattr(rank_zero_only, "rank", 0):
-        # Every process would say the same.
+        # Only rank 0 logs, because all ranks would log the same.
         logging.getLogger("istar").setLevel(logging.ERROR)
     spec = task_spec(config.task)
     check_hardware(config.trainer)
     examples = load_examples(spec, config.task)
-    digest = fingerprint(examples.train, *examples.validation)
+    data_fingerprint = fingerprint(examples.train, *examples.validation)
     tokenizer = models.load_tokenizer(config.model)
-    folder = folder_of(config, digest, model_identity(config.model))
+    folder = run_folder(config, data_fingerprint, model_identity(config.model))
     finished = None if config.run.overwrite else finished_run(folder, config)
     if finished is None:
-        job = _assemble(config, spec, folder, examples, tokenizer, search)
+        job = _assemble(config, spec, folder, examples, tokenizer, trial)
         _check_processes(job)
-        with _processes(job.trainer), sole_writer(folder) if job.trainer.is_global_zero else nullcontext():
-            start = _agreed(job.trainer, lambda: _prepare(job))
+        with _process_group(job.trainer), sole_writer(folder) if job.trainer.is_global_zero else nullcontext():
+            start = _on_rank_zero(job.trainer, lambda: _prepare_folder(job))
             if start.finished is None:
                 with handlers_put_back():
-                    record = _carry_out(job, start, digest, started)
+                    record = _train_and_record(job, start.checkpoint, data_fingerprint, started)
                 if console is not None and job.trainer.is_global_zero:
-                    with replacing(folder / PICTURE) as file:
+                    with atomic_write(folder / PICTURE) as file:
                         file.write(isotropy_picture(record))
-                _tell(console, record, f"{folder}{os.sep}, with a picture of the table: {PICTURE}")
+                _print_summary(console, record, f"{folder}{os.sep}, with a picture of the table: {PICTURE}")
                 return record
         finished = start.finished
     answer_agent(config, asdict(finished), folder)
-    _tell(console, finished, f"{folder} is finished; run.overwrite=true runs it again")
+    _print_summary(console, finished, f"{folder} is finished; run.overwrite=true runs it again")
     return finished
 
 
 def build_penalty(config: Any) -> Penalty | None:
-    """The penalty that `reg=` names; None for `reg=none`."""
-    shared = ("weight", "layers", "include_padding", "sync")
+    """Build the penalty that the `reg` group of a config describes; None for `reg=none`."""
+    keys = ["weight", "layers", "include_padding", "sync"]
     if isinstance(config, IStarConfig):
-        own = ("zeta", "estimator", "compute")
-        return IStar(**{key: getattr(config, key) for key in (*shared, *own)})
+        keys += ["zeta", "estimator", "compute"]
+        return IStar(**{key: getattr(config, key) for key in keys})
     if isinstance(config, CosRegConfig):
-        return CosReg(**{key: getattr(config, key) for key in shared})
+        return CosReg(**{key: getattr(config, key) for key in keys})
     return None
 
 
 def _featurize(
     spec: TaskSpec, config: Config, examples: Examples, tokenizer: PreTrainedTokenizerBase, model_config: Any
 ) -> Examples:
+    """Tokenize all splits, using the cache of tokenized data."""
     length = max_length_for(tokenizer, model_config, config.task.max_length or spec.max_length)
     cache = Path(config.data.cache_dir or os.environ.get("ISTAR_CACHE", "~/.cache/istar")).expanduser()
 
@@ -168,31 +173,28 @@ def _featurize(
 
 
 def _first_batches(examples: Examples, features: Examples, size: int) -> tuple[Examples, Examples]:
-    """Evaluation sets cut to the one batch that fast_dev_run looks at: metrics want a set whole."""
-
-    def cut(rows: list[Dataset], tokens: list[Dataset]) -> tuple[list[Dataset], list[Dataset]]:
-        pairs = [_first_batch(*pair, size) for pair in zip(rows, tokens, strict=True)]
-        return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-
-    validation, validation_features = cut(examples.validation, features.validation)
-    test, test_features = cut(examples.test, features.test)
+    """Cut the evaluation sets to the single batch of `trainer.fast_dev_run`, since metrics need complete sets."""
+    validation = [_first_batch(*pair, size) for pair in zip(examples.validation, features.validation, strict=True)]
+    test = [_first_batch(*pair, size) for pair in zip(examples.test, features.test, strict=True)]
     return (
-        Examples(examples.train, validation, test),
-        Examples(features.train, validation_features, test_features),
+        Examples(examples.train, [rows for rows, _ in validation], [rows for rows, _ in test]),
+        Examples(features.train, [tokens for _, tokens in validation], [tokens for _, tokens in test]),
     )
 
 
 def _first_batch(rows: Dataset, tokens: Dataset, size: int) -> tuple[Dataset, Dataset]:
-    """As many of the first examples as have all their features (spans: windows) in one batch."""
+    """The first examples whose features (for spans: all windows) fit into one batch, and these features."""
     if len(tokens) <= size:
         return rows, tokens
-    owners = tokens["example_id"][: size + 1]
-    return rows.select(range(owners[size])), tokens.select(range(owners.index(owners[size])))
+    example_ids = tokens["example_id"][: size + 1]
+    incomplete = example_ids[size]
+    return rows.select(range(incomplete)), tokens.select(range(example_ids.index(incomplete)))
 
 
 def _evaluators(
     spec: TaskSpec, config: TaskConfig, examples: list[Dataset], features: list[Dataset]
 ) -> dict[str, Evaluator]:
+    """One evaluator for each validation set, by the suffix of its metrics."""
     return {
         split.suffix: Evaluator(spec, rows, tokens, config.n_best, config.max_answer_length)
         for split, rows, tokens in zip(spec.validation, examples, features, strict=True)
@@ -205,15 +207,16 @@ def _assemble(
     folder: Path,
     examples: Examples,
     tokenizer: PreTrainedTokenizerBase,
-    search: str | None,
+    trial: str | None,
 ) -> Job:
+    """Build tokenized data, model, penalty, callbacks and trainer; writes no files but the cache of tokenized data."""
     model_config = models.load_config(config.model, spec, tokenizer)
     if config.reg.name != "none":
         layer_numbers(model_config.num_hidden_layers, config.reg.layers)
     features = _featurize(spec, config, examples, tokenizer, model_config)
     if config.trainer.fast_dev_run:
         examples, features = _first_batches(examples, features, config.data.eval_batch_size)
-    # The head's weights and dropout are the global generator's only users from here on.
+    # From here on, only the initialization of the head and dropout draw from the global random generators.
     L.seed_everything(config.seed, workers=True, verbose=False)
     model = models.load_model(config.model, spec, model_config, tokenizer)
     evaluators = _evaluators(spec, config.task, examples.validation, features.validation)
@@ -227,7 +230,7 @@ def _assemble(
     history = History(spec.headline, isotropy, keep_best=keeps_checkpoints(config.trainer))
     stop, metrics = StopSignal(), MetricsFile(folder / "metrics.csv")
     refresh = _refresh(config, module, data, stop)
-    callbacks: list[L.Callback] = [stop, isotropy, *_monitor(config.trainer), history, *_pruning(search, history)]
+    callbacks: list[L.Callback] = [stop, isotropy, *_monitor(config.trainer), history, *_pruning(trial, history)]
     callbacks += [refresh] if refresh is not None else []
     checkpoints = _checkpoints(config.trainer, folder, history, metrics, stop)
     trainer = build_trainer(config.trainer, spec.headline, folder, callbacks, checkpoints)
@@ -261,15 +264,16 @@ def _monitor(settings: TrainerConfig) -> list[L.Callback]:
     return [IsotropyMonitor(settings.stop_at_inter_sim, settings.inter_sim_patience)]
 
 
-def _pruning(search: str | None, history: History) -> list[L.Callback]:
-    if search is None:
+def _pruning(trial: str | None, history: History) -> list[L.Callback]:
+    if trial is None:
         return []
     from istar.training.pruning import Pruning, TrialOfStudy
 
-    return [Pruning(TrialOfStudy.parse(search), history)]
+    return [Pruning(TrialOfStudy.parse(trial), history)]
 
 
 def _refresh(config: Config, module: FineTuner, data: FineTuningData, stop: StopSignal) -> ShrinkageCovariance | None:
+    """The callback that refreshes the shrinkage covariance; None if the penalty does not need it."""
     watch = module.watch
     if watch is None or not isinstance(watch.penalty, IStar) or not watch.penalty.needs_shrinkage_covariance:
         return None
@@ -288,8 +292,9 @@ def _refresh(config: Config, module: FineTuner, data: FineTuningData, stop: Stop
 
 
 def _check_processes(job: Job) -> None:
+    """Refuse a trainer that needs more processes than are running, or more than an evaluation set has examples."""
     if processes_to_start(job.trainer) > 1:
-        # Lightning would start them by calling this script again, whatever that is.
+        # Lightning would start the others by executing the current script again.
         raise UserError(
             f"trainer.devices={job.config.trainer.devices} needs more processes than this one: train.py and "
             "istar.runs.launch.launch(config, processes) start them"
@@ -302,46 +307,46 @@ def _check_processes(job: Job) -> None:
 
 
 @contextmanager
-def _processes(trainer: L.Trainer) -> Iterator[None]:
-    """Connect the processes before the training does, as there are things to agree on."""
+def _process_group(trainer: L.Trainer) -> Iterator[None]:
+    """Create the process group before `trainer.fit` does, because rank 0 has to broadcast before the training."""
     with quiet_lightning():
         trainer.strategy.setup_environment()
     if trainer.global_rank > 0:
-        # The weights come from the first process, but dropout should not be the same everywhere.
+        # DDP broadcasts the weights of rank 0, but dropout masks should differ between ranks.
         torch.manual_seed(torch.initial_seed() + trainer.global_rank)
     yield
-    # Nobody is done before the first process has written the result.
+    # All ranks wait until rank 0 has written the result.
     trainer.strategy.barrier()
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 
 
-def _agreed(trainer: L.Trainer, decide: Callable[[], T]) -> T:
-    """What the first process decides, or its mistake, on all processes."""
-    decision: T | None = None
-    mistake: UserError | None = None
+def _on_rank_zero(trainer: L.Trainer, function: Callable[[], T]) -> T:
+    """Call a function on rank 0; return its result, or raise its `UserError`, on all ranks."""
+    result: T | None = None
+    error: UserError | None = None
     if trainer.is_global_zero:
         try:
-            decision = decide()
-        except UserError as error:
-            mistake = error
-    decision, mistake = trainer.strategy.broadcast((decision, mistake))
-    if mistake is not None:
-        raise mistake
-    return decision  # type: ignore[return-value]
+            result = function()
+        except UserError as raised:
+            error = raised
+    result, error = trainer.strategy.broadcast((result, error))
+    if error is not None:
+        raise error
+    return result  # type: ignore[return-value]
 
 
-def _prepare(job: Job) -> Start:
-    """Find out where a run starts, and make its folder ready for that.
+def _prepare_folder(job: Job) -> Start:
+    """Find the checkpoint to resume from, or the finished run, and write the config into the folder.
 
     Raises:
-        UserError: if the folder cannot be written, or its checkpoint does not fit.
+        UserError: if the folder cannot be written, or the checkpoint is from another number of processes.
     """
     folder, config = job.folder, job.config
     try:
         if config.run.overwrite:
-            _set_aside(folder)
-        # Another process may have finished it while this one was loading.
+            _move_aside(folder)
+        # Another process may have finished the run while this one was loading.
         elif (finished := finished_run(folder, config)) is not None:
             return Start(finished=finished)
         remove_drafts(folder)
@@ -356,71 +361,77 @@ def _prepare(job: Job) -> Start:
     return Start(checkpoint=checkpoint)
 
 
-def _set_aside(folder: Path) -> None:
+def _move_aside(folder: Path) -> None:
+    """Rename an existing run folder to `<name>.old-1`, or the next number that is free."""
     if not folder.exists() or not any(folder.iterdir()):
         return
     number = 1
-    while (aside := folder.with_name(f"{folder.name}.old-{number}")).exists():
+    while (backup := folder.with_name(f"{folder.name}.old-{number}")).exists():
         number += 1
-    folder.rename(aside)
-    log.warning("%s held another run of the same config; it is kept as %s", folder, aside)
+    folder.rename(backup)
+    log.warning("%s held another run of the same config; it is kept as %s", folder, backup)
 
 
-def _carry_out(job: Job, start: Start, digest: str, started: float) -> RunRecord:
-    """Train, save and write the result; a failure is written, too.
+def _train_and_record(job: Job, checkpoint: Path | None, data_fingerprint: str, started: float) -> RunRecord:
+    """Train, save the model and its predictions, and write the record of the run, also if it fails.
+
+    Args:
+        checkpoint: to resume from; None starts from the beginning.
+        data_fingerprint: fingerprint of the training and validation examples.
+        started: `time.perf_counter()` at the start of the run.
 
     Raises:
-        UserError: if it cannot be finished, with how to go on.
+        UserError: if the run fails for a known reason; the message says how to continue.
     """
     folder = job.folder
     record = RunRecord(folder.name, "failed", to_dict(job.config), versions=results.versions())
     try:
         with quiet_lightning(), logging_to(job.trainer, job.metrics, job.config, folder):
-            timing = _fit(job, start.checkpoint)
+            timing = _fit(job, checkpoint)
             _save(job)
             timing = {"total": time.perf_counter() - started, **timing}
             status = "pruned" if job.history.pruned else "finished"
-            record = replace(record, status=status, timing=timing, **_outcome(job, digest))
+            record = replace(record, status=status, timing=timing, **_results(job, data_fingerprint))
             if job.trainer.is_global_zero:
                 if job.checkpoints is not None:
                     keep_newest(folder / CHECKPOINTS, job.checkpoints.best_path())
-                # The result is the last file: behind it nobody looks at the others again.
+                # result.json comes last, because a folder that has it is taken for a finished run.
                 job.metrics.finalize("success")
                 log_outcome(job.trainer, asdict(record))
                 results.write(record, folder)
     except StoppedError:
         raise
     except Exception as error:
-        # When all processes are stopped, some lose the others before they have noticed themselves.
+        # When a signal stops all processes, some ranks fail in a collective before they handle their own signal.
         job.stop.interrupt_if_asked()
-        told = _explained(error, job)
+        explained = _with_advice(error, job)
         if job.trainer.is_global_zero:
             with suppress(OSError):
-                results.write(replace(record, status="failed", error=shorten(told, 500)), folder)
-        if told is error:
+                results.write(replace(record, status="failed", error=shorten(explained, 500)), folder)
+        if explained is error:
             raise
-        raise told from error
+        raise explained from error
     return record
 
 
-def _explained(error: Exception, job: Job) -> Exception:
-    """The error with what can be done about it, where that is known."""
+def _with_advice(error: Exception, job: Job) -> Exception:
+    """An error with advice how to continue the run; other exceptions are returned unchanged."""
     last = None if job.checkpoints is None else job.checkpoints.newest()
-    kept = f"the last good state is {last}" if last else "there is no checkpoint yet"
-    sequel = "goes on from there" if last else "starts anew"
+    checkpoint = f"the last good state is {last}" if last else "there is no checkpoint yet"
+    consequence = "goes on from there" if last else "starts anew"
     if isinstance(error, NonFiniteError):
         return NonFiniteError(
-            f"{error}; {kept}; lower optim.lr or reg.lambda, or skip such steps with trainer.nonfinite=skip"
+            f"{error}; {checkpoint}; lower optim.lr or reg.lambda, or skip such steps with trainer.nonfinite=skip"
         )
     if isinstance(error, OSError):
-        return UserError(f"{shorten(error)}; {kept}; mend it and send the same command, which {sequel}")
-    if isinstance(error, TorchDynamoException):
+        return UserError(f"{shorten(error)}; {checkpoint}; mend it and send the same command, which {consequence}")
+    if is_compile_error(error):
         return UserError(f"model.compile=true: the model cannot be compiled here: {shorten(error)}")
     return error
 
 
 def _fit(job: Job, checkpoint: Path | None) -> dict[str, Any]:
-    """Train, and bring the best epoch's weights back; returns seconds."""
+    """Train, then restore the weights of the best epoch; returns durations in seconds."""
     start = time.perf_counter()
     if checkpoint is None:
         job.trainer.validate(job.module, datamodule=job.data, verbose=False)
@@ -434,8 +445,9 @@ def _fit(job: Job, checkpoint: Path | None) -> dict[str, Any]:
 
 
 def _save(job: Job) -> None:
+    """Write the submission, the predictions, the geometry and the model of the best epoch."""
     if job.config.task.submission:
-        _submit(job)
+        _write_submission(job)
     if not job.trainer.is_global_zero:
         return
     for suffix, evaluation in job.history.best_evaluations.items():
@@ -443,27 +455,30 @@ def _save(job: Job) -> None:
         results.write_predictions(path, evaluation.predictions)
     if job.config.run.geometry:
         first, size = job.features.validation[0], job.config.data.eval_batch_size
-        measured = geometry(job.trainer, job.module, first, job.data.collate, size)
-        write_text(job.folder / GEOMETRY, json.dumps(measured) + "\n")
+        layers = geometry(job.trainer, job.module, first, job.data.collate, size)
+        write_text(job.folder / GEOMETRY, json.dumps(layers) + "\n")
     if job.config.run.save_model:
-        unfinished, model = job.folder / ".model", job.folder / "model"
-        for leftover in (unfinished, model):
-            shutil.rmtree(leftover, ignore_errors=True)
-        models.save(job.module.model, job.tokenizer, unfinished)
-        unfinished.rename(model)
+        temporary, model = job.folder / ".model", job.folder / "model"
+        for folder in (temporary, model):
+            shutil.rmtree(folder, ignore_errors=True)
+        models.save(job.module.model, job.tokenizer, temporary)
+        temporary.rename(model)
 
 
-def _submit(job: Job) -> None:
+def _write_submission(job: Job) -> None:
+    """Predict the test sets and write their submission files."""
     batches: Any = job.trainer.predict(job.module, datamodule=job.data)
-    by_set = batches if len(job.spec.test) > 1 else [batches]
-    sets = zip(job.spec.test, job.examples.test, job.features.test, by_set, strict=True)
+    # Lightning returns a list of batches for a single test set, and a list of such lists for several.
+    batches_by_set = batches if len(job.spec.test) > 1 else [batches]
+    sets = zip(job.spec.test, job.examples.test, job.features.test, batches_by_set, strict=True)
     for split, rows, tokens, outputs in sets:
         evaluation = Evaluator(job.spec, rows, tokens)(from_all_processes(merge_outputs(outputs)))
         if job.trainer.is_global_zero:
             write_submission(job.spec, split, evaluation.predictions, job.folder / "submission")
 
 
-def _outcome(job: Job, digest: str) -> dict[str, Any]:
+def _results(job: Job, data_fingerprint: str) -> dict[str, Any]:
+    """The fields of `RunRecord` that only a completed training has."""
     spec, history, train = job.spec, job.history, job.examples.train
     best = history.epochs[history.best - 1]
     validation = {split.name: rows for split, rows in zip(spec.validation, job.examples.validation, strict=True)}
@@ -480,7 +495,7 @@ def _outcome(job: Job, digest: str) -> dict[str, Any]:
         "epochs": history.epochs,
         "skipped_steps": job.module.guard.skipped,
         "data": {
-            "fingerprint": digest,
+            "fingerprint": data_fingerprint,
             "train": len(train),
             "validation": {name: len(rows) for name, rows in validation.items()},
             "overlap": {name: overlap(spec, train, rows) for name, rows in validation.items()},
@@ -489,7 +504,7 @@ def _outcome(job: Job, digest: str) -> dict[str, Any]:
 
 
 @rank_zero_only
-def _tell(console: Console | None, record: RunRecord, where: str) -> None:
+def _print_summary(console: Console | None, record: RunRecord, note: str) -> None:
     if console is not None:
         console.print(summary(record))
-        console.print(where, highlight=False, soft_wrap=True)
+        console.print(note, highlight=False, soft_wrap=True)

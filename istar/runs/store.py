@@ -1,4 +1,7 @@
-"""Where a run lies and whether it is finished, known before it is started, and without what training needs."""
+"""Run folders: their names, which follow from config, data and model, and whether they hold a finished run.
+
+Nothing here imports the training, so a sweep can look up thousands of runs quickly.
+"""
 
 import hashlib
 import logging
@@ -20,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Examples:
-    """The splits of a task: texts and labels, or features."""
+    """The splits of a task, as texts with labels or as tokenized features."""
 
     train: Dataset
     validation: list[Dataset]
@@ -28,7 +31,9 @@ class Examples:
 
 
 def load_examples(spec: TaskSpec, config: TaskConfig) -> Examples:
-    """The task's splits, cut to `limit_train` and `limit_validation`; warns of validation text in the training data.
+    """Load the task's splits, cut to `limit_train` and `limit_validation` examples.
+
+    Logs a warning if training data contain validation examples.
 
     Raises:
         UserError: see `load_splits`.
@@ -45,7 +50,7 @@ def load_examples(spec: TaskSpec, config: TaskConfig) -> Examples:
         shared = overlap(spec, examples.train, split)
         if shared:
             log.warning(
-                "%d of the %d examples of %s stand in the training data, word for word: the score on them says little",
+                "%d of the %d examples of %s are also in the training data, word for word: the score is inflated",
                 shared,
                 len(split),
                 name,
@@ -54,10 +59,10 @@ def load_examples(spec: TaskSpec, config: TaskConfig) -> Examples:
 
 
 def task_spec(config: TaskConfig) -> TaskSpec:
-    """What the task is.
+    """Look up the task that a config names.
 
     Raises:
-        UserError: if there is none of its name, or it has no submission file and one is asked for.
+        UserError: if there is no such task, or `task.submission=true` and the task has no submission file.
     """
     spec = TASKS.get(config.name)
     if spec is None:
@@ -73,66 +78,65 @@ def _first(dataset: Dataset, limit: int | None) -> Dataset:
     return dataset if limit is None else dataset.select(range(min(limit, len(dataset))))
 
 
-def folder_of(config: Config, data: str, model: str) -> Path:
-    """The folder of a run.
+def run_folder(config: Config, data: str, model: str) -> Path:
+    """The folder of a run, whose name ends with a hash of config, data and model.
 
     Args:
-        config: of the run.
-        data: fingerprint of its training and validation examples.
+        data: fingerprint of the training and validation examples.
         model: see `model_identity`.
     """
     values = to_dict(config)
-    # Their number multiplies the batch; which ones they are does not matter.
+    # Only the number of devices changes the result, because it multiplies the batch size.
     values["trainer"]["devices"] = _device_count(config.trainer)
-    digits = results.identity(values, data, model)
-    name = "-".join([config.task.name, Path(config.model.name).name, config.reg.name, digits])
+    digest = results.identity(values, data, model)
+    name = "-".join([config.task.name, Path(config.model.name).name, config.reg.name, digest])
     return Path(config.run.root).expanduser() / name
 
 
 def _device_count(settings: TrainerConfig) -> int:
     if type(settings.devices) is int and settings.devices > 0:
         return settings.devices
-    # Takes seconds to import, and is seldom asked: what `auto`, -1 or a list comes to only the hardware knows.
+    # `auto`, -1 or a list depend on the hardware; imported here because the import takes seconds.
     from istar.training.trainer import count_devices
 
     return count_devices(settings)
 
 
-class Folders:
-    """Where runs lie that need not have been started: reads each data set and hashes each model once.
+class RunFolders:
+    """Finds the folders of many runs; loads each data set and hashes each model only once.
 
     Attributes:
-        sizes: number of training examples, by the key of `data_of`.
+        sizes: number of training examples, by `data_key`.
     """
 
     def __init__(self) -> None:
         self.sizes: dict[str, int] = {}
-        self._data: dict[str, str] = {}
-        self._models: dict[str, str] = {}
+        self._fingerprints: dict[str, str] = {}
+        self._model_identities: dict[str, str] = {}
 
     def __call__(self, config: Config) -> Path:
-        """The run's folder.
+        """The folder of a run, whether it exists or not.
 
         Raises:
-            UserError: if its data cannot be loaded.
+            UserError: if the run's data cannot be loaded.
         """
-        data, model = self.data_of(config), repr(config.model)
-        if data not in self._data:
+        data, model = self.data_key(config), repr(config.model)
+        if data not in self._fingerprints:
             examples = load_examples(task_spec(config.task), config.task)
             self.sizes[data] = len(examples.train)
-            self._data[data] = fingerprint(examples.train, *examples.validation)
-        if model not in self._models:
-            self._models[model] = model_identity(config.model)
-        return folder_of(config, self._data[data], self._models[model])
+            self._fingerprints[data] = fingerprint(examples.train, *examples.validation)
+        if model not in self._model_identities:
+            self._model_identities[model] = model_identity(config.model)
+        return run_folder(config, self._fingerprints[data], self._model_identities[model])
 
     @staticmethod
-    def data_of(config: Config) -> str:
-        """What tells the data of one run from those of another."""
+    def data_key(config: Config) -> str:
+        """A key that is equal for runs on the same examples."""
         return repr(replace(config.task, max_length=None, submission=False))
 
 
 def model_identity(config: ModelConfig) -> str:
-    """Hub id and revision, or the hash of what a folder holds."""
+    """Hub id and revision of a model, or the hash of the files in a local folder."""
     folder = Path(config.name)
     if not folder.is_dir() or not config.pretrained:
         return f"{config.name}@{config.revision or 'main'}"
@@ -146,10 +150,11 @@ def model_identity(config: ModelConfig) -> str:
 
 
 def finished_run(folder: Path, config: Config) -> RunRecord | None:
-    """The finished run of this config, if there is one.
+    """The record of the finished run in this folder; None if there is none.
 
     Raises:
-        UserError: if it lacks what the config asks for beside the result, which is not part of its name.
+        UserError: if the run was executed without the submission file or the saved model that the config requests.
+            These two settings are not part of the folder's name.
     """
     try:
         if not (folder / results.RESULT).exists():
@@ -159,8 +164,8 @@ def finished_run(folder: Path, config: Config) -> RunRecord | None:
     record = results.read(folder)
     if record.status != "finished":
         return None
-    wanted = {"submission": config.task.submission, "model": config.run.save_model}
-    for name, is_wanted in wanted.items():
-        if is_wanted and not (folder / name).is_dir():
+    requested = {"submission": config.task.submission, "model": config.run.save_model}
+    for name, is_requested in requested.items():
+        if is_requested and not (folder / name).is_dir():
             raise UserError(f"{folder} is finished but was run without {name}/; run.overwrite=true runs it again")
     return record

@@ -1,1 +1,1 @@
-"""Many runs from one command: which (`trials`, `study`), N at a time (`pool`), watched (`board`), at what `cost`."""
+"""Sweeps: grids and searches over many runs, executed in parallel, shown in a live table and compared at the end."""

@@ -1,9 +1,9 @@
-"""What is known of a sweep while it runs: a file that others can watch, and a table of it."""
+"""The state of a sweep: a JSON file that `istar watch` reads, and a live table on the terminal."""
 
 import json
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,7 +22,7 @@ from istar.results import RunRecord
 from istar.sweeps.trials import Trial
 
 FOLDER, STATE = "sweeps", "sweep.json"
-"""Below the folder of the runs, and below that in a folder for each sweep."""
+"""The state of a sweep is in `<run.root>/sweeps/<sweep>/sweep.json`."""
 FORMAT = 1
 _HEARTBEAT_SECONDS = 10.0
 _ENDED = ("finished", "pruned", "failed", "stopped")
@@ -30,20 +30,20 @@ _ENDED = ("finished", "pruned", "failed", "stopped")
 
 @dataclass
 class Entry:
-    """A run of the sweep.
+    """The state of one run of a sweep.
 
     Attributes:
-        name: of its folder.
-        overrides: that make it, as on the command line.
-        task: and `model`, `method`, `seed`: what it is.
-        stage: search (over the grid or by Optuna) or seeds (of the best).
-        status: waiting, running, finished, pruned, failed or stopped (goes on with the same command).
-        started: seconds since 1970 at which this call has started it; None if it has not.
-        ended: when it did, in this call.
-        epochs: that are done, of how many.
-        metric: the headline's name and `value` on the validation set, a fraction.
-        error: why it failed, in one line.
-        log: what its processes have printed.
+        name: name of the run's folder.
+        overrides: overrides of the run, as on the command line.
+        task: task of the run; `model`, `method` and `seed` describe the run, too.
+        stage: `search` (over the grid or by Optuna) or `seeds` (repetitions of the best configurations).
+        status: `waiting`, `running`, `finished`, `pruned`, `failed`, or `stopped` (the same command resumes it).
+        started: when this command started the run, in seconds since 1970; None if it did not.
+        ended: when the run ended, if this command started it.
+        epochs: number of completed epochs, and of all epochs.
+        metric: name of the headline metric; `value` is its validation score as a fraction.
+        error: why the run failed, in one line.
+        log: file with the output of the run's processes.
     """
 
     name: str
@@ -63,21 +63,43 @@ class Entry:
     error: str | None = None
     log: str | None = None
 
+    @property
+    def seconds(self) -> float | None:
+        """Duration including the start of the processes; None if the run has not ended under this command."""
+        return self.ended - self.started if self.started and self.ended else None
+
+    @property
+    def label(self) -> str:
+        """Task, model, method and seed in one line."""
+        return f"{self.task} · {self.model} · {self.method} · seed {self.seed}"
+
+    @property
+    def method_family(self) -> str:
+        """The method without its hyperparameters: Base, I-STAR or CosReg."""
+        return self.method.split(" ")[0]
+
+    def apply_record(self, record: RunRecord) -> None:
+        """Copy status, score and epochs from the record of the ended run."""
+        self.status = record.status
+        self.metric, self.value = record.headline.get("metric"), record.headline.get("value")
+        self.collapsed, self.error = any(record.collapsed.values()), record.error
+        self.epochs = (len(record.epochs), self.epochs[1])
+
 
 @dataclass
-class State:
-    """A sweep, as `sweep.json` has it.
+class SweepState:
+    """The state of a sweep, as in `sweep.json`.
 
     Attributes:
-        name: of the sweep's folder.
-        command: that goes on with it.
-        root: where the runs lie.
-        jobs: runs at a time.
-        to_come: runs that are planned but not named yet: those of the second stage, or of a search.
-        begun: when this call began, seconds since 1970.
-        seen: when this file was last written.
-        is_over: nobody works on it any more.
-        expected: seconds that a run takes, before any has ended; None where nothing is known.
+        name: name of the sweep's folder.
+        command: command that resumes the sweep.
+        root: folder that holds the runs.
+        jobs: number of runs in parallel.
+        to_come: number of planned runs that have no entry yet: those of the second stage, or of a search.
+        begun: when this command began, in seconds since 1970.
+        seen: when the file was last written.
+        is_over: whether the command has ended.
+        expected: estimated seconds of one run, used until one has finished; None without an estimate.
     """
 
     name: str
@@ -92,28 +114,32 @@ class State:
     entries: list[Entry] = field(default_factory=list)
     format: int = FORMAT
 
+    def entries_with(self, *statuses: str) -> list[Entry]:
+        """The entries that have one of the statuses."""
+        return [entry for entry in self.entries if entry.status in statuses]
 
-def entry(trial: Trial, stage: str) -> Entry:
-    """A run that waits for its turn."""
-    known = row(RunRecord(trial.name, "waiting", to_dict(trial.config)))
+
+def make_entry(trial: Trial, stage: str) -> Entry:
+    """The entry of a trial that is waiting."""
+    columns = row(RunRecord(trial.name, "waiting", to_dict(trial.config)))
     epochs = (0, trial.config.trainer.max_epochs)
-    named = {key: known[key] for key in ("task", "model", "method", "seed")}
-    return Entry(trial.name, trial.overrides, stage=stage, epochs=epochs, **named)
+    description = {key: columns[key] for key in ("task", "model", "method", "seed")}
+    return Entry(trial.name, trial.overrides, stage=stage, epochs=epochs, **description)
 
 
 class Board:
-    """Keeps `sweep.json` and the screen up to date: a live table on a terminal, else a line for each run that ends.
+    """Keeps `sweep.json` and the screen up to date: a live table on a terminal, else one line for each ended run.
 
     Args:
-        folder: of the sweep.
-        state: at the beginning.
-        console: where it is shown.
+        folder: folder of the sweep.
+        state: initial state; the board changes it.
+        console: where the table or the lines are printed.
     """
 
-    def __init__(self, folder: Path, state: State, console: Console) -> None:
+    def __init__(self, folder: Path, state: SweepState, console: Console) -> None:
         self.folder, self.state, self.console = folder, state, console
         self._live: Live | None = None
-        self._looked = 0.0
+        self._updated = 0.0
 
     def __enter__(self) -> "Board":
         self.state.begun = time.time()
@@ -130,34 +156,34 @@ class Board:
             self._live.update(render(self.state), refresh=True)
             self._live.__exit__(None, None, None)
 
-    def started(self, found: Entry, log: Path | None) -> None:
-        found.status, found.started, found.error = "running", time.time(), None
-        found.log = str(log) if log is not None else None
+    def started(self, entry: Entry, log: Path | None) -> None:
+        """Record that a run has started."""
+        entry.status, entry.started, entry.error = "running", time.time(), None
+        entry.log = str(log) if log is not None else None
         self._write()
 
-    def ended(self, found: Entry, outcome: RunRecord | UserError, status: str | None = None) -> None:
-        """Note what came out of a run.
+    def ended(self, entry: Entry, outcome: RunRecord | UserError, status: str | None = None) -> None:
+        """Record how a run has ended.
 
         Args:
-            found: the run.
-            outcome: its record, or why there is none.
-            status: if it is none that the outcome tells.
+            outcome: the record of the run, or its error.
+            status: status of a run that ended with an error, `failed` by default.
         """
         if isinstance(outcome, RunRecord):
-            note_record(found, outcome)
+            entry.apply_record(outcome)
         else:
-            found.status, found.error = status or "failed", str(outcome)
-        found.ended = time.time()
+            entry.status, entry.error = status or "failed", str(outcome)
+        entry.ended = time.time()
         self._write()
         if self._live is None:
-            self.console.print(line(self.state, found), highlight=False, soft_wrap=True, markup=False)
+            self.console.print(result_line(self.state, entry), highlight=False, soft_wrap=True, markup=False)
 
     def tick(self) -> None:
-        """To be called often: brings the epochs of running runs and the screen up to date."""
+        """Update epochs, screen and file, each only if its interval has passed; call this many times a second."""
         now = time.time()
-        if now - self._looked > 1:
-            self._looked = now
-            look(self.state, Path(self.state.root))
+        if now - self._updated > 1:
+            self._updated = now
+            update_epochs(self.state, Path(self.state.root))
             if self._live is not None:
                 self._live.update(render(self.state), refresh=True)
             if now - self.state.seen > _HEARTBEAT_SECONDS:
@@ -169,11 +195,11 @@ class Board:
 
     @contextmanager
     def ticking(self) -> Iterator[None]:
-        """`tick` while the block waits for something else."""
-        over = threading.Event()
+        """Call `tick` from a thread every second during a block that waits for something else."""
+        is_over = threading.Event()
 
         def tick() -> None:
-            while not over.wait(1):
+            while not is_over.wait(1):
                 self.tick()
 
         ticker = threading.Thread(target=tick, daemon=True)
@@ -181,119 +207,122 @@ class Board:
         try:
             yield
         finally:
-            over.set()
+            is_over.set()
             ticker.join()
 
 
-def look(state: State, root: Path) -> None:
-    """See how far the running runs are, by their folders."""
-    for found in state.entries:
-        if found.status == "running":
-            found.epochs = (epochs_done(root / found.name), found.epochs[1])
+def update_epochs(state: SweepState, root: Path) -> None:
+    """Update the completed epochs of running runs from their folders."""
+    for entry in state.entries_with("running"):
+        entry.epochs = (epochs_done(root / entry.name), entry.epochs[1])
 
 
-def note_record(found: Entry, record: RunRecord) -> None:
-    """Take over what a run's result says."""
-    found.status = record.status
-    found.metric, found.value = record.headline.get("metric"), record.headline.get("value")
-    found.collapsed, found.error = any(record.collapsed.values()), record.error
-    found.epochs = (len(record.epochs), found.epochs[1])
-
-
-def read(path: Path) -> State:
-    """Read `sweep.json`.
+def read(path: Path) -> SweepState:
+    """Read a `sweep.json`.
 
     Raises:
-        UserError: if it is none.
+        UserError: if the file cannot be read or istar did not write it.
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         if values["format"] != FORMAT:
             raise UserError(f"{path} has format {values['format']}; this version reads {FORMAT}")
-        entries = [_entry(**found) for found in values.pop("entries")]
-        return State(**values, entries=entries)
+        entries = [_read_entry(**entry) for entry in values.pop("entries")]
+        return SweepState(**values, entries=entries)
     except (OSError, ValueError, TypeError, LookupError) as error:
         raise UserError(f"{path} is not a sweep that istar wrote: {shorten(error)}") from error
 
 
-def _entry(overrides: Sequence[str], epochs: Sequence[int], **values: Any) -> Entry:
+def _read_entry(overrides: Sequence[str], epochs: Sequence[int], **values: Any) -> Entry:
     return Entry(overrides=tuple(overrides), epochs=(epochs[0], epochs[1]), **values)
 
 
 def epochs_done(folder: Path) -> int:
-    """Epochs that a run has validated, by its `metrics.csv`."""
+    """The number of epochs that a run has validated, from its `metrics.csv`."""
     try:
-        head, *rows = (folder / "metrics.csv").read_text(encoding="utf-8").splitlines()
+        header, *rows = (folder / "metrics.csv").read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):
         return 0
-    places = [place for place, name in enumerate(head.split(",")) if name.startswith("val/")]
-    values = [cells for cells in (line.split(",") for line in rows) if any(cells[place] for place in places)]
-    # The first validation is before any training.
-    return max(0, len(values) - 1)
+    columns = [index for index, name in enumerate(header.split(",")) if name.startswith("val/")]
+    validations = [cells for cells in (row.split(",") for row in rows) if any(cells[index] for index in columns)]
+    # The first validation takes place before the training.
+    return max(0, len(validations) - 1)
 
 
-def seconds_left(state: State) -> float | None:
-    """Until the end, if the runs to come take as long as those that this call has seen, `jobs` at a time."""
-    seen = [seconds for found in _with(state, "finished") if (seconds := took(found))]
-    each = sum(seen) / len(seen) if seen else state.expected
-    if each is None:
+def seconds_left(state: SweepState) -> float | None:
+    """Estimate the seconds until all runs are done, from the mean duration of the finished runs.
+
+    Returns:
+        None if no run has finished under this command and the state has no estimate.
+    """
+    durations = [entry.seconds for entry in state.entries_with("finished") if entry.seconds]
+    mean = sum(durations) / len(durations) if durations else state.expected
+    if mean is None:
         return None
-    running = sum(max(0.0, each - (time.time() - (found.started or 0))) for found in _with(state, "running"))
-    waiting = len(_with(state, "waiting")) + state.to_come
-    return (running + waiting * each) / state.jobs
+    running = sum(max(0.0, mean - (time.time() - (entry.started or 0))) for entry in state.entries_with("running"))
+    waiting = len(state.entries_with("waiting")) + state.to_come
+    return (running + waiting * mean) / state.jobs
 
 
-def line(state: State, found: Entry) -> str:
-    """A run that has ended, in a line."""
-    done = sum(other.status in _ENDED for other in state.entries)
-    what = f"[{done}/{len(state.entries) + state.to_come}] {_label(found)}: "
-    if found.value is not None and found.error is None:
-        collapsed = ", collapsed" if found.collapsed else ""
-        pruned = ", pruned" if found.status == "pruned" else ""
-        return f"{what}{found.metric} {100 * found.value:.2f}{collapsed}{pruned} ({duration(took(found))})"
-    if found.status == "stopped":
-        return f"{what}{found.error}"
-    return f"{what}{found.status}: {found.error}" + (f" ({found.log})" if found.log else "")
+def result_line(state: SweepState, entry: Entry) -> str:
+    """One line on a run that has ended: how many have ended, what the run is, and its score or error."""
+    prefix = f"[{len(state.entries_with(*_ENDED))}/{len(state.entries) + state.to_come}] {entry.label}: "
+    if entry.value is not None and entry.error is None:
+        collapsed = ", collapsed" if entry.collapsed else ""
+        pruned = ", pruned" if entry.status == "pruned" else ""
+        return f"{prefix}{entry.metric} {100 * entry.value:.2f}{collapsed}{pruned} ({duration(entry.seconds)})"
+    if entry.status == "stopped":
+        return f"{prefix}{entry.error}"
+    return f"{prefix}{entry.status}: {entry.error}" + (f" ({entry.log})" if entry.log else "")
 
 
-def took(found: Entry) -> float | None:
-    """Seconds in this call, the start of its processes among them."""
-    return found.ended - found.started if found.started and found.ended else None
+_COLUMNS = {
+    "done": ("finished", "pruned"),
+    "running": ("running",),
+    "failed": ("failed",),
+    "left": ("waiting", "stopped"),
+}
+"""Columns of the live table that count runs by their status."""
 
 
-def render(state: State) -> Group:
-    """The live table: a line for the whole, a row for each task, model and method, and the runs under way."""
-    table = Table()
-    for column in ("task", "model", "method", "done", "running", "failed", "left", "best so far", "by"):
-        table.add_column(column, justify="right" if column in ("done", "running", "failed", "left") else "left")
-    for (task, model, family), group in _families(state.entries).items():
-        counts = [sum(found.status in kinds for found in group) for kinds in _COLUMNS]
-        scored = [found for found in group if found.value is not None and found.status == "finished"]
-        best = max(scored, key=lambda found: found.value or 0.0, default=None)
-        told = ("-", "-") if best is None else (f"{best.metric} {100 * (best.value or 0):.2f}", _by(best, group))
-        table.add_row(task, model, family, *map(str, counts), *told)
-    running = [Text(f"  {_label(found)}: {_progress(found)}") for found in _with(state, "running")]
+def render(state: SweepState) -> Group:
+    """The live table: a headline, one row for each task, model and method, and one line for each running run."""
+    table = Table("task", "model", "method")
+    for column in _COLUMNS:
+        table.add_column(column, justify="right")
+    table.add_column("best so far")
+    table.add_column("by")
+    groups: dict[tuple[str, str, str], list[Entry]] = {}
+    for entry in state.entries:
+        groups.setdefault((entry.task, entry.model, entry.method_family), []).append(entry)
+    for names, group in groups.items():
+        counts = [str(sum(entry.status in statuses for entry in group)) for statuses in _COLUMNS.values()]
+        scored = [entry for entry in group if entry.value is not None and entry.status == "finished"]
+        best = max(scored, key=lambda entry: entry.value or 0.0, default=None)
+        score, origin = "-", "-"
+        if best is not None:
+            score, origin = f"{best.metric} {100 * (best.value or 0):.2f}", _distinctive_overrides(best, group)
+        table.add_row(*names, *counts, score, origin)
+    running = [Text(f"  {entry.label}: {_progress(entry)}") for entry in state.entries_with("running")]
     return Group(Text(headline(state)), table, *([Text("running:")] if running else []), *running)
 
 
-_COLUMNS = (("finished", "pruned"), ("running",), ("failed",), ("waiting", "stopped"))
-
-
-def headline(state: State) -> str:
-    """Counts and the time to go."""
-    counts = {status: len(_with(state, status)) for status in ("finished", "running", "failed", "pruned", "stopped")}
-    left = len(_with(state, "waiting")) + state.to_come
-    told = [f"{state.name}: {counts['finished']} of {len(state.entries) + state.to_come} runs finished"]
-    told += [f"{count} {status}" for status, count in counts.items() if count and status != "finished"]
-    told += [f"{left} left"] if left else []
+def headline(state: SweepState) -> str:
+    """One line with the number of runs by status and the estimated time left."""
+    statuses = ("finished", "running", "failed", "pruned", "stopped")
+    counts = {status: len(state.entries_with(status)) for status in statuses}
+    left = len(state.entries_with("waiting")) + state.to_come
+    parts = [f"{state.name}: {counts['finished']} of {len(state.entries) + state.to_come} runs finished"]
+    parts += [f"{count} {status}" for status, count in counts.items() if count and status != "finished"]
+    parts += [f"{left} left"] if left else []
     seconds = seconds_left(state)
     if not state.is_over and seconds is not None and left + counts["running"]:
-        told.append(f"about {duration(seconds)} to go")
-    return " · ".join(told)
+        parts.append(f"about {duration(seconds)} to go")
+    return " · ".join(parts)
 
 
 def duration(seconds: float | None) -> str:
-    """As people say it: 45 s, 12 min, 3 h 5 min, 2 d 4 h."""
+    """Format a duration in the two largest units: 45 s, 12 min, 3 h 5 min, 2 d 4 h; `-` for None."""
     if seconds is None:
         return "-"
     if seconds < 100:
@@ -306,32 +335,12 @@ def duration(seconds: float | None) -> str:
     return f"{minutes // 1440} d {minutes % 1440 // 60} h"
 
 
-def family(found: Entry) -> str:
-    """Base, I-STAR or CosReg."""
-    return found.method.split(" ")[0]
+def _distinctive_overrides(entry: Entry, group: Sequence[Entry]) -> str:
+    """The overrides of a run that not all runs of its group have; the method if there are none."""
+    overrides = [text for text in entry.overrides if not all(text in other.overrides for other in group)]
+    return " ".join(overrides) or entry.method
 
 
-def _families(entries: Iterable[Entry]) -> Mapping[tuple[str, str, str], list[Entry]]:
-    groups: dict[tuple[str, str, str], list[Entry]] = {}
-    for found in entries:
-        groups.setdefault((found.task, found.model, family(found)), []).append(found)
-    return groups
-
-
-def _with(state: State, status: str) -> list[Entry]:
-    return [found for found in state.entries if found.status == status]
-
-
-def _label(found: Entry) -> str:
-    return f"{found.task} · {found.model} · {found.method} · seed {found.seed}"
-
-
-def _by(found: Entry, group: Sequence[Entry]) -> str:
-    """What tells a run from the others of its method."""
-    own = [override for override in found.overrides if not all(override in other.overrides for other in group)]
-    return " ".join(own) or found.method
-
-
-def _progress(found: Entry) -> str:
-    since = f", {duration(time.time() - found.started)}" if found.started else ""
-    return f"epoch {min(found.epochs[0] + 1, found.epochs[1])} of {found.epochs[1]}{since}"
+def _progress(entry: Entry) -> str:
+    elapsed = f", {duration(time.time() - entry.started)}" if entry.started else ""
+    return f"epoch {min(entry.epochs[0] + 1, entry.epochs[1])} of {entry.epochs[1]}{elapsed}"

@@ -1,4 +1,4 @@
-"""What runs that are not started yet will cost, by those that are finished."""
+"""Estimates the duration of planned runs from the durations of finished runs."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from istar.results import RESULT, RunRecord, read
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of a number of runs.
+    """The estimated duration of a number of runs.
 
     Attributes:
-        seconds: of all of them, one after another; None where nothing is known.
-        basis: what it was estimated by.
+        seconds: duration of all runs one after another; None if no finished run is similar enough.
+        basis: the finished runs behind the estimate, in words.
     """
 
     seconds: float | None
@@ -24,7 +24,7 @@ class Estimate:
 
 
 def finished_runs(root: Path) -> list[RunRecord]:
-    """The finished runs that lie in a folder."""
+    """The records of the finished runs in a folder; unreadable records are skipped."""
     records = []
     for path in sorted(root.glob(f"*/{RESULT}")):
         try:
@@ -34,34 +34,37 @@ def finished_runs(root: Path) -> list[RunRecord]:
     return [record for record in records if record.status == "finished" and record.timing.get("total")]
 
 
-def estimate(wanted: Sequence[tuple[Config, int]], known: Iterable[RunRecord]) -> Estimate:
-    """Seconds per training example and epoch of finished runs, the most alike that there are, times what is wanted.
+def estimate(planned: Sequence[tuple[Config, int]], finished: Iterable[RunRecord]) -> Estimate:
+    """Estimate the duration of planned runs from the seconds per training example and epoch of similar finished runs.
+
+    Each planned run uses the median rate of the runs with the same model, task and method; if there are none, of those
+    with the same model and task; if there are none, of those with the same model.
 
     Args:
-        wanted: configs with their number of training examples.
-        known: finished runs.
+        planned: configs with their numbers of training examples.
+        finished: records of finished runs.
     """
     rates: dict[tuple[str, ...], dict[int, float]] = {}
-    for number, record in enumerate(known):
-        said = record.config
-        work = record.data.get("train", 0) * said["trainer"]["max_epochs"]
-        if work:
-            for kind in _kinds(said["model"]["name"], said["task"]["name"], said["reg"]["name"]):
-                rates.setdefault(kind, {})[number] = record.timing["total"] / work
+    for number, record in enumerate(finished):
+        config = record.config
+        examples = record.data.get("train", 0) * config["trainer"]["max_epochs"]
+        if examples:
+            for key in _similarity_keys(config["model"]["name"], config["task"]["name"], config["reg"]["name"]):
+                rates.setdefault(key, {})[number] = record.timing["total"] / examples
     total, used = 0.0, set()
-    for config, examples in wanted:
-        kinds = _kinds(config.model.name, config.task.name, config.reg.name)
-        alike = [kind for kind in kinds if kind in rates]
-        if not alike:
+    for planned_config, size in planned:
+        names = planned_config.model.name, planned_config.task.name, planned_config.reg.name
+        similar = [key for key in _similarity_keys(*names) if key in rates]
+        if not similar:
             return Estimate(None, "no finished run of this model to estimate by")
-        used.add(alike[0])
-        total += median(rates[alike[0]].values()) * examples * config.trainer.max_epochs
-    count = len({number for kind in used for number in rates[kind]})
-    what = {3: "model, task and method", 2: "model and task", 1: "model"}[min(map(len, used), default=3)]
-    return Estimate(total, f"by {count} finished run{'s' if count != 1 else ''} of the same {what}")
+        used.add(similar[0])
+        total += median(rates[similar[0]].values()) * size * planned_config.trainer.max_epochs
+    count = len({number for key in used for number in rates[key]})
+    similarity = {3: "model, task and method", 2: "model and task", 1: "model"}[min(map(len, used), default=3)]
+    return Estimate(total, f"by {count} finished run{'s' if count != 1 else ''} of the same {similarity}")
 
 
-def _kinds(model: str, task: str, reg: str) -> list[tuple[str, ...]]:
-    """From the most alike to the least."""
+def _similarity_keys(model: str, task: str, reg: str) -> list[tuple[str, ...]]:
+    """What two similar runs have in common, from the most similar to the least."""
     name = Path(model).name
     return [(name, task, reg), (name, task), (name,)]

@@ -1,4 +1,4 @@
-"""The runs of a sweep on this machine, N at a time, each in processes and with GPUs of its own."""
+"""Executes trials on this machine, a number of them in parallel, each with processes and GPUs of its own."""
 
 import os
 import signal
@@ -13,35 +13,35 @@ from istar.config import TrainerConfig
 from istar.errors import StoppedError, UserError
 from istar.results import RunRecord
 from istar.runs import fork_server
-from istar.runs.launch import StartedRun, Starter, fresh, handing_on_signals, held_back, processes_to_start
+from istar.runs.launch import RunProcesses, Spawn, blocked_signals, forward_signals, processes_to_start, spawn
 from istar.sweeps.trials import Trial
 
 
-class Source(Protocol):
-    """Where trials come from and what became of them goes to."""
+class TrialSource(Protocol):
+    """Supplies trials and receives their results; see `istar.sweeps.sweep.TrialQueue`."""
 
     def next(self) -> Trial | None:
-        """One to start now; None if there is none, now that these are running."""
+        """The next trial to start; None if there is none at the moment."""
 
     def started(self, trial: Trial, log: Path) -> None:
-        """It has been."""
+        """Called when a trial has started."""
 
     def ended(self, trial: Trial, outcome: RunRecord | UserError, status: str | None = None) -> None:
-        """It has; the status is given where the outcome does not tell it."""
+        """Called when a trial has ended; `status` is given if it does not follow from the outcome."""
 
     def tick(self) -> None:
-        """Time goes by."""
+        """Called many times a second while trials run."""
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How runs are carried out.
+class PoolSettings:
+    """How trials are executed.
 
     Attributes:
-        jobs: at a time.
-        fail_fast: one that fails stops all.
-        show_trace: print the stack trace of one that fails.
-        logs: folder for what the processes print.
+        jobs: number of trials in parallel.
+        fail_fast: stop all trials when one fails.
+        show_trace: print the stack traces of failed trials.
+        logs: folder for the output of the processes.
     """
 
     jobs: int
@@ -50,133 +50,136 @@ class Settings:
     logs: Path
 
 
-def carry_out(source: Source, settings: Settings) -> None:
-    """Run what the source gives until it gives nothing more.
+def run_trials(source: TrialSource, settings: PoolSettings) -> None:
+    """Execute trials until the source has no more and all have ended.
 
     Raises:
-        StoppedError: when a signal has stopped it; the runs under way have been asked to save what they have.
+        StoppedError: if a signal has stopped the sweep; the signal was forwarded to the running trials.
     """
     settings.logs.mkdir(parents=True, exist_ok=True)
-    with _starter(settings) as start:
-        _carry_out(source, settings, start)
-
-
-def _carry_out(source: Source, settings: Settings, start: Starter) -> None:
-    pool = _Pool(source, settings, start)
-    with handing_on_signals(pool.runs) as signals:
-        while pool.fill(signals):
-            pool.empty(signals)
-            source.tick()
-            time.sleep(0.05)
+    with _process_starter(settings) as start:
+        pool = _Pool(source, settings, start)
+        with forward_signals(pool.runs) as signals:
+            while pool.fill_slots(signals):
+                pool.collect_ended(signals)
+                source.tick()
+                time.sleep(0.05)
     if signals:
         name = signal.Signals(signals[0]).name
         raise StoppedError(f"stopped by {name}; the same command goes on", signals[0])
 
 
 @contextmanager
-def _starter(settings: Settings) -> Iterator[Starter]:
-    """Forks where that can be done: a fresh process costs seconds of a sweep's every run."""
-    if not fork_server.is_possible():
-        yield fresh
+def _process_starter(settings: PoolSettings) -> Iterator[Spawn]:
+    """Fork processes where that is supported, since a new interpreter costs seconds for every run."""
+    if not fork_server.is_supported():
+        yield spawn
         return
-    with fork_server.Servers(settings.logs / "server.log") as servers:
-        yield servers.start
+    with fork_server.ServerPool(settings.logs / "server.log") as servers:
+        yield servers.spawn
 
 
 class _Pool:
-    def __init__(self, source: Source, settings: Settings, start: Starter) -> None:
-        self.runs: list[StartedRun] = []
-        self._source, self._settings, self._starter = source, settings, start
-        self._slots: dict[int, tuple[Trial, StartedRun]] = {}
-        self._gpus = visible_gpus() if settings.jobs > 1 else []
-        self._is_over = False
+    """The running trials, each in one of `settings.jobs` slots.
 
-    def fill(self, signals: Sequence[int]) -> bool:
-        """Give each free slot a run; False when there is nothing to wait for any more."""
+    Attributes:
+        runs: the processes of the running trials.
+    """
+
+    def __init__(self, source: TrialSource, settings: PoolSettings, start: Spawn) -> None:
+        self.runs: list[RunProcesses] = []
+        self._source, self._settings, self._spawn = source, settings, start
+        self._slots: dict[int, tuple[Trial, RunProcesses]] = {}
+        self._gpus = visible_gpus() if settings.jobs > 1 else []
+        self._is_stopping = False
+
+    def fill_slots(self, signals: Sequence[int]) -> bool:
+        """Start a trial in each free slot; returns whether any trial is running."""
         for slot in range(self._settings.jobs):
-            while slot not in self._slots and not signals and not self._is_over:
+            while slot not in self._slots and not signals and not self._is_stopping:
                 trial = self._source.next()
                 if trial is None:
                     break
                 self._start(slot, trial)
         return bool(self._slots)
 
-    def empty(self, signals: Sequence[int]) -> None:
-        """Take leave of the runs that have ended."""
+    def collect_ended(self, signals: Sequence[int]) -> None:
+        """Free the slots of trials that have ended, and report their outcomes to the source."""
         for slot, (trial, run) in list(self._slots.items()):
             if run.has_ended():
                 del self._slots[slot]
                 self.runs.remove(run)
-                self._end(trial, run, signals)
+                self._report(trial, run, signals)
 
     def _start(self, slot: int, trial: Trial) -> None:
         log = self._settings.logs / f"{trial.name}.log"
         try:
-            variables = share(slot, self._settings.jobs, trial.config.trainer, self._gpus)
+            variables = slot_environment(slot, self._settings.jobs, trial.config.trainer, self._gpus)
             processes = processes_to_start(trial.config.trainer)
         except UserError as error:
-            self._failed(trial, error)
+            self._fail(trial, error)
             return
-        with held_back():
-            run = StartedRun(trial.config, processes, trial.study, variables, log, self._starter)
+        with blocked_signals():
+            run = RunProcesses(trial.config, processes, trial.study, variables, log, self._spawn)
             self.runs.append(run)
         self._slots[slot] = trial, run
         self._source.started(trial, log)
 
-    def _end(self, trial: Trial, run: StartedRun, signals: Sequence[int]) -> None:
+    def _report(self, trial: Trial, run: RunProcesses, signals: Sequence[int]) -> None:
         try:
             self._source.ended(trial, run.record(signals, self._settings.show_trace))
         except StoppedError as error:
-            if not signals and not self._is_over:
-                # Somebody has stopped this one alone.
-                self._failed(trial, error)
-            else:
+            if signals or self._is_stopping:
                 self._source.ended(trial, error, "stopped")
+            else:
+                # The sweep goes on: the signal was sent to this trial alone.
+                self._fail(trial, error)
         except UserError as error:
-            self._failed(trial, error)
+            self._fail(trial, error)
 
-    def _failed(self, trial: Trial, error: UserError) -> None:
+    def _fail(self, trial: Trial, error: UserError) -> None:
         self._source.ended(trial, error)
         if self._settings.fail_fast:
-            self._is_over = True
+            self._is_stopping = True
             for run in self.runs:
                 run.send_signal(signal.SIGTERM)
 
 
 def visible_gpus() -> list[str]:
-    """Names of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES has them."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if named is not None:
-        return [name for name in named.split(",") if name.strip()]
+    """The GPUs that this process may use, in the notation of CUDA_VISIBLE_DEVICES."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name for name in visible.split(",") if name.strip()]
     import torch
 
     return [str(number) for number in range(torch.cuda.device_count())]
 
 
-def share(slot: int, jobs: int, settings: TrainerConfig, gpus: Sequence[str]) -> dict[str, str]:
-    """What a slot's runs get of the machine, as variables of their environment: GPUs, else threads.
+def slot_environment(slot: int, jobs: int, settings: TrainerConfig, gpus: Sequence[str]) -> dict[str, str]:
+    """Environment variables that give a slot its share of the machine: of the GPUs, or else of the CPU threads.
 
-    With more jobs than GPUs, several of them share one.
+    With more jobs than GPUs, several jobs share a GPU.
 
     Raises:
-        UserError: if the trainer does not say how many devices it wants.
+        UserError: if `trainer.devices` is not a number of devices.
     """
     if jobs == 1:
         return {}
     count = device_count(settings)
     if gpus and settings.accelerator in ("auto", "gpu", "cuda"):
-        own = dict.fromkeys(gpus[(slot * count + number) % len(gpus)] for number in range(count))
-        return {"CUDA_VISIBLE_DEVICES": ",".join(own)}
+        # dict.fromkeys removes duplicates, which occur if a job needs more GPUs than there are.
+        share = dict.fromkeys(gpus[(slot * count + number) % len(gpus)] for number in range(count))
+        return {"CUDA_VISIBLE_DEVICES": ",".join(share)}
     if "OMP_NUM_THREADS" in os.environ:
         return {}
     return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // (jobs * count)))}
 
 
 def device_count(settings: TrainerConfig) -> int:
-    """How many devices a run wants.
+    """The number of devices of a run, according to `trainer.devices`.
 
     Raises:
-        UserError: if that is left to the hardware or the devices are named.
+        UserError: if `trainer.devices` lists devices or leaves their number to the hardware.
     """
     if isinstance(settings.devices, int) and settings.devices > 0:
         return settings.devices

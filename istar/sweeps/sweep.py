@@ -1,9 +1,9 @@
-"""A sweep from its overrides to its closing table; train.py comes here with `-m`."""
+"""Runs a sweep, which `train.py -m` calls: expands the trials, executes the missing ones and compares the results."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 from rich.console import Console
@@ -16,39 +16,37 @@ from istar.files import write_text
 from istar.reports import comparison, run_tables
 from istar.results import RunRecord
 from istar.runs import extras
-from istar.runs.store import Folders, finished_run
+from istar.runs.store import RunFolders, finished_run
 from istar.sweeps import board, cost, pool, trials
-from istar.sweeps.board import Board, Entry, State, duration
+from istar.sweeps.board import Board, Entry, SweepState, duration
 from istar.sweeps.trials import Overrides, Trial
 
 if TYPE_CHECKING:
     from istar.sweeps.study import Study
 
 SEARCH, SEEDS = "search", "seeds"
-_COMPARED = 24
-"""So many configurations fit into a table and a picture; of more, the best of each method are compared."""
+_MAX_COMPARED = 24
+"""With more configurations than fit into a table and a figure, only the best of each method are compared."""
+_PROGRESS_BAR_FROM = 50
+"""A progress bar is shown if at least so many runs are composed."""
 
-
-class Elsewhere(Protocol):
-    """Carries out runs in another place, all at once: what Hydra's launchers do."""
-
-    def __call__(self, wanted: Sequence[Overrides]) -> Sequence[RunRecord | UserError]:
-        """What came out of each."""
+Launcher = Callable[[Sequence[Overrides]], Sequence[RunRecord | UserError]]
+"""Executes several runs elsewhere, as Hydra's launchers do; returns the record or the error of each."""
 
 
 @dataclass(frozen=True)
-class Request:
-    """What the command line asks for.
+class SweepRequest:
+    """A sweep as requested on the command line.
 
     Attributes:
-        settings: the `sweep` keys.
-        arguments: overrides.
-        params: values by key that are swept over beside them (`hydra.sweeper.params`).
-        command: that was called.
-        root: where runs go.
-        compose: from a run's overrides to its config.
-        elsewhere: None carries the runs out on this machine.
-        show_trace: print the stack trace of a run that fails.
+        settings: the `sweep` group of the config.
+        arguments: overrides of the command line.
+        params: values to sweep over by key, from `hydra.sweeper.params`.
+        command: the command line, for messages that repeat it.
+        root: folder that holds the runs.
+        compose: composes the config of a run from its overrides.
+        launcher: executes the runs; None executes them on this machine.
+        show_trace: print the stack traces of failed runs.
     """
 
     settings: SweepConfig
@@ -57,76 +55,74 @@ class Request:
     command: str
     root: Path
     compose: Callable[[Overrides], DictConfig]
-    elsewhere: Elsewhere | None = None
+    launcher: Launcher | None = None
     show_trace: bool = False
 
 
-def sweep(request: Request, console: Console) -> int:
-    """Carry out what is missing of a sweep, and say what came of it.
+def sweep(request: SweepRequest, console: Console) -> int:
+    """Execute the runs of a sweep that are not finished yet, and print a comparison of the results.
 
     Returns:
-        Exit code: 0 if all runs are done, 1 if some have failed or were stopped.
+        The exit code: 0 if all runs are finished, 1 if some have failed or were stopped.
 
     Raises:
-        UserError: for overrides that do not compose or cannot be searched; nothing has been started then.
-        StoppedError: when a signal has stopped it.
+        UserError: for overrides that do not compose or cannot be searched, before any run has started.
+        StoppedError: if a signal has stopped the sweep.
     """
     settings = request.settings
     if settings.search == "optuna":
         extras.require("sweep.search=optuna", "sweep")
     runs = Runs(request, console)
     if settings.search == "grid":
-        runs.add_all(runs.combinations(), SEARCH)
-    announce(runs)
+        runs.add_all([overrides for space in runs.spaces.values() for overrides in trials.combinations(space)], SEARCH)
+    print_plan(runs)
     if settings.dry_run:
         return 0
-    with Board(runs.folder, runs.state, console) as shown:
+    with Board(runs.folder, runs.state, console) as live_board:
         if settings.search == "grid":
-            carry_out(request, Queue(runs, shown))
+            run_queue(TrialQueue(runs, live_board))
         else:
-            search(runs, shown)
-        if settings.seeds and not (settings.fail_fast and runs.failed()):
+            search(runs, live_board)
+        if settings.seeds and not (settings.fail_fast and runs.state.entries_with("failed")):
             runs.state.to_come = 0
-            runs.add_all(runs.winners_with_seeds(), SEEDS)
-            carry_out(request, Queue(runs, shown))
-    return close(runs)
+            runs.add_all(runs.best_with_seeds(), SEEDS)
+            run_queue(TrialQueue(runs, live_board))
+    return print_results(runs)
 
 
 class Runs:
-    """The runs of a sweep: what each of them is, and what is known of it.
+    """The runs of a sweep with their trials and states.
 
     Attributes:
-        folder: of the sweep.
-        state: what others see.
-        spaces: what is swept over.
-        trials: by the names of their folders.
-        entries: the same runs in `state`.
-        folders: where they lie.
+        folder: folder of the sweep.
+        state: state of the sweep, which `Board` writes to disk.
+        spaces: search spaces by the names of the grids.
+        trials: trials by the names of their run folders.
+        entries: entries of `state` by the names of their run folders.
+        folders: finds the folders of the runs.
     """
 
-    def __init__(self, request: Request, console: Console) -> None:
+    def __init__(self, request: SweepRequest, console: Console) -> None:
         settings = request.settings
         self.request, self.console = request, console
         self.spaces = trials.spaces(request.arguments, request.params, settings.grids or {}, settings.only)
-        digits = trials.identity(self.spaces, settings.seeds, settings.search, settings.sampler_seed)
-        self.folder = request.root / board.FOLDER / f"{settings.name}-{digits}"
-        self.state = State(self.folder.name, request.command, str(request.root), settings.jobs)
+        digest = trials.identity(self.spaces, settings.seeds, settings.search, settings.sampler_seed)
+        self.folder = request.root / board.FOLDER / f"{settings.name}-{digest}"
+        self.state = SweepState(self.folder.name, request.command, str(request.root), settings.jobs)
         self.trials: dict[str, Trial] = {}
         self.entries: dict[str, Entry] = {}
-        self.folders = Folders()
+        self.folders = RunFolders()
 
-    def combinations(self) -> list[Overrides]:
-        """Of the values of each grid."""
-        return [overrides for space in self.spaces.values() for overrides in trials.combinations(space)]
-
-    def add_all(self, wanted: Sequence[Overrides], stage: str) -> None:
-        """`add` them, under a progress bar where they are many."""
-        bar = track(wanted, "composing", console=self.console, transient=True, disable=len(wanted) < _MANY)
-        for overrides in bar:
+    def add_all(self, runs: Sequence[Overrides], stage: str) -> None:
+        """Add several runs, with a progress bar if there are many."""
+        is_short = len(runs) < _PROGRESS_BAR_FROM
+        for overrides in track(runs, "composing", console=self.console, transient=True, disable=is_short):
             self.add(overrides, stage)
 
     def add(self, overrides: Overrides, stage: str) -> Trial:
-        """A run of the sweep; one that is there already joins the stage, one that is finished keeps its result.
+        """Add a run. A known run moves to the given stage; a finished run keeps its result.
+
+        A run whose data cannot be loaded is added as failed.
 
         Raises:
             UserError: if the overrides do not compose.
@@ -134,118 +130,115 @@ class Runs:
         config = schema.load(self.request.compose(overrides))
         if isinstance(config.logger, WandbConfig) and config.logger.group is None:
             config = replace(config, logger=replace(config.logger, group=self.folder.name))
-        error, record = None, None
+        message, record = None, None
         try:
             folder = self.folders(config)
             record = None if config.run.overwrite else finished_run(folder, config)
             name = folder.name
-        except UserError as mistake:
-            error, name = str(mistake), f"not-started-{len(self.entries) + 1}"
+        except UserError as error:
+            message, name = str(error), f"not-started-{len(self.entries) + 1}"
         trial = self.trials.setdefault(name, Trial(overrides, config, name))
         if name not in self.entries:
-            self.entries[name] = board.entry(trial, stage)
+            self.entries[name] = board.make_entry(trial, stage)
             self.state.entries.append(self.entries[name])
         entry = self.entries[name]
         entry.stage = stage
         if record is not None:
-            board.note_record(entry, record)
-        if error is not None:
-            entry.status, entry.error = "failed", error
+            entry.apply_record(record)
+        if message is not None:
+            entry.status, entry.error = "failed", message
         return trial
 
-    def sample(self) -> tuple[Config, int]:
-        """The config of a run with the values that nobody sweeps over, and its number of training examples.
+    def config_and_size(self, name: str) -> tuple[Config, int]:
+        """The config of a run and its number of training examples."""
+        config = self.trials[name].config
+        return config, self.folders.sizes.get(RunFolders.data_key(config), 0)
+
+    def sample_config_and_size(self) -> tuple[Config, int]:
+        """A config with only the values that are not swept over, and its number of training examples.
 
         Raises:
-            UserError: if it does not compose, or its data cannot be loaded.
+            UserError: if the values do not compose, or the data cannot be loaded.
         """
         space = next(iter(self.spaces.values()))
-        fixed = tuple(own.input_line or "" for own in space.values() if not own.is_sweep_override())
+        fixed = tuple(override.input_line or "" for override in space.values() if not override.is_sweep_override())
         config = schema.load(self.request.compose(fixed))
         self.folders(config)
-        return config, self.folders.sizes[Folders.data_of(config)]
+        return config, self.folders.sizes[RunFolders.data_key(config)]
 
-    def winners_with_seeds(self) -> list[Overrides]:
-        """The best finished run of each task, model and method by its validation score, with each of the seeds."""
+    def best_with_seeds(self) -> list[Overrides]:
+        """The overrides of the best finished run of each task, model and method, once with each of `sweep.seeds`."""
         best: dict[tuple[str, str, str], Entry] = {}
-        for entry in self.state.entries:
-            kind = (entry.task, entry.model, board.family(entry))
-            if entry.status == "finished" and (kind not in best or (entry.value or 0) > (best[kind].value or 0)):
-                best[kind] = entry
+        for entry in self.state.entries_with("finished"):
+            key = (entry.task, entry.model, entry.method_family)
+            if key not in best or (entry.value or 0) > (best[key].value or 0):
+                best[key] = entry
         seeds = self.request.settings.seeds
         return [trials.with_seed(tuple(entry.overrides), seed) for entry in best.values() for seed in seeds]
 
-    def failed(self) -> list[Entry]:
-        """The runs that have."""
-        return [entry for entry in self.state.entries if entry.status == "failed"]
-
     def records(self) -> list[RunRecord]:
-        """Of the finished runs."""
-        names = [entry.name for entry in self.state.entries if entry.status == "finished"]
-        return [results.read(self.request.root / name) for name in names]
+        """The records of the finished runs."""
+        return [results.read(self.request.root / entry.name) for entry in self.state.entries_with("finished")]
 
 
-_MANY = 50
+class TrialQueue:
+    """Supplies the waiting runs in their order and reports their results to the board; see `pool.TrialSource`."""
 
-
-class Queue:
-    """The runs that wait, in their order, for `istar.sweeps.pool`."""
-
-    def __init__(self, runs: Runs, shown: Board) -> None:
-        self.runs, self.shown = runs, shown
+    def __init__(self, runs: Runs, live_board: Board) -> None:
+        self.runs, self.board = runs, live_board
 
     def next(self) -> Trial | None:
-        waiting = [entry for entry in self.runs.state.entries if entry.status == "waiting"]
+        waiting = self.runs.state.entries_with("waiting")
         return self.runs.trials[waiting[0].name] if waiting else None
 
     def started(self, trial: Trial, log: Path | None) -> None:
-        self.shown.started(self.runs.entries[trial.name], log)
+        self.board.started(self.runs.entries[trial.name], log)
 
     def ended(self, trial: Trial, outcome: RunRecord | UserError, status: str | None = None) -> None:
-        self.shown.ended(self.runs.entries[trial.name], outcome, status)
+        self.board.ended(self.runs.entries[trial.name], outcome, status)
 
     def tick(self) -> None:
-        self.shown.tick()
+        self.board.tick()
 
 
-class Searched(Queue):
-    """The runs that Optuna asks for, one by one."""
+class SearchQueue(TrialQueue):
+    """Supplies the trials that Optuna suggests and reports their results to Optuna and the board."""
 
-    def __init__(self, runs: Runs, shown: Board, study: "Study") -> None:
-        super().__init__(runs, shown)
+    def __init__(self, runs: Runs, live_board: Board, study: "Study") -> None:
+        super().__init__(runs, live_board)
         self._study = study
         self._numbers: dict[str, int] = {}
 
     def next(self) -> Trial | None:
-        while (asked := self._study.ask()) is not None:
-            number, overrides = asked
-            trial = replace(self.runs.add(overrides, SEARCH), study=self._study.handle(number))
+        while (suggestion := self._study.ask()) is not None:
+            number, overrides = suggestion
+            trial = replace(self.runs.add(overrides, SEARCH), study=self._study.trial_address(number))
             self.runs.state.to_come = self._study.to_come()
             entry = self.runs.entries[trial.name]
             if entry.status in ("waiting", "stopped"):
                 self._numbers[trial.name] = number
                 return trial
-            # The same values as before, or none that can be run.
-            self._study.tell(number, self._known(entry))
+            # The run of these values has ended already, or its data cannot be loaded.
+            self._study.tell(number, self._known_outcome(entry))
         return None
 
     def ended(self, trial: Trial, outcome: RunRecord | UserError, status: str | None = None) -> None:
         number = self._numbers.pop(trial.name)
         if status == "stopped":
-            self._study.leave(number)
+            self._study.release(number)
         else:
             self._study.tell(number, outcome)
         super().ended(trial, outcome, status)
 
-    def _known(self, entry: Entry) -> RunRecord | UserError:
+    def _known_outcome(self, entry: Entry) -> RunRecord | UserError:
         if entry.status in ("finished", "pruned"):
             return results.read(self.runs.request.root / entry.name)
         return UserError(entry.error or entry.status)
 
 
-def search(runs: Runs, shown: Board) -> None:
-    """Carry out what Optuna asks for, and what it has asked for before."""
-    # Seconds of imports that no grid needs.
+def search(runs: Runs, live_board: Board) -> None:
+    """Execute the trials of an Optuna search; the results of earlier calls count."""
+    # Optuna takes seconds to import, and a grid does not need it.
     from istar.sweeps.study import Study
 
     study = Study(runs.request.settings, runs.spaces, runs.folder)
@@ -254,30 +247,32 @@ def search(runs: Runs, shown: Board) -> None:
             trial = runs.add(overrides, SEARCH)
             entry = runs.entries[trial.name]
             if entry.status == "waiting":
-                board.note_record(entry, results.read(runs.request.root / trial.name))
+                entry.apply_record(results.read(runs.request.root / trial.name))
         runs.state.to_come = study.to_come()
-        carry_out(runs.request, Searched(runs, shown, study))
+        run_queue(SearchQueue(runs, live_board, study))
     finally:
         study.close()
 
 
-def carry_out(request: Request, queue: Queue) -> None:
-    """Here, or elsewhere: all that there is to run now, until there is no more."""
+def run_queue(queue: TrialQueue) -> None:
+    """Execute the trials of a queue on this machine, or in batches through the launcher, until there are no more."""
+    request = queue.runs.request
     settings = request.settings
-    if request.elsewhere is None:
+    if request.launcher is None:
         logs = queue.runs.folder / "logs"
-        pool.carry_out(queue, pool.Settings(settings.jobs, settings.fail_fast, request.show_trace, logs))
+        pool.run_trials(queue, pool.PoolSettings(settings.jobs, settings.fail_fast, request.show_trace, logs))
         return
-    limit = settings.jobs if isinstance(queue, Searched) else None
-    while batch := _batch(queue, limit):
-        wanted = [(*trial.overrides, *_told(trial)) for trial in batch]
-        with queue.shown.ticking():
-            outcomes = request.elsewhere(wanted)
+    # A grid is launched as a whole; a search in batches, because later trials depend on earlier results.
+    limit = settings.jobs if isinstance(queue, SearchQueue) else None
+    while batch := _next_batch(queue, limit):
+        jobs = [(*trial.overrides, *_launcher_overrides(trial)) for trial in batch]
+        with queue.board.ticking():
+            outcomes = request.launcher(jobs)
         for trial, outcome in zip(batch, outcomes, strict=True):
             queue.ended(trial, outcome, "stopped" if isinstance(outcome, StoppedError) else None)
 
 
-def _batch(queue: Queue, limit: int | None) -> list[Trial]:
+def _next_batch(queue: TrialQueue, limit: int | None) -> list[Trial]:
     batch: list[Trial] = []
     while (limit is None or len(batch) < limit) and (trial := queue.next()) is not None:
         queue.started(trial, None)
@@ -285,66 +280,64 @@ def _batch(queue: Queue, limit: int | None) -> list[Trial]:
     return batch
 
 
-def _told(trial: Trial) -> list[str]:
-    """What a run elsewhere has to know beside its overrides."""
+def _launcher_overrides(trial: Trial) -> list[str]:
+    """Overrides that a launched run needs beside its own, because only the config of this process has these values."""
     logger = trial.config.logger
-    told = [f"logger.group={logger.group}"] if isinstance(logger, WandbConfig) else []
-    return told + ([f"sweep.trial='{trial.study}'"] if trial.study else [])
+    overrides = [f"logger.group={logger.group}"] if isinstance(logger, WandbConfig) else []
+    return overrides + ([f"sweep.trial='{trial.study}'"] if trial.study else [])
 
 
-def announce(runs: Runs) -> None:
-    """Say how many runs there are, and what they may cost; in a dry run also which ones."""
+def print_plan(runs: Runs) -> None:
+    """Print the number of runs and their estimated duration; in a dry run also the overrides of each run."""
     settings, state = runs.request.settings, runs.state
-    waiting = [entry for entry in state.entries if entry.status == "waiting"]
-    wanted = [_priced(runs, entry.name) for entry in waiting]
-    kinds = {(entry.task, entry.model, board.family(entry)): entry.name for entry in state.entries}
-    told = [f"{state.name}: {len(state.entries)} runs, {len(waiting)} of them to do"]
+    waiting = state.entries_with("waiting")
+    planned = [runs.config_and_size(entry.name) for entry in waiting]
+    names = {(entry.task, entry.model, entry.method_family): entry.name for entry in state.entries}
+    parts = [f"{state.name}: {len(state.entries)} runs, {len(waiting)} of them to do"]
     if settings.search == "optuna":
-        told = [f"{state.name}: a search of {settings.trials} trials"]
-        wanted = [runs.sample()] * settings.trials
+        parts = [f"{state.name}: a search of {settings.trials} trials"]
+        planned = [runs.sample_config_and_size()] * settings.trials
     if settings.seeds:
-        told.append(f"then {len(settings.seeds)} seeds of the best of each of {len(kinds) or 'the'} methods")
-        # The best has been run with its own seed.
-        others = set(settings.seeds) - {entry.seed for entry in state.entries}
-        wanted += [_priced(runs, name) for name in kinds.values() for _ in others]
-        state.to_come = len(kinds) * len(others)
-    # Every result of the folder is read for it.
-    expected = cost.estimate(wanted, cost.finished_runs(runs.request.root) if wanted else ())
-    if expected.seconds is not None and wanted:
-        state.expected = expected.seconds / len(wanted)
-        told.append(f"about {duration(expected.seconds / settings.jobs)}, {settings.jobs} at a time ({expected.basis})")
-    elif wanted:
-        told.append(f"duration unknown: {expected.basis}")
-    runs.console.print("; ".join(told), highlight=False, soft_wrap=True, markup=False)
-    for entry in state.entries if settings.dry_run else ():
-        runs.console.print(
-            f"  {entry.status}: {' '.join(entry.overrides)}", highlight=False, soft_wrap=True, markup=False
+        parts.append(f"then {len(settings.seeds)} seeds of the best of each of {len(names) or 'the'} methods")
+        # The search has run the best configuration with its own seed already.
+        other_seeds = set(settings.seeds) - {entry.seed for entry in state.entries}
+        planned += [runs.config_and_size(name) for name in names.values() for _ in other_seeds]
+        state.to_come = len(names) * len(other_seeds)
+    # Finding the finished runs reads every record of the folder, so it is left out if nothing is planned.
+    estimate = cost.estimate(planned, cost.finished_runs(runs.request.root) if planned else ())
+    if estimate.seconds is not None and planned:
+        state.expected = estimate.seconds / len(planned)
+        parts.append(
+            f"about {duration(estimate.seconds / settings.jobs)}, {settings.jobs} at a time ({estimate.basis})"
         )
+    elif planned:
+        parts.append(f"duration unknown: {estimate.basis}")
+    runs.console.print("; ".join(parts), highlight=False, soft_wrap=True, markup=False)
+    if settings.dry_run:
+        for entry in state.entries:
+            line = f"  {entry.status}: {' '.join(entry.overrides)}"
+            runs.console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
-def _priced(runs: Runs, name: str) -> tuple[Config, int]:
-    config = runs.trials[name].config
-    return config, runs.folders.sizes.get(Folders.data_of(config), 0)
-
-
-def close(runs: Runs) -> int:
-    """Compare the runs, name those that failed, and return the exit code."""
+def print_results(runs: Runs) -> int:
+    """Write and print the comparison of the finished runs, list the failed runs, and return the exit code."""
     console, records = runs.console, runs.records()
     if records:
-        many = sum(map(len, run_tables.by_task(records).values())) > _COMPARED
-        shown = best_of_each(records) if many or runs.request.settings.seeds else records
-        write_text(runs.folder / "comparison.md", run_tables.markdown(shown))
+        configurations = sum(map(len, run_tables.by_task(records).values()))
+        if configurations > _MAX_COMPARED or runs.request.settings.seeds:
+            records = best_configurations(records)
+        write_text(runs.folder / "comparison.md", run_tables.markdown(records))
         for suffix in ("png", "svg"):
-            comparison.comparison(shown, runs.folder / f"comparison.{suffix}")
-        console.print(run_tables.comparison(shown))
+            comparison.comparison(records, runs.folder / f"comparison.{suffix}")
+        console.print(run_tables.comparison(records))
         console.print(f"{runs.folder / 'comparison.png'} and .svg, .md", highlight=False, soft_wrap=True)
-    failed = runs.failed()
+    failed = runs.state.entries_with("failed")
     if failed:
         console.print(f"{len(failed)} of {len(runs.state.entries)} runs failed; the same command runs them again:")
         for entry in failed:
-            told = f"  {' '.join(entry.overrides)}: {entry.error}"
-            console.print(told, highlight=False, soft_wrap=True, markup=False)
-    stopped = [entry for entry in runs.state.entries if entry.status in ("waiting", "stopped")]
+            line = f"  {' '.join(entry.overrides)}: {entry.error}"
+            console.print(line, highlight=False, soft_wrap=True, markup=False)
+    stopped = runs.state.entries_with("waiting", "stopped")
     if stopped and not failed:
         console.print(
             f"{len(stopped)} of {len(runs.state.entries)} runs are not done; the same command goes on with them"
@@ -352,19 +345,19 @@ def close(runs: Runs) -> int:
     return 1 if failed or stopped else 0
 
 
-def best_of_each(records: Sequence[RunRecord]) -> list[RunRecord]:
-    """The configuration of each task, model and kind of penalty that Table 1 would show, with all its seeds.
+def best_configurations(records: Sequence[RunRecord]) -> list[RunRecord]:
+    """The runs, with all seeds, of the configuration of each task, model and penalty that Table 1 would show.
 
-    Configurations are ranked by `istar.reports.run_tables.selection_rank`.
+    That is the configuration with the most seeds, and among several the one with the highest mean headline metric.
     """
+
+    def rank(runs: Sequence[RunRecord]) -> tuple[int, float]:
+        return run_tables.selection_rank([run.headline["value"] for run in runs])
+
     best: dict[tuple[str, str, str], list[RunRecord]] = {}
-    for (task, model), group in run_tables.by_task(records).items():
-        for runs in group:
-            kind = (task, model, runs[0].config["reg"]["name"])
-            if kind not in best or _rank(runs) > _rank(best[kind]):
-                best[kind] = runs
+    for (task, model), configurations in run_tables.by_task(records).items():
+        for runs in configurations:
+            key = (task, model, runs[0].config["reg"]["name"])
+            if key not in best or rank(runs) > rank(best[key]):
+                best[key] = runs
     return [record for runs in best.values() for record in runs]
-
-
-def _rank(runs: Sequence[RunRecord]) -> tuple[int, float]:
-    return run_tables.selection_rank([run.headline["value"] for run in runs])

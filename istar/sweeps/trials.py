@@ -1,4 +1,4 @@
-"""Which runs a sweep asks for: from lists of values, in the sweep's file and on the command line, to overrides."""
+"""Expands the lists of values in sweep files and on the command line into the trials of a sweep."""
 
 import hashlib
 import itertools
@@ -14,11 +14,11 @@ from istar.config import Config
 from istar.errors import UserError
 
 _NOT_SWEPT = ("run.", "logger")
-"""Beginnings of the keys that change nothing about which runs these are."""
+"""Prefixes of the keys that do not change the results of a run."""
 
 Overrides = tuple[str, ...]
 Space = dict[str, Override]
-"""What one grid spans: an override for each key, with one value or several."""
+"""The search space of one grid: an override for each key, with one value or several."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class Trial:
     """One run of a sweep.
 
     Attributes:
-        overrides: as on the command line.
-        config: what they compose.
-        name: of the run's folder.
-        study: the trial of a search that it is, as `istar.training.pruning` reads it.
+        overrides: the overrides of the run, as on the command line.
+        config: the config that the overrides compose.
+        name: the name of the run's folder.
+        study: the trial of an Optuna search, as `istar.training.pruning` reads it; None in a grid.
     """
 
     overrides: Overrides
@@ -41,56 +41,54 @@ class Trial:
 def spaces(
     arguments: Sequence[str], params: Mapping[str, Any], grids: Mapping[str, Mapping[str, Any]], only: Sequence[str]
 ) -> dict[str, Space]:
-    """What each grid spans: its own keys, those common to all, and on top those of the command line.
+    """The search space of each grid: the keys common to all grids, then the grid's keys, then the command line.
 
-    A key that some grid names and the command line too takes the command line's values in the grids that name it, and
-    is left out of the others, which may not have such a key.
+    A key that both a grid and the command line name takes the values of the command line. Grids without such a key
+    ignore it, because their config may not have it.
 
     Args:
-        arguments: overrides of the command line; the `sweep` keys say how, not what, and are left out.
-        params: values by key, for all grids.
-        grids: values by key, for each grid by its name; none is one grid without keys of its own.
-        only: names of the grids that count; none for all.
+        arguments: overrides of the command line; those of `sweep.` keys are ignored.
+        params: values by key, common to all grids.
+        grids: values by key for each grid; an empty mapping means one grid without keys.
+        only: names of the grids to use; empty means all.
 
     Raises:
-        UserError: if the command line chooses the option of a group by which the grids differ.
-        HydraException: for an override that cannot be parsed.
+        UserError: if the command line chooses the option of a config group that the grids choose, too.
+        HydraException: if an override cannot be parsed.
     """
     parser = OverridesParser.create()
     parsed = parser.parse_overrides(list(arguments))
-    given = {own.key_or_group: own for own in parsed if not own.key_or_group.startswith("sweep.")}
-    named = {key for grid in grids.values() for key in grid}
-    for key in sorted(given.keys() & named):
+    command_line = {item.key_or_group: item for item in parsed if not item.key_or_group.startswith("sweep.")}
+    grid_keys = {key for grid in grids.values() for key in grid}
+    for key in sorted(command_line.keys() & grid_keys):
         if "." not in key and key != "seed":
-            raise UserError(f"{key} is what the grids of this sweep differ by; choose with sweep.only={_listed(grids)}")
-    chosen = {name: grid for name, grid in (grids or {"": {}}).items() if not only or name in only}
-    found = {}
-    for name, grid in chosen.items():
-        own = parser.parse_overrides([f"{key}={_values(value)}" for key, value in {**params, **grid}.items()])
-        space = {override.key_or_group: override for override in own}
-        space |= {key: override for key, override in given.items() if key not in named or key in grid}
-        found[name] = space
-    return found
+            names = f"[{','.join(grids)}]"
+            raise UserError(f"{key} is what the grids of this sweep differ by; choose with sweep.only={names}")
+    result = {}
+    for name, grid in (grids or {"": {}}).items():
+        if only and name not in only:
+            continue
+        texts = [f"{key}={_override_value(value)}" for key, value in {**params, **grid}.items()]
+        space = {override.key_or_group: override for override in parser.parse_overrides(texts)}
+        space |= {key: override for key, override in command_line.items() if key not in grid_keys or key in grid}
+        result[name] = space
+    return result
 
 
-def _listed(grids: Mapping[str, Any]) -> str:
-    return f"[{','.join(grids)}]"
-
-
-def _values(value: Any) -> str:
-    """A value of a YAML file as Hydra's command line has it; a list is a list of values to sweep over."""
+def _override_value(value: Any) -> str:
+    """A value of a YAML file in the syntax of Hydra's command line; a list becomes several values to sweep over."""
     if isinstance(value, list):
-        return ",".join(map(_values, value))
+        return ",".join(map(_override_value, value))
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     return str(value)
 
 
 def combinations(space: Space) -> list[Overrides]:
-    """All combinations of a space's values; the last key changes fastest.
+    """All combinations of a space's values without duplicates; the last key changes fastest.
 
     Raises:
-        UserError: for a continuous interval.
+        UserError: if a key has a continuous interval instead of a list of values.
     """
     choices = []
     for override in space.values():
@@ -106,14 +104,14 @@ def combinations(space: Space) -> list[Overrides]:
 
 
 def with_seed(overrides: Overrides, seed: int) -> Overrides:
-    """The same run with another seed."""
+    """Replace the seed in the overrides of a run, or add it."""
     return (*(override for override in overrides if not override.startswith("seed=")), f"seed={seed}")
 
 
-def identity(found: Mapping[str, Space], *settings: Any) -> str:
-    """Six hexadecimal digits for what is swept over: the same command finds the sweep that it has begun."""
-    told = [
+def identity(grids: Mapping[str, Space], *settings: Any) -> str:
+    """Six hexadecimal digits that identify spaces and settings, so that a repeated command resumes its sweep."""
+    overrides = [
         [override.input_line for key, override in space.items() if not key.startswith(_NOT_SWEPT)]
-        for space in found.values()
+        for space in grids.values()
     ]
-    return hashlib.sha256(json.dumps([told, *settings]).encode()).hexdigest()[:6]
+    return hashlib.sha256(json.dumps([overrides, *settings]).encode()).hexdigest()[:6]

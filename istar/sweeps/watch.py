@@ -1,4 +1,4 @@
-"""`istar watch runs/`: the live table of sweeps that run elsewhere, from what they have written."""
+"""Implements `istar watch`: the live table of sweeps that other processes run, read from their state files."""
 
 import time
 from pathlib import Path
@@ -9,21 +9,20 @@ from rich.text import Text
 
 from istar.errors import UserError
 from istar.sweeps import board
-from istar.sweeps.board import FOLDER, STATE, State, duration
+from istar.sweeps.board import FOLDER, STATE, SweepState, duration
 
 _SILENT_SECONDS = 60.0
-"""A sweep writes every ten seconds; one that has not for so long is dead, or its disk is slow to reach this machine."""
+"""A sweep writes its state every ten seconds. After this time it has probably died, or the file system is slow."""
 
 
 def watch(root: Path, console: Console, name: str | None = None, once: bool = False, interval: float = 2.0) -> None:
-    """Show the sweeps of a folder until all of them are over; Ctrl-C leaves them alone.
+    """Show the sweeps of a folder until all of them are over; Ctrl-C ends the display, not the sweeps.
 
     Args:
-        root: that holds the runs.
-        console: where they are shown.
-        name: of one sweep; None shows those that are not over, or the latest one.
-        once: show the state now and return.
-        interval: seconds between two looks.
+        root: folder that holds the runs.
+        name: name of one sweep; None shows those that are not over, or else the latest one.
+        once: show the current state and return.
+        interval: seconds between two updates.
 
     Raises:
         UserError: if there is no sweep, or none of that name.
@@ -34,42 +33,44 @@ def watch(root: Path, console: Console, name: str | None = None, once: bool = Fa
     with Live(render(find(root, name)), console=console, auto_refresh=False) as live:
         try:
             while True:
-                found = find(root, name)
-                live.update(render(found), refresh=True)
-                if all(state.is_over for state in found):
+                states = find(root, name)
+                live.update(render(states), refresh=True)
+                if all(state.is_over for state in states):
                     return
                 time.sleep(interval)
         except KeyboardInterrupt:
             return
 
 
-def find(root: Path, name: str | None = None) -> list[State]:
-    """The sweeps to show; see `watch`.
+def find(root: Path, name: str | None = None) -> list[SweepState]:
+    """Read the states of the sweeps that `watch` shows.
 
     Raises:
         UserError: if there are none.
     """
     paths = sorted((root / FOLDER).glob(f"{name or '*'}/{STATE}"), key=lambda path: path.stat().st_mtime)
     if not paths:
-        known = sorted(path.name for path in (root / FOLDER).glob("*") if (path / STATE).exists())
-        named = f"no sweep {name}; there are {', '.join(known)}" if name and known else "no sweep"
-        raise UserError(f"{root / FOLDER} holds {named}; name the folder that holds the runs, as run.root does")
+        names = sorted(path.name for path in (root / FOLDER).glob("*") if (path / STATE).exists())
+        contents = f"no sweep {name}; there are {', '.join(names)}" if name and names else "no sweep"
+        raise UserError(f"{root / FOLDER} holds {contents}; name the folder that holds the runs, as run.root does")
     states = [board.read(path) for path in paths]
-    shown = [state for state in states if not state.is_over] or states[-1:]
-    for state in shown:
-        board.look(state, root)
-    return shown
+    selected = [state for state in states if not state.is_over] or states[-1:]
+    for state in selected:
+        board.update_epochs(state, root)
+    return selected
 
 
-def render(states: list[State]) -> Group:
-    """Their tables, one below the other."""
-    parts = []
+def render(states: list[SweepState]) -> Group:
+    """The tables of the sweeps, one below the other, with a note below those that seem to have died."""
+    parts: list[Group | Text] = []
     for state in states:
         parts.append(board.render(state))
         silent = time.time() - state.seen
         if not state.is_over and silent > _SILENT_SECONDS:
-            told = (
-                f"nothing heard of it for {duration(silent)}; if it was killed, this goes on with it: {state.command}"
+            parts.append(
+                Text(
+                    f"no update for {duration(silent)}; if the sweep was killed, this command resumes it: "
+                    f"{state.command}"
+                )
             )
-            parts.append(Group(Text(told)))
     return Group(*parts)

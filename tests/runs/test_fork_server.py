@@ -16,10 +16,10 @@ import pytest
 
 from istar.errors import UserError
 from istar.runs import fork_server, launch
-from istar.runs.fork_server import Forked, Servers
+from istar.runs.fork_server import ForkedProcess, ServerPool
 from tests.waiting import SECONDS, until
 
-pytestmark = pytest.mark.skipif(not fork_server.is_possible(), reason="runs are forked on Linux alone")
+pytestmark = pytest.mark.skipif(not fork_server.is_supported(), reason="runs are forked on Linux alone")
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STAND_IN = """
@@ -42,7 +42,7 @@ import numpy, torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 print(json.dumps({
     "environment": dict(os.environ), "cwd": os.getcwd(), "leads": os.getsid(0) == os.getpid(), "argv": sys.argv,
-    "held_back": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())), "sigterm": str(signal.getsignal(signal.SIGTERM)),
+    "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())), "sigterm": str(signal.getsignal(signal.SIGTERM)),
     "threads": torch.get_num_threads(), "alive": threading.active_count(), "seed": torch.initial_seed(),
     "tasks": len(os.listdir("/proc/self/task")), "files": sorted(os.listdir("/proc/self/fd")),
     "rank": rank_zero_only.rank, "modules": len(sys.modules), "filters": len(warnings.filters),
@@ -60,14 +60,14 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN); threading.Thread(target=threading
 (torch.ones(500, 500) @ torch.ones(500, 500)).sum(); os.open("/dev/null", os.O_RDONLY)
 """
 
-Start = Callable[..., Forked]
+Start = Callable[..., ForkedProcess]
 
 
 def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **more}
 
 
-def is_over(process: Forked) -> int:
+def is_over(process: ForkedProcess) -> int:
     until(lambda: process.poll() is not None)
     assert process.returncode is not None
     return process.returncode
@@ -83,28 +83,28 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
     folder = tmp_path_factory.mktemp("logs")
-    with Servers(folder / "server.log") as servers:
+    with ServerPool(folder / "server.log") as servers:
         yield servers
     assert (folder / "server.log").read_text() == ""
 
 
 @pytest.fixture
-def told(servers: Servers, tmp_path: Path) -> Callable[..., dict[str, object]]:
+def told(servers: ServerPool, tmp_path: Path) -> Callable[..., dict[str, object]]:
     """What a process that carries out the code prints."""
 
     def tell(code: str = STATE, environment: Mapping[str, str] = environment()) -> dict[str, object]:
         log = tmp_path / f"{len(list(tmp_path.iterdir()))}.log"
-        assert is_over(servers.start([code], environment, log)) == 0, log.read_text()
+        assert is_over(servers.spawn([code], environment, log)) == 0, log.read_text()
         return json.loads(log.read_text())
 
     return tell
 
 
-def test_nothing_is_left_of_the_one_before(told: Callable[..., dict[str, object]], servers: Servers) -> None:
+def test_nothing_is_left_of_the_one_before(told: Callable[..., dict[str, object]], servers: ServerPool) -> None:
     before = told()
-    assert is_over(servers.start([DISTURB], environment(), None)) == 0
+    assert is_over(servers.spawn([DISTURB], environment(), None)) == 0
     assert told() == before
     assert before["tasks"] == before["alive"] == 1
     assert before["files"] == ["0", "1", "2", "3"]  # the last: the folder that is listed
@@ -142,9 +142,9 @@ def test_threads_are_what_the_environment_says(told: Callable[..., dict[str, obj
     assert there[0] == min(2, os.cpu_count() or 1)  # type: ignore[index]
 
 
-def test_signals_wait_until_the_process_is_ready(told: Callable[..., dict[str, object]], servers: Servers) -> None:
-    assert told()["held_back"] == sorted(launch.PASSED_ON)
-    process = servers.start(["import os, signal; signal.sigwait([signal.SIGUSR1]); os._exit(7)"], environment(), None)
+def test_signals_wait_until_the_process_is_ready(told: Callable[..., dict[str, object]], servers: ServerPool) -> None:
+    assert told()["blocked"] == sorted(launch.FORWARDED_SIGNALS)
+    process = servers.spawn(["import os, signal; signal.sigwait([signal.SIGUSR1]); os._exit(7)"], environment(), None)
     # At once: there is no process yet.
     process.send_signal(signal.SIGUSR1)
     assert is_over(process) == 7
@@ -152,12 +152,12 @@ def test_signals_wait_until_the_process_is_ready(told: Callable[..., dict[str, o
     assert is_over(process) == 7
 
 
-def test_one_that_is_killed_does_not_disturb_the_others(servers: Servers) -> None:
-    other = servers.start(["import signal; signal.sigwait([signal.SIGUSR1])"], environment(), None)
+def test_one_that_is_killed_does_not_disturb_the_others(servers: ServerPool) -> None:
+    other = servers.spawn(["import signal; signal.sigwait([signal.SIGUSR1])"], environment(), None)
     for number in (signal.SIGKILL, signal.SIGSEGV):
-        process = servers.start([f"import os; os.kill(os.getpid(), {number:d})"], environment(), None)
+        process = servers.spawn([f"import os; os.kill(os.getpid(), {number:d})"], environment(), None)
         assert is_over(process) == -number
-    waiting = servers.start(["import time; time.sleep(3600)"], environment(), None)
+    waiting = servers.spawn(["import time; time.sleep(3600)"], environment(), None)
     waiting.kill()
     assert waiting.wait() == -signal.SIGKILL
     assert other.poll() is None
@@ -165,16 +165,16 @@ def test_one_that_is_killed_does_not_disturb_the_others(servers: Servers) -> Non
     assert is_over(other) == 0
 
 
-def test_an_error_is_in_the_log(servers: Servers, tmp_path: Path) -> None:
-    assert is_over(servers.start(["1 / 0"], environment(), tmp_path / "log")) == launch.UNFORESEEN
+def test_an_error_is_in_the_log(servers: ServerPool, tmp_path: Path) -> None:
+    assert is_over(servers.spawn(["1 / 0"], environment(), tmp_path / "log")) == launch.UNEXPECTED_ERROR
     assert "ZeroDivisionError" in (tmp_path / "log").read_text()
 
 
 WATCH = """
 import os, signal, time
 from istar.runs import launch
-signal.pthread_sigmask(signal.SIG_UNBLOCK, launch.PASSED_ON)
-launch._end_with(int(parent))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, launch.FORWARDED_SIGNALS)
+launch._terminate_with_parent(int(parent))
 print(os.getpid(), flush=True)
 time.sleep(3600)
 """
@@ -194,9 +194,9 @@ def is_gone(pid: int) -> bool:
 
 
 def test_a_server_that_is_killed_and_one_that_nobody_needs_any_more(tmp_path: Path) -> None:
-    with Servers(tmp_path / "server.log") as servers:
+    with ServerPool(tmp_path / "server.log") as servers:
         for ending in ("killed", "left"):
-            process = servers.start([WATCH], environment(), tmp_path / ending)
+            process = servers.spawn([WATCH], environment(), tmp_path / ending)
             pid = pid_in(tmp_path / ending)
             [server] = servers._servers.values()
             if ending == "killed":
@@ -226,10 +226,10 @@ def test_a_library_that_is_no_good_for_forks(
 ) -> None:
     (tmp_path / "no_good.py").write_text(library)
     script = tmp_path / "server.py"
-    script.write_text(f"from istar.runs import fork_server; fork_server.LIBRARIES = ('no_good',)\n{STAND_IN}")
+    script.write_text(f"from istar.runs import fork_server; fork_server.PRELOADED_MODULES = ('no_good',)\n{STAND_IN}")
     monkeypatch.setattr(fork_server, "COMMAND", (sys.executable, str(script)))
-    with Servers(tmp_path / "server.log") as servers:
-        process = servers.start(["pass"], environment(OMP_NUM_THREADS="2"), None)
+    with ServerPool(tmp_path / "server.log") as servers:
+        process = servers.spawn(["pass"], environment(OMP_NUM_THREADS="2"), None)
         with pytest.raises(UserError, match=r"the process that starts the runs ended with exit code 1 .*server\.log"):
             process.wait()
     assert told in (tmp_path / "server.log").read_text()
@@ -239,13 +239,13 @@ def test_a_fork_that_the_system_refuses(tmp_path: Path, monkeypatch: pytest.Monk
     script = tmp_path / "server.py"
     refuse = "def refuse(*_): raise BlockingIOError(11, 'Resource temporarily unavailable')"
     script.write_text(
-        f"{refuse}\nfrom istar.runs import fork_server as s; s.LIBRARIES, s._fork = (), refuse\n{STAND_IN}"
+        f"{refuse}\nfrom istar.runs import fork_server as s; s.PRELOADED_MODULES, s._fork = (), refuse\n{STAND_IN}"
     )
     monkeypatch.setattr(fork_server, "COMMAND", (sys.executable, str(script)))
-    with Servers(tmp_path / "server.log") as servers:
+    with ServerPool(tmp_path / "server.log") as servers:
         for _ in range(2):
             with pytest.raises(UserError, match=r"the process of the run could not be started: .*unavailable"):
-                servers.start(["pass"], environment(), None).wait()
+                servers.spawn(["pass"], environment(), None).wait()
         # It is the same server, which goes on.
         assert len(servers._servers) == 1
         assert (tmp_path / "server.log").read_text() == ""
@@ -258,6 +258,6 @@ def test_loading_does_not_touch_the_gpu() -> None:
         "def touched(*_): raise SystemError('the driver was called')\n"
         "for name in ('is_available', 'device_count', 'init', '_lazy_init'): setattr(torch.cuda, name, touched)\n"
         "for name in [name for name in vars(torch._C) if name.startswith('_cuda_')]: setattr(torch._C, name, touched)\n"
-        "from istar.runs import fork_server; fork_server.load()"
+        "from istar.runs import fork_server; fork_server.preload()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY, timeout=SECONDS)

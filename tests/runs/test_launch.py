@@ -200,10 +200,10 @@ def test_lightning_sees_srun_where_it_is(monkeypatch, environment, devices, want
         monkeypatch.delenv(name)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    launch.tell_slurm_apart()
+    launch.fix_slurm_detection()
     nodes = int(tasks or 1) // wanted
     assert launch.processes_to_start(TrainerConfig(devices=devices, num_nodes=nodes, strategy="ddp")) == wanted
-    assert SLURMEnvironment.detect() == launch.is_one_of_many() == (tasks is not None)
+    assert SLURMEnvironment.detect() == launch.has_external_launcher() == (tasks is not None)
     assert os.environ.get("SLURM_NTASKS") == tasks
 
 

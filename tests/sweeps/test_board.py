@@ -19,12 +19,12 @@ from istar.sweeps.board import (
     STATE,
     Board,
     Entry,
-    State,
+    SweepState,
     duration,
     epochs_done,
-    line,
     read,
     render,
+    result_line,
     seconds_left,
 )
 from istar.sweeps.trials import Trial
@@ -44,14 +44,14 @@ def entry(number: int = 1, **values: Any) -> Entry:
     return Entry(f"run{number}", [f"seed={number}", "task=rte"], **{**known, **values})
 
 
-def shown(state: State) -> str:
+def shown(state: SweepState) -> str:
     console = Console(width=200, file=io.StringIO())
     console.print(render(state))
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def state(*entries: Entry, **values: Any) -> State:
-    return State(
+def state(*entries: Entry, **values: Any) -> SweepState:
+    return SweepState(
         **{"name": "sweep-1", "command": "python train.py -m", "root": "runs", "jobs": 2, **values},
         entries=list(entries),
     )
@@ -121,14 +121,14 @@ def test_the_table() -> None:
 def test_lines() -> None:
     good = entry(1, status="finished", metric="accuracy", value=0.625, started=10, ended=70, collapsed=True)
     whole = state(good, entry(2))
-    assert line(whole, good) == "[1/2] rte · bert · I-STAR λ=-1 ζ=0.4 · seed 1: accuracy 62.50, collapsed (60 s)"
+    assert result_line(whole, good) == "[1/2] rte · bert · I-STAR λ=-1 ζ=0.4 · seed 1: accuracy 62.50, collapsed (60 s)"
     bad = entry(2, status="failed", error="no such layer", log="logs/run2.log")
-    assert line(state(good, bad), bad).endswith("seed 2: failed: no such layer (logs/run2.log)")
+    assert result_line(state(good, bad), bad).endswith("seed 2: failed: no such layer (logs/run2.log)")
 
 
 def test_the_file_is_kept_up_to_date(composed: Any, tmp_path: Path) -> None:
     config = composed("task=rte")
-    own = board.entry(Trial(("task=rte",), config, "run1"), "search")
+    own = board.make_entry(Trial(("task=rte",), config, "run1"), "search")
     whole = state(own, root=str(tmp_path))
     console = Console(file=io.StringIO())
     with Board(tmp_path / "s", whole, console) as shown:
@@ -145,7 +145,7 @@ def test_the_file_is_kept_up_to_date(composed: Any, tmp_path: Path) -> None:
 
 
 def test_on_a_terminal_the_table_lives(composed: Any, tmp_path: Path) -> None:
-    own = board.entry(Trial(("task=rte",), composed("task=rte"), "run1"), "search")
+    own = board.make_entry(Trial(("task=rte",), composed("task=rte"), "run1"), "search")
     console = Console(file=io.StringIO(), force_terminal=True, width=150)
     with Board(tmp_path / "s", state(own, root=str(tmp_path)), console) as shown:
         shown.started(own, None)
@@ -186,7 +186,7 @@ def test_watch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().out
     assert "now-2: 0 of 1 runs finished" in told
     assert "old-1" not in told
-    assert "nothing heard" not in told
+    assert "no update" not in told
     assert main(["watch", str(tmp_path), "--once", "--sweep", "old-1"]) == 0
     assert "old-1: 0 of 1" in capsys.readouterr().out
 
@@ -195,7 +195,7 @@ def test_watch_tells_a_dead_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[
     put(tmp_path, "dead-1", seen=NOW - 3600)
     assert main(["watch", str(tmp_path), "--once"]) == 0
     told = " ".join(capsys.readouterr().out.split())
-    assert "nothing heard of it for 60 min; if it was killed, this goes on with it: python train.py -m" in told
+    assert "no update for 60 min; if the sweep was killed, this command resumes it: python train.py -m" in told
 
 
 def test_watch_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

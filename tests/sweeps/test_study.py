@@ -110,7 +110,7 @@ def test_a_stopped_trial_is_asked_for_again(tmp_path: Path) -> None:
     found = study(tmp_path, trials=1)
     asked = found.ask()
     assert asked
-    found.leave(asked[0])
+    found.release(asked[0])
     assert found.ask() == asked
 
 

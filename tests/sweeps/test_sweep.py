@@ -20,7 +20,7 @@ from istar.errors import UserError
 from istar.results import RunRecord
 from istar.runs import fork_server
 from istar.sweeps.board import read
-from istar.sweeps.sweep import Request, Runs
+from istar.sweeps.sweep import Runs, SweepRequest
 from tests.jobs import Done, Job, Start, at_once, starting
 from tests.outcomes import assert_same
 
@@ -125,7 +125,7 @@ def test_failures_are_told_and_may_stop_all(tmp_path: Path, start: Start) -> Non
     assert [entry.status for entry in state(tmp_path / "fast").entries] == ["failed", "waiting", "waiting"]
 
 
-@pytest.mark.skipif(not fork_server.is_possible(), reason="runs are forked on Linux alone")
+@pytest.mark.skipif(not fork_server.is_supported(), reason="runs are forked on Linux alone")
 def test_the_process_that_starts_the_runs_is_killed(tmp_path: Path, start: Start) -> None:
     """The run under way is lost, the others are not; and all are bit by bit what train.py makes of them by itself."""
     longer = (*TINY, "trainer.max_epochs=15")
@@ -161,7 +161,7 @@ def runs(tmp_path: Path, sweeper_for: Callable[..., IstarSweeper]) -> Callable[.
         arguments = (*arguments, f"run.root={tmp_path / 'runs'}")
         sweeper = sweeper_for(*(argument for argument in arguments if "," not in argument))
         settings = schema.load_sweep(sweeper.config)
-        request = Request(settings, arguments, {}, "python train.py", tmp_path / "runs", sweeper._compose)
+        request = SweepRequest(settings, arguments, {}, "python train.py", tmp_path / "runs", sweeper.compose)
         return Runs(request, Console(quiet=True))
 
     return make
@@ -202,7 +202,7 @@ def test_data_that_cannot_be_loaded_fail_their_runs_alone(runs: Callable[..., Ru
     demo, rte = found.state.entries
     assert (demo.status, rte.status) == ("waiting", "failed")
     assert rte.error
-    assert found.failed() == [rte]
+    assert found.state.entries_with("failed") == [rte]
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def test_every_sweep_file_composes(name: str, sweeper_for: Callable[..., IstarSw
     assert sum(map(len, found.values())) == COUNTS[name]
     for grid in found.values():
         for overrides in (grid[0], grid[-1]):
-            composed = sweeper._compose(overrides)
+            composed = sweeper.compose(overrides)
             schema.load(composed)
             # Faster than Hydra, but to the same end.
             whole = sweeper.hydra_context.config_loader.load_sweep_config(sweeper.config, list(overrides))

@@ -1,0 +1,116 @@
+"""Runs on a full disk fail with one line, leave no half-written file and resume exactly."""
+
+import re
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from istar import files, models, results
+from istar.runs.run import run
+from istar.training.checkpoints import AtomicCheckpointIO
+from tests.outcomes import assert_same
+from tests.runs.faults import EPOCHS, Build, assert_whole, full_disk, only_folder, refused_in_one_line
+
+
+def test_drafts_are_removed_wherever_they_are_and_nothing_else(tmp_path: Path) -> None:
+    draft = f".RTE.tsv.{'0f' * 16}"
+    for name in ("RTE.tsv", draft, ".notes.txt", f"x{draft}"):
+        for folder in (tmp_path, tmp_path / "submission"):
+            folder.mkdir(exist_ok=True)
+            (folder / name).write_text("mine")
+    files.remove_drafts(tmp_path)
+    kept = [".notes.txt", "RTE.tsv", f"x{draft}"]
+    assert sorted(path.name for path in tmp_path.glob("*.*")) == kept
+    assert sorted(path.name for path in (tmp_path / "submission").iterdir()) == kept
+
+
+@contextmanager
+def files_up_to(size: int) -> Iterator[None]:
+    """The operating system refuses to write more into a file: not a pretence."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def limited(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, size: int, after: int) -> Callable[[], None]:
+    """Let calls of a function, but for the first ones, write `size` bytes into a file at most."""
+    original, count = getattr(owner, name), 0
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count <= after:
+            return original(*arguments, **named)
+        with files_up_to(size):
+            return original(*arguments, **named)
+
+    monkeypatch.setattr(owner, name, call)
+    return lambda: monkeypatch.setattr(owner, name, original)
+
+
+@pytest.mark.parametrize(
+    ("size", "after", "kept"),
+    [(0, 0, None), (100_000, 0, None), (100_000, 3, "step-3.ckpt"), (0, 4, "step-3.ckpt"), (1000, 5, "step-4.ckpt")],
+)
+def test_a_checkpoint_that_the_disk_does_not_take(
+    small: Build, undisturbed: Path, monkeypatch: pytest.MonkeyPatch, size: int, after: int, kept: str | None
+) -> None:
+    """The fourth is that of the best weights, after which comes the state behind the first epoch."""
+    config = small(*EPOCHS)
+    mend = limited(monkeypatch, AtomicCheckpointIO, "save_checkpoint", size, after)
+    message = refused_in_one_line(config)
+    mend()
+    folder = only_folder(config)
+    assert f"the checkpoint {folder / 'checkpoints'}" in message
+    assert "cannot be written" in message
+    assert "File too large" in message
+    assert f"the last good state is {folder / 'checkpoints' / kept}" in message if kept else "no checkpoint" in message
+    assert "same command" in message
+    assert_whole(folder)
+    assert results.read(folder).status == "failed"
+    run(config)
+    assert_same(folder, undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("name", "after"),
+    [(r"step-\d+\.ckpt", 2), (r"best-epoch-\d+\.ckpt", 1), (r"metrics\.csv", 0), (r"metrics\.csv", 5),
+     (r"predictions\.jsonl", 0), (r"result\.json", 0), (r"config\.yaml", 0)],
+)  # fmt: skip
+def test_a_file_that_the_disk_does_not_take(
+    small: Build, undisturbed: Path, monkeypatch: pytest.MonkeyPatch, name: str, after: int
+) -> None:
+    config = small(*EPOCHS)
+    with full_disk(monkeypatch, name, after):
+        message = refused_in_one_line(config)
+    folder = only_folder(config)
+    assert re.search(name, message)
+    assert "No space left on device" in message
+    assert_whole(folder)
+    run(config)
+    assert_same(folder, undisturbed)
+
+
+@pytest.mark.parametrize("size", [0, 10_000, 100_000])
+def test_a_model_that_the_disk_does_not_take(
+    small: Build, undisturbed: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    config = small(*EPOCHS)
+    mend = limited(monkeypatch, models, "save", size, 0)
+    message = refused_in_one_line(config)
+    mend()
+    folder = only_folder(config)
+    assert "File too large" in message
+    assert "the model cannot be written" in message
+    assert "the last good state is" in message
+    assert not (folder / "model").exists()
+    assert_whole(folder)
+    run(config)
+    assert_same(folder, undisturbed)

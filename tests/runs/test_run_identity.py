@@ -1,0 +1,111 @@
+"""Equal configs are the same run; other values of what counts make another run."""
+
+import io
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from istar.errors import UserError
+from istar.runs import run as run_module
+from istar.runs.run import run
+from istar.runs.store import run_folder
+from tests.runs.artifacts import TINY, Build, everything_measured, folders_in, place, rows_of, rte
+
+
+def test_the_same_call_returns_the_finished_run(small: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small()
+    first = run(config)
+    before = {path: path.stat().st_mtime_ns for path in Path(config.run.root).rglob("*")}
+    # No model is loaded and nothing is trained.
+    monkeypatch.setattr(run_module, "_assemble", None)
+    console = Console(width=120, file=io.StringIO())
+    second = run(small("logger=csv", "trainer.log_every_n_steps=5", "data.num_workers=0"), console)
+    assert second == first
+    assert {path: path.stat().st_mtime_ns for path in Path(config.run.root).rglob("*")} == before
+    assert "run.overwrite=true" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_ctrl_c_is_the_callers_again_when_a_run_is_done(small: Build) -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    run(small())
+    assert {number: signal.getsignal(number) for number in before} == before
+
+
+def test_overwrite_keeps_the_old_folder(small: Build, caplog: pytest.LogCaptureFixture) -> None:
+    config = small()
+    record = run(config)
+    (place(config, record) / "notes.txt").write_text("mine")
+    again = run(small("run.overwrite=true"))
+    assert everything_measured(again) == everything_measured(record)
+    assert folders_in(Path(config.run.root)) == [record.name, f"{record.name}.old-1"]
+    assert (Path(config.run.root) / f"{record.name}.old-1" / "notes.txt").read_text() == "mine"
+    assert not (place(config, record) / "notes.txt").exists()
+    assert "it is kept as" in caplog.text
+    run(small("run.overwrite=true"))
+    assert f"{record.name}.old-2" in folders_in(Path(config.run.root))
+
+
+def test_a_finished_run_without_what_is_asked_for_is_not_passed_off(small: Build) -> None:
+    record = run(small("run.save_model=false"))
+    config = small()
+    assert "model" not in folders_in(place(config, record))
+    with pytest.raises(UserError, match=r"without model/; run\.overwrite=true"):
+        run(config)
+    assert run(small("run.save_model=false")) == record
+
+
+def test_checkpoints_do_change_the_run(small: Build) -> None:
+    """Without them the last epoch is the result rather than the best one: not the same run."""
+    with_them, without = run(small()), run(small("trainer.checkpoints=false"))
+    assert with_them.name != without.name
+
+
+@pytest.mark.parametrize("task", ["demo", "demo_span"])
+def test_the_seed_decides_everything(small: Build, tmp_path: Path, task: str) -> None:
+    def predictions(*overrides: str) -> tuple[list[Any], list[Any]]:
+        config = small(f"task={task}", "reg=istar", "trainer.max_epochs=2", *overrides)
+        record = run(config)
+        return everything_measured(record), rows_of(place(config, record) / "predictions.jsonl")
+
+    first = predictions()
+    torch.rand(3)
+    second = predictions(f"run.root={tmp_path / 'elsewhere'}", f"data.cache_dir={tmp_path / 'cache'}")
+    assert first == second
+    other = predictions("seed=43")
+    assert other[0][3]["before"] != first[0][3]["before"]
+    assert other[1] != first[1] or task == "demo_span"
+
+
+def test_the_evaluation_batch_matters_only_to_rounding(done: Callable[..., Any]) -> None:
+    _, one, _ = done("task=demo", "reg=istar")
+    _, two, _ = done("task=demo", "reg=istar", "data.eval_batch_size=24")
+    # They change the rounding of the shrinkage covariance, and its padding where that counts.
+    assert one.name != two.name
+    assert two.metrics == pytest.approx(one.metrics, rel=1e-4)
+    assert two.isotropy["after"] == pytest.approx(one.isotropy["after"], rel=1e-3)
+
+
+def test_a_submission_asked_for_later_is_not_forgotten(small: Build, tmp_path: Path) -> None:
+    more = (*TINY, "task=rte", f"task.data_dir={rte(tmp_path / 'glue_data')}")
+    run(small(*more))
+    with pytest.raises(UserError, match=r"without submission/; run\.overwrite=true"):
+        run(small(*more, "task.submission=true"))
+
+
+def test_the_place_of_the_data_does_not_count_but_its_content_does(small: Build, tmp_path: Path) -> None:
+    first, copy = rte(tmp_path / "first"), rte(tmp_path / "copy")
+    other = rte(tmp_path / "other", positive=lambda number: number % 2 == 1)
+    records = [run(small(*TINY, "task=rte", f"task.data_dir={place}")) for place in (first, copy, other)]
+    assert records[0].name == records[1].name != records[2].name
+
+
+def test_devices_count_for_the_name_by_their_number(small: Build) -> None:
+    settings = [small(f"trainer.devices={devices}") for devices in ("1", "auto", "'1'")]
+    names = {run_folder(config, "data", "model").name for config in settings}
+    assert len(names) == 1
+    assert run_folder(small("trainer.devices=2"), "data", "model").name not in names

@@ -1,0 +1,225 @@
+"""The files that a run leaves agree with each other and with the saved model."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForQuestionAnswering, AutoModelForSequenceClassification, AutoTokenizer
+
+from istar import results
+from istar.config.schema import to_dict
+from istar.runs.run import run
+from istar.tasks import demo
+from istar.tasks.metrics import compute
+from istar.tasks.specs import TASKS
+from istar.tasks.squad import best_answer
+from istar.training import FineTuner
+from tests.runs.artifacts import DEMOS, REGS, Build, folders_in, logged, place, rows_of
+
+
+@pytest.mark.parametrize("reg", REGS)
+@pytest.mark.parametrize("task", DEMOS)
+def test_what_a_run_leaves(done: Callable[..., Any], task: str, reg: str) -> None:
+    config, record, folder = done(f"task={task}", f"reg={reg}")
+    spec = TASKS[task]
+    assert folders_in(folder) == [
+        "checkpoints", "config.yaml", "geometry.json", "metrics.csv", "model", "predictions.jsonl", "result.json",
+    ]  # fmt: skip
+    assert record == results.read(folder)
+    assert record.status == "finished"
+    assert record.error is None
+    assert record.config == to_dict(config)
+    assert yaml.safe_load((folder / "config.yaml").read_text()) == record.config
+
+    # The headline is the first of the best epochs, and everything else is of that epoch.
+    values = [epoch["metrics"][spec.headline] for epoch in record.epochs]
+    assert [epoch["epoch"] for epoch in record.epochs] == [1, 2]
+    assert [epoch["step"] for epoch in record.epochs] == [6, 12]
+    best = values.index(max(values))
+    assert record.headline == {"metric": spec.headline, "value": max(values), "epoch": best + 1}
+    assert record.metrics == record.epochs[best]["metrics"]
+    assert record.isotropy["after"] == record.epochs[best]["isotropy"]
+    assert list(record.isotropy["before"]) == ["0", "1", "2", "union"]
+    scores = [*record.isotropy["before"].values(), *record.isotropy["after"].values()]
+    assert all(0 < score < 1 for score in scores)
+    assert record.isotropy["before"] != record.isotropy["after"]
+    assert record.data["train"] == 48
+    assert record.data["validation"] == {"validation": 24}
+    assert len(record.data["fingerprint"]) >= 16
+    assert record.timing["total"] >= record.timing["fit"] > 0
+    assert len(record.timing["shrinkage"]) == (2 if reg == "istar" else 0)
+
+
+@pytest.mark.parametrize("task", DEMOS)
+def test_predictions_are_the_validation_set_in_its_order(done: Callable[..., Any], task: str) -> None:
+    _, record, folder = done(f"task={task}", "reg=istar")
+    spec = TASKS[task]
+    examples = demo.generate(task, "validation").select(range(24))
+    rows = rows_of(folder / "predictions.jsonl")
+    wanted = examples["id"][:] if spec.kind == "span" else list(range(24))
+    assert [row["id"] for row in rows] == wanted
+    labels = [row["label"] for row in rows]
+    predictions: list[Any] = [row["prediction"] for row in rows]
+    if spec.kind == "classification":
+        assert labels == [spec.labels[label] for label in examples["label"]]
+        for row in rows:
+            assert sum(row["scores"]) == pytest.approx(1)
+            assert row["prediction"] == spec.labels[row["scores"].index(max(row["scores"]))]
+        labels = [spec.labels.index(label) for label in labels]
+        predictions = [spec.labels.index(prediction) for prediction in predictions]
+    elif spec.kind == "regression":
+        assert labels == examples["label"][:]
+    else:
+        assert labels == [answer["text"] for answer in examples["answers"]]
+        assert all(row["prediction"] in context for row, context in zip(rows, examples["context"], strict=True))
+    # The metrics of the record are those of the file.
+    again = compute(spec.metrics, predictions, labels)
+    assert {name: record.metrics[name] for name in again} == pytest.approx(again)
+
+
+@pytest.mark.parametrize("reg", REGS)
+def test_logged_keys(done: Callable[..., Any], reg: str) -> None:
+    _, record, folder = done("task=demo", f"reg={reg}")
+    columns = logged(folder)
+    wanted = {"train/loss", "train/task_loss", "train/lr", "train/grad_norm", "val/accuracy", "val/f1", "val/loss"}
+    wanted |= {"isotropy/isoscore_star", *(f"isotropy/layer_{layer}/isoscore_star" for layer in range(3))}
+    if reg == "istar":
+        wanted |= {"train/penalty", "train/isoscore_star", "shrinkage/points", "shrinkage/seconds"}
+    assert wanted <= set(columns)
+    if reg != "none":
+        wanted |= {"train/points"}
+    assert {key for key in columns if key.startswith("train/")} <= wanted | {"train/penalty", "train/mean_cosine"} | {
+        key for key in columns if "cos" in key
+    }
+    assert len(columns["train/loss"]) == 12
+    if reg == "none":
+        assert "train/penalty" not in columns
+        assert columns["train/loss"] == columns["train/task_loss"]
+    else:
+        sums = [a + b for a, b in zip(columns["train/task_loss"], columns["train/penalty"], strict=True)]
+        assert columns["train/loss"] == pytest.approx(sums, rel=1e-5)
+    # Before training and after each epoch.
+    assert columns["isotropy/isoscore_star"] == pytest.approx(
+        [record.isotropy["before"]["union"], *(epoch["isotropy"]["union"] for epoch in record.epochs)], rel=1e-5
+    )
+
+
+def test_istar_logs_lambda_times_one_minus_isoscore(done: Callable[..., Any]) -> None:
+    _, _, folder = done("task=demo", "reg=istar", "reg.lambda=3")
+    columns = logged(folder)
+    expected = [3 * (1 - score) for score in columns["train/isoscore_star"]]
+    assert columns["train/penalty"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_zeta_is_logged_where_it_is_estimated(done: Callable[..., Any]) -> None:
+    _, _, folder = done("task=demo", "reg=istar", "reg.zeta=auto")
+    zetas = logged(folder)["train/zeta"]
+    assert len(zetas) == len(logged(folder)["train/loss"])
+    assert all(0 < zeta <= 1 for zeta in zetas)
+    assert len(set(zetas)) > 1
+    _, _, given = done("task=demo", "reg=istar", "reg.lambda=3")
+    assert "train/zeta" not in logged(given)
+
+
+# ---- the saved model
+
+
+@pytest.mark.parametrize("task", ["demo", "demo_sentence", "demo_regression"])
+def test_the_saved_model_says_what_the_predictions_say(done: Callable[..., Any], task: str) -> None:
+    _, _, folder = done(f"task={task}", "reg=istar")
+    spec = TASKS[task]
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    model = AutoModelForSequenceClassification.from_pretrained(folder / "model")
+    assert model.dtype == torch.float32
+    assert list(model.config.id2label.values()) == list(spec.labels or ["score"])
+    assert model.config.label2id == {name: number for number, name in model.config.id2label.items()}
+    examples = demo.generate(task, "validation")
+    for number, row in enumerate(rows_of(folder / "predictions.jsonl")):
+        texts = [examples[number][column] for column in spec.text_columns]
+        with torch.no_grad():
+            logits = model(**tokenizer(*texts, return_tensors="pt")).logits[0]
+        if spec.kind == "classification":
+            assert logits.softmax(0).tolist() == pytest.approx(row["scores"], abs=1e-5)
+            assert model.config.id2label[int(logits.argmax())] == row["prediction"]
+        else:
+            assert logits.item() == pytest.approx(row["prediction"], abs=1e-4)
+
+
+def test_the_saved_span_model_says_what_the_predictions_say(done: Callable[..., Any]) -> None:
+    _, _, folder = done("task=demo_span", "reg=istar")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    model = AutoModelForQuestionAnswering.from_pretrained(folder / "model")
+    examples = demo.generate("demo_span", "validation")
+    agreeing = []
+    for example, row in zip(examples, rows_of(folder / "predictions.jsonl"), strict=False):
+        encoded = tokenizer(
+            example["question"],
+            example["context"],
+            truncation="only_second",
+            max_length=64,
+            stride=21,
+            return_overflowing_tokens=True,
+            return_offsets_mapping=True,
+        )
+        windows = []
+        for window, ids in enumerate(encoded["input_ids"]):
+            inputs = {key: torch.tensor([encoded[key][window]]) for key in ("token_type_ids", "attention_mask")}
+            with torch.no_grad():
+                output = model(torch.tensor([ids]), **inputs)
+            offsets = torch.tensor(encoded["offset_mapping"][window])
+            offsets[[part != 1 for part in encoded.sequence_ids(window)]] = -1
+            windows.append((output.start_logits[0].numpy(), output.end_logits[0].numpy(), offsets.numpy()))
+        agreeing.append(best_answer(example["context"], windows) == row["prediction"])
+    # Ties within rounding may fall either way, once.
+    assert len(agreeing) == 24
+    assert sum(agreeing) >= 23
+
+
+@pytest.mark.parametrize("reg", REGS)
+def test_checkpoints_open_without_pickled_code(done: Callable[..., Any], reg: str) -> None:
+    _, record, folder = done("task=demo", f"reg={reg}")
+    names = [f"best-epoch-{record.headline['epoch']}.ckpt", "step-12.ckpt"]
+    assert folders_in(folder / "checkpoints") == names
+    best, last = (torch.load(folder / "checkpoints" / name, weights_only=True) for name in names)
+    assert "optimizer_states" not in best
+    assert last["optimizer_states"]
+    assert best["epoch"] + 1 == record.headline["epoch"]
+    assert last["epoch"] + 1 == len(record.epochs)
+    model = AutoModelForSequenceClassification.from_pretrained(folder / "model")
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(best["state_dict"][f"model.{name}"], value, rtol=0, atol=0)
+    shrinkage = [state for key, state in last["callbacks"].items() if "ShrinkageCovariance" in key]
+    if reg == "istar":
+        covariance = shrinkage[0]["penalties"][0]["shrinkage_covariance"]
+        assert covariance.shape == (model.config.hidden_size,) * 2
+        torch.testing.assert_close(covariance, covariance.T)
+        assert covariance.trace() > 0
+    else:
+        assert not shrinkage
+
+
+def test_the_best_epoch_is_kept_when_it_is_not_the_last(small: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No epoch learns; the second turns the head's sign and the third silences it, so the third is never the best."""
+    original = FineTuner.on_train_epoch_start
+
+    def turn(self: FineTuner) -> None:
+        original(self)
+        with torch.no_grad():
+            self.model.classifier.weight.mul_((1, -1, 0)[self.current_epoch])  # type: ignore[union-attr, operator]
+            self.model.classifier.bias.fill_(1)  # type: ignore[union-attr, operator]
+
+    monkeypatch.setattr(FineTuner, "on_train_epoch_start", turn)
+    config = small("task=demo_regression", "reg=none", "trainer.max_epochs=3", "optim.lr=1e-12")
+    record = run(config)
+    values = [epoch["metrics"]["pearson"] for epoch in record.epochs]
+    assert values[0] == pytest.approx(-values[1], rel=1e-4)
+    assert values[2] == 0
+    assert record.headline["value"] == max(values) > 0
+    folder = place(config, record)
+    rows = rows_of(folder / "predictions.jsonl")
+    from_file = compute(("pearson",), [row["prediction"] for row in rows], [row["label"] for row in rows])
+    assert from_file["pearson"] == pytest.approx(max(values))
+    model = AutoModelForSequenceClassification.from_pretrained(folder / "model")
+    assert model.classifier.weight.abs().max() > 0

@@ -1,0 +1,73 @@
+"""Only one process at a time writes into a run folder."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from istar import files
+from istar.errors import UserError
+from istar.files import sole_writer
+from tests.waiting import SECONDS
+
+HOLD = """
+import sys
+from pathlib import Path
+from istar.files import sole_writer
+with sole_writer(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def other(tmp_path: Path, repository: Path) -> Iterator["subprocess.Popen[str]"]:
+    """A process that writes into `<tmp_path>/runs/one` until its input ends."""
+    environment = {**os.environ, "PYTHONPATH": str(repository), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "runs" / "one")]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "held\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def test_one_writer_at_a_time(tmp_path: Path, other: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "runs" / "one"
+    monkeypatch.setattr(files, "_LOCK_SECONDS", 0.2)
+    with pytest.raises(UserError, match="is being written by another process") as told, sole_writer(folder):
+        pass
+    assert "\n" not in str(told.value)
+    other.kill()
+    assert other.wait() == -signal.SIGKILL
+    # It has let go of the folder: there is nothing to wait for.
+    monkeypatch.setattr(files, "_LOCK_SECONDS", 0.0)
+    with sole_writer(folder):
+        pass
+
+
+def test_a_writer_that_is_just_ending_is_waited_for(
+    tmp_path: Path, other: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sleep, waits = time.sleep, []
+
+    def let_go(seconds: float) -> None:
+        other.stdin.close()
+        waits.append(seconds)
+        sleep(seconds)
+
+    monkeypatch.setattr(files, "_LOCK_SECONDS", SECONDS)
+    monkeypatch.setattr(time, "sleep", let_go)
+    with sole_writer(tmp_path / "runs" / "one"):
+        assert waits
+    assert other.wait() == 0
