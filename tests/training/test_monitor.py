@@ -129,7 +129,7 @@ def test_a_transition_is_to_last(course: list[float], patience: int, stops: int 
 
 @pytest.mark.parametrize(
     ("override", "told"),
-    [("trainer.stop_at_inter_sim=2", "no average cosine"), ("trainer.inter_sim_patience=0", "too small")],
+    [("trainer.stop_at_inter_sim=2", "not an average cosine"), ("trainer.inter_sim_patience=0", "too small")],
 )
 def test_refusals(small: Build, override: str, told: str) -> None:
     with pytest.raises(UserError, match=told):
