@@ -1,7 +1,7 @@
 """The settings of a run: one dataclass per config group, which checks its values in `__post_init__`.
 
-Defaults are defined only here; the files in conf/ hold the values that differ. `istar.config.schema` turns these classes
-into the schema with which Hydra checks keys and types.
+Defaults are defined only here; the files in conf/ hold the values that differ. `istar.config.schema` turns these
+classes into the schema with which Hydra checks keys and types.
 """
 
 import math
@@ -17,7 +17,7 @@ from istar.regularizers.istar import AUTO, COMPUTE, ESTIMATORS
 from istar.regularizers.points import NAMED_LAYERS
 
 NOT_IN_IDENTITY = {"identity": False}
-"""Metadata of a field that does not change the outcome of a run, and therefore not the hash of `istar.results.identity`."""
+"""Metadata of a field that does not change the outcome of a run. `istar.results.identity` leaves such fields out."""
 
 
 @dataclass
@@ -108,7 +108,7 @@ class IStarConfig(CosRegConfig):
     num_points: int = 250_000
     """Number of points that the shrinkage covariance is computed from, counted over the union of the layers."""
     estimator: str = "shrinkage"
-    r"""shrinkage (IsoScore\* of the paper), or unbiased (IsoScore for small samples, without a shrinkage covariance)."""
+    r"""shrinkage (the paper's IsoScore\*), or unbiased (IsoScore for small samples, without a shrinkage covariance)."""
     compute: str | None = None
     """Dtype of the penalty's matrix products with the points: float32 or bfloat16. None follows trainer.precision."""
 
@@ -188,7 +188,7 @@ class OptimConfig:
             raise UserError(f"optim.betas={self.betas} is not a pair of numbers in [0, 1), e.g. [0.9,0.999]")
         if not 0 <= self.weight_decay < math.inf or not 0 < self.eps < math.inf:
             raise UserError(
-                f"optim.weight_decay={self.weight_decay:g} must be 0 or more, and optim.eps={self.eps:g} must be above 0"
+                f"optim.weight_decay={self.weight_decay:g} must be 0 or more, optim.eps={self.eps:g} above 0"
             )
 
 
@@ -221,7 +221,7 @@ class TrainerConfig:
     inter_sim_patience: int = 2
     """Number of consecutive validations that must reach `stop_at_inter_sim`."""
     checkpoints: bool = True
-    """Keep the best and the latest state. Without checkpoints, a run ends with its last weights and cannot be resumed."""
+    """Keep the best and the latest state. Without checkpoints, a run returns its last weights and cannot be resumed."""
     checkpoint_every_n_steps: int | None = field(default=None, metadata=NOT_IN_IDENTITY)
     """Optimizer steps between two checkpoints within an epoch; null writes none by this rule."""
     checkpoint_every_n_minutes: float | None = field(default=10.0, metadata=NOT_IN_IDENTITY)
@@ -245,11 +245,13 @@ class TrainerConfig:
         _at_least(1, "trainer.inter_sim_patience", self.inter_sim_patience)
         if self.stop_at_inter_sim is not None and not -1 <= self.stop_at_inter_sim <= 1:
             raise UserError(
-                f"trainer.stop_at_inter_sim={self.stop_at_inter_sim:g} is not an average cosine; expected -1 to 1, or null"
+                f"trainer.stop_at_inter_sim={self.stop_at_inter_sim:g} is not an average cosine; expected -1 to 1"
             )
         _at_least(1, "trainer.log_every_n_steps", self.log_every_n_steps)
         if self.gradient_clip_val is not None and not self.gradient_clip_val > 0:
-            raise UserError(f"trainer.gradient_clip_val={self.gradient_clip_val:g} must be above 0, or null to disable clipping")
+            raise UserError(
+                f"trainer.gradient_clip_val={self.gradient_clip_val:g} must be above 0, or null for no clipping"
+            )
         _at_least(1, "trainer.checkpoint_every_n_steps", self.checkpoint_every_n_steps)
         minutes = self.checkpoint_every_n_minutes
         if minutes is not None and not 0 < minutes < math.inf:
@@ -285,7 +287,7 @@ class WandbConfig(LoggerConfig):
     tags: list[str] = field(default_factory=list)
     """Tags of the W&B run."""
     mode: str = "auto"
-    """online, offline, disabled, or auto: the mode set by WANDB_MODE; otherwise online with an API key, else offline."""
+    """online, offline, disabled, or auto: WANDB_MODE if it is set, else online if there is an API key, else offline."""
 
     def __post_init__(self) -> None:
         one_of("logger.mode", self.mode, ("auto", "online", "offline", "disabled"))
@@ -313,7 +315,7 @@ class RunConfig:
 
 @dataclass
 class SweepConfig:
-    """Settings of a sweep (`-m`), in addition to the lists of values on the command line. They are not part of a run."""
+    """Settings of a sweep (`-m`) beside the lists of values on the command line. They are not part of a run."""
 
     name: str = "sweep"
     """Prefix of the name of the sweep's folder in `<run.root>/sweeps`, and of its W&B group."""
@@ -338,7 +340,7 @@ class SweepConfig:
     sampler_seed: int = 0
     """Seed of the Optuna sampler."""
     pruner: str = "none"
-    """Optuna pruner, which compares the headline metric after every epoch: none, median, or asha (successive halving)."""
+    """Optuna pruner: none, median, or asha (successive halving). It compares the headline metric after every epoch."""
     storage: str | None = None
     """Optuna storage, a database URL that several sweeps may share. None means a SQLite file in the sweep's folder."""
     trial: str | None = None
@@ -351,7 +353,9 @@ class SweepConfig:
         one_of("sweep.sampler", self.sampler, ("tpe", "random"))
         one_of("sweep.pruner", self.pruner, ("none", "median", "asha"))
         if not re.fullmatch(r"[\w.-]+", self.name) or self.name.startswith("."):
-            raise UserError(f"sweep.name={self.name!r} cannot name a folder; expected letters, digits, '.', '_' and '-'")
+            raise UserError(
+                f"sweep.name={self.name!r} is not a folder name; expected letters, digits, '.', '_' and '-'"
+            )
         grids = {} if self.grids is None else self.grids
         if not isinstance(grids, dict) or not all(isinstance(grid, dict) for grid in grids.values()):
             raise UserError(f"sweep.grids={grids} does not map names to grids, e.g. {{base: {{reg: none}}}}")

@@ -168,7 +168,7 @@ def _schema(kind: Any) -> DictConfig:
 
 
 def _value_node(field: "Field[Any]") -> Any:
-    """Return an OmegaConf node with a field's default, typed unless the annotation is Any or a union such as int | str."""
+    """Return an OmegaConf node with a field's default. It is typed unless the field is Any or allows two types."""
     default: Any = field.default_factory() if callable(field.default_factory) else field.default
     types = get_args(field.type) if isinstance(field.type, UnionType) else (field.type,)
     is_optional = type(None) in types

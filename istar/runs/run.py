@@ -36,12 +36,12 @@ from istar.tasks.loading import fingerprint, overlap
 from istar.tasks.specs import TaskSpec
 from istar.training import FineTuner, FineTuningData, History, LayerIsotropy, ShrinkageCovariance, merge_outputs
 from istar.training.checkpoints import Checkpoints, keep_newest, load, resumable
-from istar.training.loggers import answer_agent, log_outcome, logging_to
+from istar.training.loggers import log_outcome, log_outcome_to_agent, logging_to
 from istar.training.memory import keep_freed_memory
 from istar.training.metrics_file import MetricsFile
-from istar.training.module import from_all_processes
+from istar.training.module import all_gather_object
 from istar.training.monitor import IsotropyMonitor
-from istar.training.signals import StopSignal, handlers_put_back
+from istar.training.signals import StopSignal, preserve_signal_handlers
 from istar.training.trainer import (
     build_trainer,
     check_hardware,
@@ -123,12 +123,12 @@ def run(config: Config, console: Console | None = None, search: str | None = Non
         with _processes(job.trainer), sole_writer(folder) if job.trainer.is_global_zero else nullcontext():
             start = _agreed(job.trainer, lambda: _prepare(job))
             if start.finished is None:
-                with handlers_put_back():
+                with preserve_signal_handlers():
                     record = _carry_out(job, start, digest, started)
                 _tell(console, record, f"{folder}{os.sep}")
                 return record
         finished = start.finished
-    answer_agent(config, asdict(finished), folder)
+    log_outcome_to_agent(config, asdict(finished), folder)
     _tell(console, finished, f"{folder} is finished; run.overwrite=true runs it again")
     return finished
 
@@ -387,7 +387,7 @@ def _carry_out(job: Job, start: Start, digest: str, started: float) -> RunRecord
         raise
     except Exception as error:
         # When all processes are stopped, some lose the others before they have noticed themselves.
-        job.stop.interrupt_if_asked()
+        job.stop.raise_if_signaled()
         told = _explained(error, job)
         if job.trainer.is_global_zero:
             with suppress(OSError):
@@ -453,7 +453,7 @@ def _submit(job: Job) -> None:
     by_set = batches if len(job.spec.test) > 1 else [batches]
     sets = zip(job.spec.test, job.examples.test, job.features.test, by_set, strict=True)
     for split, rows, tokens, outputs in sets:
-        evaluation = Evaluator(job.spec, rows, tokens)(from_all_processes(merge_outputs(outputs)))
+        evaluation = Evaluator(job.spec, rows, tokens)(merge_outputs(all_gather_object(merge_outputs(outputs))))
         if job.trainer.is_global_zero:
             write_submission(job.spec, split, evaluation.predictions, job.folder / "submission")
 

@@ -87,7 +87,7 @@ def test_the_first_token_is_the_first_that_is_none_of_the_padding(setting, harne
 
 def test_only_the_first_features_are_looked_at(setting, harness, monkeypatch):
     module = trained(setting)
-    monkeypatch.setattr(geometry_module, "EXAMPLES", 12)
+    monkeypatch.setattr(geometry_module, "MAX_EXAMPLES", 12)
     found = measured(setting, harness, module)
     assert found == measured(setting, harness, module, features=setting.validation.select(range(12)))
     assert found["examples"] == 12
