@@ -81,11 +81,11 @@ class LengthGroupedSampler(Sampler[int]):
             return order
         pools = order.split(self.global_batch * _POOL)
         grouped = torch.cat([pool[self.lengths[pool].argsort(descending=True, stable=True)] for pool in pools])
-        whole = len(grouped) // self.global_batch
-        batches = grouped[: whole * self.global_batch].reshape(whole, self.global_batch)
-        batches = batches[torch.randperm(whole, generator=generator)]
+        num_full = len(grouped) // self.global_batch
+        batches = grouped[: num_full * self.global_batch].reshape(num_full, self.global_batch)
+        batches = batches[torch.randperm(num_full, generator=generator)]
         # The smaller last batch must stay last: elsewhere, it would shift the boundaries of all later batches.
-        return torch.cat([batches.reshape(-1), grouped[whole * self.global_batch :]])
+        return torch.cat([batches.reshape(-1), grouped[num_full * self.global_batch :]])
 
 
 class ShardSampler(Sampler[int]):
