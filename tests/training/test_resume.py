@@ -47,7 +47,7 @@ SMALL = ("task.limit_validation=16", "trainer.log_every_n_steps=1", "trainer.pro
 
 @pytest.fixture
 def disturbed(small: Build, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """`disturbed(owner, name, count, *overrides)`: interrupt a run at the count-th call of a function, then resume it."""
+    """`disturbed(owner, name, count, *overrides)` interrupts a run at a function's count-th call, then resumes it."""
 
     def go(owner: Any, name: str, count: int, *overrides: str, config: Config | None = None) -> Path:
         config = config or small(*SETTINGS, *overrides)
