@@ -1,4 +1,4 @@
-"""Runs on disk: what a finished run leaves, what names it, and how it is written and read."""
+"""The record of a run (`result.json`): its fields, its identity hash, and functions that write and read it."""
 
 import hashlib
 import json
@@ -19,24 +19,25 @@ _VERSIONS = ("istar", "torch", "lightning", "transformers", "datasets", "numpy",
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run's `result.json`.
+    """The outcome of a run, as stored in `result.json`.
 
     Attributes:
-        name: of the run and its folder; ends with the identity's hash.
-        status: `finished` or `failed`.
-        config: the resolved config, keys as on the command line.
-        headline: `metric`, `value` and the `epoch` it came from (counted from 1).
+        name: name of the run and of its folder; it ends with the identity hash.
+        status: `finished`, `failed` or `pruned`.
+        config: resolved config, with the keys of the command line.
+        headline: name of the headline `metric`, its best `value`, and the `epoch` of that value (counted from 1).
         metrics: all validation metrics of that epoch, as fractions.
-        baseline: the same metrics for the majority class or the mean of the training labels.
-        collapsed: the predictions of that epoch are constant, per validation set.
-        isotropy: IsoScore* on the validation set by layer (0: embeddings) and of the union of layers 1 to L, `before`
-            training and `after` it (at the headline's epoch), with the number of tokens behind each.
+        baseline: the same metrics for a constant prediction: the majority class or the mean label of the training set.
+        collapsed: for each validation set, whether all predictions of that epoch are equal.
+        isotropy: IsoScore* on the validation set `before` and `after` training, by layer (0 is the embedding output)
+            and for the union of layers 1 to L; `after` is measured at the headline epoch. `points` counts the tokens.
         epochs: metrics and isotropy of every epoch.
-        data: sizes, the content's fingerprint, and how many validation examples stand in the training data.
-        skipped_steps: optimizer steps left out because their gradient was not finite (`trainer.nonfinite=skip`).
-        timing: seconds, in all and by part, of the process that finished the run.
-        versions: of the libraries.
-        error: why it failed, in one line.
+        data: sizes of the data sets, fingerprint of their content, and number of validation examples that also occur
+            in the training data.
+        skipped_steps: number of optimizer steps skipped because of a non-finite gradient (`trainer.nonfinite=skip`).
+        timing: seconds, in total and by phase, measured in the process that finished the run.
+        versions: versions of the libraries.
+        error: one-line reason of a failure; None if the run did not fail.
     """
 
     name: str
@@ -57,81 +58,53 @@ class RunRecord:
 
 
 def identity(config: Mapping[str, Any], data: str, model: str) -> str:
-    """Twelve hexadecimal digits that name a run: equal configs on equal data and weights, wherever they lie.
+    """Return the hash that identifies a run: twelve hexadecimal digits.
+
+    Runs with equal settings, data and weights have equal hashes. Settings whose field is marked
+    `NOT_IN_IDENTITY` in `istar.config.groups` (paths, logging, hardware) do not count. The number of processes does,
+    because it multiplies the batch size.
 
     Args:
-        config: resolved config; where things lie and what is logged does not count, nor does the hardware, but for
-            the number of processes, which multiplies the batch.
+        config: resolved config as plain data, with the keys of the command line.
         data: fingerprint of the training and validation examples.
         model: hub id and revision, or the fingerprint of a local folder.
     """
-    config = {group: dict(values) if isinstance(values, Mapping) else values for group, values in config.items()}
-    for group, keys in _NOT_IDENTITY.items():
-        for key in keys or tuple(config[group]):
-            config[group].pop(key, None)
-    for group, later in _LATER.items():
-        for key, value in later.items():
-            if isinstance(config.get(group), dict) and config[group].get(key) == value:
-                config[group].pop(key, None)
-    told = json.dumps({"format": FORMAT, "config": config, "data": data, "model": model}, sort_keys=True)
-    return hashlib.sha256(told.encode()).hexdigest()[:12]
+    # Imported here because istar.config imports torch, which readers of results do not need.
+    from istar.config.groups import Config, identity_values
 
-
-_NOT_IDENTITY: dict[str, tuple[str, ...]] = {
-    "task": ("data_dir", "submission"),
-    "model": ("name", "revision"),
-    "data": ("cache_dir", "num_workers"),
-    "trainer": (
-        "accelerator",
-        "strategy",
-        "progress_bar",
-        "log_every_n_steps",
-        "checkpoint_every_n_steps",
-        # A run that finishes with stop has met nothing to skip.
-        "checkpoint_every_n_minutes",
-        "nonfinite",
-        "monitor_isotropy",
-    ),
-    "logger": (),
-    "run": (),
-}
-
-_LATER: dict[str, dict[str, Any]] = {
-    "reg": {"estimator": "shrinkage", "compute": "float32"},
-    "trainer": {"stop_at_inter_sim": None, "inter_sim_patience": 2},
-}
-"""Keys that are younger than the first runs, with what those runs did: at that value they do not count."""
+    values = {"format": FORMAT, "config": identity_values(Config, config), "data": data, "model": model}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def versions() -> dict[str, str]:
-    """Installed versions of what a result depends on."""
+    """Return the installed versions of istar and of the libraries that affect results."""
     return {name: version(name) for name in _VERSIONS}
 
 
 def write(record: RunRecord, folder: Path) -> None:
-    """Write `result.json`, whole or not at all."""
+    """Write the record to `result.json` in the run's folder, atomically."""
     write_text(folder / RESULT, json.dumps(asdict(record), indent=2, allow_nan=True) + "\n")
 
 
 def read(folder: Path) -> RunRecord:
-    """Read a run's `result.json`.
+    """Read the record in a run's folder.
 
     Raises:
-        UserError: if there is none, or it is not one that this version wrote.
+        UserError: if `result.json` is missing, malformed or of another format version.
     """
     path = folder / RESULT
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        written = values.get("format") if isinstance(values, dict) else None
-        if isinstance(written, int) and written != FORMAT:
-            raise UserError(f"{path} has format {written}; this version reads {FORMAT}")
+        file_format = values.get("format") if isinstance(values, dict) else None
+        if isinstance(file_format, int) and file_format != FORMAT:
+            raise UserError(f"{path} has format {file_format}; this version reads {FORMAT}")
         return RunRecord(**values)
     except FileNotFoundError as error:
-        raise UserError(f"{folder} holds no {RESULT}: the run is not finished, or this is no run folder") from error
+        raise UserError(f"{folder} holds no {RESULT}: the run is not finished, or this is not a run folder") from error
     except (ValueError, TypeError) as error:
         raise UserError(f"{path} is not a result that istar wrote: {shorten(error)}") from error
 
 
 def write_predictions(path: Path, predictions: Iterable[Mapping[str, Any]]) -> None:
-    """Predictions as JSON lines, one example each."""
+    """Write predictions as JSON lines, one example per line, atomically."""
     write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in predictions))

@@ -49,7 +49,7 @@ ALLOWED = {
     "tasks": {"errors", "files"},
     "models": {"tasks", "config", "errors"},
     "training": {"tasks", "regularizers", "measures", "config", "errors", "files"},
-    "results": {"files", "errors"},
+    "results": {"config", "files", "errors"},
     "figures": {"errors", "files"},
     "pages": {"figures", "errors", "files"},
     "geometry": {"figures", "pages", "models", "tasks", "measures", "config", "errors", "files"},

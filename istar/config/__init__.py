@@ -1,4 +1,4 @@
-"""What can be configured: a dataclass for each group of `conf/`, and the Hydra schema made from them."""
+"""The config of a run: a dataclass for each config group, and the Hydra schema derived from them."""
 
 from istar.config.groups import (
     Config,

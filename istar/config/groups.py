@@ -1,12 +1,13 @@
-"""The settings of a run: one dataclass for each config group, which checks its values in `__post_init__`.
+"""The settings of a run: one dataclass per config group, which checks its values in `__post_init__`.
 
-Defaults are defined here and nowhere else; the files in conf/ hold what differs from them. `istar.config.schema` turns
-these classes into the schema by which Hydra checks keys and types.
+Defaults are defined only here; the files in conf/ hold the values that differ. `istar.config.schema` turns these
+classes into the schema with which Hydra checks keys and types.
 """
 
 import math
 import re
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from omegaconf import MISSING
@@ -15,29 +16,32 @@ from istar.errors import UserError, did_you_mean
 from istar.regularizers.istar import AUTO, COMPUTE, ESTIMATORS
 from istar.regularizers.points import NAMED_LAYERS
 
+NOT_IN_IDENTITY = {"identity": False}
+"""Metadata of a field that does not change the outcome of a run. `istar.results.identity` leaves such fields out."""
+
 
 @dataclass
 class TaskConfig:
-    """What is learned, and from which data."""
+    """The task and its data."""
 
     name: str = MISSING
-    """A name in `istar.tasks.specs.TASKS`."""
-    data_dir: str | None = None
-    """Folder with the task's files; None loads from the hub (or generates, for the demo tasks)."""
+    """Name of the task, a key of `istar.tasks.specs.TASKS`."""
+    data_dir: str | None = field(default=None, metadata=NOT_IN_IDENTITY)
+    """Folder with the task's files. None loads the data from the hub; the demo tasks generate their data."""
     limit_train: int | None = None
-    """Use the first so many training examples."""
+    """Number of training examples to use, counted from the first; None uses all."""
     limit_validation: int | None = None
-    """Use the first so many examples of each validation set."""
+    """Number of examples to use of each validation set, counted from the first; None uses all."""
     max_length: int | None = None
-    """Tokens per sequence; None takes the task's own default."""
-    submission: bool = False
+    """Maximum number of tokens per sequence; None uses the task's default."""
+    submission: bool = field(default=False, metadata=NOT_IN_IDENTITY)
     """Also predict the test set and write the GLUE submission file."""
     doc_stride: int = 128
-    """Spans: tokens that two neighbouring windows of a long context share."""
+    """Span tasks only: number of tokens shared by two neighbouring windows of a long context."""
     n_best: int = 20
-    """Spans: how many start and end positions are paired."""
+    """Span tasks only: number of candidate start positions, and of end positions, that are combined into spans."""
     max_answer_length: int = 30
-    """Spans: longest answer, in tokens."""
+    """Span tasks only: maximum number of tokens in an answer."""
 
     def __post_init__(self) -> None:
         for name in ("limit_train", "limit_validation", "max_length", "doc_stride", "n_best", "max_answer_length"):
@@ -46,18 +50,18 @@ class TaskConfig:
 
 @dataclass
 class ModelConfig:
-    """The encoder."""
+    """The pretrained model that is fine-tuned."""
 
-    name: str = MISSING
-    """Hub id, or a folder that `save_pretrained` wrote."""
+    name: str = field(default=MISSING, metadata=NOT_IN_IDENTITY)
+    """Hub id, or a folder written by `save_pretrained`. The hash of a run contains the weights' fingerprint instead."""
     pretrained: bool = True
-    """False: the project's own tiny BERT with random weights."""
-    revision: str | None = None
+    """Load pretrained weights. False builds istar's tiny BERT with random weights."""
+    revision: str | None = field(default=None, metadata=NOT_IN_IDENTITY)
     """Branch, tag or commit on the hub."""
     gradient_checkpointing: bool = False
-    """Compute activations anew in backward: less memory, more time, the same losses (with a penalty, to rounding)."""
+    """Recompute activations in the backward pass to save memory. Losses are equal; with a penalty, up to rounding."""
     compile: bool = False
-    """torch.compile: a slow start, then faster steps; the losses differ by rounding."""
+    """Compile the model with torch.compile: the first steps are slow, later ones faster; losses differ by rounding."""
 
     def __post_init__(self) -> None:
         if not self.name.strip():
@@ -66,85 +70,89 @@ class ModelConfig:
 
 @dataclass
 class NoRegConfig:
-    """The task loss alone."""
+    """No penalty: training minimizes the task loss alone."""
 
     name: str = "none"
 
 
 @dataclass
 class CosRegConfig:
-    """CosReg, equation (1)."""
+    """The CosReg penalty, equation (1) of the I-STAR paper."""
 
     name: str = "cosreg"
     weight: float = field(default=1.0, metadata={"key": "lambda"})
-    """lambda: any finite number; 0 skips the penalty."""
+    """Weight of the penalty (lambda), any finite number; with 0 the penalty is not computed."""
     layers: Any = "last"
-    """all, last, with_embeddings, or a list of layer numbers (0: embeddings)."""
+    """Layers whose hidden states are penalized: all, last, with_embeddings, or a list of numbers (0: embeddings)."""
     include_padding: bool = False
+    """Count padding tokens as points."""
     sync: bool = True
-    """One penalty for the points of all processes together."""
+    """Compute one penalty over the points of all processes instead of one penalty per process."""
 
     def __post_init__(self) -> None:
-        _finite("reg.lambda", self.weight)
+        _check_finite("reg.lambda", self.weight)
         _check_layers(self.layers)
 
 
 @dataclass
 class IStarConfig(CosRegConfig):
-    """I-STAR, equation (2)."""
+    """The I-STAR penalty, equation (2) of the I-STAR paper."""
 
     name: str = "istar"
     weight: float = field(default=-1.0, metadata={"key": "lambda"})
-    """lambda: any finite number; negative lowers isotropy, 0 skips the penalty."""
+    """Weight of the penalty (lambda), any finite number. Negative values lower isotropy, positive ones raise it; with 0
+    the penalty is not computed."""
     layers: Any = "all"
     zeta: float | str = 0.4
-    """Weight of the shrinkage covariance, 0 to 1, or auto: estimated from each batch."""
+    """Weight of the shrinkage covariance in [0, 1], or auto to estimate it from each batch."""
     num_points: int = 250_000
-    """Points behind the shrinkage covariance, counted over the union of the layers."""
+    """Number of points that the shrinkage covariance is computed from, counted over the union of the layers."""
     estimator: str = "shrinkage"
-    r"""shrinkage: the paper's IsoScore\*; unbiased: IsoScore for small samples, without a shrinkage covariance."""
+    r"""shrinkage (the paper's IsoScore\*), or unbiased (IsoScore for small samples, without a shrinkage covariance)."""
     compute: str | None = None
-    """float32 or bfloat16, for the penalty's products with the points; None follows trainer.precision."""
+    """Dtype of the penalty's matrix products with the points: float32 or bfloat16. None follows trainer.precision."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.zeta = _zeta(self.zeta)
+        self.zeta = _parse_zeta(self.zeta)
         _at_least(2, "reg.num_points", self.num_points)
         one_of("reg.estimator", self.estimator, ESTIMATORS)
         if self.compute is not None:
             one_of("reg.compute", self.compute, COMPUTE)
-            if self.compute != "float32" and self._needs_digits:
+            if self.compute != "float32" and self._needs_float32:
                 raise UserError(
                     f"reg.compute={self.compute}: reg.estimator=unbiased and reg.zeta=auto need float32, for their "
                     "fourth powers"
                 )
         if self.estimator == "unbiased":
-            # What has no effect must not make two runs of one: the config says what is computed.
+            # The unbiased estimator uses neither setting. Fixed values keep them from changing the identity of the run.
             self.zeta, self.num_points = 0.0, IStarConfig.num_points
 
     def resolve(self, precision: str) -> None:
-        """Say how the products are computed where that is left to the trainer's precision."""
+        """Set `compute`, if it is None, to the dtype that fits the trainer's precision."""
         if self.compute is None:
-            self.compute = "bfloat16" if precision.startswith("bf16") and not self._needs_digits else "float32"
+            self.compute = "bfloat16" if precision.startswith("bf16") and not self._needs_float32 else "float32"
 
     @property
-    def _needs_digits(self) -> bool:
+    def _needs_float32(self) -> bool:
+        """Whether the penalty computes fourth powers, for which bfloat16 is too coarse."""
         return self.estimator == "unbiased" or self.zeta == AUTO
 
 
 @dataclass
 class DataConfig:
-    """Batches and caches."""
+    """Batching of the data and the cache of tokenized data."""
 
     batch_size: int = 32
-    """Examples per process and micro-batch."""
+    """Training examples per process and micro-batch."""
     eval_batch_size: int = 64
+    """Examples per process and batch in forward passes without gradients."""
     group_by_length: bool = True
-    """Fill batches with examples of similar length (still shuffled, seeded)."""
-    num_workers: int = 0
-    """Processes that collate batches; 0 collates in the training process."""
-    cache_dir: str | None = None
-    """Where tokenized data is kept and shared by runs; None is $ISTAR_CACHE or ~/.cache/istar."""
+    """Build batches from examples of similar length. The order is still shuffled, and depends on the seed."""
+    num_workers: int = field(default=0, metadata=NOT_IN_IDENTITY)
+    """Number of worker processes that collate batches; 0 collates in the training process."""
+    cache_dir: str | None = field(default=None, metadata=NOT_IN_IDENTITY)
+    """Folder of the tokenized data, which runs share; None means $ISTAR_CACHE, or ~/.cache/istar if that is not set."""
 
     def __post_init__(self) -> None:
         _at_least(1, "data.batch_size", self.batch_size)
@@ -154,71 +162,81 @@ class DataConfig:
 
 @dataclass
 class OptimConfig:
-    """AdamW and its schedule."""
+    """AdamW and its learning rate schedule."""
 
     lr: float = 3e-5
     """Peak learning rate."""
     weight_decay: float = 0.01
-    """On all weights but biases and LayerNorm's."""
+    """Weight decay of all parameters except biases and the parameters of normalization layers."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    """Decay rates of AdamW's running averages of the gradient and of its square."""
     eps: float = 1e-8
+    """Constant added to AdamW's denominator for numerical stability."""
     schedule: str = "constant"
-    """constant, linear (decay to 0) or cosine (decay to 0)."""
+    """Learning rate after the warmup: constant, linear (decays to 0) or cosine (decays to 0)."""
     warmup: float = 0.0
-    """Share of the optimizer steps over which the learning rate rises from 0."""
+    """Fraction of the optimizer steps, in [0, 1], over which the learning rate rises linearly from 0."""
 
     def __post_init__(self) -> None:
         if not self.lr > 0 or not math.isfinite(self.lr):
             raise UserError(f"optim.lr={self.lr:g} is not a positive number; the paper uses 1e-5, 3e-5 and 5e-5")
         one_of("optim.schedule", self.schedule, ("constant", "linear", "cosine"))
         if not 0 <= self.warmup <= 1:
-            raise UserError(f"optim.warmup={self.warmup:g} is outside [0, 1]; it is a share of the optimizer steps")
-        pair = isinstance(self.betas, list) and len(self.betas) == 2
-        if not pair or not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in self.betas):
+            raise UserError(f"optim.warmup={self.warmup:g} is outside [0, 1]; it is a fraction of the optimizer steps")
+        is_pair = isinstance(self.betas, list) and len(self.betas) == 2
+        if not is_pair or not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in self.betas):
             raise UserError(f"optim.betas={self.betas} is not a pair of numbers in [0, 1), e.g. [0.9,0.999]")
         if not 0 <= self.weight_decay < math.inf or not 0 < self.eps < math.inf:
             raise UserError(
-                f"optim.weight_decay={self.weight_decay:g} must be 0 or more and optim.eps={self.eps:g} above 0"
+                f"optim.weight_decay={self.weight_decay:g} must be 0 or more, optim.eps={self.eps:g} above 0"
             )
 
 
 @dataclass
 class TrainerConfig:
-    """Length and hardware of the training; the names are Lightning's."""
+    """Duration, hardware and monitoring of the training. Options of `lightning.Trainer` keep their names."""
 
     max_epochs: int = 3
+    """Number of epochs."""
     accumulate_grad_batches: int = 2
     """Micro-batches per optimizer step."""
     gradient_clip_val: float | None = 1.0
-    """Largest norm of the gradient; null switches clipping off."""
+    """Maximum norm of the gradient; null disables clipping."""
     precision: str = "32-true"
     """32-true, bf16-mixed, or 16-mixed (CUDA only)."""
-    accelerator: str = "auto"
+    accelerator: str = field(default="auto", metadata=NOT_IN_IDENTITY)
+    """Hardware to train on: auto, cpu, gpu, or another accelerator of Lightning."""
     devices: Any = 1
+    """Number of devices per node, a list of device indices, or auto. Each device has one process."""
     num_nodes: int = 1
-    strategy: str = "auto"
-    """auto or ddp; with several devices both are ddp."""
+    """Number of nodes (machines)."""
+    strategy: str = field(default="auto", metadata=NOT_IN_IDENTITY)
+    """auto or ddp; with several devices both mean ddp."""
     early_stopping: int | None = None
-    """Stop after so many epochs without a better headline metric; null never stops early."""
-    monitor_isotropy: bool = False
-    """After every validation, log InterSim, norms and ranks of each layer, too."""
+    """Number of epochs without a better headline metric after which training stops; null never stops early."""
+    monitor_isotropy: bool = field(default=False, metadata=NOT_IN_IDENTITY)
+    """Also log the InterSim, norms and ranks of each layer after every validation."""
     stop_at_inter_sim: float | None = None
-    """Stop when the layers' mean InterSim has risen to this, and stays there; null never stops."""
+    """Mean InterSim of the layers, in [-1, 1], at which training stops if it persists; null never stops."""
     inter_sim_patience: int = 2
-    """For so many validations in a row."""
+    """Number of consecutive validations that must reach `stop_at_inter_sim`."""
     checkpoints: bool = True
-    """Keep the best and the last state; without them the last weights are the result and nothing can be resumed."""
-    checkpoint_every_n_steps: int | None = None
-    """Optimizer steps between two checkpoints, beside the one after every epoch; null for none."""
-    checkpoint_every_n_minutes: float | None = 10.0
-    """Minutes between two checkpoints, beside the one after every epoch; null for none."""
-    nonfinite: str = "stop"
-    """What a NaN or infinite loss or gradient does: stop the run, or skip the optimizer step."""
+    """Keep the best and the latest state. Without checkpoints, a run returns its last weights and cannot be resumed."""
+    checkpoint_every_n_steps: int | None = field(default=None, metadata=NOT_IN_IDENTITY)
+    """Optimizer steps between two checkpoints within an epoch; null writes none by this rule."""
+    checkpoint_every_n_minutes: float | None = field(default=10.0, metadata=NOT_IN_IDENTITY)
+    """Minutes between two checkpoints within an epoch; null writes none by this rule."""
+    # Not in the identity: a run that finishes with `stop` has had no step that `skip` would have skipped.
+    nonfinite: str = field(default="stop", metadata=NOT_IN_IDENTITY)
+    """Reaction to a NaN or infinite loss or gradient: stop the run, or skip the optimizer step."""
     deterministic: bool = False
+    """Use deterministic algorithms only."""
     fast_dev_run: bool = False
-    """One batch of everything, no checkpoints: does it run at all?"""
-    log_every_n_steps: int = 10
-    progress_bar: bool = True
+    """Run one batch of training, validation and prediction, without checkpoints, to test a config."""
+    log_every_n_steps: int = field(default=10, metadata=NOT_IN_IDENTITY)
+    """Optimizer steps between two logged steps."""
+    progress_bar: bool = field(default=True, metadata=NOT_IN_IDENTITY)
+    """Show a progress bar."""
 
     def __post_init__(self) -> None:
         _at_least(1, "trainer.max_epochs", self.max_epochs)
@@ -227,11 +245,13 @@ class TrainerConfig:
         _at_least(1, "trainer.inter_sim_patience", self.inter_sim_patience)
         if self.stop_at_inter_sim is not None and not -1 <= self.stop_at_inter_sim <= 1:
             raise UserError(
-                f"trainer.stop_at_inter_sim={self.stop_at_inter_sim:g} is no average cosine; expected -1 to 1, or null"
+                f"trainer.stop_at_inter_sim={self.stop_at_inter_sim:g} is not an average cosine; expected -1 to 1"
             )
         _at_least(1, "trainer.log_every_n_steps", self.log_every_n_steps)
         if self.gradient_clip_val is not None and not self.gradient_clip_val > 0:
-            raise UserError(f"trainer.gradient_clip_val={self.gradient_clip_val:g} must be above 0, or null for none")
+            raise UserError(
+                f"trainer.gradient_clip_val={self.gradient_clip_val:g} must be above 0, or null for no clipping"
+            )
         _at_least(1, "trainer.checkpoint_every_n_steps", self.checkpoint_every_n_steps)
         minutes = self.checkpoint_every_n_minutes
         if minutes is not None and not 0 < minutes < math.inf:
@@ -248,78 +268,83 @@ class TrainerConfig:
 
 @dataclass
 class LoggerConfig:
-    """Where metrics go beside `metrics.csv`, which is always written."""
+    """Metrics are logged to `metrics.csv` only, which every run writes."""
 
     name: str = "csv"
 
 
 @dataclass
 class WandbConfig(LoggerConfig):
-    """Weights & Biases."""
+    """Metrics are also logged to Weights & Biases."""
 
     name: str = "wandb"
     project: str = "istar"
+    """Project of the W&B run."""
     entity: str | None = None
+    """User or team that owns the project; None means the account's default."""
     group: str | None = None
+    """Group of the W&B run."""
     tags: list[str] = field(default_factory=list)
+    """Tags of the W&B run."""
     mode: str = "auto"
-    """online, offline, disabled; auto is offline where there is no API key or WANDB_MODE says so."""
+    """online, offline, disabled, or auto: WANDB_MODE if it is set, else online if there is an API key, else offline."""
 
     def __post_init__(self) -> None:
         one_of("logger.mode", self.mode, ("auto", "online", "offline", "disabled"))
         if not isinstance(self.tags, list) or not all(isinstance(tag, str) for tag in self.tags):
-            raise UserError(f"logger.tags={self.tags} is not a list of words, e.g. [paper,rte]")
+            raise UserError(f"logger.tags={self.tags} is not a list of strings, e.g. [paper,rte]")
 
 
 @dataclass
 class RunConfig:
-    """Where results go."""
+    """Output of a run."""
 
     root: str = "runs"
-    """Folder that holds the run folders."""
+    """Folder that contains the run folders."""
     overwrite: bool = False
-    """Start anew although the run is finished or could be resumed; the old folder is kept aside."""
+    """Start again even if the run is finished or can be resumed; the existing folder is renamed, not deleted."""
     save_model: bool = True
-    """Write `model/`, a `save_pretrained` folder with the tokenizer."""
+    """Save the model and the tokenizer to `model/` with `save_pretrained`."""
     geometry: bool = True
     """Write `geometry.json`: mean activation and intrinsic dimensions, from one pass over 1,000 validation features."""
 
     def __post_init__(self) -> None:
         if not self.root.strip():
-            raise UserError("run.root is empty; expected the folder that is to hold the run folders")
+            raise UserError("run.root is empty; expected the folder that contains the run folders")
 
 
 @dataclass
 class SweepConfig:
-    """Many runs: what `-m` does beside Hydra's lists of values. No part of a run."""
+    """Settings of a sweep (`-m`) beside the lists of values on the command line. They are not part of a run."""
 
     name: str = "sweep"
-    """Beginning of the name of the sweep's folder below `<run.root>/sweeps`, and of its group in W&B."""
+    """Prefix of the name of the sweep's folder in `<run.root>/sweeps`, and of its W&B group."""
     jobs: int = 1
-    """Runs at a time on this machine; GPUs are dealt out to them."""
+    """Number of concurrent runs on this machine; the GPUs are divided among them."""
     fail_fast: bool = False
-    """Stop the others when a run fails."""
+    """Stop all other runs when a run fails."""
     dry_run: bool = False
-    """Say what would be run and what it may cost, and run nothing; `--dry-run` is the same."""
+    """Print the planned runs and their estimated cost without running them, like `--dry-run`."""
     grids: Any = None
-    """Grids beside each other: a name for each, with lists of values by key. None: only that of the command line."""
+    """Named grids, each with lists of values by config key. None uses only the grid of the command line."""
     only: list[str] = field(default_factory=list)
-    """Names of the grids that count; empty for all."""
+    """Names of the grids to run; an empty list runs all."""
     seeds: list[int] = field(default_factory=list)
-    """When the others are done, run the best of each task, model and method with these seeds."""
+    """Seeds with which to repeat the best run of each task, model and method, after all other runs."""
     search: str = "grid"
-    """grid: all combinations; optuna: `trials` of them, chosen by what the ones before have shown."""
+    """grid runs all combinations; optuna runs `trials` of them, chosen by the results of earlier trials."""
     trials: int = 20
-    """Optuna: how many, failed ones aside."""
+    """Number of Optuna trials, not counting failed ones."""
     sampler: str = "tpe"
-    """Optuna: tpe or random."""
+    """Optuna sampler: tpe or random."""
     sampler_seed: int = 0
+    """Seed of the Optuna sampler."""
     pruner: str = "none"
-    """Optuna: none, median, or asha (successive halving); looks at the headline metric after every epoch."""
+    """Optuna pruner: none, median, or asha (successive halving). It compares the headline metric after every epoch."""
     storage: str | None = None
-    """Optuna: database URL; None is a SQLite file in the sweep's folder. Several calls may share it."""
+    """Optuna storage, a database URL that several sweeps may share. None means a SQLite file in the sweep's folder."""
     trial: str | None = None
-    """Of which search a run is a trial; set by the sweep itself."""
+    """ID of the search trial that this run belongs to. Set by the sweep; do not set it by hand."""
 
     def __post_init__(self) -> None:
         _at_least(1, "sweep.jobs", self.jobs)
@@ -328,10 +353,12 @@ class SweepConfig:
         one_of("sweep.sampler", self.sampler, ("tpe", "random"))
         one_of("sweep.pruner", self.pruner, ("none", "median", "asha"))
         if not re.fullmatch(r"[\w.-]+", self.name) or self.name.startswith("."):
-            raise UserError(f"sweep.name={self.name!r} names a folder; expected letters, digits, '.', '_' and '-'")
+            raise UserError(
+                f"sweep.name={self.name!r} is not a folder name; expected letters, digits, '.', '_' and '-'"
+            )
         grids = {} if self.grids is None else self.grids
         if not isinstance(grids, dict) or not all(isinstance(grid, dict) for grid in grids.values()):
-            raise UserError(f"sweep.grids={grids} is not a grid by its name, e.g. {{base: {{reg: none}}}}")
+            raise UserError(f"sweep.grids={grids} does not map names to grids, e.g. {{base: {{reg: none}}}}")
         for name in self.only:
             one_of("sweep.only", name, tuple(grids))
         if not all(type(seed) is int and 0 <= seed < 2**32 for seed in self.seeds):
@@ -340,7 +367,7 @@ class SweepConfig:
 
 @dataclass
 class Config:
-    """One run."""
+    """All settings of a run."""
 
     task: TaskConfig
     model: ModelConfig
@@ -348,8 +375,8 @@ class Config:
     data: DataConfig
     optim: OptimConfig
     trainer: TrainerConfig
-    logger: Any
-    run: RunConfig
+    logger: Any = field(metadata=NOT_IN_IDENTITY)
+    run: RunConfig = field(metadata=NOT_IN_IDENTITY)
     seed: int = 42
 
     def __post_init__(self) -> None:
@@ -359,34 +386,51 @@ class Config:
             self.reg.resolve(self.trainer.precision)
 
 
-def _at_least(least: int, key: str, value: int | None) -> None:
-    if value is not None and value < least:
-        raise UserError(f"{key}={value} is too small; expected {least} or more")
+def identity_values(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a config that count for the identity of a run.
+
+    Args:
+        kind: config dataclass, whose fields may have the metadata `NOT_IN_IDENTITY`.
+        values: its values as plain data. Keys that the dataclass does not have count.
+    """
+    excluded = {f.name for f in fields(kind) if not f.metadata.get("identity", True)}
+    types = {f.name: f.type for f in fields(kind)}
+    return {
+        key: identity_values(types[key], value) if is_dataclass(types.get(key)) else value
+        for key, value in values.items()
+        if key not in excluded
+    }
 
 
-def _finite(key: str, value: float) -> None:
+def _at_least(minimum: int, key: str, value: int | None) -> None:
+    if value is not None and value < minimum:
+        raise UserError(f"{key}={value} is too small; expected {minimum} or more")
+
+
+def _check_finite(key: str, value: float) -> None:
     if not math.isfinite(value):
         raise UserError(f"{key}={value} is not a finite number; the paper uses -5 to 5")
 
 
 def one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Refuse a value that is none of those allowed."""
+    """Raise a UserError with the nearest allowed value unless `value` is allowed."""
     if value not in allowed:
         raise UserError(
             f"{key}={value} is not known{did_you_mean(value, allowed)}; expected one of {', '.join(allowed)}"
         )
 
 
-def _zeta(value: Any) -> float | str:
+def _parse_zeta(value: Any) -> float | str:
+    """Return zeta as a float in [0, 1], or `auto`."""
     if value == AUTO:
         return AUTO
     try:
-        zeta = float(str(value))  # str: true is 1 to Python.
+        zeta = float(str(value))  # float(True) is 1.0; float("True") raises.
     except ValueError:
         raise UserError(f"reg.zeta={value} is neither a number in [0, 1] nor {AUTO}") from None
     if not 0 <= zeta <= 1:
         raise UserError(
-            f"reg.zeta={zeta:g} is outside [0, 1]; 0 means no shrinkage, 1 only the shrinkage covariance, "
+            f"reg.zeta={zeta:g} is outside [0, 1]; 0 means no shrinkage, 1 means the shrinkage covariance alone; "
             "the paper uses 0.2 to 0.8"
         )
     return zeta

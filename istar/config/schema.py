@@ -1,8 +1,7 @@
-"""From conf/ and the command line to `Config`: typed, closed, and each mistake explained in one line.
+"""The Hydra schema, the conversion of composed configs to dataclasses, and one-line messages for config errors.
 
-`register` gives Hydra a node of typed values for each dataclass of `istar.config`, from which the group's YAML files
-start, so that a misspelt key or a wrong type is refused at compose time, in a file as on the command line. `load` turns
-the composed config into the dataclasses.
+`register` stores a typed schema for each dataclass of `istar.config`. The YAML files of a group extend its schema, so
+that Hydra rejects misspelt keys and wrong types in files and on the command line alike.
 """
 
 import re
@@ -50,54 +49,54 @@ _LOGGERS: dict[str, Any] = {"csv": LoggerConfig, "wandb": WandbConfig}
 
 
 def config_folder() -> Path:
-    """The folder with config.yaml and the groups' files: `istar/conf` of an installed package, `conf` of a checkout."""
+    """Return the folder of config.yaml: `istar/conf` in an installed package, `conf` in a checkout."""
     package = Path(__file__).resolve().parents[1]
     installed = package / "conf"
     return installed if installed.is_dir() else package.parent / "conf"
 
 
 def register() -> None:
-    """Give Hydra the schemas as a group of its own, `schema/task`, `schema/istar` and so on."""
+    """Store the schemas in Hydra's config group `schema`: `schema/task`, `schema/istar` and so on."""
     store = ConfigStore.instance()
     for name, kind in {**_GROUPS, **_REGS, **_LOGGERS, "sweep": SweepConfig}.items():
         store.store(group="schema", name=name, node=_schema(kind))
 
 
 def load(config: DictConfig) -> Config:
-    """The composed config as dataclasses, every rule checked.
+    """Convert a composed config to dataclasses, which check the values.
 
     Raises:
-        UserError: naming the key, the value and what was expected.
+        UserError: if a key is missing or unknown, or a value is not allowed.
     """
-    values = _resolved(config)
+    values = _resolve(config)
     values.pop("sweep", None)
     for key in ("seed", *_GROUPS, "reg", "logger"):
         if key not in values:
             raise UserError(f"{key} is missing; give it on the command line: {key}=<value>")
-    groups = {**_GROUPS, "reg": _chosen("reg", _REGS, values), "logger": _chosen("logger", _LOGGERS, values)}
-    _refuse_unknown("", values, ["seed", *groups])
-    built = {name: _build(name, kind, values[name]) for name, kind in groups.items()}
-    return Config(seed=values["seed"], **built)
+    groups = {**_GROUPS, "reg": _select("reg", _REGS, values), "logger": _select("logger", _LOGGERS, values)}
+    _check_keys("", values, ["seed", *groups])
+    configs = {name: _build(name, kind, values[name]) for name, kind in groups.items()}
+    return Config(seed=values["seed"], **configs)
 
 
 def load_sweep(config: DictConfig) -> SweepConfig:
-    """The `sweep` keys of a composed config, every rule checked.
+    """Convert the `sweep` group of a composed config to its dataclass, which checks the values.
 
     Raises:
-        UserError: naming the key, the value and what was expected.
+        UserError: if a key is unknown or a value is not allowed.
     """
     return _build("sweep", SweepConfig, OmegaConf.to_container(config.sweep, resolve=True))  # type: ignore[arg-type]
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """A config as plain data under the keys that the command line uses (`lambda`, not `weight`)."""
+    """Convert a config to plain data, with the keys of the command line (`lambda`, not `weight`)."""
     return {
         _key(f): to_dict(value) if is_dataclass(value := getattr(config, f.name)) else value for f in fields(config)
     }
 
 
 def explain(error: Exception) -> str:
-    """What Hydra and OmegaConf say over several lines and causes, as one line with the nearest right name."""
+    """Return a one-line message for an error of Hydra or OmegaConf, with the nearest valid name if a name is wrong."""
     if isinstance(error, MissingConfigException) and "hydra/launcher/submitit_" in str(error.missing_cfg_file):
         return "hydra/launcher=slurm and local_jobs need a package that is not installed: pip install 'istar[slurm]'"
     if isinstance(error, MissingConfigException) and error.options:
@@ -105,7 +104,7 @@ def explain(error: Exception) -> str:
     if isinstance(error, OverrideParseException):
         return (
             f"{error.override}: not understood; expected key=value, where a value with spaces or any of "
-            "~,=[]{}()$ in it needs quotes of its own: 'key=\"a value\"'"
+            "~,=[]{}()$ in it needs its own quotes: 'key=\"a value\"'"
         )
     cause: BaseException = error
     while cause.__cause__ is not None:
@@ -121,20 +120,22 @@ def explain(error: Exception) -> str:
 
 
 def _explain_key(key: str) -> str:
+    """Return the message for an unknown key: the option that has this key, or else the nearest valid key."""
     group = key.partition(".")[0]
     owners = [name for name, kind in {**_REGS, **_LOGGERS}.items() if key in _keys(group, kind)]
     if owners:
-        return f"{key} belongs to {group}={' or '.join(owners)}, which is not the one chosen"
+        return f"{key} belongs to {group}={' or '.join(owners)}, which is not selected"
     known = _known_keys()
-    same = [name for name in known if name.partition(".")[2] == key]
-    hint = f"; did you mean {same[0]}?" if same else did_you_mean(key, [*known, *_GROUPS, "reg", "logger"])
+    in_a_group = [name for name in known if name.partition(".")[2] == key]
+    hint = f"; did you mean {in_a_group[0]}?" if in_a_group else did_you_mean(key, [*known, *_GROUPS, "reg", "logger"])
     return f"{key}: there is no such key{hint}; `python train.py --cfg job` lists all"
 
 
-def _explain_option(wanted: str, options: Iterable[str]) -> str:
-    group, _, name = wanted.rpartition("/")
-    shown = sorted(options)
-    return f"{group}={name}: there is no such option{did_you_mean(name, shown)}; {group} is one of {', '.join(shown)}"
+def _explain_option(option: str, options: Iterable[str]) -> str:
+    """Return the message for an unknown option, given as `group/name`, of a config group."""
+    group, _, name = option.rpartition("/")
+    known = sorted(options)
+    return f"{group}={name}: there is no such option{did_you_mean(name, known)}; {group} is one of {', '.join(known)}"
 
 
 def _known_keys() -> list[str]:
@@ -151,59 +152,66 @@ def _keys(group: str, kind: Any) -> list[str]:
     return [f"{group}.{_key(f)}" for f in fields(kind)]
 
 
-def _key(of: "Field[Any]") -> str:
-    """The key on the command line; lambda is a Python keyword, so no field can bear that name."""
-    return str(of.metadata.get("key", of.name))
+def _key(field: "Field[Any]") -> str:
+    """Return a field's key on the command line, which differs for `lambda` because that is a Python keyword."""
+    return str(field.metadata.get("key", field.name))
 
 
 _NODES: dict[Any, type] = {str: StringNode, int: IntegerNode, float: FloatNode, bool: BooleanNode}
 
 
 def _schema(kind: Any) -> DictConfig:
-    """A closed OmegaConf node with a typed value for each field of a dataclass."""
+    """Return an OmegaConf node with a typed value for each field of a dataclass, which rejects other keys."""
     node = OmegaConf.create({_key(f): _value_node(f) for f in fields(kind)})
     OmegaConf.set_struct(node, True)
     return node
 
 
-def _value_node(of: "Field[Any]") -> Any:
-    default: Any = of.default_factory() if callable(of.default_factory) else of.default
-    given = get_args(of.type)
-    optional = type(None) in given
-    if isinstance(of.type, UnionType) and len(given) > 1 + optional:
-        # A number or a word: the dataclass says which.
+def _value_node(field: "Field[Any]") -> Any:
+    """Return an OmegaConf node with a field's default. It is typed unless the field is Any or allows two types."""
+    default: Any = field.default_factory() if callable(field.default_factory) else field.default
+    types = get_args(field.type) if isinstance(field.type, UnionType) else (field.type,)
+    is_optional = type(None) in types
+    types = tuple(kind for kind in types if kind is not type(None))
+    if len(types) > 1 or types == (Any,):
         return AnyNode(default)
-    base = next((kind for kind in given if kind is not type(None)), of.type) if optional else of.type
-    if base in _NODES:
-        return _NODES[base](value=default, is_optional=optional)
-    return AnyNode(default) if base is Any else OmegaConf.create(default)
+    if types[0] in _NODES:
+        return _NODES[types[0]](value=default, is_optional=is_optional)
+    return OmegaConf.create(default)
 
 
-def _resolved(config: DictConfig) -> dict[str, Any]:
+def _resolve(config: DictConfig) -> dict[str, Any]:
+    """Return a config as plain data, with its interpolations resolved.
+
+    Raises:
+        UserError: if a mandatory value is not set, or an interpolation refers to a key that does not exist.
+    """
     try:
         values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
-        # Only now, as looking for them takes longer than all else together.
+        # Listing the missing keys is slow, so it is done only after this error.
         missing = sorted(OmegaConf.missing_keys(config))[0]
         raise UserError(f"{missing} is not set; give it on the command line: {missing}=<value>") from error
-    except OmegaConfBaseException as error:  # a ${key} that is not there
+    except OmegaConfBaseException as error:  # an interpolation such as ${foo} of a key that does not exist
         raise UserError(explain(error)) from error
     return values  # type: ignore[return-value]
 
 
-def _chosen(group: str, kinds: dict[str, Any], values: dict[str, Any]) -> Any:
-    """The dataclass of the option that a group's own `name` tells."""
+def _select(group: str, kinds: dict[str, Any], values: dict[str, Any]) -> Any:
+    """Return the dataclass of a group's selected option, whose name is in `<group>.name`."""
     name = values[group]["name"]
     one_of(f"{group}.name", name, tuple(kinds))
     return kinds[name]
 
 
-def _refuse_unknown(prefix: str, values: Iterable[str], known: Iterable[str]) -> None:
-    unknown = sorted(set(values) - set(known))
+def _check_keys(prefix: str, keys: Iterable[str], known: Iterable[str]) -> None:
+    """Raise a UserError if any of the keys is unknown; its message names the key with the prefix."""
+    unknown = sorted(set(keys) - set(known))
     if unknown:
         raise UserError(_explain_key(prefix + unknown[0]))
 
 
 def _build(group: str, kind: type[T], values: dict[str, Any]) -> T:
-    _refuse_unknown(f"{group}.", values, [_key(f) for f in fields(kind)])  # type: ignore[arg-type]
+    """Convert the values of a config group to its dataclass."""
+    _check_keys(f"{group}.", values, [_key(f) for f in fields(kind)])  # type: ignore[arg-type]
     return kind(**{f.name: values[_key(f)] for f in fields(kind)})  # type: ignore[arg-type]

@@ -37,12 +37,12 @@ from istar.tasks.loading import fingerprint, overlap
 from istar.tasks.specs import TaskSpec
 from istar.training import FineTuner, FineTuningData, History, LayerIsotropy, ShrinkageCovariance, merge_outputs
 from istar.training.checkpoints import Checkpoints, keep_newest, load, resumable
-from istar.training.loggers import answer_agent, log_outcome, logging_to
+from istar.training.loggers import log_outcome, log_outcome_to_agent, logging_to
 from istar.training.memory import keep_freed_memory
 from istar.training.metrics_file import MetricsFile
-from istar.training.module import from_all_processes
+from istar.training.module import all_gather_object
 from istar.training.monitor import IsotropyMonitor
-from istar.training.signals import StopSignal, handlers_put_back
+from istar.training.signals import StopSignal, preserve_signal_handlers
 from istar.training.trainer import (
     build_trainer,
     check_hardware,
@@ -129,7 +129,7 @@ def run(config: Config, console: Console | None = None, trial: str | None = None
         with _process_group(job.trainer), sole_writer(folder) if job.trainer.is_global_zero else nullcontext():
             start = _on_rank_zero(job.trainer, lambda: _prepare_folder(job))
             if start.finished is None:
-                with handlers_put_back():
+                with preserve_signal_handlers():
                     record = _train_and_record(job, start.checkpoint, data_fingerprint, started)
                 if console is not None and job.trainer.is_global_zero:
                     with atomic_write(folder / PICTURE) as file:
@@ -137,7 +137,7 @@ def run(config: Config, console: Console | None = None, trial: str | None = None
                 _print_summary(console, record, f"{folder}{os.sep}, with a picture of the table: {PICTURE}")
                 return record
         finished = start.finished
-    answer_agent(config, asdict(finished), folder)
+    log_outcome_to_agent(config, asdict(finished), folder)
     _print_summary(console, finished, f"{folder} is finished; run.overwrite=true runs it again")
     return finished
 
@@ -403,7 +403,7 @@ def _train_and_record(job: Job, checkpoint: Path | None, data_fingerprint: str, 
         raise
     except Exception as error:
         # When a signal stops all processes, some ranks fail in a collective before they handle their own signal.
-        job.stop.interrupt_if_asked()
+        job.stop.raise_if_signaled()
         explained = _with_advice(error, job)
         if job.trainer.is_global_zero:
             with suppress(OSError):
@@ -472,7 +472,7 @@ def _write_submission(job: Job) -> None:
     batches_by_set = batches if len(job.spec.test) > 1 else [batches]
     sets = zip(job.spec.test, job.examples.test, job.features.test, batches_by_set, strict=True)
     for split, rows, tokens, outputs in sets:
-        evaluation = Evaluator(job.spec, rows, tokens)(from_all_processes(merge_outputs(outputs)))
+        evaluation = Evaluator(job.spec, rows, tokens)(merge_outputs(all_gather_object(merge_outputs(outputs))))
         if job.trainer.is_global_zero:
             write_submission(job.spec, split, evaluation.predictions, job.folder / "submission")
 

@@ -1,4 +1,4 @@
-"""Training with Lightning: the step, the batches, the callbacks."""
+"""Fine-tuning with Lightning: the LightningModule, the data module and the callbacks."""
 
 from istar.training.data import FineTuningData, LengthGroupedSampler
 from istar.training.history import History

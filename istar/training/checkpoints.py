@@ -1,4 +1,4 @@
-"""Checkpoints that resume exactly: when they are written, what they hold, and which one is to be trusted."""
+"""Checkpoints from which a run resumes bit for bit: when to write them, their content, and their validation."""
 
 import logging
 import random
@@ -19,33 +19,33 @@ from istar.errors import UserError, shorten
 from istar.files import atomic_write
 from istar.training.history import History
 from istar.training.metrics_file import MetricsFile
-from istar.training.module import gathered
+from istar.training.module import all_gather_object
 from istar.training.signals import StopSignal
 
 FORMAT = 3
-KEPT = 2
-"""Checkpoints to keep: should the newest be damaged, the one before it serves."""
+NUM_KEPT = 2
+"""Number of checkpoints to keep: if the newest one is damaged, the one before it is used."""
 
 log = logging.getLogger(__name__)
 
 
 class AtomicCheckpointIO(CheckpointIO):
-    """Writes a checkpoint whole or not at all; reads it after a check of its checksums, and runs no code from it."""
+    """Write checkpoints atomically. Read them only if their checksums are right, and without executing pickled code."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Write it beside its place, and put it there when it is on the disk.
+        """Save atomically: write a temporary file in the same folder, flush it to disk, then rename it to `path`.
 
         Raises:
-            OSError: if it cannot be written; what was there before is untouched.
+            OSError: if the file cannot be written; an existing file at `path` is left unchanged.
         """
         try:
             with atomic_write(Path(path)) as file:
                 torch.save(checkpoint, file)
-        # torch hides the reason of a failed write behind a RuntimeError of its own.
+        # torch.save reports some failed writes as a RuntimeError, with the OSError as its context.
         except (OSError, RuntimeError) as error:
-            reason = _reason(error)
-            said = reason.strerror if isinstance(reason, OSError) and reason.strerror else shorten(reason)
-            raise OSError(f"the checkpoint {path} cannot be written: {said}") from error
+            cause = _os_error(error) or error
+            reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else shorten(cause)
+            raise OSError(f"the checkpoint {path} cannot be written: {reason}") from error
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = True) -> dict[str, Any]:
         return load(Path(path))
@@ -55,10 +55,10 @@ class AtomicCheckpointIO(CheckpointIO):
 
 
 def load(path: Path) -> dict[str, Any]:
-    """A checkpoint's content on the CPU.
+    """Load the content of a checkpoint to the CPU.
 
     Raises:
-        UserError: if it is missing, damaged or holds more than data.
+        UserError: if the file is missing or damaged, or contains anything but plain data and tensors.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -69,27 +69,29 @@ def load(path: Path) -> dict[str, Any]:
         return checkpoint
     except UserError:
         raise
-    # Any byte may be wrong, and with it any exception may come.
+    # A damaged file can raise any exception.
     except Exception as error:
-        raise UserError(f"{path} is no checkpoint that can be read: {shorten(error)}") from error
+        raise UserError(f"{path} is not a readable checkpoint: {shorten(error)}") from error
 
 
 class Checkpoints(Checkpoint):
-    """Writes the state of a run so that it can go on bit by bit, and the weights of the best epoch.
+    """Save the complete state of a run, so that it can be resumed bit for bit, and the weights of the best epoch.
 
-    `step-<n>.ckpt` holds everything; one is written after the validation of every epoch, within epochs when its
-    time has come, and when a signal asks the run to stop. `best-epoch-<n>.ckpt` holds weights. Within an epoch they
-    are written after optimizer steps only, never behind its last one: the state between a last step and its validation
-    is one that Lightning cannot go on from.
+    `step-<n>.ckpt` contains the complete state. It is written after the validation of every epoch, after every
+    `every_n_steps` steps or `every_n_minutes` minutes, and when a signal stops the run. `best-epoch-<n>.ckpt` contains
+    only weights.
+
+    Within an epoch, checkpoints are written after optimizer steps, except after the last one of the epoch: Lightning
+    cannot resume from a state between the last step and the validation.
 
     Args:
-        folder: where they go.
-        run: name of the run; checkpoints of another one are refused.
-        history: knows the best epoch; must stand before this callback.
-        metrics: the rows logged so far are a part of the state.
-        stop: whether a signal has come.
-        every_n_steps: optimizer steps between two; None for no such rule.
-        every_n_minutes: time between two; None for no such rule.
+        folder: folder of the checkpoints.
+        run: name of the run; checkpoints of other runs are rejected.
+        history: callback that determines the best epoch; it must precede this callback.
+        metrics: logger whose rows are saved with the state.
+        stop: stop signal, after which a checkpoint is written.
+        every_n_steps: optimizer steps between two checkpoints; None disables this rule.
+        every_n_minutes: minutes between two checkpoints; None disables this rule.
     """
 
     def __init__(
@@ -122,8 +124,8 @@ class Checkpoints(Checkpoint):
         if trainer.global_step == self._step or is_last:
             return
         self._step = trainer.global_step
-        is_overdue, number = self._agree(trainer, pl_module.device)
-        if number or is_overdue or (self.every_n_steps and self._step % self.every_n_steps == 0):
+        is_due, number = self._sync_decision(trainer, pl_module.device)
+        if number or is_due or (self.every_n_steps and self._step % self.every_n_steps == 0):
             self._save(trainer)
         if number:
             self.stop.number = number
@@ -138,27 +140,28 @@ class Checkpoints(Checkpoint):
             self.stop.interrupt(f"saved at step {self._step}")
 
     def best_path(self) -> Path:
-        """Where the weights of the best epoch are."""
+        """Return the path of the weights of the best epoch."""
         return self.folder / f"best-epoch-{self.history.best}.ckpt"
 
     def newest(self) -> Path | None:
-        """The latest checkpoint on the disk, damaged or not."""
-        found = _numbered(self.folder, "step")
-        return found[-1] if found else None
+        """Return the path of the latest checkpoint, which may be damaged; None if there is none."""
+        paths = _sorted_paths(self.folder, "step")
+        return paths[-1] if paths else None
 
-    def _agree(self, trainer: L.Trainer, device: torch.device) -> tuple[bool, int]:
-        """Whether the time for a checkpoint has come, and which signal, or 0.
+    def _sync_decision(self, trainer: L.Trainer, device: torch.device) -> tuple[bool, int]:
+        """Return whether a checkpoint is due by time, and the number of the received signal, or 0 without one.
 
-        Where clocks or signals differ between processes, all act on the largest value.
+        Clocks and signals may differ between processes. All processes take the maximum, so that they act alike.
         """
         minutes = (time.monotonic() - self._saved_at) / 60
-        is_overdue, number = self.every_n_minutes is not None and minutes >= self.every_n_minutes, self.stop.number or 0
+        is_due = self.every_n_minutes is not None and minutes >= self.every_n_minutes
+        number = self.stop.number or 0
         if trainer.world_size == 1:
-            return is_overdue, number
-        largest = torch.tensor([int(is_overdue), number], device=device)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        is_overdue, number = largest.tolist()
-        return bool(is_overdue), number
+            return is_due, number
+        maxima = torch.tensor([int(is_due), number], device=device)
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+        is_due, number = maxima.tolist()
+        return bool(is_due), number
 
     def _save(self, trainer: L.Trainer) -> None:
         trainer.save_checkpoint(self.folder / f"step-{trainer.global_step}.ckpt")
@@ -169,7 +172,7 @@ class Checkpoints(Checkpoint):
 
     def _prune(self) -> None:
         for kind in ("step", "best-epoch"):
-            for path in _numbered(self.folder, kind)[:-KEPT]:
+            for path in _sorted_paths(self.folder, kind)[:-NUM_KEPT]:
                 path.unlink()
 
     # ---- state
@@ -178,8 +181,8 @@ class Checkpoints(Checkpoint):
         return {
             "format": FORMAT,
             "run": self.run,
-            # One for each process: they draw their dropout apart.
-            "random": gathered(random_state()),
+            # One state per process, because each process draws its own dropout masks.
+            "random": all_gather_object(random_state()),
             "metrics": self.metrics.state_dict(),
         }
 
@@ -197,40 +200,40 @@ class Checkpoints(Checkpoint):
         if self._resumed is None:
             return
         set_random_state(self._resumed["random"][trainer.global_rank])
-        # Lightning forgets that it stopped early.
+        # Lightning does not restore should_stop itself.
         trainer.should_stop = trainer.should_stop or self._resumed["stopped"]
         self._resumed = None
 
 
 def resumable(folder: Path, run: str, processes: int) -> Path | None:
-    """The newest checkpoint that a run can go on from; None if there is none.
+    """Return the newest checkpoint that a run can resume from; None if there is none.
 
-    One that is damaged or of another run is refused with a warning and renamed, and the one before it is used.
-    Weights of epochs after it are removed, since they will be made again.
+    A checkpoint that is damaged or belongs to another run is renamed with a warning, and the one before it is used.
+    Weights of later epochs are removed, because the resumed run writes them again.
 
     Args:
-        folder: of the checkpoints.
+        folder: folder of the checkpoints.
         run: name of the run.
-        processes: how many there are now.
+        processes: number of processes of the resumed run.
 
     Raises:
-        UserError: if it was written by another number of processes.
+        UserError: if the checkpoint was written by another number of processes.
     """
     if not folder.is_dir():
         return None
-    for path in reversed(_numbered(folder, "step")):
+    for path in reversed(_sorted_paths(folder, "step")):
         try:
-            epochs, written_by = _inspect(path, run)
+            epochs, written_by = _validate(path, run)
         except UserError as error:
             path.rename(path.with_name(f"{path.name}.refused"))
-            log.warning("%s; %s is not used and kept as %s.refused", error, path.name, path.name)
+            log.warning("%s; %s is not used, and is kept as %s.refused", error, path.name, path.name)
             continue
         if written_by != processes:
             raise UserError(
-                f"{path} was written by {written_by} processes and cannot go on with {processes}; give as many as "
-                "before, or run.overwrite=true to start anew"
+                f"{path} was written by {written_by} processes and cannot go on with {processes}; use as many as "
+                "before, or run.overwrite=true to start again"
             )
-        for best in _numbered(folder, "best-epoch"):
+        for best in _sorted_paths(folder, "best-epoch"):
             if _number(best) > epochs:
                 best.unlink()
         return path
@@ -238,56 +241,59 @@ def resumable(folder: Path, run: str, processes: int) -> Path | None:
 
 
 def keep_newest(folder: Path, best: Path) -> None:
-    """Once a run is finished, only its last state and the weights of its best epoch are of use."""
-    for path in [*_numbered(folder, "step")[:-1], *_numbered(folder, "best-epoch")]:
+    """Delete the checkpoints of a finished run, except the last state and the weights of the best epoch at `best`."""
+    for path in [*_sorted_paths(folder, "step")[:-1], *_sorted_paths(folder, "best-epoch")]:
         if path != best:
             path.unlink()
 
 
-def _inspect(path: Path, run: str) -> tuple[int, int]:
-    """How many epochs a checkpoint has behind it, and how many processes wrote it.
+def _validate(path: Path, run: str) -> tuple[int, int]:
+    """Return the number of completed epochs of a checkpoint and the number of processes that wrote it.
 
     Raises:
-        UserError: if it cannot be used, or the weights of the best epoch before it cannot.
+        UserError: if the checkpoint, or the weights of its best epoch, cannot be used.
     """
     content = load(path)
     try:
         state, history = content["callbacks"]["Checkpoints"], content["callbacks"]["History"]
-        written, owner, epochs, processes = state["format"], state["run"], len(history["epochs"]), len(state["random"])
+        file_format, owner, epochs, processes = (
+            state["format"],
+            state["run"],
+            len(history["epochs"]),
+            len(state["random"]),
+        )
         best = history["best"]
     except (KeyError, TypeError, IndexError) as error:
         raise UserError(f"{path} is not a checkpoint that istar wrote") from error
-    if written != FORMAT:
-        raise UserError(f"{path} has format {written}; this version reads {FORMAT}")
+    if file_format != FORMAT:
+        raise UserError(f"{path} has format {file_format}; this version reads {FORMAT}")
     if owner != run:
-        raise UserError(f"{path} is of another run, {owner}")
+        raise UserError(f"{path} belongs to another run, {owner}")
     if best:
         load(path.with_name(f"best-epoch-{best}.ckpt"))
     return epochs, processes
 
 
-def _numbered(folder: Path, kind: str) -> list[Path]:
-    """`<kind>-<number>.ckpt` by rising number."""
+def _sorted_paths(folder: Path, kind: str) -> list[Path]:
+    """Return the files `<kind>-<number>.ckpt`, sorted by number."""
     return sorted((path for path in folder.glob(f"{kind}-*.ckpt") if _number(path) >= 0), key=_number)
 
 
 def _number(path: Path) -> int:
+    """Return the number at the end of a checkpoint's name; -1 if there is none."""
     digits = path.stem.rpartition("-")[2]
     return int(digits) if digits.isdecimal() else -1
 
 
-def _reason(error: BaseException) -> BaseException:
-    """The operating system's own word where there is one."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, OSError):
-            return seen
-        seen = seen.__context__
+def _os_error(error: BaseException | None) -> OSError | None:
+    """Return the first OSError among an error and the errors in whose handling it was raised; None if there is none."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__context__
     return error
 
 
 def random_state() -> dict[str, Any]:
-    """All global random numbers of this process, as data that `torch.load(weights_only=True)` reads."""
+    """Return the state of all global random generators of this process, in types that `torch.load` reads safely."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     return {
         "python": random.getstate(),
@@ -298,7 +304,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Go on with the random numbers of `random_state`."""
+    """Restore the global random generators to a state returned by `random_state`."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, *rest = state["numpy"]

@@ -1,5 +1,6 @@
-"""Batches: shuffled by a seed, of similar length, one shard a process."""
+"""The LightningDataModule and its samplers: length-grouped batches for training, sharded over the processes."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,24 +16,26 @@ from istar.tasks.features import FeatureRows
 Collate = Callable[[list[dict[str, Any]]], dict[str, Tensor]]
 
 _POOL = 50
-"""Batches that are sorted by length together: enough for little padding, few enough to stay shuffled."""
+"""Number of batches sorted by length together. Larger pools need less padding but are shuffled less."""
 
 
 class LengthGroupedSampler(Sampler[int]):
-    """Example numbers in an order whose consecutive batches are of similar length and in random order.
+    """Yield example indices such that batches contain examples of similar length and come in random order.
 
-    The order depends on the seed and the epoch alone. Every process takes its share of every global batch, so that
-    W processes see together what one process sees with a batch W times as large.
+    The order depends only on the seed and the epoch. Every process takes its share of every global batch, so W
+    processes together see the batches that one process sees with a batch size W times as large.
 
     Args:
-        lengths: tokens per example.
+        lengths: number of tokens of each example.
         batch_size: examples per process and batch.
-        seed: of the order.
-        group_by_length: False shuffles only.
-        rank: this process's number.
-        world_size: number of processes; the last examples are filled up from the first ones to a multiple of it.
-        epoch: to begin with.
-        start: examples of this process to leave out of that first epoch, as it has seen them already.
+        seed: seed of the order.
+        group_by_length: group examples by length; False only shuffles them.
+        rank: rank of this process.
+        world_size: number of processes. If it does not divide the number of examples, the first ones are repeated at
+            the end.
+        epoch: first epoch.
+        start: number of this process's examples to skip in the first epoch, because a resumed run has already used
+            them.
     """
 
     def __init__(
@@ -53,39 +56,40 @@ class LengthGroupedSampler(Sampler[int]):
         self.rank = rank
         self.world_size = world_size
         self.epoch = epoch
-        self._start = (epoch, start)
+        self._first_epoch = epoch
+        self._start = start
 
     def set_epoch(self, epoch: int) -> None:
-        """Called by Lightning at the start of every epoch."""
+        """Set the epoch; Lightning calls this at the start of every epoch."""
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return -(-len(self.lengths) // self.world_size)
+        return math.ceil(len(self.lengths) / self.world_size)
 
     def __iter__(self) -> Iterator[int]:
         order = self._order()
         missing = len(self) * self.world_size - len(order)
         padded = torch.cat([order, order[:missing]])
-        own = padded[self.rank :: self.world_size].tolist()
-        epoch, start = self._start
-        return iter(own[start:] if self.epoch == epoch else own)
+        shard = padded[self.rank :: self.world_size].tolist()
+        return iter(shard[self._start :] if self.epoch == self._first_epoch else shard)
 
     def _order(self) -> Tensor:
+        """Return the indices of all examples in the order of the current epoch, for all processes together."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
         order = torch.randperm(len(self.lengths), generator=generator)
         if not self.group_by_length:
             return order
         pools = order.split(self.global_batch * _POOL)
         grouped = torch.cat([pool[self.lengths[pool].argsort(descending=True, stable=True)] for pool in pools])
-        whole = len(grouped) // self.global_batch
-        batches = grouped[: whole * self.global_batch].reshape(whole, self.global_batch)
-        batches = batches[torch.randperm(whole, generator=generator)]
-        # The last, smaller batch stays last, or it would shift the borders of all batches behind it.
-        return torch.cat([batches.reshape(-1), grouped[whole * self.global_batch :]])
+        num_full = len(grouped) // self.global_batch
+        batches = grouped[: num_full * self.global_batch].reshape(num_full, self.global_batch)
+        batches = batches[torch.randperm(num_full, generator=generator)]
+        # The smaller last batch must stay last: elsewhere, it would shift the boundaries of all later batches.
+        return torch.cat([batches.reshape(-1), grouped[num_full * self.global_batch :]])
 
 
 class ShardSampler(Sampler[int]):
-    """Every world_size-th of the examples given, none twice and none left out: for evaluation."""
+    """Yield this process's share of the given examples, for evaluation: no example is repeated or dropped."""
 
     def __init__(self, examples: Sequence[int], rank: int = 0, world_size: int = 1) -> None:
         self.examples = list(examples)[rank::world_size]
@@ -98,7 +102,10 @@ class ShardSampler(Sampler[int]):
 
 
 def longest_first(features: Dataset) -> list[int]:
-    """Example numbers by falling length: little padding, and the largest batch shows at once whether it fits."""
+    """Return the example indices sorted by length, longest first.
+
+    Sorted batches need little padding, and if the largest batch does not fit into memory, the first step fails.
+    """
     return torch.as_tensor(features["length"][:]).argsort(descending=True, stable=True).tolist()
 
 
@@ -111,7 +118,7 @@ def evaluation_loader(
     world_size: int = 1,
     num_workers: int = 0,
 ) -> DataLoader[Any]:
-    """Batches of the examples given, in their order, without touching the global random numbers."""
+    """Return a loader over the given examples in their order. It does not change the global random state."""
     return DataLoader(
         FeatureRows(features),
         batch_size=batch_size,
@@ -119,21 +126,21 @@ def evaluation_loader(
         collate_fn=collate,
         num_workers=num_workers,
         pin_memory=torch.cuda.is_available(),
-        # A loader without one takes its seed from the global generator, and so would change dropout.
+        # Without a generator, DataLoader draws a seed from the global one, which would change the dropout masks.
         generator=torch.Generator().manual_seed(0),
     )
 
 
 class FineTuningData(L.LightningDataModule):
-    """Loaders over tokenized features.
+    """Provide the data loaders of the tokenized training, validation and test sets.
 
     Args:
         train: features of the training set.
-        validation: features of each validation set; the first is the one whose headline metric counts.
+        validation: features of each validation set; the first one determines the headline metric.
         test: features of each unlabelled test set, for submissions.
-        collate: rows to a padded batch.
-        config: batch sizes and workers.
-        seed: of the training order.
+        collate: function that turns rows into a padded batch.
+        config: batch sizes and number of workers.
+        seed: seed of the order of the training examples.
     """
 
     def __init__(
@@ -155,24 +162,26 @@ class FineTuningData(L.LightningDataModule):
         self._resumed_at = {"epoch": 0, "batches": 0}
 
     def state_dict(self) -> dict[str, int]:
-        """How far the training is: epochs behind it, and batches of the present one."""
-        loop = self._trainer().fit_loop
+        """Return the number of completed epochs and the number of batches used in the current one."""
+        assert self.trainer is not None
+        loop = self.trainer.fit_loop
         epochs: Any = loop.epoch_progress.current
-        is_between = epochs.ready == epochs.processed
-        return {"epoch": epochs.processed, "batches": 0 if is_between else loop.epoch_loop.batch_progress.current.ready}
+        is_between_epochs = epochs.ready == epochs.processed
+        batches = 0 if is_between_epochs else loop.epoch_loop.batch_progress.current.ready
+        return {"epoch": epochs.processed, "batches": batches}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Let the training data begin where a checkpoint was written."""
+        """Make the training loader start at the position stored in a checkpoint."""
         self._resumed_at = state_dict
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Shuffled anew every epoch; batches of similar length."""
+        """Return the training loader, which shuffles the examples in every epoch."""
         sampler = LengthGroupedSampler(
             self.train["length"][:],
             self.config.batch_size,
             self.seed,
             self.config.group_by_length,
-            *self._process(),
+            *self._rank_and_world_size(),
             epoch=self._resumed_at["epoch"],
             start=self._resumed_at["batches"] * self.config.batch_size,
         )
@@ -188,26 +197,22 @@ class FineTuningData(L.LightningDataModule):
         )
 
     def val_dataloader(self) -> list[DataLoader[Any]]:
-        """One loader per validation set."""
-        return [self._evaluation(features) for features in self.validation]
+        """Return one loader per validation set."""
+        return [self._evaluation_loader(features) for features in self.validation]
 
     def predict_dataloader(self) -> list[DataLoader[Any]]:
-        """One loader per test set."""
-        return [self._evaluation(features) for features in self.test]
+        """Return one loader per test set."""
+        return [self._evaluation_loader(features) for features in self.test]
 
-    def _evaluation(self, features: Dataset) -> DataLoader[Any]:
+    def _evaluation_loader(self, features: Dataset) -> DataLoader[Any]:
         return evaluation_loader(
             features,
             self.collate,
             self.config.eval_batch_size,
             longest_first(features),
-            *self._process(),
+            *self._rank_and_world_size(),
             num_workers=self.config.num_workers,
         )
 
-    def _process(self) -> tuple[int, int]:
+    def _rank_and_world_size(self) -> tuple[int, int]:
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
-
-    def _trainer(self) -> L.Trainer:
-        assert self.trainer is not None
-        return self.trainer

@@ -1,4 +1,4 @@
-"""The callback that keeps what each epoch measured, and the predictions of the best one."""
+"""A callback that records the metrics of every epoch and the predictions of the best epoch."""
 
 from dataclasses import asdict
 from typing import Any
@@ -12,19 +12,23 @@ from istar.training.module import FineTuner
 
 
 class History(L.Callback):
-    """Metrics and isotropy of every validation; the first epoch with the highest headline metric is the best.
+    """Record the metrics and the isotropy of every validation, and determine the best epoch.
+
+    The best epoch has the highest headline metric; among equal epochs it is the first.
 
     Args:
-        headline: name of the metric, higher is better.
-        isotropy: the callback whose figures to keep; must stand before this one.
-        keep_best: False takes the latest epoch for the best, where no checkpoint could bring an earlier one back.
+        headline: name of the headline metric, for which higher is better.
+        isotropy: callback that measures the isotropy. It must precede this one in the list of callbacks.
+        keep_best: False makes the latest epoch the best one, for runs without checkpoints, which cannot restore the
+            weights of an earlier epoch.
 
     Attributes:
-        before: the validation that ran before training.
-        epochs: one entry per validation during training; `epoch` counts from 1.
-        best: number of the best epoch, 0 before the first.
-        best_evaluations: predictions of the best epoch, by suffix of the validation set.
-        pruned: a search has given the run up; another time it may go on, so no checkpoint keeps this.
+        before: metrics and isotropy before training.
+        epochs: one entry per validation during training, with `epoch` (counted from 1), `step`, `metrics` and
+            `isotropy`.
+        best: number of the best epoch; 0 before the first validation of the training.
+        best_evaluations: metrics and predictions of the best epoch, by suffix of the validation set.
+        pruned: whether a search has pruned the run. Checkpoints do not store this, so that the run can be continued.
     """
 
     def __init__(self, headline: str, isotropy: LayerIsotropy, keep_best: bool = True) -> None:
@@ -39,7 +43,7 @@ class History(L.Callback):
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, FineTuner)
-        # Not from the trainer, whose logged copies are float32.
+        # The trainer's copies of the logged metrics are float32; the module's are exact.
         metrics = dict(pl_module.metrics)
         if "val/loss" in trainer.callback_metrics:
             metrics["loss"] = trainer.callback_metrics["val/loss"].item()
@@ -70,5 +74,5 @@ class History(L.Callback):
     def _is_best(self, value: float) -> bool:
         if self.best == 0 or not self.keep_best:
             return True
-        # In float32, as early stopping compares, so that both always mean the same epoch.
+        # Early stopping compares in float32. The same precision here makes both agree on the best epoch.
         return np.float32(value) > np.float32(self.epochs[self.best - 1]["metrics"][self.headline])  # type: ignore[return-value]

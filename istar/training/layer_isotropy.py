@@ -1,4 +1,4 @@
-"""The callback that measures the isotropy of every layer on the validation data."""
+"""A callback that measures the isotropy of every layer on the validation data."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,21 +11,22 @@ from istar.measures import Moments, isoscore
 
 
 def isotropy_key(layer: str) -> str:
-    """The name that a layer's IsoScore* is logged by; `union` is that of layers 1 to L."""
+    """Return the name under which a layer's IsoScore* is logged; the layer `union` is the union of layers 1 to L."""
     return "isotropy/isoscore_star" if layer == "union" else f"isotropy/layer_{layer}/isoscore_star"
 
 
-class OverLayers(L.Callback):
-    """Hands the tokens of the first validation set, padding left out, to one accumulator for each layer.
+class LayerStatisticsCallback(L.Callback):
+    """Base class of callbacks that accumulate statistics of each layer's tokens over the first validation set.
 
-    Needs validation outputs with `hidden_states` and `attention_mask`, as `FineTuner` gives them.
+    `validation_step` must return `hidden_states` and `attention_mask`, as that of `FineTuner` does.
 
     Args:
-        accumulator: makes one, from the number of dimensions and the device; it has `update(points, mask)`.
+        make_accumulator: returns a new accumulator for a number of dimensions and a device. An accumulator has the
+            method `update(points, mask)`, which ignores padding.
     """
 
-    def __init__(self, accumulator: Callable[[int, torch.device], Any]) -> None:
-        self._accumulator = accumulator
+    def __init__(self, make_accumulator: Callable[[int, torch.device], Any]) -> None:
+        self._make_accumulator = make_accumulator
         self._layers: list[Any] = []
 
     def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -44,23 +45,23 @@ class OverLayers(L.Callback):
             return
         states = outputs["hidden_states"]
         if not self._layers:
-            self._layers = [self._accumulator(state.shape[-1], state.device) for state in states]
+            self._layers = [self._make_accumulator(state.shape[-1], state.device) for state in states]
         for layer, state in zip(self._layers, states, strict=True):
             layer.update(state, outputs["attention_mask"])
 
 
-class LayerIsotropy(OverLayers):
-    r"""IsoScore\* of each layer, and of the union of all layers, over the tokens of the first validation set.
+class LayerIsotropy(LayerStatisticsCallback):
+    r"""Measure IsoScore\* of each layer and of the union of all layers over the tokens of the first validation set.
 
-    The set is used whole, so no shrinkage is needed (zeta = 0), and the figures compare across methods: a model trained
-    without a penalty has no shrinkage covariance. Padding is left out.
+    Padding does not count. The scores use no shrinkage (zeta = 0): the whole validation set has enough points to do
+    without it, and models trained without I-STAR have no shrinkage covariance.
 
-    Logged as `isotropy/layer_<l>/isoscore_star` (0 is the embedding output) and `isotropy/isoscore_star` (the union of
-    layers 1 to L).
+    The scores are logged as `isotropy/layer_<l>/isoscore_star` (0 is the embedding output) and
+    `isotropy/isoscore_star` (the union of layers 1 to L).
 
     Attributes:
-        scores: the latest figures, by layer number as a string, and `union`.
-        points: tokens behind each layer's figure.
+        scores: the latest scores, by layer number as a string, and `union`.
+        points: number of tokens per layer that the scores are computed from.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Weights & Biases beside `metrics.csv`: started within seconds and finished properly, whatever happens."""
+"""Logging to Weights & Biases, with timeouts and fallbacks so that an unreachable server does not stop a run."""
 
 import logging
 import os
@@ -6,6 +6,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,10 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def logging_to(trainer: L.Trainer, metrics: MetricsFile, config: Config, folder: Path) -> Iterator[None]:
-    """Attach the run's loggers to the trainer, and tell W&B how the run ended.
+    """Attach the run's loggers to the trainer, and close the W&B run at the end of the block.
 
-    Whoever ends well finalizes `metrics` within the block; here only what a broken run has logged is saved.
+    The W&B run is marked as failed if the block raises. In that case the metrics logged so far are also written to
+    `metrics`; a successful run must finalize `metrics` itself within the block.
     """
     trainer.loggers = [metrics]
     if isinstance(config.logger, WandbConfig) and trainer.is_global_zero:
@@ -42,7 +44,7 @@ def logging_to(trainer: L.Trainer, metrics: MetricsFile, config: Config, folder:
         exit_code = 0
     finally:
         if exit_code:
-            # What ended the run is the reason to tell, not that a full disk does not take the last rows either.
+            # An error while writing, such as a full disk, must not hide the error that ended the run.
             with suppress(OSError):
                 metrics.finalize("failed")
         for logger in trainer.loggers:
@@ -51,82 +53,86 @@ def logging_to(trainer: L.Trainer, metrics: MetricsFile, config: Config, folder:
 
 
 def log_outcome(trainer: L.Trainer, record: Mapping[str, Any]) -> None:
-    """Send what `result.json` will say to W&B, where that is used."""
+    """Log the fields of `result.json` to W&B, if the run uses it."""
     for logger in trainer.loggers:
         if isinstance(logger, Wandb):
             logger.log_outcome(record)
 
 
 @rank_zero_only
-def answer_agent(config: Config, record: Mapping[str, Any], folder: Path) -> None:
-    """Tell an agent of a W&B sweep, which waits for a run that it has named, the outcome of one finished before."""
-    agents = _id_of_agent()
-    if agents is not None and isinstance(config.logger, WandbConfig):
-        logger = _wandb_logger(config.logger, config, folder, agents)
+def log_outcome_to_agent(config: Config, record: Mapping[str, Any], folder: Path) -> None:
+    """Log the outcome of a run that was finished before, if a W&B sweep agent started this process and waits for it."""
+    run_id = _agent_run_id()
+    if run_id is not None and isinstance(config.logger, WandbConfig):
+        logger = _wandb_logger(config.logger, config, folder, run_id)
         logger.log_outcome(record)
         logger.finish(exit_code=0)
 
 
 class Wandb(WandbLogger):
-    """W&B, whose service is a process of its own: should that die, it is missed, but the run goes on.
+    """Log to W&B. After the first error of W&B, such as a crash of its service process, logging stops with a warning.
 
     Args:
-        experiment: what `wandb.init` gave.
-        save_dir: the run's folder.
+        experiment: the run returned by `wandb.init`.
+        save_dir: folder of the run.
     """
 
     def __init__(self, experiment: Any, save_dir: Path) -> None:
         super().__init__(experiment=experiment, save_dir=save_dir)
-        self._is_lost = False
+        self._has_failed = False
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         self._attempt(lambda: WandbLogger.log_metrics(self, metrics, step))
 
     def log_outcome(self, record: Mapping[str, Any]) -> None:
-        """Log a run's record: tables, and the summary that stands for the run in W&B's own tables.
+        """Log the outcome of a run: the summary, a table and a figure.
 
         Args:
             record: the fields of `result.json`.
         """
         self._attempt(lambda: self.experiment.summary.update(_summary(record)))
-        self._attempt(lambda: self._log_figures(record))
+        self._attempt(lambda: self._log_tables(record))
 
-    def _log_figures(self, record: Mapping[str, Any]) -> None:
-        """Tables are asked of the server at once, and again for as long as it fails: another thread may wait for it."""
-        thread = threading.Thread(target=lambda: self._attempt(lambda: self.experiment.log(_figures(record))))
-        thread.daemon = True
+    def _log_tables(self, record: Mapping[str, Any]) -> None:
+        """Log the table and the figure in a thread with a timeout, because W&B retries their upload without limit."""
+        log_tables = partial(self._attempt, lambda: self.experiment.log(_isotropy_tables(record)))
+        thread = threading.Thread(target=log_tables, daemon=True)
         thread.start()
         thread.join(_FINISH_SECONDS)
         if thread.is_alive():
-            log.warning(
-                "Weights & Biases does not answer; the tables of this run are missing there, its metrics are not"
-            )
+            log.warning("Weights & Biases does not answer; the run there has its metrics, but lacks its tables")
 
     def finish(self, exit_code: int) -> None:
-        """Close W&B's run; an exit code other than 0 makes it a failed one."""
+        """Close the W&B run; an exit code other than 0 marks it as failed."""
         import wandb
 
         self._attempt(lambda: self.experiment.finish(exit_code=exit_code))
-        if self._is_lost:
-            # It could not be closed, so it is left behind together with its service.
+        if self._has_failed:
+            # The run could not be closed, so its service process is stopped.
             with suppress(Exception):
                 wandb.teardown(exit_code=exit_code)
             wandb.run = None
 
     def _attempt(self, call: Callable[[], object]) -> None:
-        if self._is_lost:
+        """Call a function of W&B unless W&B has failed before; on an error, warn and stop logging."""
+        if self._has_failed:
             return
         try:
             call()
-        except Exception as error:  # whatever its connection and its service come upon
-            self._is_lost = True
+        except Exception as error:  # W&B raises errors of many types when its connection or service fails.
+            self._has_failed = True
             reason = shorten(f"{type(error).__name__}: {error}")
-            log.warning("Weights & Biases has failed (%s); the run goes on without it, metrics.csv has all", reason)
+            log.warning(
+                "Weights & Biases has failed (%s); the run goes on without it, and metrics.csv has all metrics", reason
+            )
 
 
 def _summary(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The headline's epoch under the names that every epoch was logged by: left alone, W&B would show the last one."""
+    """Return the values of the best epoch, by the names under which every epoch is logged.
+
+    They replace the values of the last epoch, which W&B would otherwise show in its summary.
+    """
     after, before = record["isotropy"]["after"], record["isotropy"]["before"]
     return {
         "status": record["status"],
@@ -141,8 +147,8 @@ def _summary(record: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _figures(record: Mapping[str, Any]) -> dict[str, Any]:
-    """IsoScore* by layer, before training and at the headline's epoch: a table, and a figure of it."""
+def _isotropy_tables(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a W&B table and a line plot of IsoScore* by layer, before training and at the best epoch."""
     import wandb
 
     before, after = record["isotropy"]["before"], record["isotropy"]["after"]
@@ -160,18 +166,25 @@ def _figures(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _wandb_logger(settings: WandbConfig, config: Config, folder: Path, run_id: str) -> Wandb:
-    # Reports on W&B itself would go to the server from an offline run, too, and hold up the end of the process; whose
-    # account it is has been asked by `_obstacle`, and would be asked twice more with retries.
+    """Start or resume a W&B run; fall back to offline mode if the server cannot be used.
+
+    Raises:
+        UserError: if the settings or the API key are not valid.
+    """
+    # W&B's error reports are sent even by offline runs and delay the end of the process. The viewer query is disabled
+    # because `_server_problem` has already made it, and W&B would repeat it twice with retries.
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     os.environ.setdefault("WANDB_X_DISABLE_VIEWER", "true")
     import wandb
 
-    # An agent has them in the environment, and W&B warns of others.
-    place = {"id": run_id, "project": settings.project, "entity": settings.entity} if _id_of_agent() is None else {}
+    # A sweep agent sets these in the environment, and W&B warns if they are given again.
+    identifiers = (
+        {"id": run_id, "project": settings.project, "entity": settings.entity} if _agent_run_id() is None else {}
+    )
     init: dict[str, Any] = {
-        **place,
+        **identifiers,
         "resume": "allow",
-        # Never into a run that the same process has open, another trial's or the caller's.
+        # Do not reuse a W&B run that is already open in this process, such as that of another trial.
         "reinit": "create_new",
         "name": folder.name,
         "group": settings.group,
@@ -183,72 +196,74 @@ def _wandb_logger(settings: WandbConfig, config: Config, folder: Path, run_id: s
     }
     try:
         mode = _mode(settings.mode)
-        if mode == "online" and (reason := _obstacle()):
-            mode = _offline(reason, folder)
+        if mode == "online" and (reason := _server_problem()):
+            mode = _fall_back_to_offline(reason, folder)
         run = wandb.init(mode=mode, **init)  # type: ignore[arg-type]
-    # A ValueError is one of the environment's settings.
+    # W&B raises a ValueError for invalid settings in the environment.
     except (wandb.errors.UsageError, wandb.errors.AuthenticationError, ValueError) as error:
         raise UserError(f"Weights & Biases: {shorten(error)}; logger.mode=offline needs no key") from error
     except wandb.errors.CommError as error:
-        # The service still holds the id of the run that it could not start.
+        # The service keeps the id of the run that it could not start, so it must be stopped first.
         wandb.teardown(exit_code=1)
-        run = wandb.init(mode=_offline(shorten(error), folder), **init)  # type: ignore[arg-type]
-    # The step of the training, not the count of calls, which differs between a resumed and an undisturbed run.
+        run = wandb.init(mode=_fall_back_to_offline(shorten(error), folder), **init)  # type: ignore[arg-type]
+    # Use the training step as the x-axis. W&B's count of log calls differs between resumed and uninterrupted runs.
     run.define_metric("trainer/global_step")
     run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
     return Wandb(run, folder)
 
 
-def _mode(wanted: str) -> str:
-    if wanted != "auto":
-        return wanted
+def _mode(mode: str) -> str:
+    """Return the W&B mode to use; `auto` follows WANDB_MODE, and is offline if there is no API key."""
+    if mode != "auto":
+        return mode
     import wandb
 
-    session = wandb.setup().settings
-    if session.mode not in ("online", "run"):
-        return str(session.mode)
-    return "online" if session.identity_token_file or _key(session) else "offline"
+    settings = wandb.setup().settings
+    if settings.mode not in ("online", "run"):
+        return str(settings.mode)
+    return "online" if settings.identity_token_file or _api_key(settings) else "offline"
 
 
-def _key(session: Any) -> str | None:
-    """The API key, looked for where W&B does; neither the terminal nor the server is asked."""
+def _api_key(settings: Any) -> str | None:
+    """Return the API key from W&B's settings or the netrc file; None if there is none. Never prompts the user."""
     from wandb.sdk.lib.wbauth import read_netrc_auth
 
-    key: str | None = session.api_key or read_netrc_auth(host=session.base_url)
+    key: str | None = settings.api_key or read_netrc_auth(host=settings.base_url)
     return key
 
 
-def _obstacle() -> str:
-    """Why the W&B server cannot be used; empty if it knows the key.
+def _server_problem() -> str:
+    """Return why the W&B server cannot be used; an empty string if it can.
 
     Raises:
-        UserError: if it refuses the key.
+        UserError: if the server rejects the API key.
     """
     import requests
     import wandb
 
-    session = wandb.setup().settings
-    url, key = f"{session.base_url}/graphql", _key(session)
+    settings = wandb.setup().settings
+    url, key = f"{settings.base_url}/graphql", _api_key(settings)
 
-    def ask() -> int:
-        # What W&B itself asks first. Not by the hub's session, which refuses all where HF_HUB_OFFLINE is set.
+    def send_request() -> int:
+        # This is the first query that W&B itself makes. The hub's session would reject it if HF_HUB_OFFLINE is set.
         query = {"query": "query Viewer { viewer { id } }"}
         login = ("api", key) if key else None
         return requests.post(url, json=query, auth=login, timeout=PROBE_SECONDS).status_code
 
-    status, reason = probe(ask)
+    status, reason = probe(send_request)
     if status == 401 and key:
         raise UserError(
-            f"Weights & Biases: {session.base_url} refuses the API key; mend WANDB_API_KEY or call `wandb login`, "
-            "or go without a key by logger.mode=offline"
+            f"Weights & Biases: {settings.base_url} refuses the API key; correct WANDB_API_KEY or call `wandb login`, "
+            "or log without a key with logger.mode=offline"
         )
-    # Without a key, W&B asks for one or says that it needs one.
+    # Status 401 without a key is not a problem of the server: W&B then asks for a key or reports that it needs one.
     return reason or (f"HTTP status {status}" if status >= 400 and status != 401 else "")
 
 
-def _offline(reason: str, folder: Path) -> str:
+def _fall_back_to_offline(reason: str, folder: Path) -> str:
+    """Warn that the run is logged offline, and return that mode."""
     log.warning(
-        "Weights & Biases cannot be used now (%s); this run is logged offline: wandb sync %s sends it later",
+        "Weights & Biases cannot be used now (%s); this run is logged offline; send it later with: wandb sync %s",
         reason,
         folder / "wandb" / "offline-run-*",
     )
@@ -256,19 +271,19 @@ def _offline(reason: str, folder: Path) -> str:
 
 
 def _run_id(folder: Path) -> str:
-    """One W&B run for a run, however often it is resumed, and another one when it is started anew.
+    """Return the id of the W&B run, which is stored in the run's folder so that a resumed run continues it.
 
-    In a W&B sweep it is the one that the agent has named, and stays that if the run is resumed without an agent.
+    An id given by a W&B sweep agent takes precedence, and is stored in the same file.
     """
     path = folder / "wandb" / "run-id"
-    agents = _id_of_agent()
-    if agents is not None:
-        write_text(path, agents)
+    agent_run_id = _agent_run_id()
+    if agent_run_id is not None:
+        write_text(path, agent_run_id)
     elif not path.exists():
         write_text(path, uuid.uuid4().hex[:12])
     return path.read_text()
 
 
-def _id_of_agent() -> str | None:
-    """The W&B run that an agent of a sweep has started this process for."""
+def _agent_run_id() -> str | None:
+    """Return the id of the W&B run for which a sweep agent started this process; None without an agent."""
     return os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None

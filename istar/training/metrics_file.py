@@ -1,4 +1,4 @@
-"""The logger behind `metrics.csv`: whole at any time, and continued exactly when a run is resumed."""
+"""A Lightning logger that writes `metrics.csv` atomically and continues it exactly when a run is resumed."""
 
 import csv
 import io
@@ -17,17 +17,20 @@ _SECONDS_BETWEEN_WRITES = 5.0
 
 
 class MetricsFile(Logger):
-    """Writes what is logged to a CSV file, one row a call, always the whole file at once.
+    """Write logged metrics to a CSV file, one row per call.
+
+    The columns are `epoch`, `step` and the names of all metrics logged so far. Each write replaces the file atomically,
+    because a new metric adds a column to all rows.
 
     Args:
-        path: of the file. Its columns are all names logged so far, `epoch` and `step` first.
+        path: path of the CSV file.
     """
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.path = path
         self._rows: list[dict[str, float]] = []
-        self._written = -float("inf")
+        self._last_write = -float("inf")
 
     @property
     def name(self) -> str:
@@ -47,12 +50,12 @@ class MetricsFile(Logger):
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
-        """Nothing: `config.yaml` has them."""
+        """Do nothing: `config.yaml` already stores the hyperparameters."""
 
     @rank_zero_only
     def save(self) -> None:
-        """Called by Lightning whenever something was logged; writes every few seconds."""
-        if time.monotonic() - self._written > _SECONDS_BETWEEN_WRITES:
+        """Write the file unless it was written within the last few seconds. Lightning calls this after every log."""
+        if time.monotonic() - self._last_write > _SECONDS_BETWEEN_WRITES:
             self.write()
 
     @rank_zero_only
@@ -61,19 +64,19 @@ class MetricsFile(Logger):
             self.write()
 
     def write(self) -> None:
-        """Write now."""
+        """Write all rows to the file."""
         columns = list(dict.fromkeys(["epoch", "step", *(name for row in self._rows for name in row)]))
         text = io.StringIO()
         table = csv.DictWriter(text, columns, lineterminator="\n")
         table.writeheader()
         table.writerows({**row, "epoch": int(row.get("epoch", 0))} for row in self._rows)
         write_text(self.path, text.getvalue())
-        self._written = time.monotonic()
+        self._last_write = time.monotonic()
 
     def state_dict(self) -> dict[str, Any]:
-        """The rows, for a checkpoint."""
+        """Return the rows, to be stored in a checkpoint."""
         return {"rows": list(self._rows)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on behind the rows of a checkpoint; what was logged after it will be logged again."""
+        """Restore the rows of a checkpoint and drop later ones, which the resumed training logs again."""
         self._rows = list(state_dict["rows"])

@@ -1,4 +1,4 @@
-"""The LightningModule: what a step computes, and the metrics from all predictions at once."""
+"""The LightningModule for fine-tuning with a penalty on the hidden states."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, get_scheduler
 
 from istar.config import OptimConfig
 from istar.measures.processes import sum_over_processes, world_size
-from istar.regularizers import Watch
+from istar.regularizers import Penalty, Watch
 from istar.tasks.evaluation import Evaluation, Evaluator
 from istar.training.nonfinite import StepGuard
 
@@ -24,18 +24,20 @@ T = TypeVar("T")
 
 
 class FineTuner(L.LightningModule):
-    """An encoder with a head, trained on the task loss plus a weighted penalty on its hidden states.
+    """Train an encoder with a task head on the task loss plus a weighted penalty on its hidden states.
+
+    Metrics are computed from all predictions of a validation set at once, not averaged over batches.
 
     Args:
         model: sequence classification or question answering model.
-        watch: the penalty, attached to the model; None trains on the task loss alone.
-        optim: AdamW and its schedule.
-        evaluators: scorer of each validation set, by the suffix of its metrics (`""` for the first).
-        skip_nonfinite: leave out optimizer steps whose gradient is not finite instead of stopping.
+        watch: penalty that is attached to the model; None trains on the task loss alone.
+        optim: settings of AdamW and of the learning rate schedule.
+        evaluators: evaluator of each validation set, by the suffix of its metrics (`""` for the first).
+        skip_nonfinite: skip optimizer steps whose gradient is not finite instead of stopping the training.
 
     Attributes:
-        guard: keeps gradients that are not finite from the weights.
-        evaluations: metrics and predictions of the latest validation, by the same suffix.
+        guard: detects and skips steps that are not finite; counts the skipped ones.
+        evaluations: metrics and predictions of the latest validation, by suffix of the validation set.
         metrics: all metrics of the latest validation, e.g. `accuracy` and `accuracy_mismatched`.
     """
 
@@ -49,7 +51,7 @@ class FineTuner(L.LightningModule):
     ) -> None:
         super().__init__()
         self.model = model
-        # Not a submodule: DDP would overwrite the buffers of a penalty that is kept per process.
+        # The penalty is not a submodule: DDP would overwrite the buffers that differ between processes without sync.
         self.watch = watch
         self.optim = optim
         self.evaluators = dict(evaluators)
@@ -64,22 +66,12 @@ class FineTuner(L.LightningModule):
         logged = {"train/task_loss": loss.detach()}
         self.guard.record("task loss", loss)
         if self.watch is not None and self.watch.penalty.weight != 0:
-            weighted = self.watch.loss()
-            self.guard.record("penalty", weighted)
-            loss = loss + weighted.to(loss.dtype)
-            logged |= self._penalty_terms(weighted)
+            penalty = self.watch.loss()
+            self.guard.record("penalty", penalty)
+            loss = loss + penalty.to(loss.dtype)
+            logged |= _penalty_metrics(self.watch.penalty, penalty)
         self._micro_batches.append({"train/loss": loss.detach(), **logged})
         return loss
-
-    def _penalty_terms(self, weighted: Tensor) -> dict[str, Tensor]:
-        assert self.watch is not None
-        penalty = self.watch.penalty
-        terms = penalty.last
-        if terms is None:
-            return {}
-        zeta = {} if terms.zeta is None else {"train/zeta": terms.zeta}
-        score, points = {f"train/{penalty.measure}": terms.score}, {"train/points": terms.points}
-        return {"train/penalty": weighted.detach(), **score, **points, **zeta}
 
     def configure_gradient_clipping(
         self,
@@ -87,17 +79,17 @@ class FineTuner(L.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip the gradient by its norm or its values; one that is not finite never reaches the weights."""
+        """Clip the gradient by norm or by value, or drop it if it is not finite and such steps are skipped."""
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
         if scaler is not None:
-            # Lightning leaves this to fused optimizers, which would unscale after the clipping.
+            # With fused optimizers Lightning does not unscale gradients before clipping, so it is done here.
             scaler.unscale_(optimizer)
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
         norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
-        # A gradient scaler leaves out steps that overflow by itself: that is a part of its method.
-        is_refused = self.guard.refuses(self.trainer.global_step + 1, None if scaler is not None else norm)
-        if is_refused:
-            # An optimizer does nothing to parameters without a gradient: no decay, no moments, no count of steps.
+        # A gradient scaler skips steps that overflow by design, so its norm is not checked.
+        is_skipped = self.guard.must_skip(self.trainer.global_step + 1, None if scaler is not None else norm)
+        if is_skipped:
+            # Without a gradient, AdamW leaves a parameter, its weight decay, its moments and its step count alone.
             optimizer.zero_grad(set_to_none=True)
         elif gradient_clip_val is not None and gradient_clip_algorithm == "value":
             clip_grad_value_(parameters, gradient_clip_val)
@@ -105,14 +97,15 @@ class FineTuner(L.LightningModule):
             clip_grads_with_norm_(parameters, gradient_clip_val, norm)
         self._log_step({"train/grad_norm": norm, "train/lr": optimizer.param_groups[0]["lr"]})
 
-    def _log_step(self, more: Mapping[str, Any]) -> None:
-        """Log the means over the step's micro-batches and processes, every `log_every_n_steps`.
+    def _log_step(self, step_metrics: Mapping[str, Any]) -> None:
+        """Log the step's metrics and the means of those of its micro-batches, every `log_every_n_steps`.
 
-        Lightning would log after the hooks that write checkpoints, which must hold the logged step.
+        The metrics are sent to the loggers at once. Lightning would send them after the hooks that write checkpoints,
+        and a checkpoint must contain the metrics of its step.
         """
         micro_batches, self._micro_batches = self._micro_batches, []
         if (self.trainer.global_step + 1) % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
-            values = log_now(self.trainer, {**_means(micro_batches), **more})
+            values = log_now(self.trainer, {**_means(micro_batches), **step_metrics})
             self.log_dict({name: torch.tensor(value) for name, value in values.items()}, logger=False)
             self.log("loss", torch.tensor(values["train/loss"]), prog_bar=True, logger=False)
 
@@ -130,22 +123,22 @@ class FineTuner(L.LightningModule):
         self._outputs = [{} for _ in self.evaluators]
 
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
-        # Only the first set's states are looked at.
+        # Callbacks measure the hidden states of the first validation set only.
         outputs = self.model(**_model_inputs(batch), output_hidden_states=dataloader_idx == 0)
         self._outputs[dataloader_idx] |= _logits_by_feature(batch, outputs)
         if outputs.loss is not None and dataloader_idx == 0:
-            # A sum of shares: Lightning rounds the number of examples when it averages over processes.
-            share = len(batch["feature_id"]) / len(self.evaluators[""].features)
-            self.log("val/loss", share * outputs.loss, reduce_fx="sum", add_dataloader_idx=False, sync_dist=True)
+            # The mean is logged as a weighted sum: Lightning's own mean over processes rounds the number of examples.
+            weight = len(batch["feature_id"]) / len(self.evaluators[""].features)
+            self.log("val/loss", weight * outputs.loss, reduce_fx="sum", add_dataloader_idx=False, sync_dist=True)
         return {"hidden_states": outputs.hidden_states, "attention_mask": batch["attention_mask"]}
 
     def on_validation_epoch_end(self) -> None:
         for (suffix, evaluator), outputs in zip(self.evaluators.items(), self._outputs, strict=True):
-            evaluation = evaluator(from_all_processes(outputs))
+            evaluation = evaluator(merge_outputs(all_gather_object(outputs)))
             self.evaluations[suffix] = evaluation
             for name, value in evaluation.metrics.items():
                 self.metrics[f"{name}_{suffix}" if suffix else name] = value
-        # Every process has scored all predictions: averaging equal values only keeps Lightning from warning.
+        # All processes compute the same values; sync_dist avoids a warning of Lightning and does not change them.
         headline = self.evaluators[""].spec.headline
         for name, value in self.metrics.items():
             self.log(f"val/{name}", value, prog_bar=name == headline, sync_dist=True)
@@ -155,9 +148,9 @@ class FineTuner(L.LightningModule):
         return _logits_by_feature(batch, self.model(**_model_inputs(batch)))
 
     def hidden_states(self, batch: Batch) -> tuple[Tensor, ...]:
-        """Embedding output and the output of every layer, `(batch, tokens, d)` each."""
-        states: tuple[Tensor, ...] = self.model.base_model(**inputs_of(batch), output_hidden_states=True).hidden_states
-        return states
+        """Return the embedding output and the output of every layer, each of shape `(batch, tokens, d)`."""
+        outputs = self.model.base_model(**inputs_of(batch), output_hidden_states=True)
+        return tuple(outputs.hidden_states)
 
     def configure_optimizers(self) -> Any:
         optimizer = AdamW(
@@ -178,12 +171,15 @@ _TARGETS = ("labels", "start_positions", "end_positions")
 
 
 def inputs_of(batch: Batch) -> Batch:
-    """What the model is given of a batch when it is asked for no loss."""
+    """Return the model inputs of a batch without its labels."""
     return {key: value for key, value in _model_inputs(batch).items() if key not in _TARGETS}
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Trainable parameters with weight decay, and those without: vectors, which are biases and gains of norms."""
+    """Split the trainable parameters into a group with weight decay and one without.
+
+    Vectors, which are biases and the gains of normalization layers, are not decayed.
+    """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return [
         {"params": [parameter for parameter in trainable if parameter.dim() > 1], "weight_decay": weight_decay},
@@ -191,16 +187,26 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     ]
 
 
+def _penalty_metrics(penalty: Penalty, weighted: Tensor) -> dict[str, Tensor]:
+    """Return the weighted penalty and the terms of its latest value, by the names under which they are logged."""
+    terms = penalty.last
+    if terms is None:
+        return {}
+    zeta = {} if terms.zeta is None else {"train/zeta": terms.zeta}
+    score = {f"train/{penalty.measure}": terms.score}
+    return {"train/penalty": weighted.detach(), **score, "train/points": terms.points, **zeta}
+
+
 def _means(micro_batches: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The mean of each figure over the micro-batches of a step and over all processes."""
+    """Return the mean of each metric over the micro-batches of a step and over all processes."""
     names = list(micro_batches[0])
-    sums = torch.stack([torch.stack([figures[name].double() for name in names]) for figures in micro_batches]).sum(0)
+    sums = torch.stack([torch.stack([metrics[name].double() for name in names]) for metrics in micro_batches]).sum(0)
     means = sum_over_processes(sums) / (len(micro_batches) * world_size())
     return dict(zip(names, means.unbind(), strict=True))
 
 
 def log_now(trainer: L.Trainer, metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Send metrics to the loggers without delay; returns them as numbers."""
+    """Send metrics to the loggers immediately and return them as floats."""
     values = {name: float(value) for name, value in metrics.items()}
     for logger in trainer.loggers:
         logger.log_metrics({"epoch": trainer.current_epoch, **values}, step=trainer.global_step)
@@ -208,7 +214,7 @@ def log_now(trainer: L.Trainer, metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def merge_outputs(batches: Sequence[Outputs]) -> Outputs:
-    """Logits by feature id, from any number of batches."""
+    """Merge the logits of several batches or processes into one mapping from feature id to logits."""
     return {feature: logits for batch in batches for feature, logits in batch.items()}
 
 
@@ -217,6 +223,7 @@ def _model_inputs(batch: Batch) -> Batch:
 
 
 def _logits_by_feature(batch: Batch, outputs: Any) -> Outputs:
+    """Return the logits of a batch by feature id; for spans, the start and end logits stacked to `(2, tokens)`."""
     if "logits" in outputs:
         logits = outputs.logits
     else:
@@ -225,13 +232,8 @@ def _logits_by_feature(batch: Batch, outputs: Any) -> Outputs:
     return dict(zip(batch["feature_id"].tolist(), arrays, strict=True))
 
 
-def from_all_processes(outputs: Outputs) -> Outputs:
-    """Logits by feature id, gathered from all processes on each of them."""
-    return merge_outputs(gathered(outputs))
-
-
-def gathered(value: T) -> list[T]:
-    """One value from each process, on each of them."""
+def all_gather_object(value: T) -> list[T]:
+    """Return the values of all processes, in the order of their ranks, on every process."""
     values: list[Any] = [value] * world_size()
     if world_size() > 1:
         dist.all_gather_object(values, value)

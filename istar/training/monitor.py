@@ -1,48 +1,49 @@
-"""The callback that watches the geometry of every layer while a model is trained, and may end the training by it."""
+"""A callback that logs the geometry of every layer during training and can stop it when InterSim rises."""
 
+from statistics import fmean
 from typing import Any
 
 import lightning as L
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from istar.measures import AverageCosine, Moments, effective_rank, isoscore, singular_values
-from istar.training.layer_isotropy import OverLayers
+from istar.measures.processes import sum_over_processes
+from istar.training.layer_isotropy import LayerStatisticsCallback
 
 
-class IsotropyMonitor(OverLayers):
-    """After every validation: InterSim, norms, effective rank and participation ratio of each layer's tokens.
+class IsotropyMonitor(LayerStatisticsCallback):
+    """Log InterSim, norms, effective rank and participation ratio of each layer's tokens after every validation.
 
-    Over the first validation set, padding left out, exactly the same for any number of processes. Logged as
-    `isotropy/layer_<l>/<measure>` (0 is the embedding output), and the mean InterSim of layers 1 to L as
+    The tokens are those of the first validation set without padding, gathered from all processes. The measures are
+    logged as `isotropy/layer_<l>/<measure>` (0 is the embedding output), and the mean InterSim of layers 1 to L as
     `isotropy/inter_sim`.
 
-    *Anisotropy is Not Inherent to Transformers* sees models turn anisotropic in the middle of their training and
-    suggests to watch for it. With `stop_at`, the training ends when the mean InterSim was below it once, and then is at
-    or above it in `patience` validations in a row: a passing peak does not count, and neither does a model that has
-    been anisotropic from the start.
+    *Anisotropy is Not Inherent to Transformers* observes that models become anisotropic during training and recommends
+    monitoring it. With `stop_at`, training stops once the mean InterSim has been below `stop_at` and is then at or
+    above it in `patience` consecutive validations. Short peaks, and models that are anisotropic from the start, do not
+    stop the training.
 
     Args:
         stop_at: mean InterSim in [-1, 1]; None never stops.
-        patience: validations in a row.
+        patience: number of consecutive validations at or above `stop_at`.
 
     Attributes:
-        measures: the latest figures, by layer and name.
+        measures: the latest measures: for each layer, values by name.
     """
 
     def __init__(self, stop_at: float | None = None, patience: int = 2) -> None:
         super().__init__(_Layer)
         self.stop_at, self.patience = stop_at, patience
         self.measures: list[dict[str, float]] = []
-        self._was_below, self._above = False, 0
+        self._was_below, self._num_above = False, 0
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.measures = [layer.measures() for layer in self._layers]
         self._layers = []
-        for number, own in enumerate(self.measures):
+        for number, measures in enumerate(self.measures):
             pl_module.log_dict(
-                {f"isotropy/layer_{number}/{name}": value for name, value in own.items()}, sync_dist=True
+                {f"isotropy/layer_{number}/{name}": value for name, value in measures.items()}, sync_dist=True
             )
         pl_module.log("isotropy/inter_sim", self._inter_sim(), sync_dist=True)
 
@@ -50,24 +51,24 @@ class IsotropyMonitor(OverLayers):
         if self.stop_at is None or trainer.sanity_checking or not self.measures:
             return
         is_above = self._inter_sim() >= self.stop_at
-        self._above = self._above + 1 if is_above and self._was_below else 0
+        self._num_above = self._num_above + 1 if is_above and self._was_below else 0
         self._was_below = self._was_below or not is_above
-        if trainer.state.fn == "fit" and self._above >= self.patience:
+        if trainer.state.fn == "fit" and self._num_above >= self.patience:
             trainer.should_stop = True
 
     def state_dict(self) -> dict[str, Any]:
-        return {"was_below": self._was_below, "above": self._above}
+        return {"was_below": self._was_below, "above": self._num_above}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._was_below, self._above = state_dict["was_below"], state_dict["above"]
+        self._was_below, self._num_above = state_dict["was_below"], state_dict["above"]
 
     def _inter_sim(self) -> float:
-        layers = [own["inter_sim"] for own in self.measures[1:]]
-        return sum(layers) / len(layers)
+        """Return the mean InterSim of layers 1 to L."""
+        return fmean(layer["inter_sim"] for layer in self.measures[1:])
 
 
 class _Layer:
-    """The sums of one layer, which several processes add up."""
+    """Accumulates the sums behind the measures of one layer."""
 
     def __init__(self, dim: int, device: torch.device) -> None:
         self._moments, self._cosine = Moments(dim, device), AverageCosine(dim, device)
@@ -80,24 +81,15 @@ class _Layer:
         self._norms = self._norms + torch.linalg.vector_norm(points.to(self._norms.dtype), dim=-1).sum()
 
     def measures(self) -> dict[str, float]:
+        """Return the measures of all tokens so far, from all processes, by name. Call it only once."""
         moments, cosine = self._moments.all_reduce(), self._cosine
-        cosine.count, cosine.total, norms = _over_processes(cosine.count, cosine.total, self._norms)
-        average, mean = norms / moments.count, torch.linalg.vector_norm(moments.mean)
-        found = {
+        cosine.count, cosine.total = sum_over_processes(cosine.count), sum_over_processes(cosine.total)
+        average_norm = sum_over_processes(self._norms) / moments.count
+        measures = {
             "inter_sim": cosine.compute(),
-            "average_norm": average,
-            "norm_ratio": mean / average,
+            "average_norm": average_norm,
+            "norm_ratio": torch.linalg.vector_norm(moments.mean) / average_norm,
             "effective_rank": effective_rank(singular_values(moments)),
             "participation_ratio": 1 + (moments.dim - 1) * isoscore(moments),
         }
-        return {name: float(value) for name, value in found.items()}
-
-
-def _over_processes(*sums: Tensor) -> list[Tensor]:
-    """The sums of all processes together, equal on each of them."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return list(sums)
-    packed = torch.cat([part.reshape(-1) for part in sums])
-    dist.all_reduce(packed)
-    parts = packed.split([part.numel() for part in sums])
-    return [part.reshape(own.shape) for part, own in zip(parts, sums, strict=True)]
+        return {name: float(value) for name, value in measures.items()}

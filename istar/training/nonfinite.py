@@ -1,4 +1,4 @@
-"""Steps with NaN or infinity: they stop the training, or are left out, before they reach the weights."""
+"""Detection of NaN and infinite losses and gradients before an optimizer step applies them to the weights."""
 
 import logging
 
@@ -11,15 +11,15 @@ log = logging.getLogger(__name__)
 
 
 class StepGuard:
-    """Refuses optimizer steps whose gradient is not finite.
+    """Stop the training at, or skip, optimizer steps whose gradient is not finite.
 
-    The norm of the gradient is equal on all processes, so that all of them refuse the same steps.
+    The gradient norm is equal on all processes, so all of them skip the same steps.
 
     Args:
-        skip: leave out such steps alone and count them, instead of stopping.
+        skip: skip and count such steps instead of stopping the training.
 
     Attributes:
-        skipped: number of steps left out.
+        skipped: number of skipped steps.
     """
 
     def __init__(self, skip: bool) -> None:
@@ -28,32 +28,32 @@ class StepGuard:
         self._losses: list[tuple[str, Tensor]] = []
 
     def reset(self) -> None:
-        """Forget the losses of a step that was not finished."""
+        """Discard the recorded losses of an unfinished step."""
         self._losses = []
 
     def record(self, name: str, value: Tensor) -> None:
-        """Remember a 0-d loss of one of the step's micro-batches, which names the cause if the step is refused."""
+        """Record a loss (0-d) of one micro-batch. Messages name the first recorded loss that is not finite."""
         self._losses.append((name, value.detach()))
 
-    def refuses(self, step: int, norm: Tensor | None) -> bool:
-        """Whether to leave out the step under way.
+    def must_skip(self, step: int, norm: Tensor | None) -> bool:
+        """Return whether the current optimizer step must be skipped, and discard the losses recorded for it.
 
         Args:
-            step: its number, from 1.
-            norm: of the gradient; None if a gradient scaler looks after it.
+            step: number of the step, counted from 1.
+            norm: global norm of the gradient; None if a gradient scaler already skips steps that overflow.
 
         Raises:
-            NonFiniteError: if a loss or the norm is not finite and such steps are not skipped.
+            NonFiniteError: if a loss or the norm is not finite and `skip` is False.
         """
-        figures, self._losses = self._losses, []
+        values, self._losses = self._losses, []
         if norm is not None:
-            figures = [*figures, ("norm of the gradient", norm)]
+            values = [*values, ("norm of the gradient", norm)]
         if self.skip:
             if norm is None or torch.isfinite(norm):
                 return False
-        elif torch.stack([value.double() for _, value in figures]).isfinite().all():
+        elif torch.stack([value.double() for _, value in values]).isfinite().all():
             return False
-        name, value = next((name, value) for name, value in figures if not torch.isfinite(value))
+        name, value = next((name, value) for name, value in values if not torch.isfinite(value))
         if not self.skip:
             raise NonFiniteError(f"step {step}: the {name} is {value:g}")
         self.skipped += 1

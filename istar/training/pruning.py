@@ -1,4 +1,4 @@
-"""Ends a run that is a trial of an Optuna search when the search's pruner gives it up."""
+"""A callback that reports a run to its Optuna study and stops it when the pruner decides so."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,13 @@ SEPARATOR = "#"
 
 @dataclass(frozen=True)
 class TrialOfStudy:
-    """Where a trial is found: `storage#study#number`, as `sweep.trial` has it."""
+    """Reference to an Optuna trial, written as `storage#study#number` in `sweep.trial`.
+
+    Attributes:
+        storage: database URL of the study.
+        study: name of the study.
+        number: number of the trial in the study.
+    """
 
     storage: str
     study: str
@@ -24,42 +30,45 @@ class TrialOfStudy:
 
     @classmethod
     def parse(cls, text: str) -> "TrialOfStudy":
-        """The reverse of `str`.
+        """Parse `storage#study#number`.
 
         Raises:
-            UserError: if it is none.
+            UserError: if the text has another form.
         """
         try:
             storage, study, number = text.rsplit(SEPARATOR, 2)
             return cls(storage, study, int(number))
         except ValueError as error:
-            raise UserError(f"sweep.trial={text}: expected storage#study#number; a search sets it by itself") from error
+            raise UserError(
+                f"sweep.trial={text}: expected storage#study#number; the sweep sets it, so leave it out"
+            ) from error
 
 
 class Pruning(L.Callback):
-    """Tells a search the headline metric after every epoch, and stops the training when its pruner says so.
+    """Report the headline metric to an Optuna study after every epoch, and stop the training if the pruner says so.
 
-    With several processes the first one asks, and all of them stop. A run that goes on from a checkpoint tells all its
-    epochs again; the storage keeps what it knew.
+    Rank 0 asks the pruner and broadcasts its decision, so that all processes stop together. A resumed run reports all
+    its epochs again; the storage ignores values that it already has.
 
     Args:
-        trial: of which search.
-        history: has the epochs, and learns whether the run is pruned; must stand before this callback.
+        trial: trial that this run belongs to.
+        history: callback that records the epochs; its `pruned` is set here. It must precede this callback.
     """
 
     def __init__(self, trial: TrialOfStudy, history: History) -> None:
-        self._place = trial
+        self._reference = trial
         self._history = history
         self._trial: optuna.trial.Trial | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._decide(trainer)
+        self._stop_if_pruned(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.state.fn == "fit":
-            self._decide(trainer)
+            self._stop_if_pruned(trainer)
 
-    def _decide(self, trainer: L.Trainer) -> None:
+    def _stop_if_pruned(self, trainer: L.Trainer) -> None:
+        """Stop the training if the pruner says so, unless no epoch is done yet or the last one is."""
         epochs = len(self._history.epochs)
         if not 0 < epochs < (trainer.max_epochs or 0):
             return
@@ -67,17 +76,21 @@ class Pruning(L.Callback):
             self._history.pruned = trainer.should_stop = True
 
     def _should_prune(self) -> bool:
+        """Report all epochs and return the pruner's decision."""
         try:
             if self._trial is None:
-                self._trial = _find(self._place)
+                self._trial = _load_trial(self._reference)
             for epoch in self._history.epochs:
                 self._trial.report(epoch["metrics"][self._history.headline], epoch["epoch"])
             return self._trial.should_prune()
         except Exception as error:
-            raise UserError(f"the search {self._place} cannot be asked: {shorten(error)}") from error
+            raise UserError(
+                f"the Optuna trial {self._reference} cannot be read or written: {shorten(error)}"
+            ) from error
 
 
-def _find(place: TrialOfStudy) -> optuna.trial.Trial:
-    study = optuna.load_study(study_name=place.study, storage=place.storage)
-    numbers = {known.number: known for known in study.get_trials(deepcopy=False)}
-    return optuna.trial.Trial(study, numbers[place.number]._trial_id)
+def _load_trial(reference: TrialOfStudy) -> optuna.trial.Trial:
+    """Return the running trial; Optuna itself looks trials up by id, which differs from their number."""
+    study = optuna.load_study(study_name=reference.study, storage=reference.storage)
+    trials = {trial.number: trial for trial in study.get_trials(deepcopy=False)}
+    return optuna.trial.Trial(study, trials[reference.number]._trial_id)

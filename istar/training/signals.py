@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: SIGTERM (schedulers), SIGUSR1 and 2 (SLURM, before the time limit) and Ctrl-C."""
+"""Handling of the signals that stop a run: SIGTERM, SIGUSR1 and SIGUSR2 (SLURM, before the time limit), and Ctrl-C."""
 
 import signal
 import threading
@@ -12,37 +12,38 @@ import lightning as L
 
 from istar.errors import StoppedError
 
-STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
-ECHO_SECONDS = 2.0
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+REPEAT_SECONDS = 2.0
+"""Time within which the same signal counts as one: SLURM sends it to a process and to its parent, which forwards it."""
 
 
 @contextmanager
-def handlers_put_back() -> Iterator[None]:
-    """What listened to these signals before the block does so after it; Lightning forgets Ctrl-C."""
+def preserve_signal_handlers() -> Iterator[None]:
+    """Restore the handlers of the stop signals after the block; Lightning does not restore that of Ctrl-C."""
     is_main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.getsignal(number) for number in STOPPING if is_main}
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS if is_main}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            # None: set by something that is not Python.
+        for number, handler in handlers.items():
+            # The handler is None if it was not installed from Python.
             if handler is not None:
                 signal.signal(number, handler)
 
 
 class StopSignal(L.Callback):
-    """Takes note of the first signal; a later one of the same kind acts as it would have without this callback.
+    """Stop the run at a safe point after a stop signal. A second signal of the same kind has its default effect.
 
-    During training the run stops behind the next optimizer step, where `Checkpoints` saves; during validation and the
-    refresh of the shrinkage covariance there is nothing new to save, and it stops at the next batch.
+    During training, the run stops after the next optimizer step, when `Checkpoints` saves its state. During validation
+    and the refresh of the shrinkage covariance, there is nothing new to save, and the run stops at the next batch.
 
     Attributes:
-        number: of the signal that came; None before.
+        number: number of the received signal; None if there was none.
     """
 
     def __init__(self) -> None:
         self.number: int | None = None
-        self._first: dict[int, float] = {}
+        self._first_received: dict[int, float] = {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._listen(trainer)
@@ -53,42 +54,45 @@ class StopSignal(L.Callback):
     def on_validation_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        self.interrupt_if_asked()
+        self.raise_if_signaled()
 
-    def interrupt_if_asked(self) -> None:
-        """Stop here, where nothing needs saving.
+    def raise_if_signaled(self) -> None:
+        """Stop the run if a signal was received. Call it where there is nothing new to save.
 
         Raises:
-            StoppedError: if a signal has come.
+            StoppedError: if a signal was received.
         """
         if self.number is not None:
             self.interrupt("the last checkpoint is kept")
 
-    def interrupt(self, what: str) -> NoReturn:
-        """Leave the training.
+    def interrupt(self, state: str) -> NoReturn:
+        """Stop the run after a signal was received.
+
+        Args:
+            state: what was saved, for the message.
 
         Raises:
             StoppedError: always.
         """
         assert self.number is not None
         name = signal.Signals(self.number).name
-        raise StoppedError(f"stopped by {name}: {what}; the same command goes on from there", self.number)
+        raise StoppedError(f"stopped by {name}: {state}; the same command goes on from there", self.number)
 
     def _listen(self, trainer: L.Trainer) -> None:
-        # Behind Lightning's own handlers, which would end the training without a checkpoint; Lightning puts back
-        # what there was before when it is done. Only the main thread may.
+        """Install the handlers, and stop the run if a signal arrived before."""
+        # These replace Lightning's handlers, which would end the training without a checkpoint. Lightning restores the
+        # earlier handlers when it is done. Only the main thread may install handlers.
         if threading.current_thread() is threading.main_thread():
-            for number in STOPPING:
-                signal.signal(number, self._note)
-        # One that came while only Lightning listened: it would leave later, with exit code 0 and no result.
+            for number in STOP_SIGNALS:
+                signal.signal(number, self._handle)
+        # Lightning's handler received SIGTERM before: Lightning would exit later with code 0 and without a result.
         if trainer.received_sigterm:
             self.number = signal.SIGTERM
-            self.interrupt_if_asked()
+            self.raise_if_signaled()
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         self.number = number
         now = time.monotonic()
-        # SLURM signals all processes of a step; what the one that waits for this one hands on is the same once more.
-        if now - self._first.setdefault(number, now) > ECHO_SECONDS:
+        if now - self._first_received.setdefault(number, now) > REPEAT_SECONDS:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
             signal.raise_signal(number)

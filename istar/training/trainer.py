@@ -1,4 +1,4 @@
-"""The Lightning trainer: its settings and callbacks."""
+"""Construction of the Lightning trainer from the config."""
 
 import logging
 import warnings
@@ -25,20 +25,21 @@ def build_trainer(
     callbacks: Sequence[L.Callback],
     checkpoints: Checkpoints | None,
 ) -> L.Trainer:
-    """The trainer of a run that keeps its files in `folder`; nothing is written yet.
+    """Build the trainer of a run. Nothing is written yet.
 
     Args:
-        settings: of the config.
-        headline: metric that stops early.
-        folder: the run's; its name is the run's name.
-        callbacks: stand before those for early stopping, the progress bar and checkpoints.
-        checkpoints: writes them; None keeps none.
+        settings: the `trainer` group of the config.
+        headline: name of the headline metric, which early stopping monitors.
+        folder: folder of the run.
+        callbacks: callbacks that run before those for early stopping, the progress bar and checkpoints.
+        checkpoints: callback that writes checkpoints; None writes none.
 
     Raises:
-        UserError: if Lightning refuses the settings.
+        UserError: if Lightning rejects the settings.
     """
-    monitoring = _settings_callbacks(settings, headline)
-    last = [] if checkpoints is None else [checkpoints]
+    callbacks = [*callbacks, *_settings_callbacks(settings, headline)]
+    if checkpoints is not None:
+        callbacks.append(checkpoints)
     return _trainer(
         settings,
         max_epochs=settings.max_epochs,
@@ -51,31 +52,31 @@ def build_trainer(
         enable_checkpointing=checkpoints is not None,
         num_sanity_val_steps=0,
         use_distributed_sampler=False,
-        callbacks=[*callbacks, *monitoring, *last],
+        callbacks=callbacks,
         default_root_dir=folder,
     )
 
 
 def bare_trainer(settings: TrainerConfig) -> L.Trainer:
-    """One that trains nothing, but knows the hardware.
+    """Build a trainer without callbacks or loggers, to query the hardware or run forward passes.
 
     Raises:
-        UserError: if Lightning refuses the settings.
+        UserError: if Lightning rejects the settings.
     """
     return _trainer(settings, enable_checkpointing=False, enable_progress_bar=False)
 
 
 def processes_to_start(trainer: L.Trainer) -> int:
-    """How many processes this machine has to start for a trainer; 1 where torchrun or SLURM have started them."""
+    """Return the number of processes to start on this machine; 1 if torchrun or SLURM has already started them."""
     environment = getattr(trainer.strategy, "cluster_environment", None)
     return 1 if environment is None or environment.creates_processes_externally else trainer.num_devices
 
 
 def count_devices(settings: TrainerConfig) -> int:
-    """What `auto`, -1 or a list of devices comes to on this machine.
+    """Return the number of devices that `trainer.devices` (a number, a list, `auto` or -1) means on this machine.
 
     Raises:
-        UserError: if Lightning refuses the settings.
+        UserError: if Lightning rejects the settings.
     """
     if type(settings.devices) is int and settings.devices > 0:
         return settings.devices
@@ -83,7 +84,7 @@ def count_devices(settings: TrainerConfig) -> int:
 
 
 def check_hardware(settings: TrainerConfig) -> None:
-    """Refuse what Lightning would change with no more than a warning: 16-mixed becomes bf16-mixed on a CPU.
+    """Check that the hardware supports the precision; Lightning would replace 16-mixed by bf16-mixed on a CPU.
 
     Raises:
         UserError: for 16-mixed without a CUDA device.
@@ -94,18 +95,18 @@ def check_hardware(settings: TrainerConfig) -> None:
 
 
 def keeps_checkpoints(settings: TrainerConfig) -> bool:
-    """Whether the best epoch's weights can be brought back after training."""
+    """Return whether the run writes checkpoints, from which the weights of the best epoch can be restored."""
     return settings.checkpoints and not settings.fast_dev_run
 
 
 @contextmanager
 def quiet_lightning() -> Iterator[None]:
-    """Without advice on workers and banners about devices, which say nothing about the run."""
+    """Suppress Lightning's device banners and its warnings that do not apply to istar's runs."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
-        for advice in _ADVICE:
-            warnings.filterwarnings("ignore", message=f".*{advice}")
+        for message in _SUPPRESSED_WARNINGS:
+            warnings.filterwarnings("ignore", message=f".*{message}")
         for logger in loggers:
             logger.setLevel(logging.ERROR)
         try:
@@ -115,18 +116,19 @@ def quiet_lightning() -> Iterator[None]:
                 logger.setLevel(level)
 
 
-_ADVICE = (
+_SUPPRESSED_WARNINGS = (
     "does not have many workers",
     "is smaller than the logging interval",
     "is deprecated, use `isinstance.treespec",
-    # Ours is: FineTuningData goes on where it was.
+    # FineTuningData resumes at the right batch by itself.
     "your dataloader is not resumable",
-    # It is used where there are several processes, and one process needs none.
+    # With several processes srun is used, and one process does not need it.
     "The `srun` command is available",
 )
 
 
 def _trainer(settings: TrainerConfig, **arguments: Any) -> L.Trainer:
+    """Construct a trainer on the configured hardware, with further arguments of `lightning.Trainer`."""
     with quiet_lightning():
         try:
             trainer = L.Trainer(
@@ -146,15 +148,17 @@ def _trainer(settings: TrainerConfig, **arguments: Any) -> L.Trainer:
 
 
 def _plugins() -> list[Any]:
-    # By itself Lightning would answer SLURM's signals with a checkpoint and a requeue of its own.
+    """Return the plugins for atomic checkpoints and, in a SLURM job, for istar's own handling of SLURM's signals."""
+    # With auto_requeue, Lightning would react to SLURM's signals with a checkpoint and a requeue of its own.
     slurm = [SLURMEnvironment(auto_requeue=False)] if SLURMEnvironment.detect() else []
     return [AtomicCheckpointIO(), *slurm]
 
 
 def _settings_callbacks(settings: TrainerConfig, headline: str) -> list[L.Callback]:
+    """Return the callbacks that the settings ask for: early stopping and the progress bar."""
     callbacks: list[L.Callback] = []
     if settings.early_stopping is not None:
-        # With the validation, not with the epoch's end, where the checkpoint is written that has to know.
+        # Early stopping is checked after the validation, because the checkpoint at the end of the epoch stores it.
         callbacks.append(
             EarlyStopping(
                 f"val/{headline}", patience=settings.early_stopping, mode="max", check_on_train_epoch_end=False

@@ -1,4 +1,4 @@
-"""What a run's last weights make of the validation texts: mean activation, and intrinsic dimension of each layer."""
+"""Geometry of a run's final model on the validation data: mean activation and intrinsic dimension of each layer."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,58 +14,62 @@ from istar.measures import Moments, two_nn
 from istar.training.data import Collate, evaluation_loader, longest_first
 from istar.training.module import FineTuner
 
-EXAMPLES = 1_000
-"""Features looked at, at most."""
+MAX_EXAMPLES = 1_000
+"""Maximum number of validation features that are used."""
 
 
 def geometry(
     trainer: L.Trainer, module: FineTuner, features: Dataset, collate: Collate, batch_size: int
 ) -> dict[str, Any]:
-    """Figures of one forward pass, on this process alone, over the first features of a validation set.
+    """Measure the hidden states of the first features of a validation set.
 
-    In eval mode and in the trainer's precision, with statistics in float32 or better. Changes neither the model nor
-    the global random numbers.
+    The forward pass runs on this process alone, in eval mode and in the trainer's precision; statistics are float32 or
+    wider. The model and the global random state do not change.
 
     Args:
-        trainer: whose device and precision to use.
-        module: the model, with the weights that count.
-        features: tokenized validation data; the first `EXAMPLES` are used.
-        collate: rows to a padded batch.
+        trainer: trainer whose device and precision are used.
+        module: module with the final weights.
+        features: tokenized validation data, of which the first `MAX_EXAMPLES` are used.
+        collate: function that turns rows into a padded batch.
         batch_size: examples per forward pass.
 
     Returns:
-        `examples` and `tokens` (without padding) that were looked at; `mean_activation`, d numbers: the last layer's
-        mean over these tokens; `two_nn`: the intrinsic dimension of each layer's first-token ([CLS]) states, one for
-        each distinct text, 0 being the embedding output; None where they are too few or all alike.
+        A dictionary with `examples` and `tokens`, the number of examples and of tokens without padding;
+        `mean_activation`, the mean of the last layer over the tokens, d numbers; and `two_nn`, the intrinsic dimension
+        of the first-token ([CLS]) states of the distinct texts, one value per layer starting with the embedding output.
+        A value is None if the states are too few or all equal.
 
     Raises:
         NonFiniteError: if hidden states are not finite.
     """
-    features = features.select(range(min(EXAMPLES, len(features))))
-    last = Moments(module.model.config.hidden_size, trainer.strategy.root_device)
-    firsts: list[tuple[Tensor, ...]] = []
+    features = features.select(range(min(MAX_EXAMPLES, len(features))))
+    moments = Moments(module.model.config.hidden_size, trainer.strategy.root_device)
+    first_tokens: list[tuple[Tensor, ...]] = []
     order = longest_first(features)
-    with _ready(trainer, module):
+    with _evaluation_mode(trainer, module):
         for batch in evaluation_loader(features, collate, batch_size, order):
             batch = module.transfer_batch_to_device(batch, module.device, 0)
             mask = batch["attention_mask"]
             states = module.hidden_states(batch)
-            last.update(states[-1], mask)
-            # Some tokenizers pad on the left.
-            rows, places = torch.arange(len(mask), device=mask.device), mask.argmax(1)
-            firsts.append(tuple(state[rows, places].cpu() for state in states))
-    distinct = _distinct(features, order)
+            moments.update(states[-1], mask)
+            # With padding on the left, the first token is not at position 0.
+            rows, positions = torch.arange(len(mask), device=mask.device), mask.argmax(1)
+            first_tokens.append(tuple(state[rows, positions].cpu() for state in states))
+    distinct = _distinct_texts(features, order)
     return {
         "examples": len(features),
-        "tokens": int(last.count),
-        "mean_activation": last.mean.tolist(),
-        "two_nn": [_dimension(torch.cat(layer)[distinct]) for layer in zip(*firsts, strict=True)],
+        "tokens": int(moments.count),
+        "mean_activation": moments.mean.tolist(),
+        "two_nn": [_dimension(torch.cat(layer)[distinct]) for layer in zip(*first_tokens, strict=True)],
     }
 
 
 @contextmanager
-def _ready(trainer: L.Trainer, module: FineTuner) -> Iterator[None]:
-    """In eval mode, without gradients, on the trainer's device: after the training Lightning leaves it on the CPU."""
+def _evaluation_mode(trainer: L.Trainer, module: FineTuner) -> Iterator[None]:
+    """Put the module into eval mode without gradients, on the trainer's device, and restore it after the block.
+
+    Lightning moves the module to the CPU after training.
+    """
     device, training = module.device, module.training
     module.to(trainer.strategy.root_device).eval()
     try:
@@ -75,17 +79,21 @@ def _ready(trainer: L.Trainer, module: FineTuner) -> Iterator[None]:
         module.to(device).train(training)
 
 
-def _distinct(features: Dataset, order: Sequence[int]) -> list[int]:
-    """Places in the order of one example of each text.
+def _distinct_texts(features: Dataset, order: Sequence[int]) -> list[int]:
+    """Return positions in `order` such that each distinct text occurs once.
 
-    The states of equal texts differ by rounding where they stand in different batches, and would be near neighbours.
+    TwoNN needs distinct points: the states of equal texts in different batches differ by rounding only, and would be
+    each other's nearest neighbours.
     """
     texts = features["input_ids"][:]
-    return list({tuple(texts[number]): place for place, number in enumerate(order)}.values())
+    return list({tuple(texts[number]): position for position, number in enumerate(order)}.values())
 
 
 def _dimension(states: Tensor) -> float | None:
-    """TwoNN, unless the states are equal but for rounding, as those of the embedding of [CLS] are."""
+    """Return the TwoNN dimension of states of shape `(n, d)`; None if they are too few, or equal up to rounding.
+
+    The embedding outputs of [CLS], for example, are equal for all texts.
+    """
     mean = states.double().mean(0)
     spread = (states.double() - mean).norm(dim=1).max()
     if spread <= 4 * torch.finfo(states.dtype).eps * mean.norm():

@@ -283,7 +283,7 @@ CONFIGS = [
     bad("reg.layers=[-7]", "layer -7 does not exist"),
     bad("task.max_length=5", "max_length=5 is too short"),
     bad("reg.layers=[1", "reg.layers=[1: not understood; expected key=value"),
-    bad("task.data_dir=~/glue_data", "needs quotes of its own"),
+    bad("task.data_dir=~/glue_data", "needs its own quotes"),
     bad("seed", "seed: not understood; expected key=value"),
     bad("trainer.accelerator=abacus", "refuses its settings"),
     bad("run.root=runs", "run.root", a_file_at("runs")),

@@ -1,4 +1,4 @@
-"""The shrinkage covariance, the isotropy per layer and the history of the epochs."""
+"""The callbacks that compute the shrinkage covariance and the isotropy per layer, and record the epochs."""
 
 import logging
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""The order of the batches."""
+"""The samplers and the order of the batches."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""What a step frees serves the next one."""
+"""Memory that a step frees is reused by the next step."""
 
 import ctypes
 import subprocess
@@ -25,10 +25,10 @@ print(faults())
 """
 
 
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="an allocator of another kind")
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="The C library is not glibc.")
 def test_freed_tensors_cost_no_new_pages():
-    def faults(how):
-        command = [sys.executable, "-c", CODE, how]
+    def faults(mode):
+        command = [sys.executable, "-c", CODE, mode]
         return int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=SECONDS).stdout)
 
     assert faults("kept") < 0.1 * faults("left alone")

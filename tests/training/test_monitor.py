@@ -1,4 +1,4 @@
-"""What is watched during training, against the hidden states themselves; and when it ends the training."""
+"""The monitored measures against measures of the hidden states, and the rule that stops the training."""
 
 import csv
 from collections.abc import Callable, Iterator
@@ -65,7 +65,7 @@ def test_every_figure(small: Build) -> None:
         inter_sims.append(expected["inter_sim"])
         for name, value in expected.items():
             logged = rows(folder, f"isotropy/layer_{number}/{name}")
-            # Before training and behind the one epoch.
+            # One validation before training and one after the only epoch.
             assert len(logged) == 2
             assert logged[-1] == pytest.approx(value, rel=2e-3), (number, name)
     assert rows(folder, "isotropy/inter_sim")[-1] == pytest.approx(np.mean(inter_sims[1:]), rel=1e-3)
@@ -81,7 +81,7 @@ def test_watching_changes_nothing(small: Build, tmp_path: Path) -> None:
 
 
 def test_the_training_ends(small: Build) -> None:
-    """A penalty that flattens the representations, and a mark that they pass on the way."""
+    """A negative CosReg weight raises InterSim beyond the threshold during training."""
     many = ("reg=cosreg", "reg.lambda=-5", "reg.layers=all", "trainer.max_epochs=8", "optim.lr=3e-3")
     whole = small(*many, "trainer.monitor_isotropy=true")
     course = rows(folder_of(whole, run(whole).name), "isotropy/inter_sim")
@@ -116,7 +116,7 @@ def test_a_transition_is_to_last(course: list[float], patience: int, stops: int 
         state = SimpleNamespace(fn="validate" if number == 0 else "fit")
         trainer: Any = SimpleNamespace(sanity_checking=False, state=state, should_stop=False)
         monitor.measures = [{"inter_sim": 9.0}, {"inter_sim": value}]
-        # As after a resumption.
+        # A monitor with restored state must act like the original.
         kept = monitor.state_dict()
         monitor = IsotropyMonitor(0.5, patience)
         monitor.measures = [{"inter_sim": 9.0}, {"inter_sim": value}]
@@ -128,11 +128,11 @@ def test_a_transition_is_to_last(course: list[float], patience: int, stops: int 
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
-    [("trainer.stop_at_inter_sim=2", "no average cosine"), ("trainer.inter_sim_patience=0", "too small")],
+    ("override", "message"),
+    [("trainer.stop_at_inter_sim=2", "not an average cosine"), ("trainer.inter_sim_patience=0", "too small")],
 )
-def test_refusals(small: Build, override: str, told: str) -> None:
-    with pytest.raises(UserError, match=told):
+def test_refusals(small: Build, override: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         small(override)
 
 

@@ -1,4 +1,4 @@
-"""NaN and infinity: the run stops within the step, before the weights, or leaves the step out."""
+"""A NaN or infinite loss or gradient stops the run before it reaches the weights, or the step is skipped."""
 
 import copy
 import logging
@@ -20,16 +20,16 @@ Build = Callable[..., Config]
 ACCUMULATE = 2
 
 
-def breaking(module: FineTuner, step: int, how: str) -> FineTuner:
+def breaking(module: FineTuner, step: int, cause: str) -> FineTuner:
     """A NaN in the second micro-batch of an optimizer step (counted from 1)."""
     original = module.training_step
 
     def training_step(batch, batch_idx):
         hooks = []
         if batch_idx == step * ACCUMULATE - 1:
-            if how == "task loss":
+            if cause == "task loss":
                 hooks.append(module.model.register_forward_hook(lambda *arguments: nan_loss(arguments[-1])))
-            elif how == "hidden states":
+            elif cause == "hidden states":
                 layer = module.model.base_model.encoder.layer[0]
                 hooks.append(layer.register_forward_hook(lambda _, __, output: output * torch.nan))
         try:
@@ -37,7 +37,7 @@ def breaking(module: FineTuner, step: int, how: str) -> FineTuner:
         finally:
             for hook in hooks:
                 hook.remove()
-        if how == "gradient" and batch_idx == step * ACCUMULATE - 1:
+        if cause == "gradient" and batch_idx == step * ACCUMULATE - 1:
             # Finite itself, with an infinite derivative.
             loss = loss + (module.model.classifier.bias.sum() * 0).sqrt()
         return loss
@@ -60,7 +60,7 @@ def trained(setting, harness, module, **settings):
 
 
 @pytest.mark.parametrize(
-    ("how", "regularizer", "told"),
+    ("cause", "regularizer", "message"),
     [
         ("task loss", None, "step 3: the task loss is nan"),
         ("task loss", IStar(-1.0, 0.0), "step 3: the task loss is nan"),
@@ -68,9 +68,9 @@ def trained(setting, harness, module, **settings):
         ("gradient", CosReg(1.0), "step 3: the norm of the gradient is (nan|inf)"),
     ],
 )
-def test_a_step_that_breaks_stops_before_the_weights(setting, harness, how, regularizer, told):
-    module = breaking(setting.module(regularizer), 3, how)
-    with pytest.raises(NonFiniteError, match=f"^{told}$"):
+def test_a_step_that_breaks_stops_before_the_weights(setting, harness, cause, regularizer, message):
+    module = breaking(setting.module(regularizer), 3, cause)
+    with pytest.raises(NonFiniteError, match=f"^{message}$"):
         trained(setting, harness, module)
     expected = setting.module(regularizer)
     torch.manual_seed(0)
@@ -95,14 +95,14 @@ def test_a_penalty_that_breaks_is_told_as_such(setting, harness, regularizer):
         trained(setting, harness, module)
 
 
-@pytest.mark.parametrize("how", ["task loss", "hidden states", "gradient"])
-def test_a_skipped_step_leaves_no_trace(setting, harness, how, caplog):
-    """Neither weight decay nor moments: the parameters stand still, and the next step goes on with finite ones."""
+@pytest.mark.parametrize("cause", ["task loss", "hidden states", "gradient"])
+def test_a_skipped_step_leaves_no_trace(setting, harness, cause, caplog):
+    """A skipped step changes no parameters, not even by weight decay, and the next step does."""
     module = setting.module(IStar(-1.0, 0.0), skip_nonfinite=True)
     seen = []
     module.on_train_batch_end = lambda *_: seen.append(copy.deepcopy(module.model.state_dict()))
     with caplog.at_level(logging.WARNING, logger="istar"):
-        trained(setting, harness, breaking(module, 3, how))
+        trained(setting, harness, breaking(module, 3, cause))
     before, behind, after = (seen[step * ACCUMULATE - 1] for step in (2, 3, 4))
     assert all(torch.equal(before[name], behind[name]) for name in before)
     assert not all(torch.equal(behind[name], after[name]) for name in before)
@@ -121,14 +121,14 @@ def test_the_run_says_what_broke_what_is_kept_and_what_helps(small: Build, monke
     config = small("trainer.max_epochs=2", "reg=none")
     with pytest.raises(NonFiniteError) as caught:
         run(config)
-    told = str(caught.value)
-    assert told.startswith("step 6: the norm of the gradient is nan; the last good state is ")
-    assert "step-4.ckpt; lower optim.lr" in told
+    message = str(caught.value)
+    assert message.startswith("step 6: the norm of the gradient is nan; the last good state is ")
+    assert "step-4.ckpt; lower optim.lr" in message
     [folder] = Path(config.run.root).glob("demo-*")
     assert results.read(folder).status == "failed"
-    assert results.read(folder).error == told
+    assert results.read(folder).error == message
 
-    # The same run, told to skip: it goes on from the last good state.
+    # The same command with `skip` resumes the run from the last good state.
     record = run(small("trainer.max_epochs=2", "reg=none", "trainer.nonfinite=skip"))
     assert record.name == folder.name
     assert record.status == "finished"

@@ -1,4 +1,4 @@
-"""Whatever precision the model computes in, the penalty and Sigma_S are those of its hidden states in full."""
+"""In every precision of the model, the penalty and Sigma_S are computed from its hidden states in float32 or wider."""
 
 import copy
 
@@ -21,10 +21,10 @@ STEPS = 6
 
 
 class Recorded:
-    """Keeps the hidden states, the mask and the terms of each pass of a penalty."""
+    """Records the hidden states, the mask and the terms of each forward pass of a penalty."""
 
     def __init__(self, penalty):
-        self.seen = []
+        self.passes = []
         self._states, self._mask = [], None
         summarize, combine = penalty.summarize, penalty.combine
 
@@ -35,7 +35,7 @@ class Recorded:
 
         def recording_combine(summaries):
             loss = combine(summaries)
-            self.seen.append((self._states, self._mask, penalty.last))
+            self.passes.append((self._states, self._mask, penalty.last))
             self._states = []
             return loss
 
@@ -66,8 +66,8 @@ def test_istar_is_the_score_of_the_states_in_full(setting, harness, device, prec
     trained(setting, harness, module, device, precision, refresh)
     shrinkage = penalty.shrinkage_covariance
     assert shrinkage.dtype == torch.float32
-    assert len(recorded.seen) == STEPS
-    for states, mask, terms in recorded.seen:
+    assert len(recorded.passes) == STEPS
+    for states, mask, terms in recorded.passes:
         assert terms.value.dtype == terms.score.dtype == torch.float32
         expected = algorithm_1(real_tokens(states, mask), shrinkage.double().cpu(), 0.4)
         assert_close(terms.score.double().cpu(), expected, rtol=1e-5, atol=0)
@@ -78,8 +78,8 @@ def test_cosreg_is_the_average_cosine_of_the_states_in_full(setting, harness, de
     penalty = CosReg(1.0)
     recorded = Recorded(penalty)
     trained(setting, harness, setting.module(penalty), device, precision)
-    assert len(recorded.seen) == STEPS
-    for states, mask, terms in recorded.seen:
+    assert len(recorded.passes) == STEPS
+    for states, mask, terms in recorded.passes:
         points = torch.nn.functional.normalize(real_tokens(states, mask), dim=1)
         cosines = points @ points.T
         expected = (cosines.sum() - cosines.trace()) / len(points) ** 2
@@ -89,7 +89,7 @@ def test_cosreg_is_the_average_cosine_of_the_states_in_full(setting, harness, de
 @pytest.mark.parametrize(("device", "precision"), PRECISIONS)
 @pytest.mark.parametrize("regularizer", [None, IStar(-1.0, 0.0), CosReg(1.0)], ids=["none", "istar", "cosreg"])
 def test_training_differs_by_the_models_own_rounding(setting, harness, regularizer, device, precision):
-    """Without dropout, which each device draws for itself."""
+    """Dropout is off, because each device draws its own masks."""
     for module in setting.model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p, module.was = 0.0, module.p
@@ -108,7 +108,7 @@ def test_training_differs_by_the_models_own_rounding(setting, harness, regulariz
 @pytest.mark.parametrize(("device", "precision"), PRECISIONS)
 @pytest.mark.parametrize("regularizer", [IStar(-1.0, 0.4), CosReg(1.0)], ids=["istar", "cosreg"])
 def test_states_of_large_mean_and_scale(setting, harness, regularizer, device, precision):
-    """A last layer with means 30 times the deviation, and one whose deviation is 1e4 (in half precision: 1e3)."""
+    """One layer has means 30 times its standard deviation; the last has a deviation of 1e4 (1e3 in half precision)."""
     penalty = copy.deepcopy(regularizer)
     recorded = Recorded(penalty)
     module = setting.module(penalty)
@@ -128,7 +128,7 @@ def test_states_of_large_mean_and_scale(setting, harness, regularizer, device, p
         gradient_clip_val=1.0,
     )  # fmt: skip
     trainer.fit(module, datamodule=setting.data())
-    assert len(recorded.seen) == STEPS
-    assert all(terms.value.isfinite() for _, _, terms in recorded.seen)
+    assert len(recorded.passes) == STEPS
+    assert all(terms.value.isfinite() for _, _, terms in recorded.passes)
     assert all(parameter.isfinite().all() for parameter in module.model.parameters())
     assert all(0 <= score <= 1 for score in isotropy.scores.values())

@@ -1,4 +1,4 @@
-"""Real gloo processes under Lightning's DDP, plain SGD, float64: the same as one process with all their batches."""
+"""Training and validation with several gloo processes (DDP, SGD, float64) equal those of one process."""
 
 import copy
 import functools
@@ -79,7 +79,7 @@ class Shrinkage(ShrinkageCovariance):
 
 
 class Witness(L.Callback):
-    """Tokens of each micro-batch, and how many numbers its all-reduces had, forward and backward."""
+    """Records the tokens of each micro-batch and the sizes of its all-reduces, forward and backward."""
 
     def __init__(self, all_reduce):
         self.all_reduce = all_reduce
@@ -103,7 +103,7 @@ class Witness(L.Callback):
 
 @functools.cache
 def parts(name):
-    """A demo task tokenized, spans in several windows, and a tiny float64 model for it, without dropout."""
+    """Return a tokenized demo task, with spans in several windows, and a tiny float64 model without dropout."""
     spec, tiny = TASKS[name], ModelConfig("tiny", pretrained=False)
     tokenizer = models.load_tokenizer(tiny)
     splits = load_splits(spec, None, ["train", "validation"])
@@ -167,7 +167,7 @@ def train(name, world_size):
 
 
 def restored(callback, given, sync):
-    """Sigma_S as a new run has it that goes on from this one's checkpoint."""
+    """Return the Sigma_S of a new run that resumes from this run's checkpoint."""
     model = copy.deepcopy(given.model)
     watch = attach(model, IStar(-1.0, 0.4, sync=sync))
     new = Shrinkage(watch, given.train, given.collate, 5_000, 8, seed=3, progress_bar=False)
@@ -192,38 +192,38 @@ def validate(name, world_size):
 
 
 def everything(world_size):
-    found = {}
+    values = {}
     if world_size in (1, *TRAINED):
-        found |= {name: train(name, world_size) for name in CASES}
+        values |= {name: train(name, world_size) for name in CASES}
     if world_size in (1, *VALIDATED):
-        found |= {f"{name} validated": validate(name, world_size) for name in VALIDATIONS}
-    return found
+        values |= {f"{name} validated": validate(name, world_size) for name in VALIDATIONS}
+    return values
 
 
 def work(rank, world_size, folder):
-    # Lightning takes a process that knows its LOCAL_RANK for one that it need not start, and joins its group.
+    # With LOCAL_RANK set, Lightning does not start processes and joins the existing process group.
     os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0"}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     torch.save(everything(world_size), f"{folder}/{rank}.pt")
     dist.barrier()
-    # Not through the end of the interpreter, where what is left of a process group may abort.
+    # Skip the interpreter's shutdown, in which the remains of a process group may abort.
     os._exit(0)
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """What each process found, by number of processes and rank. One process needs no process group."""
-    found = {1: [everything(1)]}
+    """Return the results of each process, by number of processes and rank. One process has no process group."""
+    by_world_size = {1: [everything(1)]}
     for world_size in sorted({*TRAINED, *VALIDATED}):
         folder = tmp_path_factory.mktemp("gloo")
         mp.spawn(work, args=(world_size, str(folder)), nprocs=world_size)
-        found[world_size] = [torch.load(folder / f"{rank}.pt") for rank in range(world_size)]
-    return found
+        by_world_size[world_size] = [torch.load(folder / f"{rank}.pt") for rank in range(world_size)]
+    return by_world_size
 
 
 def compared(results, name, world_size):
-    return [found[name] for found in results[world_size]], results[1][0][name]
+    return [values[name] for values in results[world_size]], results[1][0][name]
 
 
 @pytest.mark.parametrize("world_size", TRAINED)
@@ -297,7 +297,7 @@ def test_a_penalty_costs_one_small_all_reduce(results, name, world_size):
 @pytest.mark.parametrize("world_size", VALIDATED)
 @pytest.mark.parametrize("name", VALIDATIONS)
 def test_validation_says_the_same_as_one_process(results, name, world_size):
-    """Bit for bit: what an example's neighbours change is below the float32 that logits are gathered in."""
+    """Results are equal bit for bit: other examples of a batch change logits by less than their float32 resolution."""
     ranks, alone = compared(results, f"{name} validated", world_size)
     for rank in ranks:
         assert rank["evaluation"] == alone["evaluation"]

@@ -1,4 +1,4 @@
-"""A run that breaks anywhere and is sent again ends bit by bit as the undisturbed one."""
+"""A run that is interrupted at any point and resumed has bit for bit the results of an uninterrupted run."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,24 +19,24 @@ SETTINGS = (
     "task.limit_train=44", "trainer.max_epochs=3", "trainer.accumulate_grad_batches=2", "data.batch_size=4",
     "optim.schedule=linear", "optim.warmup=0.2", "trainer.early_stopping=2", "trainer.checkpoint_every_n_steps=2",
 )  # fmt: skip
-"""Eleven micro-batches and six steps an epoch; checkpoints at steps 2, 4, 6, 8, ..., and after epochs."""
+"""An epoch has eleven micro-batches and six steps. Checkpoints are written every two steps and after epochs."""
 
 
 class Broken(BaseException):
-    """Passes by whatever handles exceptions, as a kill does."""
+    """Not an Exception, so that no handler catches it, as none can catch a kill."""
 
 
 @pytest.fixture(scope="module")
 def undisturbed(composed: Build, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """The folder of a run that nothing disturbed."""
-    known: dict[tuple[str, ...], Path] = {}
+    """Return a function that gives the folder of an uninterrupted run with some overrides."""
+    folders: dict[tuple[str, ...], Path] = {}
 
     def get(*overrides: str) -> Path:
-        if overrides not in known:
+        if overrides not in folders:
             config = composed(*SMALL, *SETTINGS, f"run.root={tmp_path_factory.mktemp('undisturbed')}", *overrides)
             run(config)
-            known[overrides] = only_run(Path(config.run.root))
-        return known[overrides]
+            folders[overrides] = only_run(Path(config.run.root))
+        return folders[overrides]
 
     return get
 
@@ -47,7 +47,7 @@ SMALL = ("task.limit_validation=16", "trainer.log_every_n_steps=1", "trainer.pro
 
 @pytest.fixture
 def disturbed(small: Build, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """`disturbed(owner, name, count, *overrides)`: breaks at the count-th call of a function, and is sent again."""
+    """`disturbed(owner, name, count, *overrides)` interrupts a run at a function's count-th call, then resumes it."""
 
     def go(owner: Any, name: str, count: int, *overrides: str, config: Config | None = None) -> Path:
         config = config or small(*SETTINGS, *overrides)
@@ -116,7 +116,7 @@ def test_whatever_the_settings(disturbed, undisturbed, count, overrides):
     ],
 )
 def test_when_checkpoints_are_written(small, monkeypatch, interval, steps):
-    """After every epoch of six steps, and as often as the settings say."""
+    """After every epoch of six steps, and at the intervals in the settings."""
     original, written = AtomicCheckpointIO.save_checkpoint, []
 
     def save(self, checkpoint, path, storage_options=None):

@@ -1,4 +1,4 @@
-"""Training by Lightning equals loops written by hand, loss by loss."""
+"""Training with Lightning has the same losses as training loops written by hand."""
 
 import lightning as L
 import pytest

@@ -1,4 +1,4 @@
-"""geometry.json against a loop over single examples, and what it must leave alone."""
+"""geometry.json against a loop over single examples, and the state that the measurement must not change."""
 
 import copy
 import json
@@ -21,7 +21,7 @@ from tests import oracles
 
 @torch.no_grad()
 def states_one_by_one(setting, module, rows):
-    """`(L + 1, tokens, d)` of each example alone: no padding, no neighbours."""
+    """Yield the states `(L + 1, tokens, d)` of each example, computed alone and without padding."""
     model = copy.deepcopy(module.model).eval()
     for row in rows:
         batch = setting.collate([row])
@@ -35,7 +35,7 @@ def measured(setting, harness, module, batch_size=16, features=None, **settings)
 
 
 def trained(setting, scale=4.0):
-    """A module whose first-token states differ: with its first random weights all texts look the same there."""
+    """Return a module whose first-token states differ; with initial weights, those of all texts are nearly equal."""
     module = setting.module()
     with torch.no_grad():
         for name, parameter in module.model.named_parameters():
@@ -87,7 +87,7 @@ def test_the_first_token_is_the_first_that_is_none_of_the_padding(setting, harne
 
 def test_only_the_first_features_are_looked_at(setting, harness, monkeypatch):
     module = trained(setting)
-    monkeypatch.setattr(geometry_module, "EXAMPLES", 12)
+    monkeypatch.setattr(geometry_module, "MAX_EXAMPLES", 12)
     found = measured(setting, harness, module)
     assert found == measured(setting, harness, module, features=setting.validation.select(range(12)))
     assert found["examples"] == 12
@@ -95,7 +95,7 @@ def test_only_the_first_features_are_looked_at(setting, harness, monkeypatch):
 
 
 def test_equal_texts_are_one_point_and_all_their_tokens(setting, harness, monkeypatch):
-    """In other batches they may have other rounding, and would be the nearest of neighbours."""
+    """States of equal texts differ by rounding between batches, and must not count as nearest neighbours."""
     module, whole, generator = trained(setting), list(range(40)), torch.Generator().manual_seed(0)
     once, original = measured(setting, harness, module), module.hidden_states
 
@@ -163,7 +163,7 @@ def only_folder(config: Any) -> Path:
 
 
 def test_a_run_measures_its_best_weights(small: Callable[..., Any]) -> None:
-    """Those that it saves, which the last epoch has not."""
+    """The measured weights are those of the best epoch, which the run saves, not those of the last one."""
     from transformers import AutoModelForSequenceClassification
 
     config = small("trainer.max_epochs=4", "reg=none", "optim.lr=0.02")
