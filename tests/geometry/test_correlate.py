@@ -10,7 +10,7 @@ import scipy.stats
 
 from istar.cli.main import main
 from istar.geometry import correlate
-from istar.geometry.correlate import Resampled, Selection
+from istar.geometry.correlate import Resampled
 
 GEOMETRY = "model,revision,step,weights,source,layer,isoscore,inter_sim\n"
 
@@ -62,7 +62,7 @@ def test_resamples_are_those_of_the_points_drawn() -> None:
     random = np.random.default_rng(1)
     x, y = random.integers(0, 5, 9).astype(float), random.normal(size=9).round(1)
     draws = np.array([np.bincount(random.integers(0, 9, 9), minlength=9) for _ in range(50)], dtype=float)
-    found = correlate.resamples(Resampled(x, draws), Resampled(y, draws))
+    found = correlate.resampled_correlations(Resampled(x, draws), Resampled(y, draws))
     for number, drawn in enumerate(draws.astype(int)):
         a, b = np.repeat(x, drawn), np.repeat(y, drawn)
         expected = [getattr(scipy.stats, f)(a, b).statistic for f in ("pearsonr", "spearmanr", "kendalltau")]
@@ -72,7 +72,7 @@ def test_resamples_are_those_of_the_points_drawn() -> None:
 def test_a_constant_resample_has_no_statistics() -> None:
     draws = np.array([[3.0, 0, 0], [0, 2, 1], [1, 1, 1]])
     x, y = np.array([0.1, 0.7, 0.7]), np.array([1.0, 2, 3])
-    found = correlate.resamples(Resampled(x, draws), Resampled(y, draws))
+    found = correlate.resampled_correlations(Resampled(x, draws), Resampled(y, draws))
     assert np.isnan(found[:, :2]).all()
     assert np.isfinite(found[:, 2]).all()
 
@@ -86,7 +86,7 @@ def test_intervals_cover_what_they_should() -> None:
     for seed in range(rounds):
         x = random.normal(size=points)
         y = 0.6 * x + 0.8 * random.normal(size=points)
-        weights = correlate._weights(points, Selection(resamples=400, seed=seed))
+        weights = correlate._bootstrap_weights(points, 400, seed)
         found = correlate.correlations(Resampled(x, weights), Resampled(y, weights))
         for name, value in truth.items():
             inside[name] += found[f"{name}_low"] <= value <= found[f"{name}_high"]
@@ -228,7 +228,7 @@ SCORES = "revision,MR\nr1,3\nr2,4\nr3,1\n"
     ("geometry", "scores", "more", "told"),
     [
         (GOOD, "revision,MR\nr1,3\nr2,high\n", [], "scores.csv, line 3: MR is 'high'; expected a number or nothing"),
-        (GOOD, "revision,MR\nr1,3,4\n", [], "scores.csv, line 2: 3 cells below 2 columns"),
+        (GOOD, "revision,MR\nr1,3,4\n", [], "scores.csv, line 2: the row has 3 cells; expected 2, as the header"),
         (GOOD, "revision,MR\nr1,3\nr1,4\n", [], "scores.csv, line 3: there is a second number for MR r1"),
         (GOOD + "r1,5\n", SCORES, [], "geometry.csv, line 5: there is a second number for isoscore r1"),
         (GOOD, "revision,MR,MR\nr1,3,4\n", [], "two columns are called 'MR'"),

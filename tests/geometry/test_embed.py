@@ -429,7 +429,7 @@ def test_damaged_and_foreign_files(tmp_path: Path) -> None:
         read_matrix(config, "output")
     assert untied_output(config) is None
     (folder / "model.safetensors.index.json").write_text("[]")
-    with pytest.raises(UserError, match="no index"):
+    with pytest.raises(UserError, match="not an index"):
         read_matrix(config)
 
 

@@ -244,7 +244,7 @@ def test_revisions_from_the_cache_of_the_hub(tmp_path: Path, text: Path) -> None
      ("step_7", 7), ("run2/step30", 30), ("demo-tiny-istar-a4869cdddaeb", None), ("demo-abcdefab1234", None), ("7", 7)],
 )  # fmt: skip
 def test_the_number_in_the_name(label: str, step: int | None) -> None:
-    assert trajectory.Stop(label, "model").step == step
+    assert trajectory.Checkpoint(label, "model").step == step
 
 
 @pytest.mark.parametrize(

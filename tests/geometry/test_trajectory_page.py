@@ -41,9 +41,12 @@ def test_the_page_is_whole(training: Path) -> None:
 
 
 def test_what_is_drawn_is_what_the_table_says(training: Path) -> None:
-    stops = trajectory.checkpoints(str(training / "step*"))
-    found = {stop.label: trajectory.measure.read(training / "out" / stop.folder / "measures.json") for stop in stops}
-    isotropy, partition, norms = trajectory_page.plots(stops, found)
+    checkpoints = trajectory.checkpoints(str(training / "step*"))
+    found = {
+        checkpoint.label: trajectory.measure.read(training / "out" / checkpoint.folder / "measures.json")
+        for checkpoint in checkpoints
+    }
+    isotropy, partition, norms = trajectory_page.plots(checkpoints, found)
     with (training / "out" / "trajectory.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
 
@@ -63,11 +66,13 @@ def test_what_is_drawn_is_what_the_table_says(training: Path) -> None:
 
 
 def test_stops_without_steps_stand_in_their_order(training: Path) -> None:
-    stops = [trajectory.Stop(name, "") for name in ("last", "first")]
+    checkpoints = [trajectory.Checkpoint(name, "") for name in ("last", "first")]
     kept = [trajectory.measure.read(training / "out" / f"step{step}" / "measures.json") for step in STEPS[:2]]
-    plots = trajectory_page.plots(stops, dict(zip(("last", "first"), kept, strict=True)))
-    assert plots[0].x_label == "stop, in their order"
+    plots = trajectory_page.plots(checkpoints, dict(zip(("last", "first"), kept, strict=True)))
+    assert plots[0].x_label == "checkpoint, in the given order"
     assert plots[0].panels[0].lines[0].x == (1.0, 2.0)
     plan = trajectory.Plan("<b>", [], Pass(16), training / "escaped", command="istar")
-    page = trajectory_page.write(plan, stops, trajectory.Trajectory(dict(zip(("last", "first"), kept, strict=True))))
+    page = trajectory_page.write(
+        plan, checkpoints, trajectory.Trajectory(dict(zip(("last", "first"), kept, strict=True)))
+    )
     assert "<b>" not in page.read_text(encoding="utf-8").partition("<svg")[0]

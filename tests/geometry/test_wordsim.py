@@ -88,9 +88,9 @@ BROKEN = {
     "scale": ("sun moon 49\nsun moon 51\n", "line 2: the rating is '51'; expected a number from 0 to 50"),
     "nan": ("tiger\tcat\t7.35\ntiger\tcat\tnan\n", "line 2: the rating is 'nan'"),
     "word": ("tiger\tcat\t7.35\n\tcat\t3\n", "line 2: a word is empty"),
-    "header alone": ("Word 1\tWord 2\tHuman (mean)\n", "nothing below the header"),
+    "header alone": ("Word 1\tWord 2\tHuman (mean)\n", "no lines follow the header"),
     "empty": ("\n \n", "the file is empty"),
-    "other": ("index,sentence,label\n", "line 1: 'index,sentence,label' is no line of a known benchmark"),
+    "other": ("index,sentence,label\n", "line 1: 'index,sentence,label' is not a line of a known benchmark"),
     "long": ("x" * 5000, "line 1: 'x+... is no line|line 1: 'x+\\.\\.\\.' is no line"),
 }
 
