@@ -299,8 +299,8 @@ def _correlate_model(
     scores = {
         task: _values_by_point(group[group["model"] == model]) for task, group in tasks.groupby("name", sort=False)
     }
-    own = measures[measures["model"] == model]
-    for (source, layer, measure), group in own.groupby(["source", "layer", "name"], sort=False):
+    model_measures = measures[measures["model"] == model]
+    for (source, layer, measure), group in model_measures.groupby(["source", "layer", "name"], sort=False):
         values = _values_by_point(group)
         for task, task_values in scores.items() if values else ():
             points = [point for point in task_values if point in values]

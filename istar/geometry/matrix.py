@@ -101,8 +101,8 @@ def _stored_names(model: PreTrainedModel, which: Which) -> list[str]:
     """Return the names under which files hold the matrix: with and without the prefix of the base model, and former."""
     weight, prefix = _weight(model, which), f"{model.base_model_prefix}."
     parameters = model.named_parameters(remove_duplicate=False)
-    own = [name for name, parameter in parameters if parameter is weight]
-    names = [variant for name in own for variant in (name, name.removeprefix(prefix), prefix + name)]
+    names = [name for name, parameter in parameters if parameter is weight]
+    names = [variant for name in names for variant in (name, name.removeprefix(prefix), prefix + name)]
     return [*names, *(_FORMER_NAMES[name] for name in names if name in _FORMER_NAMES)]
 
 

@@ -78,14 +78,14 @@ class Measurements:
     format: int = FORMAT
 
     @property
-    def whole(self) -> str:
+    def combined_key(self) -> str:
         """Key of all texts together in `sources`: `combined`, or the name of the only source."""
         return COMBINED if COMBINED in self.sources else next(iter(self.sources))
 
     @property
     def all_texts(self) -> dict[str, dict[str, float]]:
         """Measures by tap over all texts together."""
-        return self.sources[self.whole]
+        return self.sources[self.combined_key]
 
 
 def measure(

@@ -84,8 +84,8 @@ _LAYER_PLOTS = (
 def missing_measures(plot: Plot) -> list[str]:
     """Return the titles of the measures that a plot of `layer_plots` lacks because no layer has a finite value."""
     keys = next(keys for name, *_, keys in _LAYER_PLOTS if name == plot.name)
-    drawn = {panel.y_label for panel in plot.panels}
-    return [NAMES[key] for key in keys if NAMES[key] not in drawn]
+    plotted = {panel.y_label for panel in plot.panels}
+    return [NAMES[key] for key in keys if NAMES[key] not in plotted]
 
 
 def tap_name(tap: str) -> str:
@@ -127,7 +127,7 @@ def _tick_names(taps: Sequence[str]) -> dict[float, str]:
 
 def spectra(measured: Measurements) -> Plot:
     """Plot the singular values of the hidden states over all texts, raw and centered, with a line for each layer."""
-    by_tap = measured.spectra.get(measured.whole, {})
+    by_tap = measured.spectra.get(measured.combined_key, {})
     panels = []
     for form in ("raw", "centered"):
         lines = [_decay(tap_name(tap), by_tap[tap][form], _STATE_ROUNDING) for tap in _evenly_spaced(list(by_tap))]
@@ -262,7 +262,7 @@ def _parts(indices: Sequence[int], count: int) -> list[list[int]]:
 
 def state_norms(measured: Measurements) -> Plot:
     """Plot the distribution of the hidden states' norms over all texts, with a line for each layer."""
-    by_tap = measured.norms.get(measured.whole, {})
+    by_tap = measured.norms.get(measured.combined_key, {})
     lines = []
     for tap in _evenly_spaced(list(by_tap)):
         edges, counts = by_tap[tap]["edges"], by_tap[tap]["counts"]

@@ -97,7 +97,7 @@ def _page(
 
     sections = [
         Section("reading", "How to read this", _READING),
-        Section("table-layers", sheets["layers"].title, (), _shortened(sheets["layers"], measured.whole)),
+        Section("table-layers", sheets["layers"].title, (), _shortened(sheets["layers"], measured.combined_key)),
         *map(plot_section, layer_plots),
         plot_section("spectra"),
         plot_section("state_norms"),
@@ -205,8 +205,8 @@ def _layers(measured: Measurements) -> Sheet:
 
 
 def _extremes(measured: Measurements) -> Sheet:
-    by_tap = measured.extremes.get(measured.whole, {})
-    shown = 3 if len(by_tap) <= _MAX_TAPS_IN_FULL else 1
+    by_tap = measured.extremes.get(measured.combined_key, {})
+    count = 3 if len(by_tap) <= _MAX_TAPS_IN_FULL else 1
     rows = [
         [
             Entry(tap_name(tap)),
@@ -214,7 +214,7 @@ def _extremes(measured: Measurements) -> Sheet:
             *(_number(extreme[key]) for key in _EXTREMES),
         ]
         for tap, extremes in by_tap.items()
-        for extreme in extremes[:shown]
+        for extreme in extremes[:count]
     ]
     frame = [
         {"source": source, "layer": tap, **extreme}

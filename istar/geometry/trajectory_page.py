@@ -24,9 +24,9 @@ Figure = Callable[[Measurements], float | None]
 
 def write(plan: Plan, checkpoints: Sequence[Checkpoint], trajectory: Trajectory) -> Path:
     """Write `index.html` and `figures/` beside `trajectory.csv`; returns the page's path."""
-    drawn = plots(checkpoints, trajectory.measured)
-    pictures = {name: picture for plot in drawn for name, picture in folder.draw(plot).items()}
-    for name, content in folder.files(_page(plan, trajectory, drawn, pictures), {}, pictures).items():
+    page_plots = plots(checkpoints, trajectory.measured)
+    pictures = {name: picture for plot in page_plots for name, picture in folder.draw(plot).items()}
+    for name, content in folder.files(_page(plan, trajectory, page_plots, pictures), {}, pictures).items():
         with replacing(plan.out / name) as file:
             file.write(content)
     return plan.out / folder.INDEX
@@ -60,8 +60,8 @@ def plots(checkpoints: Sequence[Checkpoint], measured: Mapping[str, Measurements
 
     def plot(name: str, title: str, caption: str, panels: Sequence[Panel | None], ordered: bool = False) -> Plot:
         x_label = "step" if has_steps else "checkpoint, in the given order"
-        drawn = tuple(panel for panel in panels if panel is not None)
-        return Plot(name, title, caption, "line", x_label, drawn, ordered=ordered)
+        defined = tuple(panel for panel in panels if panel is not None)
+        return Plot(name, title, caption, "line", x_label, defined, ordered=ordered)
 
     matrices: dict[str, Figure] = {
         f"{which} embeddings": partial(_partition_isotropy, which=which) for which in ("input", "output")
@@ -110,7 +110,7 @@ def _evenly_spaced(taps: Sequence[str]) -> list[str]:
 
 
 def _page(
-    plan: Plan, trajectory: Trajectory, drawn: Sequence[Plot], pictures: Mapping[str, folder.RenderedPlot]
+    plan: Plan, trajectory: Trajectory, page_plots: Sequence[Plot], pictures: Mapping[str, folder.RenderedPlot]
 ) -> Page:
     sections = [
         Section(
@@ -120,7 +120,7 @@ def _page(
             pictures=folder.pictures_of(plot, pictures),
             empty="" if plot.panels else "This model does not have it, or it is not defined.",
         )
-        for plot in drawn
+        for plot in page_plots
     ]
     if trajectory.failures:
         failures = [f"{label}: {reason}" for label, reason in trajectory.failures.items()]
