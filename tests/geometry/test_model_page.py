@@ -1,4 +1,4 @@
-"""The page of `istar measure`, from tiny models that are measured here."""
+"""The page of `istar measure`, for tiny models."""
 
 import csv
 import itertools
@@ -60,14 +60,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def several(place: Path) -> Measurements:
-    """An encoder over two texts."""
+    """Measurements of an encoder over two texts."""
     found = [text(place / f"{name}.txt", seed) for seed, name in enumerate(("news", "talk"))]
     return measure.measure(str(save(place / "bert", "bert")), found, Pass(16), place / "out", command="istar measure x")
 
 
 @pytest.fixture(scope="module")
 def decoder(place: Path) -> Measurements:
-    """A decoder with a final normalization and an output matrix of its own, over one text."""
+    """Measurements of a decoder with a final normalization and untied output embeddings over one text."""
     found = [text(place / "one.txt", 2)]
     return measure.measure(str(save(place / "neox", "neox")), found, Pass(16, sample=0), place / "out2")
 
@@ -78,11 +78,11 @@ def written(several: Measurements, place: Path) -> Path:
 
 
 def same(own: Measurements, other: Measurements) -> bool:
-    # Text, for a nan is not itself.
+    # The texts are compared, since NaN does not equal itself.
     return measure.files(own) == measure.files(other)
 
 
-def test_page_is_whole_and_needs_nothing_else(written: Path) -> None:
+def test_the_page_is_complete_and_self_contained(written: Path) -> None:
     read = parsed(written / "index.html")
     said = (written / "index.html").read_text(encoding="utf-8")
     assert len(read.ids) == len(set(read.ids))
@@ -151,7 +151,7 @@ def test_a_final_norm_is_the_last_named_tick(decoder: Measurements, tmp_path: Pa
     assert float(frame.loc["gain", "value"]) == pytest.approx(1)
 
 
-def test_without_a_final_norm_a_sentence_says_so(written: Path) -> None:
+def test_a_missing_final_norm_is_explained(written: Path) -> None:
     said = " ".join(" ".join(parsed(written / "index.html").text).split())
     assert "This architecture has none with a gain" in said
     assert "The model has no output embeddings of its own." in said
@@ -188,14 +188,14 @@ def test_hostile_names(several: Measurements, tmp_path: Path) -> None:
     )
     out = model_page.write(hostile, tmp_path / "page").parent
     read = parsed(out / "index.html")
-    # Of ours are the two of the spheres' captions.
+    # The two remaining ones are in the spheres' captions.
     assert [tag for tag, _ in read.tags if tag in ("script", "b")] == ["b", "b"]
     said = "".join(read.text)
     for told in ("/a/<b>", f"mine/{NASTY}", f"istar measure '{NASTY}'"):
         assert told in said
     for path in out.rglob("*.svg"):
         ElementTree.parse(path)
-    # In the legend though it begins with an underscore.
+    # The legend shows the label despite its leading underscore.
     assert "_hidden 中" in (out / "figures" / "isotropy.svg").read_text(encoding="utf-8")
 
 
@@ -218,7 +218,7 @@ def test_labels_differ_and_are_short() -> None:
     assert labels[2:] == ["b c", "b c (4)", "text", " _d"]
 
 
-def test_figures_that_are_not_defined(several: Measurements, tmp_path: Path) -> None:
+def test_undefined_measures(several: Measurements, tmp_path: Path) -> None:
     nan = {
         source: {
             tap: {key: math.nan if key in ("intra_sim", "inter_sim") or tap == "layer_1" else value
@@ -254,7 +254,7 @@ def test_the_same_measures_give_the_same_files(several: Measurements, written: P
 
 
 def test_no_mathematical_notation(written: Path) -> None:
-    """It is switched off, because names may hold dollars, and would stand there as it is."""
+    """matplotlib's math text is switched off, since names may contain dollar signs."""
     for name in ("spectra", "matrix_spectra", "state_norms"):
         assert "mathdefault" not in (written / "figures" / f"{name}.svg").read_text(encoding="utf-8")
 
@@ -281,8 +281,8 @@ def test_rows_of_a_matrix() -> None:
 
 
 @pytest.mark.parametrize("place", [-5.0, 5.0])
-def test_directions_have_one_sign(place: float) -> None:
-    """Whatever the eigensolver gives, the largest coordinate is positive."""
+def test_directions_have_a_fixed_sign(place: float) -> None:
+    """The largest coordinate of each direction is positive, whatever sign the eigensolver returns."""
     torch.manual_seed(0)
     x, _ = arrays.summarize_rows(0.1 * torch.randn(50, 3) + torch.tensor([0, place, 0]))["raw"]
     assert np.mean(x) == pytest.approx(place, rel=0.05)
@@ -302,7 +302,7 @@ def test_histograms_and_extremes(several: Measurements) -> None:
         assert sizes == sorted(sizes, reverse=True)
 
 
-def test_colours_by_frequency_where_the_texts_tell_it() -> None:
+def test_colours_show_the_frequency_if_it_is_known() -> None:
     own = {"ids": [0, 10, 20, 30], "counts": [0, 5, 9, 1]}
     shades, said = model_figures._colour_groups(own)
     assert list(shades) == ["most frequent quarter", "second", "third", "rarest quarter", "not in the texts"]
@@ -315,7 +315,7 @@ def test_colours_by_frequency_where_the_texts_tell_it() -> None:
         assert "the colour is the id" in said
 
 
-def test_spheres_tell_the_measures_apart() -> None:
+def test_measures_of_the_spheres() -> None:
     centered, moved = spheres()
     assert centered.inter_sim == pytest.approx(-1 / 499)
     assert centered.isoscore == pytest.approx(moved.isoscore, abs=1e-9)
@@ -329,7 +329,9 @@ def test_spheres_tell_the_measures_apart() -> None:
 
 
 @pytest.mark.parametrize("kind", ["thesis", "page", "tables", "file", "other json", "link"])
-def test_nobody_loses_files(place: Path, several: Measurements, tmp_path: Path, kind: str, capsys: Any) -> None:
+def test_foreign_files_are_not_replaced(
+    place: Path, several: Measurements, tmp_path: Path, kind: str, capsys: Any
+) -> None:
     out = tmp_path / "out"
     if kind == "file":
         out.write_text("mine")
@@ -348,7 +350,7 @@ def test_nobody_loses_files(place: Path, several: Measurements, tmp_path: Path, 
     assert contents(tmp_path) == before
 
 
-def test_a_broken_pass_and_earlier_measures_are_no_strangers(
+def test_an_interrupted_pass_and_earlier_measures_are_accepted(
     several: Measurements, written: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
@@ -365,7 +367,7 @@ def test_a_broken_pass_and_earlier_measures_are_no_strangers(
     assert (out / "figures" / "notes.txt").read_text() == "mine"
 
 
-def test_measures_are_there_though_the_page_fails(
+def test_measures_are_saved_even_if_the_page_fails(
     several: Measurements, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: Any) -> Any:
@@ -378,7 +380,7 @@ def test_measures_are_there_though_the_page_fails(
 
 
 def test_a_large_model_has_a_small_file(several: Measurements) -> None:
-    """BERT-base over three texts."""
+    """The shape is that of BERT-base over three texts."""
     layer = {
         "raw": arrays.round_all(np.random.default_rng(0).random(768)),
         "centered": arrays.round_all(np.full(768, 1 / 3)),
