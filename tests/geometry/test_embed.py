@@ -375,7 +375,7 @@ def test_which_tokens_are_unused() -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--components", "2"], "--components is of the all_but_the_top forms"),
+        (["--components", "2"], "--components needs an all_but_the_top form, but --form is raw"),
         (["--form", "all_but_the_top", "--components", "99"], "components is 99; expected 0 to 24"),
         (["--revision", "main"], "is of the hub"),
         (["--wordsim", "nowhere"], "nowhere"),

@@ -145,15 +145,15 @@ def test_a_final_norm_is_the_last_named_tick(decoder: Measurements, tmp_path: Pa
     out = model_page.write(decoder, tmp_path / "page").parent
     said = " ".join(" ".join(parsed(out / "index.html").text).split())
     assert "Not measured, or not defined in any layer: TwoNN dimension." in said
-    assert "norm of g by the root of d" in said
-    assert "This architecture has none" not in said
+    assert "norm of g divided by the square root of d" in said
+    assert "This architecture has no final normalization" not in said
     frame = pd.read_csv(out / "tables" / "final_norm.csv", index_col="figure")
     assert float(frame.loc["gain", "value"]) == pytest.approx(1)
 
 
 def test_a_missing_final_norm_is_explained(written: Path) -> None:
     said = " ".join(" ".join(parsed(written / "index.html").text).split())
-    assert "This architecture has none with a gain" in said
+    assert "This architecture has no final normalization with a gain" in said
     assert "The model has no output embeddings of its own." in said
 
 

@@ -91,7 +91,7 @@ BROKEN = {
     "header alone": ("Word 1\tWord 2\tHuman (mean)\n", "no lines follow the header"),
     "empty": ("\n \n", "the file is empty"),
     "other": ("index,sentence,label\n", "line 1: 'index,sentence,label' is not a line of a known benchmark"),
-    "long": ("x" * 5000, "line 1: 'x+... is no line|line 1: 'x+\\.\\.\\.' is no line"),
+    "long": ("x" * 5000, "line 1: 'x+\\.\\.\\.' is not a line"),
 }
 
 
@@ -297,7 +297,7 @@ def test_invalid_arguments_are_refused_in_one_line(byte_level):
         r"made up: 0 of 40 pairs .* \(policy mean\)": lambda: similarity(WordVectors({}, "mean"), benchmark),
         "1 of 1 pairs": lambda: similarity(vectors_of(benchmark), Benchmark("one", benchmark.pairs[:1])),
         "'first'; expected one of single_token, mean": lambda: word_vectors(["cat"], byte_level, embeddings, "first"),
-        r"have 260 rows, but .* of 'cat'": lambda: word_vectors(["cat"], byte_level, embeddings[:260]),
+        r"have 260 rows, but 'cat' has the token \d+; ": lambda: word_vectors(["cat"], byte_level, embeddings[:260]),
         r"embeddings have shape \(5,\)": lambda: word_vectors(["cat"], byte_level, torch.ones(5)),
         "embeddings are torch.int64": lambda: word_vectors(["cat"], byte_level, torch.ones(300, 5).long()),
     }
