@@ -44,17 +44,17 @@ def main() -> None:
             vocab_size=options.vocabulary,
         )
     ).eval()
-    how = Pass(options.length, intra=not options.no_intra)
+    settings = Pass(options.length, intra=not options.no_intra)
     with tempfile.TemporaryDirectory() as folder:
         source = text(Path(folder) / "text.txt", options.tokens)
-        packed = Packer(tokenizer, how.length)(documents(source))
-        blocks = [batch(some, 0) for some in chunks(packed, how.batch_size)]
+        packed = Packer(tokenizer, settings.length)(documents(source))
+        blocks = [batch(chunk, 0) for chunk in chunks(packed, settings.batch_size)]
         forward(model, blocks[:1])
         before = peak_mb()
         bare, measured = [], []
         for _ in range(options.rounds):
             bare.append(timed(lambda: forward(model, blocks)))
-            measured.append(timed(lambda: Stream(model, tokenizer, how)([source])))  # type: ignore[arg-type]
+            measured.append(timed(lambda: Stream(model, tokenizer, settings)([source])))  # type: ignore[arg-type]
     table = Table(title=f"{sum(int(b['attention_mask'].sum()) for b in blocks):,} tokens, {options.rounds} rounds")
     for column in ("", "seconds (median)", "lowest", "highest"):
         table.add_column(column)

@@ -1,1 +1,1 @@
-"""Figures: what they show, as numbers, and how it is drawn. Used by the instrument and by the reports."""
+"""Figures: plots as numbers, and their rendering to SVG and PNG."""

@@ -1,18 +1,24 @@
-"""A figure as numbers: panels of lines, bars or points, which `istar.figures.drawing` draws."""
+"""Plots as numbers: panels of lines, bars or points, which `istar.figures.drawing` renders."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 BASE = "Base"
+"""Label of the runs without a penalty."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line, or a point, of a panel; errors are standard deviations over seeds and may be absent.
+    """A line or a single point of a panel.
 
     Attributes:
-        seeds: what it is the mean over.
+        label: name in the legend.
+        x: x coordinates.
+        y: y coordinates.
+        x_error: standard deviations of `x` over seeds; empty if unknown.
+        y_error: standard deviations of `y` over seeds; empty if unknown.
+        seeds: seeds that the line is a mean over.
     """
 
     label: str
@@ -25,14 +31,17 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """One task and model.
+    """A pair of axes, usually for one task and model.
 
     Attributes:
-        held: what all runs have in common, in words.
-        y_label: with unit.
-        level: where a dashed horizontal line stands, with its name.
-        mark: where a dashed vertical line stands, with its name.
-        seeds: seeds found, by the value that is varied; `Base` for the runs without a penalty.
+        model: model that the panel shows; empty for none.
+        task: title of the panel; empty for none.
+        lines: lines of the panel.
+        held: settings that all runs share, in words.
+        y_label: label of the y axis, with the unit.
+        level: position and name of a dashed horizontal line.
+        mark: position and name of a dashed vertical line.
+        seeds: seeds of the runs by the varied value, or by `BASE` for the runs without a penalty.
     """
 
     model: str
@@ -47,24 +56,27 @@ class Panel:
 
 @dataclass(frozen=True)
 class Plot:
-    """A figure: a panel per model and task.
+    """A figure with one or more panels.
 
     Attributes:
-        name: of its files.
-        title: short, for the heading.
-        caption: what is shown, over what, in which units.
-        kind: `line` (bands for errors), `points` (error bars, no line), `bars` (error bars on a line), `columns`
-            (beside each other), `histogram` (steps about the middles of the bins) or `scatter`.
-        sweep: which file of conf/sweep/ makes its runs; empty for none.
-        task: the paper's task; empty for all.
-        values: what the paper varies.
-        symbol: the name of what is varied.
-        with_base: the sweep also makes runs without a penalty.
-        seeds: how many seeds of each the paper, and the sweep, has.
-        log_x: logarithmic x axis. log_y: logarithmic y axis.
-        x_names: what stands at places of the x axis in place of numbers.
-        ordered: the lines follow each other, as given, in the colours of a scale.
-        ink: label of the line that the others are compared with.
+        name: name of its files, without suffix.
+        title: short title, for the heading.
+        caption: what the figure shows, over which data, in which units.
+        kind: `line` (error bands), `points` (error bars without a line), `bars` (error bars on a line), `columns` (side
+            by side), `histogram` (steps at the middles of the bins) or `scatter`.
+        x_label: label of the x axis.
+        panels: panels of the figure.
+        sweep: file in conf/sweep/ that makes the runs; empty for none.
+        task: task that the paper shows; empty for all.
+        values: values that the paper varies.
+        symbol: symbol of the varied setting.
+        with_base: whether the sweep also makes runs without a penalty.
+        seeds: number of seeds for each value, in the paper and in the sweep.
+        log_x: whether the x axis is logarithmic.
+        log_y: whether the y axis is logarithmic.
+        x_names: tick labels by position on the x axis; empty for numbers.
+        ordered: whether the lines have an order, which a colour scale then shows.
+        ink: label of the reference line, which is drawn in black.
     """
 
     name: str

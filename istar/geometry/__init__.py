@@ -1,1 +1,1 @@
-"""The geometry of whole models: every layer over a corpus, embedding matrices, checkpoints, word similarity."""
+"""Geometry of whole models: hidden states over a corpus, embedding matrices, checkpoints and word similarity."""

@@ -1,6 +1,6 @@
-"""Small arrays that the figures of `istar measure` need: projections, histograms, the most extreme dimensions."""
+"""Small arrays for the figures of `istar measure`: histograms, projections and the most extreme dimensions."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -10,78 +10,90 @@ from torch import Tensor
 from istar.geometry.layers import Layer
 from istar.measures.rows import row_norms, wide_blocks
 
-ROWS = 2_000
-"""Of a matrix at most, in a projection."""
+MAX_ROWS = 2_000
+"""Most rows of a matrix in a projection."""
 _BINS = 40
 _EXTREMES = 3
 
 
-def short(values: Iterable[float], digits: int = 8) -> list[float]:
-    """Numbers of so many digits: of float32 there are no more, and a file of all digits would be twice as large."""
+def round_all(values: Iterable[float], digits: int = 8) -> list[float]:
+    """Round to significant digits. float32 has no more than eight, and all digits would double the size of a file."""
     return [float(f"{value:.{digits}g}") for value in values]
 
 
 @torch.no_grad()
-def rows(matrix: Tensor, counts: Tensor | None = None) -> dict[str, Any]:
-    """What figures show of a matrix `(n, d)`: norms of all rows, and rows evenly spread over it in two dimensions.
+def summarize_rows(matrix: Tensor, counts: Tensor | None = None) -> dict[str, Any]:
+    """Compute the histogram of the rows' norms and a two-dimensional projection of evenly spaced rows.
 
     Args:
-        matrix: embeddings.
-        counts: how often each row's token is in the texts, `(n,)`, if that is known.
+        matrix: embeddings, `(n, d)`.
+        counts: number of occurrences of each row's token in the texts, `(n,)`; None if unknown.
+
+    Returns:
+        `norms`, a histogram; the `ids` of the projected rows; their `counts` if known; and their coordinates, `raw` and
+        `centered`, as a list for each axis.
     """
     norms = torch.cat([row_norms(block) for block in wide_blocks(matrix)])
-    ids = torch.linspace(0, len(matrix) - 1, min(ROWS, len(matrix)), dtype=torch.float64).round().long()
-    found = {"norms": histogram(norms), "ids": ids.tolist()}
+    ids = torch.linspace(0, len(matrix) - 1, min(MAX_ROWS, len(matrix)), dtype=torch.float64).round().long()
+    summary = {"norms": histogram(norms), "ids": ids.tolist()}
     if counts is not None and len(counts) >= len(matrix):
-        found["counts"] = counts.cpu()[ids].long().tolist()
-    return {**found, **_projections(matrix, ids.to(matrix.device))}
+        summary["counts"] = counts.cpu()[ids].long().tolist()
+    return {**summary, **_projections(matrix, ids.to(matrix.device))}
 
 
 def _projections(matrix: Tensor, ids: Tensor) -> dict[str, list[list[float]]]:
-    """Chosen rows along the first two right singular vectors of the whole matrix, raw and centered."""
+    """Project some rows onto the first two right singular vectors of the whole matrix, raw and centered."""
     mean = torch.stack([block.sum(0) for block in wide_blocks(matrix)]).sum(0) / len(matrix)
-    found = {}
+    projections = {}
     for form, origin in (("raw", torch.zeros_like(mean)), ("centered", mean)):
         scatter: Any = sum((block - origin).T @ (block - origin) for block in wide_blocks(matrix))
         axes = torch.linalg.eigh(scatter)[1][:, [-1, -2][: len(scatter)]]
-        # Either sign is right; that of the largest coordinate makes it one.
+        # Eigenvectors have no sign of their own. Making the largest coordinate positive fixes it.
         axes = axes * axes.gather(0, axes.abs().argmax(0, keepdim=True)).sign()
         points = (matrix[ids].to(mean) - origin) @ axes
-        found[form] = [short(column, 4) for column in points.T.tolist()]
-    return found
+        projections[form] = [round_all(column, 4) for column in points.T.tolist()]
+    return projections
 
 
 def histogram(values: Tensor) -> dict[str, list[float]]:
-    """Edges of equal bins over these values, and how many are in each."""
+    """Count values in forty bins of equal width; returns the bins' `edges` and `counts`."""
     counts, edges = np.histogram(values.cpu().numpy(), _BINS)
-    return {"edges": short(edges), "counts": counts.tolist()}
+    return {"edges": round_all(edges), "counts": counts.tolist()}
 
 
-def norms(layer: Layer) -> dict[str, list[float]]:
-    """The histogram of a layer's norms, without the empty bins on either side."""
-    found = layer.norms.compute()
-    used = np.flatnonzero(found.histogram)
+def norm_histogram(layer: Layer) -> dict[str, list[float]]:
+    """Return the histogram of a layer's norms without the empty bins at either end.
+
+    Returns:
+        `edges` and `counts` of the bins, and `outside`: how many norms are below and above the layer's histogram.
+    """
+    norms = layer.norms.compute()
+    used = np.flatnonzero(norms.histogram)
     low, high = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 0)
     return {
-        "edges": short(found.edges[low : high + 1]),
-        "counts": list(found.histogram[low:high]),
-        "outside": [found.below, found.above],
+        "edges": round_all(norms.edges[low : high + 1]),
+        "counts": list(norms.histogram[low:high]),
+        "outside": [norms.below, norms.above],
     }
 
 
-def extremes(layer: Layer) -> list[dict[str, float]]:
-    """The dimensions whose mean is the farthest from zero, in median deviations of all dimensions."""
+def extreme_dimensions(layer: Layer) -> list[dict[str, float]]:
+    """Describe the three dimensions whose means are the farthest from zero, the farthest first.
+
+    Returns:
+        For each its number, mean, standard deviation, mean divided by the median deviation of all dimensions, and share
+        of the summed variance.
+    """
     mean, deviation = layer.dimensions.mean, layer.dimensions.deviation()
-    typical = deviation.quantile(0.5)
+    median_deviation = deviation.quantile(0.5)
     shares = deviation.square() / deviation.square().sum()
-    found: Sequence[int] = mean.abs().argsort(descending=True, stable=True)[:_EXTREMES].tolist()
     return [
         {
             "dimension": dimension,
             "mean": mean[dimension].item(),
             "deviation": deviation[dimension].item(),
-            "mean_by_typical_deviation": (mean[dimension] / typical).item(),
+            "mean_by_typical_deviation": (mean[dimension] / median_deviation).item(),
             "variance_share": shares[dimension].item(),
         }
-        for dimension in found
+        for dimension in mean.abs().argsort(descending=True, stable=True)[:_EXTREMES].tolist()
     ]

@@ -1,8 +1,9 @@
-"""Texts of any length to blocks of tokens of one length: documents are packed, so that hardly anything is padding."""
+"""Reading text files and packing their documents into blocks of tokens of equal length."""
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,19 +15,21 @@ from istar.errors import UserError, shorten
 
 T = TypeVar("T")
 COMBINED = "combined"
-"""The name of several sources together."""
+"""Name of the results over several sources together."""
 
-_AT_ONCE = 1_000
-"""Documents tokenized together; the tokenizer's threads want some to share."""
+_TOKENIZER_BATCH = 1_000
+"""Documents tokenized in one call, enough for the tokenizer's threads to share."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A text file: `.jsonl` with a document under `text` in each line, else a document in each line that is not empty.
+    """A text file with one document in each line that is not empty.
+
+    In a `.jsonl` or `.ndjson` file each line is a JSON object with the document under `text`.
 
     Attributes:
-        name: under which its figures are told.
-        path: of the file.
+        name: name of the source in the results.
+        path: path of the file.
     """
 
     name: str
@@ -34,124 +37,119 @@ class Source:
 
 
 def sources(texts: Sequence[str]) -> list[Source]:
-    """`name=path` or `path`, which is named by its stem.
+    """Parse the values of `--text`: `name=path`, or `path`, whose stem is then the name.
 
     Raises:
-        UserError: if a file is missing or two have one name.
+        UserError: if a file is missing, or two sources have the same name.
     """
-    found = []
+    parsed = []
     for text in texts:
-        name, is_named, path = text.partition("=")
-        place = Path(path if is_named and not Path(text).exists() else text)
-        if not place.is_file():
-            raise UserError(f"--text {text}: there is no file {place}; expected a text file, or name=<text file>")
-        found.append(Source(name if place != Path(text) else place.stem, place))
-    names = [source.name for source in found]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise UserError(f"--text: two sources are named {twice}; tell them apart by name=<file>")
+        name, is_named, value = text.partition("=")
+        # A file whose own name contains "=" is taken as a path.
+        path = Path(value if is_named and not Path(text).exists() else text)
+        if not path.is_file():
+            raise UserError(f"--text {text}: there is no file {path}; expected a text file, or name=<text file>")
+        parsed.append(Source(name if path != Path(text) else path.stem, path))
+    names = [source.name for source in parsed]
+    duplicate = next((name for name in names if names.count(name) > 1), None)
+    if duplicate is not None:
+        raise UserError(f"--text: two sources are named {duplicate}; rename one with name=<file>")
     if COMBINED in names and len(names) > 1:
-        raise UserError(f"--text: {COMBINED} is the name of all texts together; give that one another, name=<file>")
-    return found
+        raise UserError(f"--text: {COMBINED} is the name of all texts together; rename that source with name=<file>")
+    return parsed
 
 
 def documents(source: Source) -> Iterator[str]:
-    """The documents of a file, one by one.
+    """Yield the documents of a file, one at a time.
 
     Raises:
-        UserError: naming the file and the line, for what is no UTF-8 or no JSON object with a text.
+        UserError: if the file cannot be read or is not UTF-8, or a line is not a JSON object with a text.
     """
+    is_json = source.path.suffix in (".jsonl", ".ndjson")
     try:
         with source.path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    yield _text(line, f"{source.path}, line {number}") if _is_json(source) else line.strip()
+                    yield _parse_json(line, f"{source.path}, line {number}") if is_json else line.strip()
     except UnicodeDecodeError as error:
-        raise UserError(f"{source.path} is not UTF-8 ({shorten(error)}); convert it first") from error
+        raise UserError(f"{source.path} is not UTF-8 ({shorten(error)}); convert the file") from error
     except OSError as error:
-        raise UserError(f"{source.path} cannot be read: {shorten(error)}") from error
+        raise UserError(f"{source.path} cannot be read: {shorten(error)}; expected a text file") from error
 
 
-def _is_json(source: Source) -> bool:
-    return source.path.suffix in (".jsonl", ".ndjson")
-
-
-def _text(line: str, place: str) -> str:
+def _parse_json(line: str, location: str) -> str:
     try:
         text = json.loads(line)["text"]
     except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f'{place}: expected a JSON object with a text, such as {{"text": "..."}}') from error
+        raise UserError(f'{location}: expected a JSON object with a text, such as {{"text": "..."}}') from error
     if not isinstance(text, str):
-        raise UserError(f"{place}: text is {type(text).__name__}; expected a string")
+        raise UserError(f"{location}: text is {type(text).__name__}; expected a string")
     return text
 
 
 class Packer:
-    """Documents to blocks of exactly `length` tokens, the last one shorter.
+    """Packs documents into blocks of exactly `length` tokens, so that hardly any token is padding.
 
-    Documents follow each other, each closed by the tokenizer's separator (`sep_token` or `eos_token`, where there is
-    one); each block has the special tokens around it that the tokenizer puts around a text.
+    Each document is followed by the tokenizer's `sep_token`, or else its `eos_token`, if it has either. Each block
+    starts and ends with the special tokens that the tokenizer adds to a text. Only the last block may be shorter.
 
     Args:
-        tokenizer: of the model.
-        length: of a block, special tokens included.
+        tokenizer: tokenizer of the model.
+        length: tokens of a block, including special tokens.
 
     Raises:
-        UserError: if a block has no room for text.
+        UserError: if the special tokens leave no room for text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, length: int) -> None:
         self._tokenizer = tokenizer
-        self._before, self._after = _special_tokens(tokenizer)
-        self._room = length - len(self._before) - len(self._after)
+        self._prefix, self._suffix = _special_tokens(tokenizer)
+        self._room = length - len(self._prefix) - len(self._suffix)
         if self._room < 1:
-            raise UserError(f"a block of {length} tokens has no room for text beside the special tokens; give more")
+            raise UserError(
+                f"a block of {length} tokens has no room for text beside the special tokens; choose a greater length"
+            )
         end = tokenizer.sep_token_id if tokenizer.sep_token_id is not None else tokenizer.eos_token_id
-        self._between = [] if end is None else [end]
+        self._separator = [] if end is None else [end]
 
     def __call__(self, texts: Iterable[str]) -> Iterator[list[int]]:
-        """Token ids of the blocks of these documents."""
+        """Yield the token ids of each block."""
         rest: list[int] = []
-        for ids in self._tokens(texts):
-            rest += ids + self._between
+        for ids in self._tokenize(texts):
+            rest += ids + self._separator
             whole = len(rest) // self._room * self._room
             for start in range(0, whole, self._room):
-                yield [*self._before, *rest[start : start + self._room], *self._after]
+                yield [*self._prefix, *rest[start : start + self._room], *self._suffix]
             del rest[:whole]
         if rest:
-            yield [*self._before, *rest, *self._after]
+            yield [*self._prefix, *rest, *self._suffix]
 
-    def _tokens(self, texts: Iterable[str]) -> Iterator[list[int]]:
-        for some in chunks(texts, _AT_ONCE):
-            # Not cut to the model's length, so no advice about it.
+    def _tokenize(self, texts: Iterable[str]) -> Iterator[list[int]]:
+        for chunk in chunks(texts, _TOKENIZER_BATCH):
+            # `verbose=False` silences the warning about texts that are longer than the model's input.
             encoded = self._tokenizer(
-                some, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
+                chunk, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
             )
             yield from encoded["input_ids"]
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """What the tokenizer puts before and behind a text."""
+    """Return the special tokens that the tokenizer adds before and behind a text."""
     inner = tokenizer("a", add_special_tokens=False)["input_ids"]
     whole = tokenizer("a")["input_ids"]
-    at = next(place for place in range(len(whole)) if whole[place : place + len(inner)] == inner)
-    return whole[:at], whole[at + len(inner) :]
+    start = next(index for index in range(len(whole)) if whole[index : index + len(inner)] == inner)
+    return whole[:start], whole[start + len(inner) :]
 
 
 def chunks(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    """`size` items at a time; the last ones may be fewer."""
-    some: list[T] = []
-    for item in items:
-        some.append(item)
-        if len(some) == size:
-            yield some
-            some = []
-    if some:
-        yield some
+    """Yield lists of `size` items; the last list may be shorter."""
+    iterator = iter(items)
+    while chunk := list(islice(iterator, size)):
+        yield chunk
 
 
 def batch(blocks: Sequence[Sequence[int]], pad: int) -> dict[str, Tensor]:
-    """Blocks as `input_ids` and `attention_mask` `(blocks, tokens)`, padded to the longest."""
+    """Pad blocks to the longest; returns `input_ids` and `attention_mask`, `(blocks, tokens)`."""
     longest = max(map(len, blocks))
     ids = torch.full((len(blocks), longest), pad, dtype=torch.long)
     mask = torch.zeros_like(ids)

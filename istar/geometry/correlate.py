@@ -1,14 +1,14 @@
-"""`istar correlate`: whether tasks are done better where the geometry is another, over the points of a training.
+"""Correlations between measures of a model's geometry and task scores over training checkpoints.
 
-*Anisotropy is Not Inherent to Transformers* (Machina and Mercer, 2024), section 5.4 and Table 1: Pearson, Spearman and
-Kendall (tau-b) between a measure and a task's scores, over checkpoints.
+Implements `istar correlate`, after section 5.4 and Table 1 of *Anisotropy is Not Inherent to Transformers* (Machina and
+Mercer, 2024): Pearson, Spearman and Kendall (tau-b).
 """
 
 import csv
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,30 +19,33 @@ from rich.table import Table
 
 from istar.errors import UserError, did_you_mean, shorten
 from istar.files import write_text
-from istar.geometry.trajectory import KEYS, Stop
+from istar.geometry.trajectory import KEYS, Checkpoint
 from istar.pages import sheets
 from istar.pages.sheets import Entry, Sheet
 
-By = Literal["revision", "step"]
+JoinKey = Literal["revision", "step"]
 STATISTICS = ("pearson", "spearman", "kendall")
-LEAST = 3
-"""Points: any two lie on a line."""
+MIN_POINTS = 3
+"""Fewest common points for a correlation; two points always lie on a line."""
 LEVEL = 0.95
+"""Confidence level of the bootstrap intervals."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What is correlated, and how.
+    """Which rows and columns are correlated, and the settings of the bootstrap.
 
     Attributes:
-        by: column to join by; by default the revision if both files have it, else the step.
-        measures: columns; all if empty. layers and sources likewise.
-        omit: revisions or steps to leave out, such as the untrained model, as the paper does.
-        resamples: of the bootstrap.
-        seed: of it.
+        by: column to join by. By default `revision` if both files have that column, otherwise `step`.
+        measures: columns of measures to correlate; all if empty.
+        layers: layers to correlate; all if empty.
+        sources: texts to correlate; all if empty.
+        omit: revisions or steps to leave out, such as the untrained model, which the paper leaves out.
+        resamples: number of bootstrap resamples.
+        seed: seed of the bootstrap.
     """
 
-    by: By | None = None
+    by: JoinKey | None = None
     measures: tuple[str, ...] = ()
     layers: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
@@ -52,359 +55,363 @@ class Selection:
 
 
 @dataclass(frozen=True)
-class Correlated:
-    """What was found.
+class CorrelationResults:
+    """Correlations of every measure with every task.
 
     Attributes:
-        rows: for each model, source, layer, measure and task n, the statistics with `_low` and `_high`, and a `note`
-            on why there are none.
-        remarks: what else a reader should know.
+        rows: one row for each model, source, layer, measure and task: the number of points `n`, each statistic with the
+            ends of its interval (`_low` and `_high`), and a `note` that says why the statistics are undefined.
+        remarks: warnings for the user, one line each.
     """
 
     rows: list[dict[str, Any]]
     remarks: list[str] = field(default_factory=list)
 
 
-Point = tuple[str, str | int]
-"""Model and revision or step."""
+def correlate(geometry: Path, scores: Path, selection: Selection) -> CorrelationResults:
+    """Join a table of measures, such as `trajectory.csv`, with a table of scores, and correlate their columns.
+
+    Args:
+        geometry: CSV file with a column `revision` or `step` and, optionally, `model`, `source`, `layer` and `weights`.
+            All other columns are measures.
+        scores: CSV file with a column `revision` or `step` and, optionally, `model`. It has either one column for each
+            task or the columns `task` and `score`.
+        selection: rows and columns to use, and the settings of the bootstrap.
+
+    Raises:
+        UserError: if a file cannot be read or lacks these columns, or if the files have no point in common.
+    """
+    files = [(path, _read_csv(path)) for path in (geometry, scores)]
+    by = selection.by or ("revision" if all("revision" in cells for _, cells in files) else "step")
+    measured, scored = (_Table(path, cells, _row_keys(cells, path, by)) for path, cells in files)
+    for option, column in (("--layer", "layer"), ("--source", "source")):
+        _check_known(option, getattr(selection, f"{column}s"), measured.keys[column], geometry)
+    labels = [table.keys[column] for table in (measured, scored) for column in ("revision", "step")]
+    _check_known("--omit", selection.omit, pd.concat(labels), geometry)
+    models = _common_models(measured, scored)
+    if len(models) == 1:
+        # One of the files need not name the model.
+        for table in (measured, scored):
+            table.keys["model"] = table.keys["model"].replace("", models[0])
+    measures, tasks = _measure_values(measured, selection), _task_values(scored, selection)
+    _check_common_points(measures, tasks, by)
+    rows = [row for model in models for row in _correlate_model(model, measures, tasks, selection)]
+    return CorrelationResults(rows, _equal_weights_warnings(_kept_keys(measured, selection)))
+
+
+# ---- reading and joining
 
 
 @dataclass(frozen=True)
-class _Series:
-    """A number for each point, of a measure (source, layer, measure) or a task."""
+class _Table:
+    """A CSV file: its path, its cells as text, and the keys of its rows; see `_row_keys`."""
 
-    name: tuple[str, ...]
-    values: dict[Point, float] = field(default_factory=dict)
-
-
-def correlate(geometry: Path, scores: Path, selection: Selection) -> Correlated:
-    """Join a table of measures, such as `trajectory.csv`, with one of scores, and correlate.
-
-    Args:
-        geometry: columns revision or step, optionally model, source, layer, weights; all others are measures.
-        scores: columns revision or step, optionally model; then one for each task, or `task` and `score`.
-        selection: see there.
-
-    Raises:
-        UserError: for files that do not hold this, or have no point in common.
-    """
-    measured, scored = _File(geometry), _File(scores)
-    by = selection.by or ("revision" if "revision" in measured.header and "revision" in scored.header else "step")
-    for file in (measured, scored):
-        _check_key(file, by)
-    places = [row.get(name, "") for file in (measured, scored) for _, row in file.records() for name in _PLACES]
-    _check_known("--omit", selection.omit, places, geometry)
-    models = _models(measured, scored)
-    measures = _measures(measured, by, selection)
-    tasks = _tasks(scored, by, selection)
-    if len(models) == 1:
-        # One of the files need not name it.
-        measures, tasks = ([_renamed(one, models[0]) for one in series] for series in (measures, tasks))
-    _check_common(measures, tasks, by)
-    rows = [row for model in models for row in _correlations(model, measures, tasks, selection)]
-    return Correlated(rows, list(_remarks(measured, by, selection)))
+    path: Path
+    cells: pd.DataFrame
+    keys: pd.DataFrame
 
 
-# ---- reading
+def _read_csv(path: Path) -> pd.DataFrame:
+    """Read a CSV file as stripped strings. The index holds line numbers, which error messages quote."""
+    # `pandas.read_csv` accepts short rows silently, and has no line numbers behind empty lines.
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file)
+            header = [name.strip() for name in next(reader, [])]
+            lines, rows = [], []
+            for row in reader:
+                if any(row):
+                    lines.append(reader.line_num)
+                    rows.append([cell.strip() for cell in row])
+    except (OSError, ValueError, csv.Error) as error:
+        raise UserError(f"{path} cannot be read: {shorten(error)}; expected a CSV file") from error
+    duplicate = next((name for name in header if header.count(name) > 1), None)
+    if duplicate is not None:
+        raise UserError(f"{path}: two columns are called {duplicate!r}; expected distinct names")
+    if not rows:
+        raise UserError(f"{path} has no rows; expected a header and at least one row")
+    for line, row in zip(lines, rows, strict=True):
+        if len(row) != len(header):
+            raise UserError(f"{path}, line {line}: the row has {len(row)} cells; expected {len(header)}, as the header")
+    return pd.DataFrame(rows, lines, header)
 
 
-class _File:
-    """A CSV file, whose mistakes are told with their line."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            with path.open(encoding="utf-8-sig", newline="") as file:
-                reader = csv.reader(file)
-                self.header = [name.strip() for name in next(reader, [])]
-                self.rows = [(reader.line_num, row) for row in reader if any(row)]
-        except (OSError, ValueError, csv.Error) as error:
-            raise UserError(f"{path} cannot be read: {shorten(error)}; expected a CSV file") from error
-        twice = next((name for name in self.header if self.header.count(name) > 1), None)
-        if twice is not None:
-            raise UserError(f"{path}: two columns are called {twice!r}")
-        if not self.rows:
-            raise UserError(f"{path} has no rows; expected a header and rows below it")
-        for line, row in self.rows:
-            if len(row) != len(self.header):
-                raise UserError(f"{path}, line {line}: {len(row)} cells below {len(self.header)} columns")
-
-    def records(self) -> Iterator[tuple[str, dict[str, str]]]:
-        """Place and cells of each row."""
-        for line, row in self.rows:
-            yield f"{self.path}, line {line}", {k: v.strip() for k, v in zip(self.header, row, strict=True)}
-
-
-_PLACES = ("revision", "step")
-
-
-def _check_key(file: _File, by: By) -> None:
+def _row_keys(cells: pd.DataFrame, path: Path, by: JoinKey) -> pd.DataFrame:
+    """Return the `KEYS` of each row, empty where the file lacks a column, and its `point`: the revision or step."""
     # The step may also be the number in the revision.
-    if by not in file.header and not (by == "step" and "revision" in file.header):
-        told = "revision" if by == "revision" else "revision or step"
-        raise UserError(f"{file.path} has no column {told}; expected one to join by beside the numbers")
-
-
-def _number(text: str, place: str, column: str) -> float:
-    """NaN for an empty cell."""
-    try:
-        return float(text) if text else math.nan
-    except ValueError:
-        raise UserError(f"{place}: {column} is {shorten(text, 60)!r}; expected a number or nothing") from None
-
-
-def _model(row: Mapping[str, str]) -> str:
-    # Folders and hub ids of one model end alike.
-    return Path(row.get("model", "")).name
-
-
-def _point(row: Mapping[str, str], by: By, place: str) -> Point:
+    if by not in cells and not (by == "step" and "revision" in cells):
+        expected = "revision" if by == "revision" else "revision or step"
+        raise UserError(f"{path} has no column {expected}; expected one to join by")
+    keys = cells.reindex(columns=list(KEYS), fill_value="")
+    # A folder and a hub id of the same model have the same last part.
+    keys["model"] = [Path(model).name for model in keys["model"]]
     if by == "revision":
-        return _model(row), row["revision"]
-    text = row.get("step") or row.get("revision", "")
+        return keys.assign(point=keys["revision"])
+    labels = keys["step"].where(keys["step"] != "", keys["revision"])
+    return keys.assign(point=[_parse_step(label, f"{path}, line {line}") for line, label in labels.items()])
+
+
+def _parse_step(label: str, location: str) -> int:
     try:
-        step = int(float(text))
+        return int(float(label))
     except (ValueError, OverflowError):
-        found = Stop(text, "").step
-        if found is None:
-            raise UserError(f"{place}: {shorten(text, 60)!r} has no number; expected a step") from None
-        step = found
-    return _model(row), step
+        step = Checkpoint(label, "").step
+    if step is None:
+        raise UserError(f"{location}: {shorten(label, 60)!r} has no number; expected a step")
+    return step
 
 
-def _is_omitted(row: Mapping[str, str], point: Point, selection: Selection) -> bool:
-    return not {str(point[1]), row.get("revision"), row.get("step")}.isdisjoint(selection.omit)
+def _kept_keys(table: _Table, selection: Selection) -> pd.DataFrame:
+    """Return the keys of the rows that are not omitted."""
+    labels = table.keys[["point", "revision", "step"]].astype(str)
+    return table.keys[~labels.isin(selection.omit).any(axis=1)]
 
 
-def _measures(file: _File, by: By, selection: Selection) -> list[_Series]:
-    """One for each source, layer and measure, in the file's order."""
-    columns = [name for name in file.header if name not in KEYS]
-    _check_known("--measure", selection.measures, columns, file.path)
-    for option, name in (("--layer", "layer"), ("--source", "source")):
-        wanted = getattr(selection, f"{name}s")
-        _check_known(option, wanted, list(dict.fromkeys(row.get(name, "") for _, row in file.records())), file.path)
-    found: dict[tuple[str, ...], _Series] = {}
-    for place, row in file.records():
-        source, layer, point = row.get("source", ""), row.get("layer", ""), _point(row, by, place)
-        if (selection.layers and layer not in selection.layers) or _is_omitted(row, point, selection):
-            continue
-        if selection.sources and source not in selection.sources:
-            continue
-        for measure in selection.measures or columns:
-            _add(found, (source, layer, measure), point, _number(row[measure], place, measure), place)
-    return [series for series in found.values() if series.values]
-
-
-def _tasks(file: _File, by: By, selection: Selection) -> list[_Series]:
-    """One for each task: columns of their own, or rows with `task` and `score`."""
-    is_long = {"task", "score"} <= set(file.header)
-    columns = [name for name in file.header if name not in KEYS]
-    if not columns:
-        raise UserError(f"{file.path} has no column of scores; expected one for each task, or task and score")
-    found: dict[tuple[str, ...], _Series] = {}
-    for place, row in file.records():
-        point = _point(row, by, place)
-        if _is_omitted(row, point, selection):
-            continue
-        for task, score in [(row["task"], "score")] if is_long else zip(columns, columns, strict=True):
-            _add(found, (task,), point, _number(row[score], place, score), place)
-    return list(found.values())
-
-
-def _add(found: dict[tuple[str, ...], _Series], name: tuple[str, ...], point: Point, value: float, place: str) -> None:
-    series = found.setdefault(name, _Series(name))
-    if point in series.values:
-        told = " ".join(part for part in (*name, *map(str, point)) if part)
-        raise UserError(f"{place}: there is a second number for {told}; expected one for each point")
-    if math.isfinite(value):
-        series.values[point] = value
-
-
-def _check_known(option: str, wanted: Iterable[str], known: Sequence[str], path: Path) -> None:
-    for name in wanted:
+def _check_known(option: str, names: Iterable[str], known: Iterable[str], path: Path) -> None:
+    known = list(dict.fromkeys(known))
+    for name in names:
         if name not in known:
-            raise UserError(f"{option} {name}: {path} has no such one{did_you_mean(name, known)}")
+            raise UserError(f"{option} {name}: {path} has no such value{did_you_mean(name, known)}")
 
 
-def _models(measured: _File, scored: _File) -> list[str]:
-    """Of both files."""
-    first, second = (list(dict.fromkeys(_model(row) for _, row in file.records())) for file in (measured, scored))
-    if "model" not in measured.header or "model" not in scored.header:
-        several = measured if len(first) > 1 else scored
-        if len(first) > 1 or len(second) > 1:
-            other = scored if several is measured else measured
-            raise UserError(f"{several.path} has several models, but {other.path} has no column model")
-        return first if "model" in measured.header else second
-    common = [name for name in first if name in second]
+def _common_models(measured: _Table, scored: _Table) -> list[str]:
+    """Return the models of both files; a file without a column `model` matches the single model of the other."""
+    first, second = ([str(model) for model in table.keys["model"].unique()] for table in (measured, scored))
+    if "model" not in measured.cells or "model" not in scored.cells:
+        for models, path, other in ((first, measured.path, scored.path), (second, scored.path, measured.path)):
+            if len(models) > 1:
+                raise UserError(f"{path} has several models, but {other} has no column model; add the column")
+        return first if "model" in measured.cells else second
+    common = [model for model in first if model in second]
     if not common:
         raise UserError(
-            f"no model in common: {measured.path} has {_some(first)}, {scored.path} has {_some(second)}; "
-            "without a column model the scores are taken as they are"
+            f"no model in common: {measured.path} has {_list_some(first)}, {scored.path} has {_list_some(second)}; "
+            "use the same names, or remove the column model from the scores"
         )
     return common
 
 
-def _renamed(series: _Series, model: str) -> _Series:
-    return _Series(series.name, {(own or model, place): value for (own, place), value in series.values.items()})
+def _measure_values(table: _Table, selection: Selection) -> pd.DataFrame:
+    """Return one row for each cell of a selected measure: its keys, the measure's `name` and the `value`."""
+    columns = [str(name) for name in table.cells if name not in KEYS]
+    _check_known("--measure", selection.measures, columns, table.path)
+    keys = _kept_keys(table, selection)
+    for name, selected in (("layer", selection.layers), ("source", selection.sources)):
+        keys = keys[keys[name].isin(selected)] if selected else keys
+    return _check_unique(_long_format(table, keys, selection.measures or columns), table.path)
 
 
-def _check_common(measures: Sequence[_Series], tasks: Sequence[_Series], by: By) -> None:
-    first, second = ({point: None for one in series for point in one.values} for series in (measures, tasks))
-    if not first.keys() & second.keys():
-        # The number may be the same where the name is not.
-        other = "; --by step joins by the numbers in the names" if by == "revision" else ""
+def _task_values(table: _Table, selection: Selection) -> pd.DataFrame:
+    """Return one row for each score: its keys, the task's `name` and the `value`."""
+    columns = [str(name) for name in table.cells if name not in KEYS]
+    if not columns:
+        raise UserError(f"{table.path} has no column of scores; expected one for each task, or task and score")
+    keys = _kept_keys(table, selection).assign(source="", layer="")
+    if {"task", "score"} <= set(columns):
+        values = _long_format(table, keys, ["score"]).assign(name=table.cells["task"])
+    else:
+        values = _long_format(table, keys, columns)
+    return _check_unique(values, table.path)
+
+
+def _long_format(table: _Table, keys: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
+    """Melt columns of numbers to rows with the column's `name` and the `value`, in the order of the file."""
+    if not columns:
+        return keys.assign(name="", value=math.nan)[:0]
+    parts = [
+        keys.assign(name=name, value=_parse_numbers(table.cells.loc[keys.index, name], table.path)) for name in columns
+    ]
+    return pd.concat(parts).sort_index(kind="stable")
+
+
+def _parse_numbers(cells: pd.Series, path: Path) -> list[float]:
+    """Parse cells as numbers; empty cells and infinite numbers are NaN."""
+    numbers = []
+    for line, cell in cells.items():
+        try:
+            number = float(cell) if cell else math.nan
+        except ValueError:
+            raise UserError(
+                f"{path}, line {line}: {cells.name} is {shorten(cell, 60)!r}; expected a number or nothing"
+            ) from None
+        numbers.append(number if math.isfinite(number) else math.nan)
+    return numbers
+
+
+def _check_unique(values: pd.DataFrame, path: Path) -> pd.DataFrame:
+    """Refuse a second number of the same series at the same point."""
+    columns = ["source", "layer", "name", "model", "point"]
+    known = values.dropna(subset="value")
+    repeated = known[known.duplicated(columns)]
+    if len(repeated):
+        series = " ".join(str(part) for part in repeated.iloc[0][columns] if part != "")
         raise UserError(
-            f"no {by} in common: the measures have {_some(point[1] for point in first)}, the scores "
-            f"{_some(point[1] for point in second)}{other}"
+            f"{path}, line {repeated.index[0]}: there is a second number for {series}; expected one for each point"
+        )
+    return values
+
+
+def _check_common_points(measures: pd.DataFrame, tasks: pd.DataFrame, by: JoinKey) -> None:
+    first, second = (values.dropna(subset="value") for values in (measures, tasks))
+    if set(zip(first["model"], first["point"], strict=True)).isdisjoint(
+        zip(second["model"], second["point"], strict=True)
+    ):
+        # The number may be the same where the name is not.
+        hint = "; --by step joins by the numbers in the names" if by == "revision" else ""
+        raise UserError(
+            f"no {by} in common: the measures have {_list_some(first['point'])}, the scores "
+            f"{_list_some(second['point'])}{hint}"
         )
 
 
-def _some(names: Iterable[object]) -> str:
-    found = list(dict.fromkeys(map(str, names)))
-    return ", ".join(found[:3]) + (" ..." if len(found) > 3 else "") if found else "none"
+def _list_some(names: Iterable[object]) -> str:
+    distinct = list(dict.fromkeys(map(str, names)))
+    return ", ".join(distinct[:3]) + (" ..." if len(distinct) > 3 else "") if distinct else "none"
 
 
-def _remarks(file: _File, by: By, selection: Selection) -> Iterator[str]:
-    """Which points are not independent because their weights are the same."""
-    seen: dict[tuple[str, str], list[str]] = {}
-    for place, row in file.records():
-        point = _point(row, by, place)
-        if row.get("weights") and not _is_omitted(row, point, selection):
-            seen.setdefault((point[0], row["weights"]), []).append(str(point[1]))
-    for (model, _), points in seen.items():
-        same = list(dict.fromkeys(points))
-        if len(same) > 1:
-            yield f"warning: {model} has the same weights at {', '.join(same)}, which count as {len(same)} points"
+def _equal_weights_warnings(keys: pd.DataFrame) -> list[str]:
+    """Warn of points that are not independent because the weights are the same."""
+    known = keys[keys["weights"] != ""]
+    warnings = []
+    for (model, _), group in known.groupby(["model", "weights"], sort=False):
+        points = list(map(str, group["point"].unique()))
+        if len(points) > 1:
+            warnings.append(
+                f"warning: {model} has the same weights at {', '.join(points)}, which count as {len(points)} points"
+            )
+    return warnings
 
 
 # ---- correlating
 
 
-def _correlations(
-    model: str, measures: Sequence[_Series], tasks: Sequence[_Series], selection: Selection
+def _correlate_model(
+    model: str, measures: pd.DataFrame, tasks: pd.DataFrame, selection: Selection
 ) -> Iterator[dict[str, Any]]:
-    resampled = cache(lambda points: _weights(len(points), selection))
-    resampled_task = cache(lambda number, points: Resampled(_at(tasks[number], points), resampled(points)))
-    for measure in measures:
-        own = {point for point in measure.values if point[0] == model}
-        if not own:
-            continue
-        # Of one measure the tasks mostly share their points.
-        resampled_measure = cache(lambda points, measure=measure: Resampled(_at(measure, points), resampled(points)))
-        for number, task in enumerate(tasks):
-            points = tuple(point for point in task.values if point in own)
-            source, layer, name = measure.name
-            row = {"model": model, "source": source, "layer": layer, "measure": name, "task": task.name[0]}
-            note = _why_not(_at(measure, points), _at(task, points))
+    """Yield one row of `CorrelationResults.rows` for each measure of the model and each task."""
+    weights = cache(lambda count: _bootstrap_weights(count, selection.resamples, selection.seed))
+
+    def resample(values: tuple[float, ...]) -> Resampled:
+        return Resampled(np.array(values), weights(len(values)))
+
+    # Each task is compared with all measures in turn; one measure is compared with all tasks before the next one.
+    resample_task, resample_measure = cache(resample), lru_cache(maxsize=4)(resample)
+    scores = {
+        task: _values_by_point(group[group["model"] == model]) for task, group in tasks.groupby("name", sort=False)
+    }
+    model_measures = measures[measures["model"] == model]
+    for (source, layer, measure), group in model_measures.groupby(["source", "layer", "name"], sort=False):
+        values = _values_by_point(group)
+        for task, task_values in scores.items() if values else ():
+            points = [point for point in task_values if point in values]
+            x, y = tuple(values[point] for point in points), tuple(task_values[point] for point in points)
+            note = _reason_undefined(np.array(x), np.array(y))
             if note:
-                found = dict.fromkeys((f"{s}{end}" for s in STATISTICS for end in ("", "_low", "_high")), math.nan)
+                statistics = dict.fromkeys((f"{s}{end}" for s in STATISTICS for end in ("", "_low", "_high")), math.nan)
             else:
-                found = correlations(resampled_measure(points), resampled_task(number, points))
-            yield {**row, "n": len(points), **found, "note": note}
+                statistics = correlations(resample_measure(x), resample_task(y))
+            row = {"model": model, "source": source, "layer": layer, "measure": measure, "task": task}
+            yield {**row, "n": len(points), **statistics, "note": note}
 
 
-def _at(series: _Series, points: Sequence[Point]) -> np.ndarray:
-    return np.array([series.values[point] for point in points])
+def _values_by_point(rows: pd.DataFrame) -> dict[Any, float]:
+    known = rows.dropna(subset="value")
+    return dict(zip(known["point"].tolist(), known["value"].tolist(), strict=True))
 
 
-def _why_not(measure: np.ndarray, scores: np.ndarray) -> str:
-    if len(measure) < LEAST:
-        return f"{len(measure)} common point{'s' * (len(measure) != 1)}; {LEAST} are needed"
+def _reason_undefined(measure: np.ndarray, scores: np.ndarray) -> str:
+    """Return why the correlation is undefined; an empty string if it is defined."""
+    if len(measure) < MIN_POINTS:
+        return f"{len(measure)} common point{'s' * (len(measure) != 1)}; {MIN_POINTS} are needed"
     for name, values in (("measure", measure), ("score", scores)):
-        # What differs by rounding alone is constant.
+        # Values that differ by rounding errors alone count as constant.
         if np.ptp(values) <= 1e-12 * np.abs(values).max():
             return f"the {name} is constant"
     return ""
 
 
-def _weights(count: int, selection: Selection) -> np.ndarray:
-    """How often each point is drawn in each resample, `(resamples, count)`."""
-    random = np.random.default_rng(selection.seed)
-    return random.multinomial(count, np.full(count, 1 / count), selection.resamples).astype(float)
+def _bootstrap_weights(points: int, resamples: int, seed: int) -> np.ndarray:
+    """Return how often each point is drawn in each bootstrap resample, `(resamples, points)`."""
+    random = np.random.default_rng(seed)
+    return random.multinomial(points, np.full(points, 1 / points), resamples).astype(float)
 
 
 class Resampled:
-    """A series with all that the statistics of its resamples need from it alone.
+    """The bootstrap resamples of one series, prepared for correlation with other series.
 
-    A resample is how often each point is drawn. So ranks and pairs in it are sums over the original points, and all
-    resamples are a matrix product. Where a resample is constant, its statistics are NaN.
+    A resample is represented by how often each point is drawn. Its ranks and pairs are then sums over the original
+    points, so that one matrix product computes them for all resamples. Statistics of constant resamples are NaN.
 
     Args:
-        values: `(n,)`.
-        weights: `(resamples, n)`, how often each is drawn.
+        values: the series, `(n,)`.
+        weights: how often each point is drawn in each resample, `(resamples, n)`.
     """
 
     def __init__(self, values: np.ndarray, weights: np.ndarray) -> None:
         self.values, self.weights = values, weights
         self.signs = np.sign(values[:, None] - values)
-        # Draws of one point are ties, as in tau-b; whole numbers, so that zero is exact.
+        # Draws of the same point are ties, as in tau-b. The sums are whole numbers, so that zero is exact.
         self.untied = ((weights @ np.abs(self.signs)) * weights).sum(1)
-        self.units = self._units(np.broadcast_to(values, weights.shape))
-        # Ranks but for a factor and a constant, which a correlation does not see.
-        self.rank_units = self._units(weights @ self.signs.T)
+        self.unit_values = self._to_unit(np.broadcast_to(values, weights.shape))
+        # These sums equal the ranks up to a factor and a constant, which do not change a correlation.
+        self.unit_ranks = self._to_unit(weights @ self.signs.T)
 
-    def _units(self, values: np.ndarray) -> np.ndarray:
-        """Vectors whose products are correlations."""
-        weights = self.weights
-        mean = (weights * values).sum(1, keepdims=True) / weights.sum(1, keepdims=True)
-        scaled = np.sqrt(weights) * (values - mean)
+    def _to_unit(self, values: np.ndarray) -> np.ndarray:
+        """Center and scale each resample to a unit vector; inner products of two such vectors are correlations."""
+        mean = (self.weights * values).sum(1, keepdims=True) / self.weights.sum(1, keepdims=True)
+        scaled = np.sqrt(self.weights) * (values - mean)
         norms = np.linalg.norm(scaled, axis=1, keepdims=True)
         norms[self.untied == 0] = math.nan
         return np.asarray(scaled / norms)
 
 
 def correlations(measure: Resampled, task: Resampled) -> dict[str, float]:
-    """The three statistics, each with the ends of its 95% percentile interval."""
-    x, y = measure.values, task.values
-    values = (
-        scipy.stats.pearsonr(x, y).statistic,
-        scipy.stats.spearmanr(x, y).statistic,
-        scipy.stats.kendalltau(x, y).statistic,
-    )
-    found: dict[str, float] = {}
-    for name, value, draws in zip(STATISTICS, values, resamples(measure, task), strict=True):
+    """Compute the three statistics, each with the ends of its 95% percentile bootstrap interval."""
+    functions: tuple[Any, ...] = (scipy.stats.pearsonr, scipy.stats.spearmanr, scipy.stats.kendalltau)
+    results: dict[str, float] = {}
+    for name, function, draws in zip(STATISTICS, functions, resampled_correlations(measure, task), strict=True):
         defined = draws[np.isfinite(draws)]
         low, high = np.quantile(defined, ((1 - LEVEL) / 2, (1 + LEVEL) / 2)) if len(defined) else (math.nan, math.nan)
-        found |= {name: float(value), f"{name}_low": float(low), f"{name}_high": float(high)}
-    return found
+        value = function(measure.values, task.values).statistic
+        results |= {name: float(value), f"{name}_low": float(low), f"{name}_high": float(high)}
+    return results
 
 
-def resamples(measure: Resampled, task: Resampled) -> np.ndarray:
-    """Pearson, Spearman and Kendall of each resample, `(3, resamples)`."""
+def resampled_correlations(measure: Resampled, task: Resampled) -> np.ndarray:
+    """Compute Pearson, Spearman and Kendall of each resample, `(3, resamples)`."""
     weights = measure.weights
-    agreeing = ((weights @ (measure.signs * task.signs)) * weights).sum(1)
+    concordance = ((weights @ (measure.signs * task.signs)) * weights).sum(1)
     pairs = np.sqrt(measure.untied * task.untied)
     return np.stack([
-        (measure.units * task.units).sum(1),
-        (measure.rank_units * task.rank_units).sum(1),
-        agreeing / np.where(pairs > 0, pairs, math.nan),
+        (measure.unit_values * task.unit_values).sum(1),
+        (measure.unit_ranks * task.unit_ranks).sum(1),
+        concordance / np.where(pairs > 0, pairs, math.nan),
     ])  # fmt: skip
 
 
-# ---- what is written and shown
+# ---- output
 
 
-def write(found: Correlated, shown: Sheet, out: Path) -> list[Path]:
-    """Write `correlation.csv`, everything, and the rows that are shown as `table.csv` and `table.md`; their paths."""
+def write(results: CorrelationResults, table: Sheet, out: Path) -> list[Path]:
+    """Write all rows to `correlation.csv` and the table's rows to `table.csv` and `table.md`; returns the paths."""
     texts = {
-        "correlation.csv": pd.DataFrame(found.rows).to_csv(index=False),
-        "table.csv": sheets.csv(shown),
-        "table.md": sheets.markdown(shown),
+        "correlation.csv": pd.DataFrame(results.rows).to_csv(index=False),
+        "table.csv": sheets.csv(table),
+        "table.md": sheets.markdown(table),
     }
     for name, text in texts.items():
         write_text(out / name, text)
     return [out / name for name in texts]
 
 
-def sheet(found: Correlated, selection: Selection) -> Sheet:
-    """The rows that were asked for, or those that the paper speaks of, in the form of its Table 1."""
-    chosen = selection.measures or selection.layers or selection.sources
-    rows = found.rows if chosen else _headline(found.rows) or found.rows
-    order = ("task", "model", *STATISTICS, "source", "layer", "measure", "n")
+def sheet(results: CorrelationResults, selection: Selection) -> Sheet:
+    """Return the selected rows in the form of the paper's Table 1; without a selection, the rows the paper reports."""
+    has_selection = selection.measures or selection.layers or selection.sources
+    rows = results.rows if has_selection else _headline_rows(results.rows) or results.rows
     frame = pd.DataFrame(rows)
-    frame = frame[[*order, *(name for name in frame if name not in order)]]
+    first_columns = ("task", "model", *STATISTICS, "source", "layer", "measure", "n")
+    frame = frame[[*first_columns, *(name for name in frame if name not in first_columns)]]
     has_notes = any(row["note"] for row in rows)
-    header = ("task", "measure", "layer", "n", "Pearson", "Spearman", "Kendall", *(["note"] if has_notes else []))
     groups: dict[str, list[list[Entry]]] = {}
     for row in rows:
         groups.setdefault(row["model"], []).append(_entries(row, has_notes))
@@ -413,56 +420,55 @@ def sheet(found: Correlated, selection: Selection) -> Sheet:
         "Geometry and tasks",
         f"Correlation of measures with scores over n points of the training, with {LEVEL:.0%} intervals from "
         f"{selection.resamples} bootstrap resamples.",
-        header,
+        ("task", "measure", "layer", "n", "Pearson", "Spearman", "Kendall", *(["note"] if has_notes else [])),
         groups,
         frame,
     )
 
 
-def _headline(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """I(W) of the matrix nearest to the output, and of the last layer IsoScore, InterSim and IntraSim."""
-    known = list(dict.fromkeys((row["source"], row["layer"]) for row in rows))
-    matrix = next((key for which in ("output", "input") for key in known if key[1] == f"{which}_embeddings"), None)
-    hidden = [key for key in known if key[1] == "final_norm" or key[1].startswith("layer_")]
+def _headline_rows(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Select I(W) of the matrix nearest to the output, and IsoScore, InterSim and IntraSim of the last layer."""
+    locations = list(dict.fromkeys((row["source"], row["layer"]) for row in rows))
+    matrix = next((key for which in ("output", "input") for key in locations if key[1] == f"{which}_embeddings"), None)
+    hidden = [key for key in locations if key[1] == "final_norm" or key[1].startswith("layer_")]
     last = next((key for key in reversed(hidden) if key[0] == "combined"), hidden[-1] if hidden else None)
-    wanted = {(matrix, "partition_isotropy_as_computed")} | {
-        (last, measure) for measure in ("isoscore", "inter_sim", "intra_sim")
-    }
-    return [row for row in rows if ((row["source"], row["layer"]), row["measure"]) in wanted]
+    headline = {(matrix, "partition_isotropy_as_computed")}
+    headline |= {(last, measure) for measure in ("isoscore", "inter_sim", "intra_sim")}
+    return [row for row in rows if ((row["source"], row["layer"]), row["measure"]) in headline]
 
 
-_SIGNS = {"partition_isotropy_as_computed": "I(W)", "partition_isotropy_both": "I(W) both signs"}
+_MEASURE_TITLES = {"partition_isotropy_as_computed": "I(W)", "partition_isotropy_both": "I(W) both signs"}
 
 
 def _entries(row: Mapping[str, Any], has_notes: bool) -> list[Entry]:
-    cells = [
+    """Return the cells of one row; undefined statistics are dashes."""
+    statistics = [
         "-" if math.isnan(row[name]) else f"{row[name]:.2f} [{row[f'{name}_low']:.2f}, {row[f'{name}_high']:.2f}]"
         for name in STATISTICS
     ]
-    measure = _SIGNS.get(row["measure"], row["measure"])
-    texts = [Entry(text.replace("_", " ")) for text in (row["task"], measure, row["layer"])]
-    numbers = [Entry(str(row["n"]), number=True), *(Entry(cell, number=True) for cell in cells)]
-    return [*texts, *numbers, *([Entry(row["note"])] if has_notes else [])]
+    names = (row["task"], _MEASURE_TITLES.get(row["measure"], row["measure"]), row["layer"])
+    entries = [Entry(name.replace("_", " ")) for name in names]
+    entries += [Entry(text, number=True) for text in (str(row["n"]), *statistics)]
+    return [*entries, Entry(row["note"])] if has_notes else entries
 
 
-def tables(shown: Sheet) -> list[Table]:
-    """The same for the terminal, one for each model, without the notes."""
-    found = []
-    for model, rows in shown.groups.items():
-        table = Table(title=f"{model or shown.title}: {shown.caption}", title_justify="left")
+def tables(table: Sheet) -> list[Table]:
+    """Return one terminal table for each model, without the notes."""
+    results = []
+    for model, rows in table.groups.items():
+        result = Table(title=f"{model or table.title}: {table.caption}", title_justify="left")
         for name in ("task", "measure", "n", *STATISTICS):
             justify: Any = "left" if name in ("task", "measure") else "right"
-            table.add_column(name, justify=justify, overflow="fold", min_width=13 if name in STATISTICS else None)
+            result.add_column(name, justify=justify, overflow="fold", min_width=13 if name in STATISTICS else None)
         for task, measure, layer, *rest in ([entry.text for entry in row] for row in rows):
-            cells = (cell.replace(" [", "\n[") for cell in rest[: 1 + len(STATISTICS)])
-            table.add_row(task, f"{measure}\n{layer}".strip(), *cells)
-        found.append(table)
-    return found
+            numbers = (cell.replace(" [", "\n[") for cell in rest[: 1 + len(STATISTICS)])
+            result.add_row(task, f"{measure}\n{layer}".strip(), *numbers)
+        results.append(result)
+    return results
 
 
-def reasons(shown: Sheet) -> list[str]:
-    """Why there are dashes, the first few of them."""
-    told = list(dict.fromkeys(
-        f"{row['task']} with {row['measure']}: {row['note']}" for row in shown.frame.to_dict("records") if row["note"]
-    ))  # fmt: skip
-    return told[:5] + ([f"... and {len(told) - 5} more; see table.md"] if len(told) > 5 else [])
+def reasons(table: Sheet) -> list[str]:
+    """Return why statistics of the table are undefined: at most five reasons, and how many more there are."""
+    noted = table.frame[table.frame["note"] != ""]
+    lines = list(dict.fromkeys(noted["task"] + " with " + noted["measure"] + ": " + noted["note"]))
+    return lines[:5] + ([f"... and {len(lines) - 5} more; see table.md"] if len(lines) > 5 else [])

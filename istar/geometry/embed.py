@@ -1,11 +1,13 @@
-"""`istar embed`: an embedding matrix, raw and post-processed, and what word similarity makes of it."""
+"""Measures of an embedding matrix, raw and post-processed, and its word similarity and token frequencies.
+
+Implements `istar embed`.
+"""
 
 import json
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +24,7 @@ from istar.config import ModelConfig
 from istar.errors import UserError, shorten
 from istar.files import atomic_write, write_text
 from istar.geometry import wordsim
-from istar.geometry.corpus import Source, documents
+from istar.geometry.corpus import Source, chunks, documents
 from istar.geometry.matrix import Matrix, Which, read_matrix
 from istar.geometry.measure import matrix_measures
 from istar.measures import all_but_the_top, centered, scaled_centered
@@ -37,19 +39,18 @@ FORMS: dict[str, Callable[[Tensor, int | None], Tensor]] = {
     "all_but_the_top_published": lambda matrix, components: all_but_the_top(matrix, components, "published"),
 }
 BIN = 1_000
-"""Tokens of a bin, as in Figure 3 of *Too Much in Common*."""
-SPECTRUM = "singular_values"
+"""Tokens in a bin, as in Figure 3 of *Too Much in Common*."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What to do.
+    """Which matrix is measured, and how it is processed.
 
     Attributes:
         matrix: input or output embeddings.
-        form: how they are processed; see `istar.measures.postprocess`.
-        components: directions removed by the all-but-the-top forms; None for their own number.
-        policy: of words of several tokens in word similarity.
+        form: post-processing of the matrix; see `istar.measures.postprocess`.
+        components: number of directions that the all-but-the-top forms remove; None for their default.
+        policy: what word similarity does with words of several tokens; see `wordsim.word_vectors`.
     """
 
     matrix: Which = "input"
@@ -59,19 +60,19 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Embedded:
-    """What was found, a table each as rows.
+class EmbeddingResults:
+    """Measures of an embedding matrix, the matrix, and tables as lists of rows.
 
     Attributes:
         raw: the matrix as it is stored.
-        processed: in the form asked for.
-        tokens: of each row; None where the tokenizer has none for it.
+        processed: the matrix in the requested form.
+        tokens: token of each row; None for rows without a token.
         about: model, tensor and form, as `embeddings.json` has them.
-        figures: by form.
-        similarity: by benchmark and form.
-        notes: benchmarks without figures, and why.
-        unused: similarity of tokens that no text holds to the others, by bins of frequency.
-        frequency: tokens of the corpus, the most frequent first.
+        figures: measures by form.
+        similarity: word similarity by benchmark and form.
+        notes: why benchmarks are left out, one line each.
+        unused: cosine of unused tokens with the other tokens, by bins of tokens; see `unused_similarity`.
+        frequency: tokens of the texts, the most frequent first.
     """
 
     raw: Matrix
@@ -87,29 +88,29 @@ class Embedded:
 
 def embed(
     config: ModelConfig, choice: Choice, benchmarks: Sequence[Path] = (), texts: Sequence[Source] = ()
-) -> Embedded:
-    """Measure an embedding matrix as it is, as the papers process it, and in the form asked for.
+) -> EmbeddingResults:
+    """Measure an embedding matrix raw, centered, without its top directions, and in the requested form.
 
     Args:
         config: name and revision of the model.
-        choice: see there.
-        benchmarks: files of word similarity.
-        texts: in which tokens are counted.
+        choice: matrix and form.
+        benchmarks: files of word-similarity benchmarks.
+        texts: texts in which tokens are counted.
 
     Raises:
-        UserError: for anything that the user can mend.
+        UserError: if the model, a benchmark or a text cannot be read, or an option does not fit the others.
     """
     if choice.components is not None and not choice.form.startswith("all_but_the_top"):
-        raise UserError(f"--components is of the all_but_the_top forms, not of --form {choice.form}")
-    read = [wordsim.read_benchmark(path) for path in benchmarks]
+        raise UserError(f"--components needs an all_but_the_top form, but --form is {choice.form}; remove --components")
+    read_benchmarks = [wordsim.read_benchmark(path) for path in benchmarks]
     tokenizer = models.load_tokenizer(config)
     matrix = read_matrix(config, choice.matrix)
-    tokens = _tokens(tokenizer, len(matrix.values))
+    tokens = _tokens_by_row(tokenizer, len(matrix.values))
     processed = FORMS[choice.form](matrix.values, choice.components)
     forms: dict[str, Tensor] = {"raw": matrix.values, choice.form: processed}
     counts = count_tokens(texts, tokenizer, len(tokens)) if texts else None
-    similarity, notes = _similarity(read, forms, tokenizer, choice.policy)
-    return Embedded(
+    similarity, notes = _word_similarity(read_benchmarks, forms, tokenizer, choice.policy)
+    return EmbeddingResults(
         matrix,
         processed,
         tokens,
@@ -136,19 +137,22 @@ def _about(config: ModelConfig, choice: Choice, matrix: Matrix) -> dict[str, Any
 
 
 def _figures(raw: Tensor, choice: Choice, processed: Tensor) -> dict[str, dict[str, Any]]:
-    """The three forms of the papers' tables and the one asked for, if it is another."""
+    """Measure the three forms of the papers' tables, and the requested form if it is another one."""
     figures = {form: matrix_measures(FORMS[form](raw, None)) for form in ("raw", "centered", "all_but_the_top")}
     if choice.components is not None or choice.form not in figures:
         figures[choice.form] = matrix_measures(processed)
     return figures
 
 
-def _tokens(tokenizer: PreTrainedTokenizerBase, rows: int) -> list[str | None]:
-    """The token of each row; embeddings often have some more rows than there are tokens."""
+def _tokens_by_row(tokenizer: PreTrainedTokenizerBase, rows: int) -> list[str | None]:
+    """Return the token of each row; embeddings often have more rows than the vocabulary has tokens."""
     vocabulary = tokenizer.get_vocab()
     highest = max(vocabulary.values())
     if highest >= rows:
-        raise UserError(f"the tokenizer has token {highest} and the embeddings {rows} rows; they are not of one model")
+        raise UserError(
+            f"the tokenizer has token {highest}, but the embeddings have {rows} rows; expected more rows; "
+            "the two are not of one model"
+        )
     tokens: list[str | None] = [None] * rows
     for token, number in vocabulary.items():
         tokens[number] = token
@@ -158,37 +162,37 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, rows: int) -> list[str | None]:
 # ---- word similarity
 
 
-def _similarity(
+def _word_similarity(
     benchmarks: Iterable[wordsim.Benchmark],
     forms: Mapping[str, Tensor],
     tokenizer: PreTrainedTokenizerBase,
     policy: wordsim.Policy,
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """A row for each benchmark and form, and a note for each benchmark of which too few words are known."""
+    """Return a row for each benchmark and form, and a note for each benchmark with too few known words."""
     rows: list[dict[str, Any]] = []
     notes: list[str] = []
     for benchmark in benchmarks:
         for form, matrix in forms.items():
             vectors = wordsim.word_vectors(benchmark.words(), tokenizer, matrix, policy)
             try:
-                rows.append(_row(wordsim.similarity(vectors, benchmark), form, len(benchmark.pairs)))
+                rows.append(_similarity_row(wordsim.similarity(vectors, benchmark), form))
             except UserError as error:
                 notes.append(str(error))
                 break
     return rows, notes
 
 
-def _row(found: wordsim.WordSimilarity, form: str, pairs: int) -> dict[str, Any]:
+def _similarity_row(result: wordsim.WordSimilarity, form: str) -> dict[str, Any]:
     return {
-        "benchmark": found.benchmark,
+        "benchmark": result.benchmark,
         "form": form,
-        "policy": found.policy,
-        "pairs": pairs,
-        "kept": len(found.kept),
-        "cosine_pearson": found.cosine.pearson,
-        "cosine_spearman": found.cosine.spearman,
-        "inner_product_pearson": found.inner_product.pearson,
-        "inner_product_spearman": found.inner_product.spearman,
+        "policy": result.policy,
+        "pairs": len(result.kept) + len(result.left_out),
+        "kept": len(result.kept),
+        "cosine_pearson": result.cosine.pearson,
+        "cosine_spearman": result.cosine.spearman,
+        "inner_product_pearson": result.inner_product.pearson,
+        "inner_product_spearman": result.inner_product.spearman,
     }
 
 
@@ -196,40 +200,41 @@ def _row(found: wordsim.WordSimilarity, form: str, pairs: int) -> dict[str, Any]
 
 
 def count_tokens(texts: Iterable[Source], tokenizer: PreTrainedTokenizerBase, rows: int) -> np.ndarray:
-    """How often each token occurs, `(rows,)`; special tokens around a text do not count.
+    """Count how often each token occurs, `(rows,)`; the special tokens around a text are not counted.
 
     Raises:
-        UserError: for a file that cannot be read, or texts without tokens.
+        UserError: if a file cannot be read, or the texts have no tokens.
     """
     counts = np.zeros(rows, dtype=np.int64)
     for source in texts:
-        for some in _chunks(documents(source), 1_000):
-            encoded = tokenizer(some, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        for chunk in chunks(documents(source), 1_000):
+            encoded = tokenizer(chunk, add_special_tokens=False, return_attention_mask=False, verbose=False)
             for ids in encoded["input_ids"]:
                 counts += np.bincount(np.asarray(ids, dtype=np.int64), minlength=rows)
     if not counts.any():
-        raise UserError("--text: no file holds any text")
+        raise UserError("--text: no file holds any text; expected at least one line that is not empty")
     return counts
 
 
-def _chunks(texts: Iterator[str], size: int) -> Iterator[list[str]]:
-    while some := list(islice(texts, size)):
-        yield some
-
-
 def frequencies(counts: np.ndarray, tokens: Sequence[str | None]) -> list[dict[str, Any]]:
-    """Tokens that occur, the most frequent first, with the share of the corpus that they and those before make up."""
+    """Return a row for each token that occurs, the most frequent first, with its share and the cumulative share."""
     order = _by_frequency(counts)
     shares = counts[order] / counts.sum()
     return [
-        {"rank": rank, "id": number, "token": json.dumps(tokens[number]), "count": counts[number], "share": share,
-         "cumulative_share": total}
-        for rank, (number, share, total) in enumerate(zip(order, shares, shares.cumsum(), strict=True), start=1)
-    ]  # fmt: skip
+        {
+            "rank": rank,
+            "id": number,
+            "token": json.dumps(tokens[number]),
+            "count": counts[number],
+            "share": share,
+            "cumulative_share": cumulative,
+        }
+        for rank, (number, share, cumulative) in enumerate(zip(order, shares, shares.cumsum(), strict=True), start=1)
+    ]
 
 
 def _by_frequency(counts: np.ndarray) -> np.ndarray:
-    """Ids that occur, the most frequent first, the smaller id first among equals."""
+    """Return the ids that occur, the most frequent first; of equally frequent ids the smaller one comes first."""
     order = np.argsort(-counts, kind="stable")
     return order[: np.count_nonzero(counts)]
 
@@ -238,35 +243,38 @@ _UNUSED = re.compile(r"[\[<]unused_?\d+[\]>]")
 
 
 def unused_tokens(tokens: Sequence[str | None]) -> list[int]:
-    """Ids of the tokens that stand for nothing, as BERT has them; without any the last 1000, as the paper takes them.
+    """Return the ids of placeholder tokens such as BERT's `[unused0]`, which no text contains.
 
-    None where the vocabulary has not even twice as many.
+    Without placeholders these are the last 1,000 tokens, as in the paper, or none of fewer than 2,000.
     """
-    found = [number for number, token in enumerate(tokens) if token and _UNUSED.fullmatch(token)]
-    used = [number for number, token in enumerate(tokens) if token is not None]
-    return found or (used[-BIN:] if len(used) >= 2 * BIN else [])
+    placeholders = [number for number, token in enumerate(tokens) if token and _UNUSED.fullmatch(token)]
+    known = [number for number, token in enumerate(tokens) if token is not None]
+    return placeholders or (known[-BIN:] if len(known) >= 2 * BIN else [])
 
 
 def unused_similarity(
     forms: Mapping[str, Tensor], tokens: Sequence[str | None], special: set[int], counts: np.ndarray | None
 ) -> list[dict[str, Any]]:
-    """Mean cosine between unused tokens and the others, in bins of 1000 (*Too Much in Common*, Figure 3).
+    """Compute the mean cosine of unused tokens with the others, in bins of 1,000 (*Too Much in Common*, Figure 3).
 
-    By index, as in the paper, where a higher one is a rarer token for vocabularies such as BERT's; and by rank of
-    frequency where tokens were counted, the tokens that do not occur in a bin of their own.
+    The bins are by token id, as in the paper: vocabularies such as BERT's are ordered by frequency. If tokens were
+    counted, there are also bins by rank of frequency, and one bin of the tokens that do not occur.
 
     Args:
-        forms: matrices.
-        tokens: of the rows.
-        special: ids that are left out.
-        counts: `(rows,)`, occurrences of each token.
+        forms: matrices `(rows, d)` by form.
+        tokens: token of each row.
+        special: ids to leave out.
+        counts: number of occurrences of each token, `(rows,)`; None if unknown.
+
+    Returns:
+        A row for each bin that is not empty.
     """
     unused = unused_tokens(tokens)
     if not unused:
         return []
-    left_out = special.union(unused)
-    others = np.array([i for i, token in enumerate(tokens) if token is not None and i not in left_out], dtype=int)
-    cosines = {f"cosine_{form}": _cosines(matrix, unused) for form, matrix in forms.items()}
+    excluded = special.union(unused)
+    others = np.array([i for i, token in enumerate(tokens) if token is not None and i not in excluded], dtype=int)
+    cosines = {f"cosine_{form}": _mean_cosines(matrix, unused) for form, matrix in forms.items()}
     return [
         {
             "order": order,
@@ -282,7 +290,7 @@ def unused_similarity(
 
 
 def _bins(others: np.ndarray, counts: np.ndarray | None) -> Iterator[tuple[str, int | None, int | None, np.ndarray]]:
-    """Order, first and last place, and the ids in between."""
+    """Yield for each bin the order, its first and last position in that order, and its ids."""
     for start in range(0, int(others.max(initial=-1)) + 1, BIN):
         yield "index", start, start + BIN - 1, others[(others >= start) & (others < start + BIN)]
     if counts is None:
@@ -293,24 +301,32 @@ def _bins(others: np.ndarray, counts: np.ndarray | None) -> Iterator[tuple[str, 
     yield "not in the text", None, None, others[counts[others] == 0]
 
 
-def _cosines(matrix: Tensor, unused: Sequence[int]) -> np.ndarray:
-    """Each row's mean cosine with the unused rows, `(rows,)`."""
-    mean = unit_vectors(matrix[list(unused)].double())[0].mean(0)
-    return torch.cat([unit_vectors(block)[0] @ mean for block in wide_blocks(matrix)]).numpy()
+def _mean_cosines(matrix: Tensor, unused: Sequence[int]) -> np.ndarray:
+    """Compute each row's mean cosine with the unused rows, `(rows,)`."""
+    mean_direction = unit_vectors(matrix[list(unused)].double())[0].mean(0)
+    return torch.cat([unit_vectors(block)[0] @ mean_direction for block in wide_blocks(matrix)]).numpy()
 
 
-# ---- what is written and shown
+# ---- output
 
 
-def write(found: Embedded, out: Path) -> list[Path]:
-    """Write the figures; the files' paths."""
-    about = {**found.about, "figures": found.figures}
-    write_text(out / "embeddings.json", json.dumps(about, indent=1) + "\n")
+def write(results: EmbeddingResults, out: Path) -> list[Path]:
+    """Write `embeddings.json` and the CSV tables that have rows; returns their paths.
+
+    A table without rows is removed, so that no table of an earlier call remains.
+    """
+    text = json.dumps({**results.about, "figures": results.figures}, indent=1)
+    write_text(out / "embeddings.json", text + "\n")
     figures = [
-        {**found.about, "form": form, **{name: value for name, value in own.items() if name != SPECTRUM}}
-        for form, own in found.figures.items()
+        {**results.about, "form": form, **{name: value for name, value in row.items() if name != "singular_values"}}
+        for form, row in results.figures.items()
     ]
-    tables = {"embeddings": figures, "wordsim": found.similarity, "unused": found.unused, "frequency": found.frequency}
+    tables = {
+        "embeddings": figures,
+        "wordsim": results.similarity,
+        "unused": results.unused,
+        "frequency": results.frequency,
+    }
     written = [out / "embeddings.json"]
     for name, rows in tables.items():
         path = out / f"{name}.csv"
@@ -318,71 +334,65 @@ def write(found: Embedded, out: Path) -> list[Path]:
             write_text(path, pd.DataFrame(rows).convert_dtypes().to_csv(index=False))
             written.append(path)
         else:
-            # One of an earlier call would be taken for this one's.
             path.unlink(missing_ok=True)
     return written
 
 
-def write_matrix(found: Embedded, out: Path) -> list[Path]:
-    """Write the processed matrix as `embeddings.safetensors` and its rows' tokens, a JSON string or null a line."""
-    tensor = f"{found.about['matrix']}_embeddings"
-    about = {name: str(value) for name, value in found.about.items() if value is not None}
+def write_matrix(results: EmbeddingResults, out: Path) -> list[Path]:
+    """Write the processed matrix to `embeddings.safetensors`, and its rows' tokens to `tokens.txt`.
+
+    Each line of `tokens.txt` is a token as a JSON string, or `null` for a row without a token. Returns both paths.
+    """
+    tensor = f"{results.about['matrix']}_embeddings"
+    metadata = {name: str(value) for name, value in results.about.items() if value is not None}
     with atomic_write(out / "embeddings.safetensors") as file:
-        file.write(save({tensor: found.processed.contiguous()}, about))
-    write_text(out / "tokens.txt", "".join(json.dumps(token) + "\n" for token in found.tokens))
+        file.write(save({tensor: results.processed.contiguous()}, metadata))
+    write_text(out / "tokens.txt", "".join(json.dumps(token) + "\n" for token in results.tokens))
     return [out / "embeddings.safetensors", out / "tokens.txt"]
 
 
-def write_model(found: Embedded, config: ModelConfig, out: Path) -> Path:
-    """Write the whole model with the processed matrix in it to `model`, as `save_pretrained` does.
+def write_model(results: EmbeddingResults, config: ModelConfig, out: Path) -> Path:
+    """Save the whole model with the processed matrix to the folder `model`; returns the folder.
 
-    Tied output embeddings stay tied and are then processed too.
+    Tied output embeddings stay tied, so that they are processed too.
 
     Raises:
-        UserError: if it cannot be loaded or written.
+        UserError: if the model cannot be loaded or written.
     """
     model = models.load_pretrained(config, type(models.meta_model(models.load_pretrained(config, AutoConfig))))
-    layer = model.get_input_embeddings() if found.raw.which == "input" else model.get_output_embeddings()
+    layer = model.get_input_embeddings() if results.raw.which == "input" else model.get_output_embeddings()
     with torch.no_grad():
-        layer.weight.copy_(found.processed)
-    unfinished, folder = out / ".model", out / "model"
-    for leftover in (unfinished, folder):
+        layer.weight.copy_(results.processed)
+    draft, folder = out / ".model", out / "model"
+    for leftover in (draft, folder):
         shutil.rmtree(leftover, ignore_errors=True)
     try:
-        unfinished.mkdir(parents=True)
-        models.save(model, models.load_tokenizer(config), unfinished)
-        unfinished.rename(folder)
+        draft.mkdir(parents=True)
+        models.save(model, models.load_tokenizer(config), draft)
+        draft.rename(folder)
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {shorten(error)}") from error
     return folder
 
 
-def tables(found: Embedded) -> list[Table]:
-    """Figures of the forms, and word similarity times 100, as the paper prints it."""
-    about = found.about
-    where = "the whole model" if about["file"] is None else about["file"]
-    title = f"{Path(about['model']).name}: {about['matrix']} embeddings, {about['tensor']} of {where}"
+def tables(results: EmbeddingResults) -> list[Table]:
+    """Return the terminal tables: measures by form, and word similarity times 100, as in the paper."""
+    about = results.about
+    file = "the whole model" if about["file"] is None else about["file"]
+    title = f"{Path(about['model']).name}: {about['matrix']} embeddings, {about['tensor']} of {file}"
+    rows = [[form, *(f"{figures[name]:.4g}" for name in _COLUMNS)] for form, figures in results.figures.items()]
+    measures = _table(title, ["form", *_COLUMNS.values()], rows)
+    if not results.similarity:
+        return [measures]
+    scores = [name for name in results.similarity[0] if name.endswith(("pearson", "spearman"))]
     rows = [
-        [form, *(f"{own[name]:.4g}" for name in _COLUMNS)] for form, own in found.figures.items()
-    ]  # fmt: skip
-    shown = [_table(title, ["form", *_COLUMNS.values()], rows)]
-    if found.similarity:
-        scores = [name for name in found.similarity[0] if name.endswith(("pearson", "spearman"))]
-        rows = [
-            [
-                row["benchmark"],
-                row["form"],
-                f"{row['kept']}/{row['pairs']}",
-                *(f"{100 * row[s]:.2f}" for s in scores),
-            ]
-            for row in found.similarity
-        ]
-        header = ["benchmark", "form", "pairs", "cosine r", "cosine rho", "product r", "product rho"]
-        policy = found.similarity[0]["policy"].replace("_", " ")
-        shown.append(
-            _table(f"word similarity: Pearson's r and Spearman's rho with the ratings, x 100; {policy}", header, rows)
-        )
-    return shown
+        [row["benchmark"], row["form"], f"{row['kept']}/{row['pairs']}", *(f"{100 * row[name]:.2f}" for name in scores)]
+        for row in results.similarity
+    ]
+    policy = results.similarity[0]["policy"].replace("_", " ")
+    title = f"word similarity: Pearson's r and Spearman's rho with the ratings, x 100; {policy}"
+    header = ["benchmark", "form", "pairs", "cosine r", "cosine rho", "product r", "product rho"]
+    return [measures, _table(title, header, rows)]
 
 
 _COLUMNS = {
@@ -397,22 +407,24 @@ _COLUMNS = {
 def _table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     table = Table(title=title, title_justify="left")
     for name in header:
-        named = name in ("benchmark", "form")
-        table.add_column(name, justify="left" if named else "right", overflow="fold")
+        is_text = name in ("benchmark", "form")
+        table.add_column(name, justify="left" if is_text else "right", overflow="fold")
     for row in rows:
         table.add_row(*row)
     return table
 
 
-def remarks(found: Embedded) -> list[str]:
-    """What else a reader should know, a line each."""
-    told = list(found.notes)
-    if found.about["tied"]:
-        told.append("the output embeddings are tied to the input's: what is done to one is done to both")
-    if found.frequency:
-        shares = np.array([row["cumulative_share"] for row in found.frequency])
+def remarks(results: EmbeddingResults) -> list[str]:
+    """Return notes for the user, one line each."""
+    lines = list(results.notes)
+    if results.about["tied"]:
+        lines.append("the output embeddings are tied to the input embeddings: processing one processes both")
+    if results.frequency:
+        cumulative = np.array([row["cumulative_share"] for row in results.frequency])
+        # The tolerance allows for rounding errors in the cumulative sum.
         needed = [
-            f"{int(np.searchsorted(shares, part * (1 - 1e-12))) + 1:,} for {part:.0%}" for part in (0.3, 0.5, 0.98)
+            f"{int(np.searchsorted(cumulative, share * (1 - 1e-12))) + 1:,} for {share:.0%}"
+            for share in (0.3, 0.5, 0.98)
         ]
-        told.append(f"most frequent tokens needed to cover the text: {', '.join(needed)}")
-    return told
+        lines.append(f"most frequent tokens needed to cover the text: {', '.join(needed)}")
+    return lines

@@ -1,4 +1,4 @@
-"""All streaming measures of one layer's hidden states, and a sample of the points for those that do not stream."""
+"""Accumulators for all streaming measures of one layer, and a random sample of points for TwoNN."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -30,38 +30,37 @@ _LARGEST_NORM = 1e4
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Of the accumulators.
+class LayerSettings:
+    """Settings of a layer's accumulators.
 
     Attributes:
-        dim: d.
-        types: how many tokens the vocabulary has; 0 leaves IntraSim out.
-        device: where the sums live.
+        dim: width d of the hidden states.
+        vocabulary_size: number of token types; 0 leaves IntraSim out.
+        device: device of the accumulators.
     """
 
     dim: int
-    types: int
+    vocabulary_size: int
     device: torch.device
 
 
 class Layer:
-    """Accumulates everything of one tap; batches in any order and accumulators of several processes merge exactly.
+    """Accumulates the streaming measures of one tap.
 
-    Args:
-        settings: see `Settings`.
+    Batches may come in any order, and the accumulators of several processes merge exactly.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: LayerSettings) -> None:
         dim, device = settings.dim, settings.device
         self.settings = settings
         self.moments = FourthMoments(dim, device)
         self.cosine = AverageCosine(dim, device)
-        self.intra = IntraSim(settings.types, dim, device) if settings.types else None
+        self.intra = IntraSim(settings.vocabulary_size, dim, device) if settings.vocabulary_size else None
         self.dimensions = DimensionMoments(dim, device)
         self.norms = Norms(dim, torch.logspace(-2, torch.tensor(_LARGEST_NORM).log10().item(), _EDGES).tolist(), device)
 
     def update(self, points: Tensor, tokens: Tensor) -> None:
-        """Add `points` `(n, d)` and the numbers of their tokens `(n,)`; padding is out already."""
+        """Add hidden states `points`, `(n, d)`, and their token ids `tokens`, `(n,)`, without padding."""
         self.moments.update(points)
         self.cosine.update(points)
         self.dimensions.update(points)
@@ -70,17 +69,17 @@ class Layer:
             self.intra.update(points, tokens)
 
     def merge(self, other: "Layer") -> None:
-        """Add what another accumulator has seen."""
-        for own, theirs in zip(self.parts().values(), other.parts().values(), strict=True):
-            own.merge(theirs)
+        """Add the points that another accumulator has seen."""
+        for part, other_part in zip(self.parts().values(), other.parts().values(), strict=True):
+            part.merge(other_part)
 
     def parts(self) -> dict[str, Any]:
-        """The accumulators by name."""
-        own = {"moments": self.moments, "cosine": self.cosine, "dimensions": self.dimensions, "norms": self.norms}
-        return own if self.intra is None else {**own, "intra": self.intra}
+        """Return the accumulators by name."""
+        parts = {"moments": self.moments, "cosine": self.cosine, "dimensions": self.dimensions, "norms": self.norms}
+        return parts if self.intra is None else {**parts, "intra": self.intra}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All sums, for a file."""
+        """Return the tensors of all accumulators, keyed by accumulator and attribute."""
         return {
             f"{name}.{key}": value
             for name, part in self.parts().items()
@@ -89,27 +88,27 @@ class Layer:
         }
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Go on from sums that `state_dict` gave."""
+        """Restore the tensors that `state_dict` returned."""
         for name, part in self.parts().items():
             for key, value in vars(part).items():
                 if isinstance(value, Tensor):
                     setattr(part, key, state[f"{name}.{key}"].to(value))
 
     def measures(self) -> dict[str, float]:
-        r"""Every figure by its name.
+        r"""Compute all measures, by name.
 
-        IsoScore\* with zeta = 0 (`isoscore`) and without bias (`isoscore_unbiased`), InterSim and IntraSim, norms,
-        spectrum, outliers, and TwoNN of the sample.
+        These are IsoScore\* with zeta = 0 (`isoscore`) and its unbiased form, InterSim and IntraSim, norms, and
+        measures of the spectrum and of outlier dimensions.
         """
         covariance = self.moments.covariance()
         values = singular_values(self.moments)
         variances = covariance.diagonal()
         norms = self.norms.compute()
-        # A mean of many times the deviation that is common: the rogue dimensions of pretrained models.
+        # Rogue dimensions of pretrained models: the mean is many times the median deviation of all dimensions.
         outliers = outlier_dimensions(self.dimensions.mean, 5, "median", reference=self.dimensions.deviation())
         kurtosis = self.dimensions.kurtosis()
         score = isoscore(self.moments)
-        found: dict[str, float | Tensor] = {
+        measures: dict[str, float | Tensor] = {
             "tokens": float(self.moments.count),
             "isoscore": score,
             "isoscore_unbiased": isoscore_unbiased(self.moments),
@@ -125,24 +124,22 @@ class Layer:
             "largest_kurtosis": kurtosis.nan_to_num(0).max(),
         }
         if self.intra is not None:
-            found["intra_sim"] = _or_nan(self.intra)
-        return {name: float(value) for name, value in found.items()}
-
-
-def _or_nan(intra: IntraSim) -> float:
-    return float(intra.compute()) if (intra.count >= 2).any() else float("nan")
+            has_pairs = bool((self.intra.count >= 2).any())
+            measures["intra_sim"] = self.intra.compute() if has_pairs else math.nan
+        return {name: float(value) for name, value in measures.items()}
 
 
 class Sample:
-    """The same random tokens of every tap: those with the smallest of numbers drawn for each token.
+    """A random sample of tokens, with their hidden states at every tap.
 
-    The numbers depend on the seed and the block that a token is in, so that the sample is the same however the blocks
-    are batched and shared among processes, and samples merge exactly.
+    A random number is drawn for each token, and the tokens with the smallest numbers are kept. The numbers depend only
+    on the seed and the token's block. The sample is therefore the same however blocks are batched and shared among
+    processes, and samples merge exactly.
 
     Args:
-        names: of the taps.
-        size: how many tokens are kept.
-        seed: of the numbers.
+        names: names of the taps.
+        size: number of tokens to keep.
+        seed: seed of the random numbers.
     """
 
     def __init__(self, names: Sequence[str], size: int, seed: int) -> None:
@@ -151,34 +148,35 @@ class Sample:
         self.points: dict[str, Tensor] = {name: torch.empty(0) for name in names}
 
     def update(self, blocks: Sequence[int], lengths: Sequence[int], states: Mapping[str, Tensor]) -> None:
-        """Add blocks.
+        """Add the tokens of some blocks.
 
         Args:
-            blocks: their numbers.
-            lengths: tokens in each.
-            states: `(n, d)` of each tap, of all their tokens in order.
+            blocks: numbers of the blocks.
+            lengths: number of tokens in each block.
+            states: hidden states of each tap, `(n, d)`, of all tokens of the blocks in order.
         """
         if not self.size:
             return
         numbers = torch.cat([self._draw(block, length) for block, length in zip(blocks, lengths, strict=True)])
         bound = self.numbers[-1] if len(self.numbers) == self.size else torch.inf
-        near = (numbers < bound).nonzero().squeeze(1)
-        if len(near):
-            self._add(numbers[near], {name: state[near.to(state.device)].cpu() for name, state in states.items()})
+        candidates = (numbers < bound).nonzero().squeeze(1)
+        if len(candidates):
+            points = {name: state[candidates.to(state.device)].cpu() for name, state in states.items()}
+            self._add(numbers[candidates], points)
 
     def merge(self, other: "Sample") -> None:
-        """Add what another sample has seen."""
+        """Add the tokens of another sample."""
         self._add(other.numbers, other.points)
 
     def two_nn(self, name: str) -> Dimension:
-        """The intrinsic dimension at a tap and its standard error; NaN where too few points are distinct."""
+        """Estimate the intrinsic dimension at a tap and its standard error; NaN if too few points are distinct."""
         try:
             return two_nn_with_error(self.points[name], seed=self.seed)
         except UserError:
             return Dimension(math.nan, math.nan)
 
     def _draw(self, block: int, length: int) -> Tensor:
-        # torch's own generator looks at 32 bits of a seed, too few for a seed and the number of a block.
+        # torch's generator uses 32 bits of its seed, too few to hold the seed and the number of a block.
         generator = np.random.Generator(np.random.Philox(key=[self.seed, block]))
         return torch.from_numpy(generator.random(length))
 
@@ -188,6 +186,6 @@ class Sample:
         numbers = torch.cat([self.numbers, numbers])
         kept = numbers.argsort(stable=True)[: self.size]
         self.numbers = numbers[kept]
-        for name, own in self.points.items():
-            joined = torch.cat([own, points[name]]) if len(own) else points[name]
+        for name, previous in self.points.items():
+            joined = torch.cat([previous, points[name]]) if len(previous) else points[name]
             self.points[name] = joined[kept]

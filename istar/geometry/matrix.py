@@ -1,4 +1,4 @@
-"""An embedding matrix of a model, read alone: the file's other tensors, and its other files, are not looked at."""
+"""Reading an embedding matrix of a model without loading its other weights."""
 
 import json
 from dataclasses import dataclass
@@ -17,20 +17,20 @@ from istar.models import find_file, load_pretrained, meta_model
 Which = Literal["input", "output"]
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
-_OLDER = {"lm_head.weight": "embed_out.weight"}
-"""What transformers has renamed since the checkpoints were written: GPT-NeoX, and with it Pythia."""
+_FORMER_NAMES = {"lm_head.weight": "embed_out.weight"}
+"""Former names of tensors by the names that transformers uses now: those of GPT-NeoX, and so of Pythia."""
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """Embeddings `(rows, d)`, a row for each token.
+    """An embedding matrix with one row for each token.
 
     Attributes:
-        values: in float32.
-        which: input or output.
-        tensor: its name in the file, or in the model where there are no safetensors.
-        file: that holds it; None where the whole model was loaded.
-        tied: whether the output embeddings are the input's.
+        values: the matrix, `(rows, d)`, float32.
+        which: input or output embeddings.
+        tensor: name of the tensor in its file, or in the model if there is no safetensors file.
+        file: name of the safetensors file; None if the whole model was loaded.
+        tied: whether the input and output embeddings are the same parameter.
     """
 
     values: Tensor
@@ -41,74 +41,82 @@ class Matrix:
 
 
 def read_matrix(config: ModelConfig, which: Which = "input") -> Matrix:
-    """The embeddings, from the safetensors file that holds them; without one from the whole model.
+    """Read the embeddings from the safetensors file that holds them; without such a file, from the loaded model.
 
     Raises:
         UserError: if the model cannot be found or read, or has no such matrix.
     """
     model = _skeleton(config)
-    name, tied = _name(model, which), _is_tied(model)
+    name, tied = _parameter_name(model, which), _is_tied(model)
     if name is None:
-        raise UserError(f"{config.name} is a {type(model).__name__}, which has no {which} embeddings")
-    # Files name a tied matrix as they like; by the input's name it is always found.
-    stored = _stored(config, [*_names(model, "input"), *_names(model, "output")] if tied else _names(model, which))
+        raise UserError(f"{config.name} is a {type(model).__name__}, which has no {which} embeddings; choose another")
+    # A file may hold a tied matrix under either name.
+    both = [*_stored_names(model, "input"), *_stored_names(model, "output")]
+    names = both if tied else _stored_names(model, which)
+    stored = _read_tensor(config, names)
     if stored is None:
         whole = load_pretrained(config, type(model), dtype=torch.float32)
         return Matrix(whole.get_parameter(name).detach(), which, name, None, tied)
-    values, tensor, file = stored
+    values, tensor, path = stored
     expected = tuple(model.get_parameter(name).shape)
     if tuple(values.shape) != expected:
         raise UserError(
-            f"{file}: {tensor} has the shape {tuple(values.shape)} and {expected} by config.json; "
-            "they are not of one model"
+            f"{path}: {tensor} has the shape {tuple(values.shape)}; expected {expected}, as in config.json; "
+            "the two files are not of one model"
         )
-    return Matrix(values.float(), which, tensor, file.name, tied)
+    return Matrix(values.float(), which, tensor, path.name, tied)
 
 
 def untied_output(config: ModelConfig) -> Matrix | None:
-    """The output embeddings where the model has some of its own."""
+    """Read the output embeddings; None if the model has none or they are tied to the input embeddings."""
     model = _skeleton(config)
-    return None if _is_tied(model) or _name(model, "output") is None else read_matrix(config, "output")
+    is_separate = not _is_tied(model) and _parameter_name(model, "output") is not None
+    return read_matrix(config, "output") if is_separate else None
 
 
 def _skeleton(config: ModelConfig) -> PreTrainedModel:
+    """Build the model with its head from its config, without weights."""
     return meta_model(load_pretrained(config, AutoConfig))
 
 
 def _weight(model: PreTrainedModel, which: Which) -> Any:
     try:
         layer: Any = model.get_input_embeddings() if which == "input" else model.get_output_embeddings()
-    except NotImplementedError:  # how transformers says that an architecture has no such layer
+    except NotImplementedError:  # transformers raises this for architectures without such a layer
         return None
     return getattr(layer, "weight", None)
 
 
 def _is_tied(model: PreTrainedModel) -> bool:
-    return _weight(model, "input") is not None and _weight(model, "input") is _weight(model, "output")
+    weight = _weight(model, "input")
+    return weight is not None and weight is _weight(model, "output")
 
 
-def _name(model: PreTrainedModel, which: Which) -> str | None:
+def _parameter_name(model: PreTrainedModel, which: Which) -> str | None:
     weight = _weight(model, which)
     return next((name for name, parameter in model.named_parameters() if parameter is weight), None)
 
 
-def _names(model: PreTrainedModel, which: Which) -> list[str]:
-    """What the matrix may be called: in the model, without a head around it, and within one."""
+def _stored_names(model: PreTrainedModel, which: Which) -> list[str]:
+    """Return the names under which files hold the matrix: with and without the prefix of the base model, and former."""
     weight, prefix = _weight(model, which), f"{model.base_model_prefix}."
-    own = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is weight]
-    found = [other for name in own for other in (name, name.removeprefix(prefix), prefix + name)]
-    return [*found, *(_OLDER[name] for name in found if name in _OLDER)]
+    parameters = model.named_parameters(remove_duplicate=False)
+    names = [name for name, parameter in parameters if parameter is weight]
+    names = [variant for name in names for variant in (name, name.removeprefix(prefix), prefix + name)]
+    return [*names, *(_FORMER_NAMES[name] for name in names if name in _FORMER_NAMES)]
 
 
-def _stored(config: ModelConfig, names: list[str]) -> tuple[Tensor, str, Path] | None:
-    """The first of these tensors that a safetensors file has, and where it was."""
+def _read_tensor(config: ModelConfig, names: list[str]) -> tuple[Tensor, str, Path] | None:
+    """Read the first of the named tensors that a safetensors file has; returns the tensor, its name and the file."""
     index = find_file(config, INDEX)
     if index is not None:
-        shards = _shards(index)
+        shards = _read_index(index)
         tensor = next((name for name in names if name in shards), None)
         path = None if tensor is None else find_file(config, shards[tensor])
         if tensor is not None and path is None:
-            raise UserError(f"{config.name} lacks {shards[tensor]}, which by {INDEX} holds {tensor}")
+            raise UserError(
+                f"{config.name} lacks {shards[tensor]}; expected the file, as {INDEX} names it for {tensor}"
+            )
     else:
         path = find_file(config, WEIGHTS)
     if path is None:
@@ -118,11 +126,12 @@ def _stored(config: ModelConfig, names: list[str]) -> tuple[Tensor, str, Path] |
             tensor = next((name for name in names if name in file.keys()), None)  # noqa: SIM118
             return None if tensor is None else (file.get_tensor(tensor), tensor, path)
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{path} is damaged, or no safetensors file: {shorten(error)}") from error
+        raise UserError(f"{path} is damaged, or not a safetensors file: {shorten(error)}") from error
 
 
-def _shards(index: Path) -> dict[str, str]:
+def _read_index(path: Path) -> dict[str, str]:
+    """Read the index of a sharded model; returns the file of each tensor."""
     try:
-        return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        return dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{index} is no index of weights: {shorten(repr(error))}") from error
+        raise UserError(f"{path} is not an index of weights: {shorten(repr(error))}") from error

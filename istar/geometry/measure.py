@@ -1,17 +1,19 @@
-"""`istar measure`: all figures of a model, and the folder that holds them."""
+"""Measures of a model's layers, embedding matrices and final normalization, and their files.
 
-import csv
+Implements `istar measure`.
+"""
+
 import hashlib
-import io
 import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -42,22 +44,24 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What `measure` finds, as `measures.json` has it.
+class Measurements:
+    """The contents of `measures.json`.
 
     Attributes:
-        model: name and revision as given.
-        weights: hash of all weights: equal for equal weights, whatever their revision is called.
-        settings: how the corpus was read.
-        sources: figures by source and tap; `combined` for several sources together.
+        model: name and revision as given, dtype, model type and device.
+        weights: hash of all weights. Equal weights have equal hashes, whatever their revision is called.
+        settings: how the texts were read.
+        sources: measures by source and tap. With several sources, `combined` is all of them together.
         spectra: singular values of the hidden states, raw and centered, by source and tap.
-        matrices: figures of the `input` embeddings, and of the `output` embeddings where they are others: raw,
-            centered and post-processed, with the convention of I(W)'s signs.
-        final_norm: gain and bias of the final normalization; None where there is none.
+        matrices: measures of the `input` embeddings and, if they are not tied, of the `output` embeddings, by form
+            (raw, centered, post_processed). I(W) is there for both conventions of the signs.
+        final_norm: measures of the gain and bias of the final normalization; None if the model has no gain there.
         norms: histograms of the hidden states' norms, by source and tap.
         extremes: dimensions with the most extreme means, by source and tap.
-        rows: of the embedding matrices: norms, and some rows in two dimensions; see `arrays.rows`.
-        command: that measured this.
+        rows: histogram of norms and two-dimensional projection of the rows of each embedding matrix; see
+            `arrays.summarize_rows`.
+        command: command line that took these measures.
+        format: version of the file format.
     """
 
     model: dict[str, Any]
@@ -73,72 +77,89 @@ class Measured:
     command: str = ""
     format: int = FORMAT
 
+    @property
+    def combined_key(self) -> str:
+        """Key of all texts together in `sources`: `combined`, or the name of the only source."""
+        return COMBINED if COMBINED in self.sources else next(iter(self.sources))
+
+    @property
+    def all_texts(self) -> dict[str, dict[str, float]]:
+        """Measures by tap over all texts together."""
+        return self.sources[self.combined_key]
+
 
 def measure(
     name: str,
-    found: Sequence[Source],
-    how: Pass,
+    sources: Sequence[Source],
+    settings: Pass,
     out: Path,
     revision: str | None = None,
     dtype: str = "float32",
     device: str = "auto",
     console: Console | None = None,
     command: str = "",
-) -> Measured:
-    """Measure a model over texts in one pass, and its embedding matrices and final normalization.
+) -> Measurements:
+    """Measure a model's hidden states over texts in one pass, its embedding matrices and its final normalization.
 
-    A pass that was broken off goes on from what it has left in `out`.
+    A pass that was interrupted resumes from the state that it has saved in `out`.
 
     Args:
-        name: hub id or folder.
-        found: texts.
-        how: see `Pass`; a length of 0 is the model's own, 512 at most.
-        out: folder for what is found.
+        name: hub id or folder of the model.
+        sources: texts.
+        settings: how the texts are read. A length of 0 stands for the model's longest input, 512 at most.
+        out: folder for the state of the pass.
         revision: branch, tag or commit on the hub.
-        dtype: of the weights: float32, float64, bfloat16 or float16; statistics are wider.
+        dtype: dtype of the weights: float32, float64, bfloat16 or float16. Statistics are at least float32.
         device: auto, cpu, cuda, cuda:1, mps.
-        console: for a progress bar.
-        command: to be told with what is found.
+        console: console for a progress bar; None shows none.
+        command: command line to record in the measurements.
 
     Raises:
-        UserError: for anything that the user can mend.
+        UserError: if the model or a text cannot be read, or an argument does not fit the model or the machine.
     """
     config = ModelConfig(name=name, revision=revision)
     tokenizer = load_tokenizer(config)
     model: Any = load_encoder(config, tokenizer, DTYPES[dtype])
-    model = model.to(_device(device))
-    # An encoder has no head, so that it is read for itself; and before the pass, which may take hours.
+    model = model.to(_find_device(device))
+    # An encoder has no head, so the output embeddings are read separately. A failure shows before the pass, which may
+    # take hours.
     output = untied_output(config)
-    how = _with_length(how, model)
+    settings = _with_length(settings, model)
     weights = weights_hash(model)
-    identity = stream.identity(weights, how, [source.path for source in found], *(source.path for source in found))
-    read = Stream(model, tokenizer, how, out / ".pass", identity)(found, console)
-    embedded = matrices(model, output)
-    return Measured(
-        {
+    paths = [source.path for source in sources]
+    # The paths count by name (the list) and by content (each by itself).
+    identity = stream.identity(weights, settings, paths, *paths)
+    statistics = Stream(model, tokenizer, settings, out / ".pass", identity)(sources, console)
+    embeddings = embedding_matrices(model, output)
+    layers = {source: result.layers.items() for source, result in statistics.items()}
+    counts = _token_counts(statistics)
+    return Measurements(
+        model={
             "name": name,
             "revision": revision,
             "dtype": dtype,
             "type": model.config.model_type,
             "device": str(model.device),
         },
-        weights,
-        {**asdict(how), "texts": {source.name: str(source.path) for source in found}},
-        {source: statistics.measures() for source, statistics in read.items()},
-        {source: _spectra(statistics) for source, statistics in read.items()},
-        {which: embedding_measures(values) for which, values in embedded.items()},
-        _final_norm(model),
-        norms={source: _by_tap(statistics, arrays.norms) for source, statistics in read.items()},
-        extremes={source: _by_tap(statistics, arrays.extremes) for source, statistics in read.items()},
-        rows={which: arrays.rows(values, _counts(read)) for which, values in embedded.items()},
+        weights=weights,
+        settings={**asdict(settings), "texts": {source.name: str(source.path) for source in sources}},
+        sources={source: result.measures() for source, result in statistics.items()},
+        spectra={source: {tap: _spectra(layer) for tap, layer in taps} for source, taps in layers.items()},
+        matrices={which: embedding_measures(matrix) for which, matrix in embeddings.items()},
+        final_norm=_final_norm(model),
+        norms={source: {tap: arrays.norm_histogram(layer) for tap, layer in taps} for source, taps in layers.items()},
+        extremes={
+            source: {tap: arrays.extreme_dimensions(layer) for tap, layer in taps} for source, taps in layers.items()
+        },
+        rows={which: arrays.summarize_rows(matrix, counts) for which, matrix in embeddings.items()},
         command=command,
     )
 
 
 def weights_hash(model: PreTrainedModel) -> str:
-    """Sixteen hexadecimal digits of all weights in their order; buffers do not count, nor does a pooler.
+    """Hash all parameters except a pooler's, in their order; returns sixteen hexadecimal digits.
 
-    A pooler that pretraining had no use for is random at each loading, and no hidden state depends on it.
+    A pooler that the checkpoint lacks is initialized randomly at each loading, and no hidden state depends on it.
     """
     digest = hashlib.blake2b(digest_size=8)
     for name, parameter in model.named_parameters():
@@ -149,112 +170,105 @@ def weights_hash(model: PreTrainedModel) -> str:
     return digest.hexdigest()
 
 
-def matrices(model: PreTrainedModel, output: Matrix | None) -> dict[str, Tensor]:
-    """The embedding matrices: `input` and, where it is another one, `output`."""
+def embedding_matrices(model: PreTrainedModel, output: Matrix | None) -> dict[str, Tensor]:
+    """Return the `input` embeddings and, unless it is None, the `output` matrix, on the model's device."""
     weight: Any = model.get_input_embeddings().weight
-    found = {"input": weight.detach()}
-    return found if output is None else {**found, "output": output.values.to(weight.device)}
+    matrices = {"input": weight.detach()}
+    return matrices if output is None else {**matrices, "output": output.values.to(weight.device)}
 
 
 def embedding_measures(matrix: Tensor) -> dict[str, dict[str, Any]]:
-    """Figures of a matrix `(n, d)` as it is (`raw`), `centered`, and without its top directions (`post_processed`)."""
+    """Measure a matrix `(n, d)` as it is (`raw`), `centered`, and without its top directions (`post_processed`)."""
     forms = {"raw": matrix, "centered": centered(matrix), "post_processed": all_but_the_top(matrix)}
     return {form: matrix_measures(values) for form, values in forms.items()}
 
 
 def matrix_measures(matrix: Tensor) -> dict[str, Any]:
-    """Figures of one matrix `(n, d)` as it is."""
+    """Measure one matrix `(n, d)`: I(W) by both conventions of the signs, norms, and singular values."""
     norms = norm_summary(matrix)
-    papers, both = (partition_isotropy(matrix, signs) for signs in ("as_computed", "both"))
+    as_computed, both = (partition_isotropy(matrix, signs) for signs in ("as_computed", "both"))
     return {
         "rows": matrix.shape[0],
         "dimensions": matrix.shape[1],
-        "partition_isotropy_as_computed": papers.value,
+        "partition_isotropy_as_computed": as_computed.value,
         "partition_isotropy_both": both.value,
         "average_norm": norms.average,
         "mean_vector_norm": norms.mean_vector,
         "norm_ratio": norms.ratio,
-        "singular_values": arrays.short(singular_values(matrix, centered=False).tolist()),
+        "singular_values": arrays.round_all(singular_values(matrix, centered=False).tolist()),
     }
 
 
 JSON, CSV = "measures.json", "measures.csv"
 
 
-def files(measured: Measured) -> dict[str, str]:
-    """`measures.json`, and `measures.csv` with a row for each source and tap."""
+def files(measured: Measurements) -> dict[str, str]:
+    """Return the text of `measures.json` and `measures.csv` by file name."""
     text = json.dumps(asdict(measured), indent=1)
-    # A line for each list of numbers, not for each number.
-    return {JSON: _NUMBERS.sub(lambda found: " ".join(found[0].split()), text) + "\n", CSV: as_csv(measured)}
+    # Each list of numbers is put on one line.
+    return {JSON: _NUMBERS.sub(lambda match: " ".join(match[0].split()), text) + "\n", CSV: as_csv(measured)}
 
 
-# Strings hold no line breaks, so none of them matches.
+# JSON strings contain no line breaks, so that the pattern matches no string.
 _NUMBERS = re.compile(r"\[\n[-+\d.eNaInfity,\s]+\]")
 
 
-def write(measured: Measured, out: Path) -> None:
-    """Write these files."""
+def write(measured: Measurements, out: Path) -> None:
+    """Write `measures.json` and `measures.csv`."""
     for name, text in files(measured).items():
         write_text(out / name, text)
 
 
-def as_csv(measured: Measured) -> str:
-    """Figures of the layers: model, revision, source, layer, and a column for each measure."""
-    rows = [
-        {"model": measured.model["name"], "revision": measured.model["revision"], "source": source, "layer": tap, **own}
+def layer_frame(measured: Measurements) -> pd.DataFrame:
+    """Return one row for each source and layer, with a column for each measure."""
+    return pd.DataFrame(
+        {"source": source, "layer": tap, **figures}
         for source, taps in measured.sources.items()
-        for tap, own in taps.items()
-    ]
-    text = io.StringIO()
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    table = csv.DictWriter(text, columns, lineterminator="\n")
-    table.writeheader()
-    # Nothing rather than a nan for what is not defined.
-    table.writerows({key: "" if _is_nan(value) else value for key, value in row.items()} for row in rows)
-    return text.getvalue()
+        for tap, figures in taps.items()
+    )
 
 
-def _is_nan(value: Any) -> bool:
-    return value is None or (isinstance(value, float) and math.isnan(value))
+def as_csv(measured: Measurements) -> str:
+    """Return the layers' measures as CSV: model, revision, source, layer, and a column for each measure."""
+    frame = layer_frame(measured)
+    frame.insert(0, "model", measured.model["name"])
+    frame.insert(1, "revision", measured.model["revision"])
+    return frame.to_csv(index=False)
 
 
-def read(path: Path) -> Measured:
+def read(path: Path) -> Measurements:
     """Read `measures.json`.
 
     Raises:
-        UserError: if it is none.
+        UserError: if the file cannot be read, is damaged, or has another version of the format.
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         if values["format"] != FORMAT:
-            raise UserError(f"{path} has format {values['format']}; this version reads {FORMAT}")
-        return Measured(**values)
+            raise UserError(f"{path} has format {values['format']}; expected {FORMAT}; measure the model again")
+        return Measurements(**values)
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{path} holds no measures that istar wrote: {shorten(error)}") from error
+        raise UserError(
+            f"{path} holds no measures that istar wrote: {shorten(error)}; measure the model again"
+        ) from error
 
 
-def _spectra(statistics: Statistics) -> dict[str, dict[str, list[float]]]:
+def _spectra(layer: Layer) -> dict[str, list[float]]:
     return {
-        tap: {
-            form: arrays.short(singular_values(layer.moments, centered=form == "centered").tolist())
-            for form in ("raw", "centered")
-        }
-        for tap, layer in statistics.layers.items()
+        form: arrays.round_all(singular_values(layer.moments, centered=form == "centered").tolist())
+        for form in ("raw", "centered")
     }
 
 
-def _by_tap(statistics: Statistics, of: Callable[[Layer], Any]) -> dict[str, Any]:
-    return {tap: of(layer) for tap, layer in statistics.layers.items()}
-
-
-def _counts(read: Mapping[str, Statistics]) -> Tensor | None:
-    """How often each token is in all texts, which IntraSim knows."""
-    statistics = read.get(COMBINED) or next(iter(read.values()))
-    intra = next(iter(statistics.layers.values())).intra
+def _token_counts(statistics: Mapping[str, Statistics]) -> Tensor | None:
+    """Return how often each token is in all texts, which the accumulator of IntraSim counts; None without it."""
+    whole = statistics.get(COMBINED) or next(iter(statistics.values()))
+    intra = next(iter(whole.layers.values())).intra
     return None if intra is None else intra.count
 
 
 def _final_norm(model: PreTrainedModel) -> dict[str, Any] | None:
+    """Measure the gain and bias of the final normalization; None if the model has no gain there."""
     norm = Taps(model).norm
     weight = getattr(norm, "weight", None)
     if norm is None or weight is None:
@@ -262,37 +276,36 @@ def _final_norm(model: PreTrainedModel) -> dict[str, Any] | None:
     return asdict(layer_norm_summary(weight, getattr(norm, "bias", None)))
 
 
-def _device(name: str) -> torch.device:
+def _find_device(name: str) -> torch.device:
     if name == "auto":
-        # torchrun gives each of its processes a GPU by this number.
-        own = int(os.environ.get("LOCAL_RANK", "0"))
-        return torch.device("cuda", own) if torch.cuda.is_available() else torch.device("cpu")
+        # torchrun gives each process of a machine its own LOCAL_RANK.
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise UserError(
-            f"--device {name} cannot be used here; expected auto, cpu, or a device such as cuda:0"
+            f"--device {name} is not available on this machine; expected auto, cpu, or a device such as cuda:0"
         ) from error
     return device
 
 
-_LONGEST = 512
+_MAX_DEFAULT_LENGTH = 512
 
 
-def _with_length(how: Pass, model: PreTrainedModel) -> Pass:
-    """The length asked for, which must fit the model; the model's own, up to 512, where none is."""
-    text = model.config.get_text_config()
-    # RoBERTa's positions begin behind the number of the padding.
-    offset = (text.pad_token_id or 0) + 1 if "roberta" in text.model_type else 0
-    longest = getattr(text, "max_position_embeddings", None) or _LONGEST
-    longest -= offset
-    if how.length > longest:
-        raise UserError(f"--length {how.length} is more than the {longest} tokens that the model takes")
-    return Pass(**{**asdict(how), "length": how.length or min(longest, _LONGEST)})
+def _with_length(settings: Pass, model: PreTrainedModel) -> Pass:
+    """Check the block length against the model; replace a length of 0 by the model's longest input, 512 at most."""
+    config = model.config.get_text_config()
+    # RoBERTa's positions start behind the id of the padding token.
+    offset = (config.pad_token_id or 0) + 1 if "roberta" in config.model_type else 0
+    longest = (getattr(config, "max_position_embeddings", None) or _MAX_DEFAULT_LENGTH) - offset
+    if settings.length > longest:
+        raise UserError(f"--length {settings.length} is too long; the model takes at most {longest} tokens")
+    return replace(settings, length=settings.length or min(longest, _MAX_DEFAULT_LENGTH))
 
 
-_SHOWN = {
+_COLUMNS = {
     "isoscore": "IsoScore*",
     "isoscore_unbiased": "unbiased",
     "inter_sim": "InterSim",
@@ -303,25 +316,26 @@ _SHOWN = {
 }
 
 
-def table(measured: Measured) -> Table:
-    """The figures that a reader looks at first, by layer, of all texts together."""
-    taps = measured.sources.get(COMBINED) or next(iter(measured.sources.values()))
+def table(measured: Measurements) -> Table:
+    """Return the terminal table of the main measures by layer, over all texts together."""
+    taps = measured.all_texts
     tokens = next(iter(taps.values()))["tokens"]
     title = f"{measured.model['name']} · {tokens:,.0f} tokens"
-    found = Table(title=title, title_justify="left", caption=_matrix_caption(measured), caption_justify="left")
-    shown = [name for name in _SHOWN if any(name in own for own in taps.values())]
-    found.add_column("layer")
-    for name in shown:
-        found.add_column(_SHOWN[name], justify="right")
-    for tap, own in taps.items():
-        found.add_row(tap, *("-" if _is_nan(own.get(name)) else f"{own[name]:.4g}" for name in shown))
-    return found
+    result = Table(title=title, title_justify="left", caption=_matrix_caption(measured), caption_justify="left")
+    columns = [name for name in _COLUMNS if any(name in figures for figures in taps.values())]
+    result.add_column("layer")
+    for name in columns:
+        result.add_column(_COLUMNS[name], justify="right")
+    for tap, figures in taps.items():
+        values = [figures.get(name, math.nan) for name in columns]
+        result.add_row(tap, *("-" if math.isnan(value) else f"{value:.4g}" for value in values))
+    return result
 
 
-def _matrix_caption(measured: Measured) -> str:
+def _matrix_caption(measured: Measurements) -> str:
     parts = [
-        f"{which} embeddings {form.replace('_', '-')} {own['partition_isotropy_as_computed']:.4g}"
+        f"{which} embeddings {form.replace('_', '-')} {figures['partition_isotropy_as_computed']:.4g}"
         for which, forms in measured.matrices.items()
-        for form, own in forms.items()
+        for form, figures in forms.items()
     ]
     return f"I(W), signs as computed: {'; '.join(parts)}."

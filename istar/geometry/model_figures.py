@@ -1,4 +1,4 @@
-"""What the figures of `istar measure` show, as numbers: the plots that `istar.figures.drawing` draws."""
+"""Plots of a model's geometry, as numbers that `istar.figures.drawing` renders."""
 
 import itertools
 import math
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from istar.figures.plot import Line, Panel, Plot
-from istar.geometry.measure import COMBINED, Measured
+from istar.geometry.measure import COMBINED, Measurements
 from istar.geometry.spheres import Sphere
 from istar.geometry.taps import EMBEDDINGS, FINAL_NORM
 
@@ -21,15 +21,16 @@ NAMES = {
     "average_norm": "average norm",
     "norm_ratio": "norm ratio",
 }
-"""The measures that are drawn, as the figures and tables call them."""
+"""Titles of the measures that figures and tables show."""
 FORMS = {"raw": "raw", "centered": "centered", "post_processed": "post-processed"}
-_LINES, _LONGEST_LABEL, _TICKS = 5, 32, 6
-_STATES_ROUNDING, _MATRIX_ROUNDING = 1e-4, 1e-6
-"""Singular values of so small a part of the largest are rounding: of a float32 scatter, and of float32 points."""
+_MAX_LINES, _MAX_LABEL, _MAX_TICKS = 5, 32, 6
+_STATE_ROUNDING, _MATRIX_ROUNDING = 1e-4, 1e-6
+"""Singular values below these fractions of the largest are rounding errors: of a float32 scatter matrix (hidden states)
+and of float32 points (embedding matrices)."""
 
 
-def layer_plots(measured: Measured) -> list[Plot]:
-    """A line for each text: its figures by layer."""
+def layer_plots(measured: Measurements) -> list[Plot]:
+    """Return plots of the measures by layer, with one line for each text."""
     return [
         Plot(
             name,
@@ -38,7 +39,7 @@ def layer_plots(measured: Measured) -> list[Plot]:
             "line",
             "layer",
             tuple(panel for key in keys if (panel := _layer_panel(measured, key)) is not None),
-            x_names=_tick_names(list(taps_of(measured))),
+            x_names=_tick_names(list(measured.all_texts)),
             ink=COMBINED,
         )
         for name, title, caption, keys in _LAYER_PLOTS
@@ -49,101 +50,94 @@ _LAYER_PLOTS = (
     (
         "isotropy",
         "IsoScore by layer",
-        "How evenly the variance is spread over all directions: 1 for all alike, 0 for a single one; blind to where "
-        "the mean is. IsoScore* has ζ = 0 and is biased towards 0 for few tokens, the other form is not.",
+        "How evenly the variance is spread over all directions: 1 if it is equal in all, 0 if it is in a single one. "
+        "The mean has no influence. IsoScore* has ζ = 0 and is biased towards 0 for few tokens; the other form is "
+        "unbiased.",
         ("isoscore", "isoscore_unbiased"),
     ),
     (
         "directions",
         "InterSim and IntraSim by layer",
-        "InterSim: mean cosine of any two tokens' states. IntraSim: of two occurrences of one token, mean over token "
-        "types. Where both are near 1 there is one direction; where IntraSim alone is, context changes little.",
+        "InterSim is the mean cosine of the states of any two tokens. IntraSim is the mean cosine of two occurrences "
+        "of the same token type, averaged over types. If both are near 1, all states share one direction; if IntraSim "
+        "alone is, context changes the states little.",
         ("inter_sim", "intra_sim"),
     ),
     (
         "dimension",
         "Intrinsic dimension and rank by layer",
-        "TwoNN of a sample of the tokens: of how many dimensions the cloud is close by. Effective rank and "
-        "participation ratio of the centered spectrum: how many directions it spans; the first counts small ones, "
-        "the second the largest alone.",
+        "TwoNN estimates the local dimension of the cloud from a sample of the tokens. Effective rank and "
+        "participation ratio measure how many directions the centered spectrum spans; the first is sensitive to small "
+        "singular values, the second to the largest alone.",
         ("two_nn", "effective_rank", "participation_ratio"),
     ),
     (
         "norms",
         "Norms by layer",
-        "Average norm of the states, and the norm of their mean divided by it: 0 for a cloud about the origin, 1 "
-        "where all states are one.",
+        "Average norm of the states, and the norm of their mean divided by that average: 0 for a cloud around the "
+        "origin, 1 if all states are equal.",
         ("average_norm", "norm_ratio"),
     ),
 )
 
 
-def not_drawn(plot: Plot) -> list[str]:
-    """Names of the measures that a plot of `layer_plots` lacks, because no layer has a number."""
+def missing_measures(plot: Plot) -> list[str]:
+    """Return the titles of the measures that a plot of `layer_plots` lacks because no layer has a finite value."""
     keys = next(keys for name, *_, keys in _LAYER_PLOTS if name == plot.name)
-    return [NAMES[key] for key in keys if NAMES[key] not in {panel.y_label for panel in plot.panels}]
-
-
-def taps_of(measured: Measured) -> dict[str, dict[str, float]]:
-    """Figures by tap, of all texts together."""
-    return measured.sources[whole(measured)]
-
-
-def whole(measured: Measured) -> str:
-    """The name under which all texts together stand."""
-    return COMBINED if COMBINED in measured.sources else next(iter(measured.sources))
+    plotted = {panel.y_label for panel in plot.panels}
+    return [NAMES[key] for key in keys if NAMES[key] not in plotted]
 
 
 def tap_name(tap: str) -> str:
-    """A tap in words."""
+    """Return the name of a tap with spaces for underscores."""
     return tap.replace("_", " ")
 
 
-def _layer_panel(measured: Measured, key: str) -> Panel | None:
-    lines = tuple(
-        Line(label, tuple(map(float, range(len(own)))), tuple(figures.get(key, math.nan) for figures in own.values()))
-        for label, own in zip(_labels(list(measured.sources)), measured.sources.values(), strict=True)
-        if any(math.isfinite(figures.get(key, math.nan)) for figures in own.values())
-    )
-    return Panel("", "", lines, "", NAMES[key]) if lines else None
+def _layer_panel(measured: Measurements, key: str) -> Panel | None:
+    lines = []
+    for label, taps in zip(_labels(list(measured.sources)), measured.sources.values(), strict=True):
+        ys = tuple(figures.get(key, math.nan) for figures in taps.values())
+        if any(map(math.isfinite, ys)):
+            lines.append(Line(label, tuple(map(float, range(len(ys)))), ys))
+    return Panel("", "", tuple(lines), "", NAMES[key]) if lines else None
 
 
 def _labels(names: Sequence[str]) -> list[str]:
-    """Names that a legend has room for, all different."""
+    """Shorten the names of texts to distinct, printable labels that fit in a legend."""
     labels: list[str] = []
     for name in names:
-        plain = " ".join("".join(letter if letter.isprintable() else " " for letter in name).split()) or "text"
-        label = plain if len(plain) <= _LONGEST_LABEL else f"{plain[: _LONGEST_LABEL - 1]}…"
-        # matplotlib leaves out of a legend what begins with an underscore.
+        label = " ".join("".join(letter if letter.isprintable() else " " for letter in name).split()) or "text"
+        label = label if len(label) <= _MAX_LABEL else f"{label[: _MAX_LABEL - 1]}…"
+        # matplotlib leaves labels with a leading underscore out of the legend.
         label = f" {label}" if label.startswith("_") else label
         labels.append(f"{label} ({len(labels) + 1})" if label in labels else label)
     return labels
 
 
 def _tick_names(taps: Sequence[str]) -> dict[float, str]:
-    """The first and the last tap by name, and as many numbers between them as have room."""
+    """Label the embeddings and the final normalization by name, and at most six layers between them by number."""
     end = len(taps) - 1 if taps[-1] == FINAL_NORM else None
     layers = len(taps) - 1 - (end is not None)
-    step = math.ceil(layers / _TICKS) or 1
+    step = math.ceil(layers / _MAX_TICKS) or 1
     numbers = [number for number in range(step, layers + 1, step) if end is None or end - number >= step]
     first = {0.0: "emb."} if taps[0] == EMBEDDINGS else {}
     last = {} if end is None else {float(end): "final\nnorm"}
     return {**first, **{float(number): str(number) for number in numbers}, **last}
 
 
-def spectra(measured: Measured) -> Plot:
-    """Singular values of the hidden states."""
-    own = measured.spectra.get(whole(measured), {})
+def spectra(measured: Measurements) -> Plot:
+    """Plot the singular values of the hidden states over all texts, raw and centered, with a line for each layer."""
+    by_tap = measured.spectra.get(measured.combined_key, {})
     panels = []
     for form in ("raw", "centered"):
-        lines = [_decay(tap_name(tap), own[tap][form], _STATES_ROUNDING) for tap in _some(list(own))]
+        lines = [_decay(tap_name(tap), by_tap[tap][form], _STATE_ROUNDING) for tap in _evenly_spaced(list(by_tap))]
         panels += [Panel("", FORMS[form], tuple(lines), "", "singular value / largest")] if lines else []
     return Plot(
         "spectra",
         "Singular values of the hidden states",
-        "Each layer's singular values, divided by its largest, of the states as they are and about their mean. A "
-        "first value far above the others in the raw spectrum that is gone in the centered one is a shift of the "
-        "cloud, no cone. What is below 1e-4 of the largest is rounding, and left out. All texts together.",
+        "Singular values of each layer's states, raw and centered, divided by the largest. A first value far above the "
+        "others that disappears in the centered spectrum is a shift of the cloud, not a cone. Values below 1e-4 of the "
+        "largest are rounding errors and are left out. All texts together.",
         "line",
         "number of the singular value",
         tuple(panels),
@@ -152,67 +146,56 @@ def spectra(measured: Measured) -> Plot:
     )
 
 
-def matrix_spectra(measured: Measured) -> Plot:
-    """Singular values of the embedding matrices."""
-    panels = tuple(
-        Panel(
-            "",
-            _matrix_name(which),
-            tuple(
-                _decay(FORMS[form], own["singular_values"], _MATRIX_ROUNDING)
-                for form, own in forms.items()
-                if form in FORMS
-            ),
-            "",
-            "singular value / largest",
-        )
-        for which, forms in measured.matrices.items()
-    )
+def matrix_spectra(measured: Measurements) -> Plot:
+    """Plot the singular values of the embedding matrices, with a line for each form."""
+    panels = []
+    for which, forms in measured.matrices.items():
+        spectra = {FORMS[form]: figures["singular_values"] for form, figures in forms.items() if form in FORMS}
+        lines = tuple(_decay(label, values, _MATRIX_ROUNDING) for label, values in spectra.items())
+        panels.append(Panel("", _matrix_name(which), lines, "", "singular value / largest"))
     return Plot(
         "matrix_spectra",
         "Singular values of the embedding matrix",
-        "Of the matrix as it is, centered, and without its first components (all-but-the-top), each divided by its "
-        "largest.",
+        "Singular values of the matrix raw, centered, and without its first components (all-but-the-top), each "
+        "divided by the largest.",
         "line",
         "number of the singular value",
-        panels,
+        tuple(panels),
         log_y=True,
     )
 
 
 def _decay(label: str, values: Sequence[float], rounding: float) -> Line:
+    """Return a line of the singular values divided by the largest, without those that are rounding errors."""
     largest = max(values, default=0.0)
-    known = [value / largest for value in values if value > rounding * largest]
-    return Line(label, tuple(map(float, range(1, len(known) + 1))), tuple(known))
+    ys = tuple(value / largest for value in values if value > rounding * largest)
+    return Line(label, tuple(map(float, range(1, len(ys) + 1))), ys)
 
 
-def _some(names: Sequence[str]) -> list[str]:
-    """At most so many as can be told apart, evenly from the first to the last."""
-    if len(names) <= _LINES:
+def _evenly_spaced(names: Sequence[str]) -> list[str]:
+    """Choose at most five names, evenly spaced from the first to the last."""
+    if len(names) <= _MAX_LINES:
         return list(names)
-    return [names[round(number * (len(names) - 1) / (_LINES - 1))] for number in range(_LINES)]
+    return [names[round(number * (len(names) - 1) / (_MAX_LINES - 1))] for number in range(_MAX_LINES)]
 
 
-def partition(measured: Measured) -> Plot:
-    """I(W) of the embedding matrices."""
+def partition(measured: Measurements) -> Plot:
+    """Plot I(W) of the embedding matrices by form, for both conventions of the signs."""
     panels = []
     for which, forms in measured.matrices.items():
-        shown = [form for form in FORMS if form in forms]
+        known = [forms[form] for form in FORMS if form in forms]
+        xs = tuple(map(float, range(len(known))))
         lines = tuple(
-            Line(
-                label,
-                tuple(map(float, range(len(shown)))),
-                tuple(forms[form][f"partition_isotropy_{signs}"] for form in shown),
-            )
+            Line(label, xs, tuple(figures[f"partition_isotropy_{signs}"] for figures in known))
             for signs, label in (("as_computed", "signs as computed"), ("both", "both signs"))
         )
         panels.append(Panel("", _matrix_name(which), lines, "", "I(W)"))
     return Plot(
         "partition",
         "I(W) of the embedding matrix",
-        "Smallest over largest partition function along the eigenvectors c of the matrix; 1 is isotropic. Signs as "
-        "computed: c as the eigensolver gives it, the papers' convention, which depends on its build. Both signs: "
-        "over c and -c, the same everywhere; for comparisons.",
+        "Smallest over largest value of the partition function at the eigenvectors c of the matrix; 1 is isotropic. "
+        "Signs as computed: c as the eigensolver returns it, the papers' convention, which depends on the solver's "
+        "build. Both signs: over c and -c, which is reproducible and meant for comparisons.",
         "columns",
         "",
         tuple(panels),
@@ -220,63 +203,72 @@ def partition(measured: Measured) -> Plot:
     )
 
 
-def projection(measured: Measured) -> Plot:
-    """Rows of the embedding matrices in two dimensions."""
-    panels, said = [], ""
-    for which, own in measured.rows.items():
-        shades, said = _shades(own)
+def projection(measured: Measurements) -> Plot:
+    """Plot rows of the embedding matrices in two dimensions."""
+    panels, explanation = [], ""
+    for which, rows in measured.rows.items():
+        groups, explanation = _colour_groups(rows)
         for form in ("raw", "centered"):
-            if len(own[form]) < 2:
+            if len(rows[form]) < 2:
                 continue
-            x, y = own[form]
+            x, y = rows[form]
             lines = tuple(
-                Line(label, tuple(x[place] for place in places), tuple(y[place] for place in places))
-                for label, places in shades.items()
+                Line(label, tuple(x[index] for index in indices), tuple(y[index] for index in indices))
+                for label, indices in groups.items()
             )
-            panels.append(Panel("", f"{_matrix_name(which)}, {form}", lines, "", "second direction"))
+            title = f"{_matrix_name(which)}, {form}"
+            origin = (0.0, "origin")
+            panels.append(Panel("", title, lines, "", "second direction", level=origin, mark=origin))
     return Plot(
         "projection",
         "The embedding matrix in two dimensions",
-        f"Rows along the first two singular directions of the whole matrix, as it is and about its mean; dashed: the "
-        f"origin. {said}",
+        f"Rows along the first two singular directions of the whole matrix, raw and centered. The dashed lines cross "
+        f"at the origin. {explanation}",
         "scatter",
         "first direction",
-        tuple(Panel(**{**vars(panel), "level": (0.0, "origin"), "mark": (0.0, "origin")}) for panel in panels),
+        tuple(panels),
         ordered=True,
     )
 
 
-def _shades(own: Mapping[str, Any]) -> tuple[dict[str, list[int]], str]:
-    """Which rows have which colour, by its label, and what the colours are."""
-    many = len(own["ids"])
-    counts = own.get("counts")
-    if counts and sum(count > 0 for count in counts) >= many / 2:
-        seen = sorted((place for place in range(many) if counts[place]), key=lambda place: -counts[place])
+def _colour_groups(rows: Mapping[str, Any]) -> tuple[dict[str, list[int]], str]:
+    """Group projected rows by the frequency of their tokens, or by id if too few of the tokens occur in the texts.
+
+    Returns:
+        Indices of the rows by the group's label, and an explanation of the colours for the caption.
+    """
+    total = len(rows["ids"])
+    counts = rows.get("counts")
+    if counts and sum(count > 0 for count in counts) >= total / 2:
+        occurring = sorted((index for index in range(total) if counts[index]), key=lambda index: -counts[index])
+        absent = [index for index in range(total) if not counts[index]]
         labels = ("most frequent quarter", "second", "third", "rarest quarter")
-        unseen = [place for place in range(many) if not counts[place]]
-        shades = {**dict(zip(labels, _parts(seen, 4), strict=True)), **({"not in the texts": unseen} if unseen else {})}
-        return shades, f"{many:,} rows, evenly by token id; the colour is the token's frequency in these texts."
-    parts = _parts(list(range(many)), 5)
-    shades = {f"ids {own['ids'][part[0]]:,} to {own['ids'][part[-1]]:,}": part for part in parts if part}
-    return shades, (
-        f"{many:,} rows, evenly by token id; the colour is the id, which stands for the rank by frequency: most "
-        "tokenizers number tokens in the order in which they were learnt, frequent ones first."
+        groups = dict(zip(labels, _parts(occurring, 4), strict=True))
+        groups |= {"not in the texts": absent} if absent else {}
+        return groups, f"{total:,} rows, evenly spaced by token id; the colour is the token's frequency in these texts."
+    parts = _parts(range(total), 5)
+    groups = {f"ids {rows['ids'][part[0]]:,} to {rows['ids'][part[-1]]:,}": part for part in parts if part}
+    return groups, (
+        f"{total:,} rows, evenly spaced by token id; the colour is the id, which stands for the rank by frequency: "
+        "most tokenizers number tokens in the order in which they learned them, frequent ones first."
     )
 
 
-def _parts(places: Sequence[int], count: int) -> list[list[int]]:
-    bounds = [round(number * len(places) / count) for number in range(count + 1)]
-    return [list(places[low:high]) for low, high in itertools.pairwise(bounds)]
+def _parts(indices: Sequence[int], count: int) -> list[list[int]]:
+    """Split indices into consecutive parts of nearly equal length."""
+    bounds = [round(number * len(indices) / count) for number in range(count + 1)]
+    return [list(indices[low:high]) for low, high in itertools.pairwise(bounds)]
 
 
-def state_norms(measured: Measured) -> Plot:
-    """How the norms of the hidden states are distributed."""
-    own = measured.norms.get(whole(measured), {})
+def state_norms(measured: Measurements) -> Plot:
+    """Plot the distribution of the hidden states' norms over all texts, with a line for each layer."""
+    by_tap = measured.norms.get(measured.combined_key, {})
     lines = []
-    for tap in _some(list(own)):
-        edges, counts = own[tap]["edges"], own[tap]["counts"]
+    for tap in _evenly_spaced(list(by_tap)):
+        edges, counts = by_tap[tap]["edges"], by_tap[tap]["counts"]
         if counts:
-            total = sum(counts) + sum(own[tap].get("outside", ()))
+            total = sum(counts) + sum(by_tap[tap].get("outside", ()))
+            # An empty bin on either side lets the line start and end at zero.
             factor = edges[1] / edges[0]
             middles = [math.sqrt(low * high) for low, high in itertools.pairwise(edges)]
             xs = (middles[0] / factor, *middles, middles[-1] * factor)
@@ -284,7 +276,7 @@ def state_norms(measured: Measured) -> Plot:
     return Plot(
         "state_norms",
         "Norms of the hidden states",
-        "Percent of the tokens by the norm of their state, in bins of a fortieth of a decade; all texts together.",
+        "Percentage of the tokens by the norm of their state, in bins of a fortieth of a decade. All texts together.",
         "histogram",
         "norm",
         (Panel("", "", tuple(lines), "", "tokens, percent"),) if lines else (),
@@ -293,50 +285,48 @@ def state_norms(measured: Measured) -> Plot:
     )
 
 
-def row_norms(measured: Measured) -> Plot:
-    """How the norms of the rows of the embedding matrices are distributed."""
+def row_norms(measured: Measurements) -> Plot:
+    """Plot the distribution of the norms of the embedding matrices' rows."""
     panels = []
-    for which, own in measured.rows.items():
-        edges, counts = own["norms"]["edges"], own["norms"]["counts"]
+    for which, rows in measured.rows.items():
+        edges, counts = rows["norms"]["edges"], rows["norms"]["counts"]
         width = edges[1] - edges[0]
-        middles = [low + width / 2 for low in (edges[0] - width, *edges)]
-        panels.append(
-            Panel(
-                "", _matrix_name(which), (Line("rows", tuple(middles), (0.0, *counts, 0.0)),), "", "rows of the matrix"
-            )
-        )
+        # An empty bin on either side lets the line start and end at zero.
+        middles = tuple(low + width / 2 for low in (edges[0] - width, *edges))
+        line = Line("rows", middles, (0.0, *counts, 0.0))
+        panels.append(Panel("", _matrix_name(which), (line,), "", "rows of the matrix"))
     return Plot(
         "row_norms",
         "Norms of the embedding matrix's rows",
-        "How many rows have which norm, in forty bins of equal width. Rows that training has hardly touched, such as "
-        "those of unused tokens, often stand apart.",
+        "Number of rows by norm, in forty bins of equal width. Rows that training has hardly changed, such as those of "
+        "unused tokens, often form a separate peak.",
         "histogram",
         "norm",
         tuple(panels),
     )
 
 
-def sphere_plot(found: Sequence[Sphere]) -> Plot:
-    """The toy spheres."""
+def sphere_plot(spheres: Sequence[Sphere]) -> Plot:
+    """Plot the toy example of two spheres with their measures."""
     panels = tuple(
         Panel(
             "",
-            one.name,
-            (Line("points", one.x, one.y),),
-            f"average cosine {one.inter_sim:.3f}, IsoScore {one.isoscore:.3f}, I(W) {one.partition_as_computed:.3f} "
-            f"with signs as computed and {one.partition_both:.3f} with both",
+            sphere.name,
+            (Line("points", sphere.x, sphere.y),),
+            f"average cosine {sphere.inter_sim:.3f}, IsoScore {sphere.isoscore:.3f}, I(W) "
+            f"{sphere.partition_as_computed:.3f} with signs as computed and {sphere.partition_both:.3f} with both",
             "second coordinate",
             level=(0.0, "origin"),
             mark=(0.0, "origin"),
         )
-        for one in found
+        for sphere in spheres
     )
     return Plot(
         "spheres",
-        "What the measures see: a sphere, and the same one moved",
-        f"{len(found[0].x)} points on a unit sphere in three dimensions, about the origin and about another place. "
-        "Moving it turns average cosine and I(W) from isotropic to anisotropic; IsoScore, which is about the "
-        "covariance, stays. Computed with the functions that measured the model; no model is needed for it.",
+        "How the measures differ: a sphere, and the same sphere moved",
+        f"{len(spheres[0].x)} points on a unit sphere in three dimensions, around the origin and around another point. "
+        "Moving the sphere turns average cosine and I(W) from isotropic to anisotropic. IsoScore depends on the "
+        "covariance alone and does not change. The functions are those that measured the model.",
         "scatter",
         "first coordinate",
         panels,

@@ -1,4 +1,4 @@
-"""Two spheres that tell the measures apart: the same cloud about the origin, and away from it."""
+"""Toy example of two spheres, one around the origin and one away from it, that shows how the measures differ."""
 
 from dataclasses import dataclass
 
@@ -12,11 +12,16 @@ POINTS, SHIFT, _SEED = 500, 2.0, 0
 
 @dataclass(frozen=True)
 class Sphere:
-    """A cloud of points evenly on a unit sphere in three dimensions, and what the measures say of it.
+    """Points uniformly distributed on a unit sphere in three dimensions, and their measures.
 
     Attributes:
-        name: where it is.
-        x: first coordinate of each point. y: the second one.
+        name: "centered" or "off-centre".
+        x: first coordinate of each point.
+        y: second coordinate of each point.
+        inter_sim: average cosine of all pairs of points.
+        isoscore: IsoScore.
+        partition_as_computed: I(W) with the eigenvectors' signs as computed.
+        partition_both: I(W) over both signs of each eigenvector.
     """
 
     name: str
@@ -29,15 +34,15 @@ class Sphere:
 
 
 def spheres() -> tuple[Sphere, Sphere]:
-    """The centered one, and the same points moved along the first axis."""
-    # Opposite points, so that the mean of the first is the origin itself.
+    """Return a sphere around the origin, and the same points moved along the first axis."""
+    # Each point has an opposite one, so that the mean is exactly the origin.
     half = np.random.Generator(np.random.Philox(_SEED)).standard_normal((POINTS // 2, 3))
     half /= np.linalg.norm(half, axis=1, keepdims=True)
     centered = torch.from_numpy(np.concatenate([half, -half]))
-    return _measured("centered", centered), _measured("off-centre", centered + torch.tensor([SHIFT, 0, 0]))
+    return _measure("centered", centered), _measure("off-centre", centered + torch.tensor([SHIFT, 0, 0]))
 
 
-def _measured(name: str, points: torch.Tensor) -> Sphere:
+def _measure(name: str, points: torch.Tensor) -> Sphere:
     return Sphere(
         name,
         tuple(points[:, 0].tolist()),

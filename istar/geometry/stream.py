@@ -1,9 +1,9 @@
-"""One pass of a model over a corpus, in which all measures of all layers are taken."""
+"""A single pass of a model over a corpus that accumulates all measures of all layers."""
 
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from istar.errors import UserError
 from istar.files import atomic_write
 from istar.geometry.corpus import COMBINED, Packer, Source, batch, chunks, documents
-from istar.geometry.layers import Layer, Sample, Settings
+from istar.geometry.layers import Layer, LayerSettings, Sample
 from istar.geometry.taps import Taps
 from istar.measures.moments import full_precision
 
@@ -28,15 +28,15 @@ SECONDS_BETWEEN_SAVES = 300.0
 
 @dataclass(frozen=True)
 class Pass:
-    """How a corpus is read.
+    """Settings of a pass over a corpus.
 
     Attributes:
-        length: tokens of a block.
-        batch_size: blocks at a time.
-        sample: tokens kept for TwoNN.
-        seed: of the sample.
-        limit: tokens of each source at most; None reads it all.
-        intra: also take IntraSim, whose memory is vocabulary x width x 8 bytes for each layer.
+        length: tokens of a block, including special tokens.
+        batch_size: blocks in a batch.
+        sample: number of tokens to keep for TwoNN.
+        seed: seed of that sample.
+        limit: a source is read until it has at least so many tokens; None reads it to its end.
+        intra: whether to compute IntraSim, which needs vocabulary x width x 8 bytes for each layer.
     """
 
     length: int
@@ -48,32 +48,33 @@ class Pass:
 
 
 class Statistics:
-    """What is known of each tap.
+    """Accumulators of all taps over a source.
 
     Attributes:
-        layers: by the tap's name.
-        sample: of the points.
+        layers: accumulators by the names of the taps.
+        sample: random sample of the tokens.
     """
 
-    def __init__(self, names: Sequence[str], settings: Settings, sample: int, seed: int) -> None:
+    def __init__(self, names: Sequence[str], settings: LayerSettings, sample: int, seed: int) -> None:
         self.layers = {name: Layer(settings) for name in names}
         self.sample = Sample(names, sample, seed)
 
     def merge(self, other: "Statistics") -> None:
-        """Add what others have seen."""
+        """Add the tokens that other accumulators have seen."""
         for name, layer in self.layers.items():
             layer.merge(other.layers[name])
         self.sample.merge(other.sample)
 
     def measures(self) -> dict[str, dict[str, float]]:
-        """Figures by tap."""
-        own = {name: layer.measures() for name, layer in self.layers.items()}
+        """Compute all measures by tap; TwoNN is left out if the size of the sample is 0."""
+        measures = {name: layer.measures() for name, layer in self.layers.items()}
         if self.sample.size:
-            for name, figures in own.items():
+            for name, figures in measures.items():
                 figures["two_nn"], figures["two_nn_error"] = self.sample.two_nn(name)
-        return own
+        return measures
 
     def state_dict(self) -> dict[str, Any]:
+        """Return all accumulated tensors."""
         return {
             "layers": {name: layer.state_dict() for name, layer in self.layers.items()},
             "numbers": self.sample.numbers,
@@ -81,163 +82,180 @@ class Statistics:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the tensors that `state_dict` returned."""
         for name, layer in self.layers.items():
             layer.load_state_dict(state["layers"][name])
         self.sample.numbers, self.sample.points = state["numbers"], dict(state["points"])
 
 
 class Stream:
-    """The pass itself, which goes on where it was if it is started again with the same state file.
+    """Runs a pass over texts, and resumes an interrupted pass from its state files.
 
-    Several processes of an initialized process group share the blocks; what they find is merged exactly, and the
-    first one has it.
+    The processes of an initialized process group share the blocks. Their accumulators are merged exactly, and rank 0
+    returns the result.
 
     Args:
-        model: without a head, in eval mode, on its device.
-        tokenizer: its own.
-        how: see `Pass`.
-        state: file in which a pass that is broken off is kept; None keeps nothing.
-        identity: what the state must have been made with: hashes of the model and the texts.
+        model: model without a head, in eval mode, on its device.
+        tokenizer: tokenizer of the model.
+        settings: see `Pass`.
+        state: path whose name the state files start with; None saves no state.
+        identity: hash of everything that the result depends on. A state file with another identity is ignored.
+
+    Raises:
+        UserError: if there are several processes and no state files, through which they exchange accumulators.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
-        how: Pass,
+        settings: Pass,
         state: Path | None = None,
         identity: str = "",
     ) -> None:
-        self.how, self._state, self._identity = how, state, identity
-        together = dist.is_available() and dist.is_initialized()
-        self._rank, self._world = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
+        self.settings, self._state, self._identity = settings, state, identity
+        is_distributed = dist.is_available() and dist.is_initialized()
+        self._rank, self._world = (dist.get_rank(), dist.get_world_size()) if is_distributed else (0, 1)
         if self._world > 1 and state is None:
-            raise UserError("several processes share a pass by its state file; give one that all of them see")
+            raise UserError(
+                "several processes need a state file to share a pass; give one in a folder that all can see"
+            )
         self._model = model
         self.taps = Taps(model)
-        self._packer = Packer(tokenizer, how.length)
+        self._packer = Packer(tokenizer, settings.length)
         self._pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-        text = model.config.get_text_config()
-        types = text.vocab_size if how.intra else 0
-        self._settings = Settings(text.hidden_size, types, model.device)
+        config = model.config.get_text_config()
+        vocabulary_size = config.vocab_size if settings.intra else 0
+        self._layer_settings = LayerSettings(config.hidden_size, vocabulary_size, model.device)
 
-    def __call__(self, found: Sequence[Source], console: Console | None = None) -> dict[str, Statistics]:
-        """Statistics of each source, by its name, and of all together as `combined` where there are several.
+    def __call__(self, sources: Sequence[Source], console: Console | None = None) -> dict[str, Statistics]:
+        """Read the sources; returns the statistics by their names and, if there are several, of all as `combined`.
+
+        Args:
+            sources: texts to read.
+            console: console for a progress bar; None shows none.
 
         Raises:
-            UserError: for a source that cannot be read or holds no text.
+            UserError: if a source cannot be read or holds no text.
         """
         results: dict[str, Statistics] = {}
-        with _Bar(console) as told:
-            for number, source in enumerate(found):
-                results[source.name] = self._source(source, number, told)
-        if len(found) > 1:
-            # Last, so that its sums, as large as those of a source, are not there while the model runs.
-            results[COMBINED] = self._new()
-            for source in found:
-                results[COMBINED].merge(results[source.name])
+        with _ProgressBar(console) as progress:
+            for number, source in enumerate(sources):
+                results[source.name] = self._read_source(source, number, progress)
+        if len(sources) > 1:
+            # `combined` is as large as a source's statistics, so it is allocated after the model has run.
+            combined = self._new_statistics()
+            for statistics in results.values():
+                combined.merge(statistics)
+            results[COMBINED] = combined
         if self._state is not None and self._rank == 0:
             for path in self._state.parent.glob(f"{self._state.name}.*"):
                 path.unlink()
         return results
 
-    def _source(self, source: Source, number: int, told: Callable[[str, int], None]) -> Statistics:
-        own, done, tokens = self._new(), 0, 0
-        kept = self._load(number)
-        if kept is not None:
-            own.load_state_dict(kept["statistics"])
-            done, tokens = kept["blocks"], kept["tokens"]
-        saved = time.monotonic()
-        for some in chunks(self._own_blocks(source, done), self.how.batch_size):
-            numbers, blocks = zip(*some, strict=True)
+    def _read_source(self, source: Source, number: int, progress: "_ProgressBar") -> Statistics:
+        """Accumulate this rank's blocks of a source, save the state every few minutes, and merge the ranks."""
+        statistics, done, tokens = self._new_statistics(), 0, 0
+        saved = self._load(number, self._rank)
+        if saved is not None:
+            statistics.load_state_dict(saved["statistics"])
+            done, tokens = saved["blocks"], saved["tokens"]
+        last_save = time.monotonic()
+        for chunk in chunks(self._rank_blocks(source, done), self.settings.batch_size):
+            numbers, blocks = zip(*chunk, strict=True)
             lengths = [len(block) for block in blocks]
-            # Sources have blocks of the same numbers, but not the same draws.
-            self._update(own, batch(blocks, self._pad), [(number << 32) + block for block in numbers], lengths)
+            # The source's number makes the samples of different sources independent.
+            sample_keys = [(number << 32) + block for block in numbers]
+            self._update(statistics, batch(blocks, self._pad), sample_keys, lengths)
             done, tokens = numbers[-1] + 1, tokens + sum(lengths)
-            told(source.name, tokens)
-            if self._state is not None and time.monotonic() - saved > SECONDS_BETWEEN_SAVES:
-                self._save(number, own, done, tokens)
-                saved = time.monotonic()
+            progress.update(source.name, tokens)
+            if self._state is not None and time.monotonic() - last_save > SECONDS_BETWEEN_SAVES:
+                self._save(number, statistics, done, tokens)
+                last_save = time.monotonic()
         if self._state is not None:
-            self._save(number, own, done, tokens)
-        self._merge_processes(number, own)
-        return own
+            self._save(number, statistics, done, tokens)
+        self._merge_ranks(number, statistics)
+        return statistics
 
-    def _own_blocks(self, source: Source, done: int) -> Iterator[tuple[int, list[int]]]:
-        """Number and tokens of the blocks that are this process's and not done."""
+    def _rank_blocks(self, source: Source, done: int) -> Iterator[tuple[int, list[int]]]:
+        """Yield the number and the tokens of this rank's blocks, from block number `done` on."""
         number = -1
         for number, block in enumerate(self._limited(self._packer(documents(source)))):
             if number >= done and number % self._world == self._rank:
                 yield number, block
         if number < 0:
-            # All processes see it.
-            raise UserError(f"{source.path} holds no text")
+            # Every rank reads all blocks, so that all ranks raise this.
+            raise UserError(f"{source.path} holds no text; expected at least one line that is not empty")
 
-    def _merge_processes(self, number: int, own: Statistics) -> None:
-        """Add what the other processes have found, by their state files; the first process has it all then."""
+    def _merge_ranks(self, number: int, statistics: Statistics) -> None:
+        """Merge the statistics of all ranks into those of rank 0, through their state files."""
         if self._world == 1:
             return
         dist.barrier()
         if self._rank == 0:
             for rank in range(1, self._world):
-                other = self._new()
-                kept = self._load(number, rank)
-                assert kept is not None
-                other.load_state_dict(kept["statistics"])
-                own.merge(other)
+                saved = self._load(number, rank)
+                assert saved is not None
+                other = self._new_statistics()
+                other.load_state_dict(saved["statistics"])
+                statistics.merge(other)
         dist.barrier()
 
     def _update(
-        self, own: Statistics, inputs: Mapping[str, Tensor], numbers: Sequence[int], lengths: Sequence[int]
+        self, statistics: Statistics, inputs: Mapping[str, Tensor], sample_keys: Sequence[int], lengths: Sequence[int]
     ) -> None:
+        """Run the model on a batch and add its hidden states to the statistics."""
         inputs = {name: values.to(self._model.device) for name, values in inputs.items()}
-        real = inputs["attention_mask"].bool()
-        tokens = inputs["input_ids"][real]
+        mask = inputs["attention_mask"].bool()
+        tokens = inputs["input_ids"][mask]
         with full_precision(self._model.device), torch.inference_mode():
-            states = {name: state[real] for name, state in self.taps(inputs).items()}
+            states = {name: state[mask] for name, state in self.taps(inputs).items()}
             for name, state in states.items():
-                own.layers[name].update(state, tokens)
-        own.sample.update(numbers, lengths, states)
+                statistics.layers[name].update(state, tokens)
+        statistics.sample.update(sample_keys, lengths, states)
 
     def _limited(self, blocks: Iterator[list[int]]) -> Iterator[list[int]]:
+        """Yield blocks until `settings.limit` tokens are reached."""
         tokens = 0
         for block in blocks:
-            if self.how.limit is not None and tokens >= self.how.limit:
+            if self.settings.limit is not None and tokens >= self.settings.limit:
                 return
             tokens += len(block)
             yield block
 
-    def _new(self) -> Statistics:
-        return Statistics(self.taps.names, self._settings, self.how.sample, self.how.seed)
+    def _new_statistics(self) -> Statistics:
+        return Statistics(self.taps.names, self._layer_settings, self.settings.sample, self.settings.seed)
 
-    def _place(self, number: int, rank: int) -> Path:
+    def _state_file(self, number: int, rank: int) -> Path:
         assert self._state is not None
         return self._state.with_name(f"{self._state.name}.{number}.{rank}-{self._world}")
 
-    def _save(self, number: int, own: Statistics, done: int, tokens: int) -> None:
-        state = {"identity": self._identity, "statistics": own.state_dict(), "blocks": done, "tokens": tokens}
-        with atomic_write(self._place(number, self._rank)) as file:
+    def _save(self, number: int, statistics: Statistics, done: int, tokens: int) -> None:
+        state = {"identity": self._identity, "statistics": statistics.state_dict(), "blocks": done, "tokens": tokens}
+        with atomic_write(self._state_file(number, self._rank)) as file:
             torch.save(state, file)
 
-    def _load(self, number: int, rank: int | None = None) -> dict[str, Any] | None:
-        """What an earlier call or another process has left of a source; nothing if it is of another pass or damaged."""
+    def _load(self, number: int, rank: int) -> dict[str, Any] | None:
+        """Load a rank's state of a source; None if there is none, it is damaged, or it belongs to another pass."""
         if self._state is None:
             return None
-        place = self._place(number, self._rank if rank is None else rank)
         try:
-            state = torch.load(place, map_location="cpu", weights_only=True)
-        except Exception:  # none, half a file, or none of ours
+            state = torch.load(self._state_file(number, rank), map_location="cpu", weights_only=True)
+        except Exception:  # a missing, truncated or foreign file can raise any exception
             return None
         return state if isinstance(state, dict) and state.get("identity") == self._identity else None
 
 
 @contextmanager
 def processes() -> Iterator[int]:
-    """The group of the processes that torchrun has started, and this one's rank in it; 0 where it is alone."""
+    """Join the process group that torchrun describes for as long as the block runs; yields this process's rank.
+
+    Without torchrun there is no group, and the rank is 0.
+    """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield 0
         return
-    # The sums travel by files; what the group does is wait.
+    # The statistics travel through files. The group serves for barriers alone, so gloo is enough for GPUs too.
     dist.init_process_group("gloo")
     try:
         yield dist.get_rank()
@@ -246,7 +264,7 @@ def processes() -> Iterator[int]:
 
 
 def identity(*parts: object) -> str:
-    """A hash of what decides about a pass; of files their content."""
+    """Hash the values that the result of a pass depends on; of a path, the content of the file."""
     digest = hashlib.blake2b()
     for part in parts:
         if isinstance(part, Path):
@@ -257,25 +275,26 @@ def identity(*parts: object) -> str:
     return digest.hexdigest()
 
 
-class _Bar:
-    """A bar with tokens per second; silent without a console."""
+class _ProgressBar:
+    """Shows the tokens read and the tokens per second of each source; shows nothing without a console."""
 
     def __init__(self, console: Console | None) -> None:
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[told]}"))
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[status]}"))
         self._bar = Progress(*columns, TimeElapsedColumn(), console=console, disable=console is None, transient=True)
+        self._tasks: dict[str, tuple[Any, float, int]] = {}
+        """Task, start time and tokens at the start, by source."""
 
-    def __enter__(self) -> Callable[[str, int], None]:
+    def __enter__(self) -> "_ProgressBar":
         self._bar.__enter__()
-        self._started: dict[str, tuple[Any, float, int]] = {}
-        return self._tell
+        return self
 
     def __exit__(self, *error: Any) -> None:
         self._bar.__exit__(None, None, None)
 
-    def _tell(self, source: str, tokens: int) -> None:
-        if source not in self._started:
-            task = self._bar.add_task(source, total=None, told="")
-            self._started[source] = task, time.monotonic(), tokens
-        task, since, before = self._started[source]
-        rate = (tokens - before) / max(time.monotonic() - since, 1e-3)
-        self._bar.update(task, told=f"{tokens:,} tokens, {rate:,.0f} a second")
+    def update(self, source: str, tokens: int) -> None:
+        """Show that so many tokens of a source have been read."""
+        if source not in self._tasks:
+            self._tasks[source] = self._bar.add_task(source, total=None, status=""), time.monotonic(), tokens
+        task, start, start_tokens = self._tasks[source]
+        rate = (tokens - start_tokens) / max(time.monotonic() - start, 1e-3)
+        self._bar.update(task, status=f"{tokens:,} tokens, {rate:,.0f} per second")

@@ -1,4 +1,4 @@
-"""Named places in a transformer where hidden states are read, the same for all architectures."""
+"""Reading a transformer's hidden states under names that are the same for all architectures."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,53 +14,53 @@ EMBEDDINGS, FINAL_NORM = "embeddings", "final_norm"
 
 
 class Taps:
-    """Reads a model's hidden states by name: `embeddings`, `layer_1` to `layer_L`, and `final_norm` where there is one.
+    """Reads a model's hidden states by name: `embeddings`, `layer_1` to `layer_L`, and `final_norm` if there is one.
 
-    transformers gives L + 1 states, the last of which is behind the final normalization in some architectures (GPT-2,
-    GPT-NeoX, OPT, Llama) and there is none in others (BERT and its kind normalize within each layer). Which it is
-    shows one run on a single token: the module outside the layers whose output is the last state is the final
-    normalization, and its input is the last layer's own output.
+    transformers returns L + 1 hidden states. In some architectures (GPT-2, GPT-NeoX, OPT, Llama) the last one is the
+    output of a final normalization; in others (BERT), whose layers normalize their own output, it is the output of the
+    last layer. A pass over a single token tells which: the module outside the layers whose output equals the last
+    hidden state is the final normalization, and the input of that module is the output of the last layer.
 
     Args:
-        model: without a head, in eval mode.
+        model: model without a head, in eval mode.
 
     Attributes:
-        names: of the taps, from the input on.
+        names: names of the taps, from the input to the output.
         norm: the final normalization, or None.
 
     Raises:
-        UserError: if the model does not give its hidden states.
+        UserError: if the model does not return one hidden state per layer.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        # OPT-350m has a projection to the embedding's width in its place, whose output is no hidden state.
-        self._last = _behind_the_layers(model)
+        # OPT-350m has a projection to the width of the embeddings there, whose output is no tap.
+        self._last = _find_last_module(model)
         self.norm = self._last if "norm" in type(self._last).__name__.lower() else None
-        layers = [f"layer_{number}" for number in range(1, _layers(model) + 1)]
+        layers = [f"layer_{number}" for number in range(1, _layer_count(model) + 1)]
         self.names = [EMBEDDINGS, *layers, *([FINAL_NORM] if self.norm is not None else [])]
 
     @torch.inference_mode()
     def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The states `(batch, tokens, d)` of each tap.
+        """Run the model; returns the hidden states `(batch, tokens, d)` of each tap.
 
         Args:
-            inputs: of the model, on its device.
+            inputs: inputs of the model, on its device.
         """
-        with _recording(self._last) as before:
+        with _record_inputs(self._last) as last_inputs:
             *states, last = self._model(**inputs, output_hidden_states=True, use_cache=False).hidden_states
-        states += before[-1:] or [last]
+        states += last_inputs[-1:] or [last]
         states += [last] if self.norm is not None else []
         return dict(zip(self.names, states, strict=True))
 
 
-def _layers(model: PreTrainedModel) -> int:
+def _layer_count(model: PreTrainedModel) -> int:
     return int(model.config.get_text_config().num_hidden_layers)
 
 
 @torch.no_grad()
-def _behind_the_layers(model: PreTrainedModel) -> nn.Module | None:
-    """The module, outside of the lists of layers, whose output is the last hidden state; None for the last layer."""
+def _find_last_module(model: PreTrainedModel) -> nn.Module | None:
+    """Find the module outside the layers whose output is the last hidden state; None if a layer computes that state."""
     inside = {part for module in model.modules() if isinstance(module, nn.ModuleList) for part in module.modules()}
     outputs: dict[nn.Module, Any] = {}
     outside = [module for module in model.modules() if module not in inside and not list(module.children())]
@@ -75,26 +75,26 @@ def _behind_the_layers(model: PreTrainedModel) -> nn.Module | None:
     finally:
         for handle in handles:
             handle.remove()
-    if states is None or len(states) != _layers(model) + 1:
-        raise UserError(f"{type(model).__name__} does not give one hidden state for each of its layers")
-    found = [module for module, output in outputs.items() if _is(output, states[-1])]
-    # Dropout hands on what it gets.
-    return next((module for module in found if not isinstance(module, nn.Dropout)), None)
+    if states is None or len(states) != _layer_count(model) + 1:
+        raise UserError(f"{type(model).__name__} does not return one hidden state per layer; choose another model")
+    # Dropout in eval mode returns its input, so that its output equals the state too.
+    matches = (module for module, output in outputs.items() if _equals(output, states[-1]))
+    return next((module for module in matches if not isinstance(module, nn.Dropout)), None)
 
 
-def _is(output: Any, state: Tensor) -> bool:
+def _equals(output: Any, state: Tensor) -> bool:
     return isinstance(output, Tensor) and output.shape == state.shape and torch.equal(output, state)
 
 
 @contextmanager
-def _recording(module: nn.Module | None) -> Iterator[list[Tensor]]:
-    """What goes into a module while the block runs."""
-    seen: list[Tensor] = []
+def _record_inputs(module: nn.Module | None) -> Iterator[list[Tensor]]:
+    """Collect the first argument of each call of a module while the block runs; nothing if the module is None."""
+    recorded: list[Tensor] = []
     if module is None:
-        yield seen
+        yield recorded
         return
-    handle = module.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    handle = module.register_forward_pre_hook(lambda _, inputs: recorded.append(inputs[0]))
     try:
-        yield seen
+        yield recorded
     finally:
         handle.remove()

@@ -1,4 +1,7 @@
-"""`istar measure --revisions` and `--checkpoints`: a model at several points of its training, one after another."""
+"""Measures of a model at several checkpoints of its training.
+
+Implements `istar measure --revisions` and `istar measure --checkpoints`.
+"""
 
 import glob
 import math
@@ -22,34 +25,35 @@ from istar.errors import UserError, shorten
 from istar.files import write_text
 from istar.geometry import measure, stream
 from istar.geometry.corpus import Source
-from istar.geometry.measure import COMBINED, DTYPES, Measured
+from istar.geometry.measure import DTYPES, Measurements
 from istar.geometry.stream import Pass
 from istar.models import load_encoder, load_tokenizer
 
 TABLE = "trajectory.csv"
 KEYS = ("model", "revision", "step", "weights", "source", "layer")
-"""Columns of the table that are no measures."""
-_ASKED = ".asked"
+"""Columns of the table that identify a row; all other columns are measures."""
+_FINGERPRINT = ".asked"
+"""File in a checkpoint's folder with the hash of the settings and texts that its measures were taken with."""
 
 
-class SomeFailed(UserError):  # noqa: N818
-    """Some revisions could not be measured; the others were."""
+class PartialFailure(UserError):  # noqa: N818
+    """Some checkpoints could not be measured; the others were."""
 
     exit_code = 1
 
 
 _NUMBERS = re.compile(r"(?<![A-Za-z0-9])(?![0-9a-f]{12}(?![A-Za-z0-9]))[A-Za-z]*(\d+)(?![A-Za-z0-9])")
-"""A number, or one at a word's end, but not a piece of the hash that names a run."""
+"""A number, alone or at the end of a word, that is not a part of the twelve-digit hash that names a run."""
 
 
 @dataclass(frozen=True)
-class Stop:
-    """A point of the training.
+class Checkpoint:
+    """A revision on the hub or a checkpoint on disk.
 
     Attributes:
-        label: the revision, or what tells the checkpoint's path from the others'; its folder is named so.
+        label: the revision, or the part of the checkpoint's path that differs from the other checkpoints.
         name: hub id, folder, or `.ckpt` file.
-        revision: on the hub; None for a folder.
+        revision: revision on the hub; None for a folder or a file.
     """
 
     label: str
@@ -58,26 +62,33 @@ class Stop:
 
     @property
     def step(self) -> int | None:
-        """The number in the label, that behind `step` or `checkpoint` if there are several."""
-        found = re.findall(r"(?:step|checkpoint)[-_=]?(\d+)", self.label) or _NUMBERS.findall(self.label)
-        return int(found[-1]) if found else None
+        """The last number behind `step` or `checkpoint` in the label, or else the last number in the label."""
+        numbers = re.findall(r"(?:step|checkpoint)[-_=]?(\d+)", self.label) or _NUMBERS.findall(self.label)
+        return int(numbers[-1]) if numbers else None
 
     @property
     def folder(self) -> str:
+        """Name of the folder that holds the measures of this checkpoint."""
         return self.label.replace("/", "_")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured at each stop, and how; see `measure.measure`.
+    """Settings that all checkpoints of a trajectory share; see `measure.measure`.
 
     Attributes:
-        model: what the table calls the model.
+        model: name of the model in the table.
+        texts: texts to measure the model over.
+        settings: how the texts are read.
+        out: folder for the table and for one folder per checkpoint.
+        dtype: dtype of the weights.
+        device: device of the model.
+        command: command line that the page shows.
     """
 
     model: str
     texts: Sequence[Source]
-    how: Pass
+    settings: Pass
     out: Path
     dtype: str = "float32"
     device: str = "auto"
@@ -86,174 +97,200 @@ class Plan:
 
 @dataclass
 class Trajectory:
-    """What was found at each stop, by label, and what went wrong."""
+    """Measurements and error messages by the checkpoints' labels."""
 
-    measured: dict[str, Measured] = field(default_factory=dict)
-    troubles: dict[str, str] = field(default_factory=dict)
-
-
-# ---- stops
+    measured: dict[str, Measurements] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
 
 
-def revisions(model: str, names: str) -> list[Stop]:
-    """Stops of a model on the hub from revisions with commas between them.
+# ---- checkpoints
+
+
+def revisions(model: str, names: str) -> list[Checkpoint]:
+    """Return the checkpoints of a model on the hub.
+
+    Args:
+        model: hub id.
+        names: revisions, separated by commas.
 
     Raises:
-        UserError: if there are none, or the model is a folder.
+        UserError: if there are no names, or the model is a folder.
     """
     if Path(model).is_dir():
-        raise UserError(f"--revisions are of the hub, but {model} is a folder; for folders there is --checkpoints")
+        raise UserError(f"--revisions needs a model on the hub, but {model} is a folder; use --checkpoints for folders")
     labels = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
     if not labels:
-        raise UserError("--revisions is empty; expected names with commas between them, such as step1000,step2000")
-    return _distinct([Stop(label, model, label) for label in labels])
+        raise UserError("--revisions is empty; expected names separated by commas, such as step1000,step2000")
+    return _check_folders([Checkpoint(label, model, label) for label in labels])
 
 
-def checkpoints(pattern: str) -> list[Stop]:
-    """Stops from folders that `save_pretrained` wrote, runs of train.py, and their `.ckpt` files, by number.
+def checkpoints(pattern: str) -> list[Checkpoint]:
+    """Find checkpoints on disk and sort them by step.
+
+    Args:
+        pattern: glob pattern of folders that `save_pretrained` wrote, runs of train.py, or their `.ckpt` files.
 
     Raises:
-        UserError: if the pattern matches none.
+        UserError: if the pattern matches none of these.
     """
-    paths = [Path(path) for path in sorted(glob.glob(pattern))]  # noqa: PTH207 (an absolute pattern is as good)
-    found = [path for path in paths if path.suffix == ".ckpt" or _model(path).joinpath("config.json").is_file()]
-    if not found:
+    paths = [Path(path) for path in sorted(glob.glob(pattern))]  # noqa: PTH207 (Path.glob refuses absolute patterns)
+    paths = [path for path in paths if path.suffix == ".ckpt" or (_model_folder(path) / "config.json").is_file()]
+    if not paths:
         raise UserError(
             f"--checkpoints {pattern} matches no model; expected folders that save_pretrained wrote, runs of "
             "train.py, or their checkpoints/*.ckpt"
         )
-    common = Path(os.path.commonpath([path.parent for path in found]))
-    stops = [Stop(path.relative_to(common).as_posix().removesuffix(".ckpt"), str(_model(path))) for path in found]
-    return _distinct(sorted(stops, key=lambda stop: (stop.step is None, stop.step, stop.label)))
+    common = Path(os.path.commonpath([path.parent for path in paths]))
+    results = [
+        Checkpoint(path.relative_to(common).as_posix().removesuffix(".ckpt"), str(_model_folder(path)))
+        for path in paths
+    ]
+    return _check_folders(
+        sorted(results, key=lambda checkpoint: (checkpoint.step is None, checkpoint.step, checkpoint.label))
+    )
 
 
-def common_name(stops: Sequence[Stop]) -> str:
-    """What to call the model of checkpoints: the folder that they are in."""
-    return Path(os.path.commonpath([Path(stop.name).absolute().parent for stop in stops])).name
+def common_name(checkpoints: Sequence[Checkpoint]) -> str:
+    """Return a name for the model of checkpoints on disk: the name of the deepest folder that holds them all."""
+    return Path(os.path.commonpath([Path(checkpoint.name).absolute().parent for checkpoint in checkpoints])).name
 
 
-def _model(path: Path) -> Path:
-    """A run of train.py has its model in a folder."""
+def _model_folder(path: Path) -> Path:
+    """Return the folder `model` of a run of train.py; any other path as it is."""
     return path / "model" if (path / "model" / "config.json").is_file() else path
 
 
-def _distinct(stops: list[Stop]) -> list[Stop]:
-    folders = [stop.folder for stop in stops]
-    for stop in stops:
-        if folders.count(stop.folder) > 1 or stop.folder in (".", "..", TABLE):
-            raise UserError(f"{stop.label} cannot name a folder of its own; measure it by itself")
-    return stops
+def _check_folders(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
+    folders = [checkpoint.folder for checkpoint in checkpoints]
+    for checkpoint in checkpoints:
+        if folders.count(checkpoint.folder) > 1 or checkpoint.folder in (".", "..", TABLE):
+            raise UserError(
+                f"{checkpoint.label} cannot name a folder for its results; measure this checkpoint separately"
+            )
+    return checkpoints
 
 
 # ---- measuring
 
 
-def follow(plan: Plan, stops: Sequence[Stop], console: Console) -> Trajectory:
-    """Measure at each stop into a folder of its own, and write the table after each.
+def follow(plan: Plan, checkpoints: Sequence[Checkpoint], console: Console) -> Trajectory:
+    """Measure each checkpoint into a folder of its own, and write the table after each one.
 
-    What is there from an earlier call with the same texts, settings and weights is not measured again. A stop with the
-    weights of an earlier one gets its figures. One that fails does not stop the others.
+    A checkpoint that an earlier call has measured with the same texts, settings and weights is read from its folder. A
+    checkpoint with the weights of an earlier one gets a copy of its measurements. An error at one checkpoint is
+    recorded, and the next one is measured.
 
     Args:
-        plan: what to measure.
-        stops: in the order of the table.
-        console: for progress, warnings and errors.
+        plan: settings of all checkpoints.
+        checkpoints: checkpoints in the order of the table.
+        console: console for progress, warnings and errors.
     """
     trajectory = Trajectory()
     names = [source.name for source in plan.texts]
-    asked = stream.identity(plan.how, plan.dtype, names, *(source.path for source in plan.texts))
-    for number, stop in enumerate(stops, start=1):
-        _tell(console, f"{number} of {len(stops)}: {stop.label}")
+    fingerprint = stream.identity(plan.settings, plan.dtype, names, *(source.path for source in plan.texts))
+    for number, checkpoint in enumerate(checkpoints, start=1):
+        _print_line(console, f"{number} of {len(checkpoints)}: {checkpoint.label}")
         try:
-            found, remark = _at(stop, plan, asked, trajectory)
-        # Memory that does not suffice is a RuntimeError; the next may be smaller.
+            measured, message = _measure(checkpoint, plan, fingerprint, trajectory)
+        # Running out of memory is a RuntimeError; the next checkpoint may be smaller.
         except (UserError, OSError, RuntimeError) as error:
-            trajectory.troubles[stop.label] = shorten(error)
-            _tell(console, f"not measured: {stop.label}: {shorten(error)}")
+            trajectory.failures[checkpoint.label] = shorten(error)
+            _print_line(console, f"not measured: {checkpoint.label}: {shorten(error)}")
             continue
-        _tell(console, remark)
-        trajectory.measured[stop.label] = found
-        write(plan, stops, trajectory)
+        if message:
+            _print_line(console, message)
+        trajectory.measured[checkpoint.label] = measured
+        write(plan, checkpoints, trajectory)
     return trajectory
 
 
-def _tell(console: Console, line: str) -> None:
-    if line:
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
+def _print_line(console: Console, line: str) -> None:
+    console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
-def _at(stop: Stop, plan: Plan, asked: str, before: Trajectory) -> tuple[Measured, str]:
-    """Figures of a stop, which are then in its folder, and what there is to say about them."""
-    place = plan.out / stop.folder
-    with _loadable(stop, place) as name:
-        weights = _weights(name, stop.revision, plan.dtype)
-        twin = next((label for label, own in before.measured.items() if own.weights == weights), None)
-        warning = "" if twin is None else f"warning: {stop.label} has the same weights as {twin}"
-        kept = _kept(place, asked, weights)
-        if kept is not None:
-            return kept, warning or "measured before"
+def _measure(checkpoint: Checkpoint, plan: Plan, fingerprint: str, earlier: Trajectory) -> tuple[Measurements, str]:
+    """Read, copy or take the measurements of a checkpoint, and write them to its folder.
+
+    Returns:
+        The measurements, and a message for the user, which may be empty.
+    """
+    folder = plan.out / checkpoint.folder
+    with _loadable(checkpoint, folder) as name:
+        weights = _hash_weights(name, checkpoint.revision, plan.dtype)
+        twin = next((label for label, other in earlier.measured.items() if other.weights == weights), None)
+        message = "" if twin is None else f"warning: {checkpoint.label} has the same weights as {twin}"
+        cached = _read_cached(folder, fingerprint, weights)
+        if cached is not None:
+            return cached, message or "measured before"
         if twin is not None:
-            found, warning = before.measured[twin], f"{warning}, whose figures it gets"
+            measured, message = earlier.measured[twin], f"{message}; its figures are copied"
         else:
-            found = measure.measure(
-                name, plan.texts, plan.how, place, stop.revision, plan.dtype, plan.device, Console(stderr=True),
+            measured = measure.measure(
+                name,
+                plan.texts,
+                plan.settings,
+                folder,
+                checkpoint.revision,
+                plan.dtype,
+                plan.device,
+                Console(stderr=True),
                 plan.command,
-            )  # fmt: skip
-    found = replace(found, model={**found.model, "name": stop.name, "revision": stop.revision})
-    # The mark last, so that a call that is killed in between measures again.
-    (place / _ASKED).unlink(missing_ok=True)
-    measure.write(found, place)
-    write_text(place / _ASKED, asked)
-    return found, warning
+            )
+    measured = replace(measured, model={**measured.model, "name": checkpoint.name, "revision": checkpoint.revision})
+    # The fingerprint is written last: after a call that is killed before, the checkpoint is measured again.
+    (folder / _FINGERPRINT).unlink(missing_ok=True)
+    measure.write(measured, folder)
+    write_text(folder / _FINGERPRINT, fingerprint)
+    return measured, message
 
 
-def _weights(name: str, revision: str | None, dtype: str) -> str:
+def _hash_weights(name: str, revision: str | None, dtype: str) -> str:
     config = ModelConfig(name=name, revision=revision)
     return measure.weights_hash(load_encoder(config, load_tokenizer(config), DTYPES[dtype]))
 
 
-def _kept(place: Path, asked: str, weights: str) -> Measured | None:
-    """What an earlier call has left, if it was asked the same of the same weights."""
+def _read_cached(folder: Path, fingerprint: str, weights: str) -> Measurements | None:
+    """Return the measurements of an earlier call with the same fingerprint and weights, if there are any."""
     try:
-        if (place / _ASKED).read_text(encoding="utf-8") != asked:
+        if (folder / _FINGERPRINT).read_text(encoding="utf-8") != fingerprint:
             return None
-        found = measure.read(place / "measures.json")
-    except (OSError, ValueError, UserError):  # not there, or damaged
+        measured = measure.read(folder / measure.JSON)
+    except (OSError, ValueError, UserError):  # missing or damaged
         return None
-    return found if found.weights == weights else None
+    return measured if measured.weights == weights else None
 
 
 @contextmanager
-def _loadable(stop: Stop, place: Path) -> Iterator[str]:
-    """A name that from_pretrained takes; of a `.ckpt` a folder with its weights, for as long as the block runs."""
-    path = Path(stop.name)
+def _loadable(checkpoint: Checkpoint, folder: Path) -> Iterator[str]:
+    """Yield a name that from_pretrained accepts; a `.ckpt` file is unpacked for as long as the block runs."""
+    path = Path(checkpoint.name)
     if path.suffix != ".ckpt":
-        yield stop.name
+        yield checkpoint.name
         return
-    folder = place / ".weights"
-    shutil.rmtree(folder, ignore_errors=True)
+    unpacked = folder / ".weights"
+    shutil.rmtree(unpacked, ignore_errors=True)
     try:
-        _unpack(path, folder)
-        yield str(folder)
+        _unpack(path, unpacked)
+        yield str(unpacked)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(unpacked, ignore_errors=True)
 
 
 _PREFIX = "model."
 
 
 def _unpack(path: Path, folder: Path) -> None:
-    """A checkpoint of train.py as a folder of save_pretrained, with config and tokenizer of its run's model."""
+    """Convert a checkpoint of train.py to a folder of save_pretrained, with the config and tokenizer of its run."""
     model = path.parent.parent / "model"
     if not (model / "config.json").is_file():
-        raise UserError(f"{path}: its run has no model folder, whose config and tokenizer are needed")
+        raise UserError(f"{path}: its run has no model folder; expected one with the config and the tokenizer")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
         weights = {name.removeprefix(_PREFIX): values for name, values in state.items() if name.startswith(_PREFIX)}
-    except Exception as error:  # any byte may be wrong, and with it any exception may come
-        raise UserError(f"{path} is no checkpoint that can be read: {shorten(error)}") from error
+    except Exception as error:  # a damaged file can raise any exception
+        raise UserError(f"{path} is not a readable checkpoint: {shorten(error)}") from error
     shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors", "*.safetensors.index.json", "*.bin"))
-    # Tied weights are one tensor under two names, which the format does not have.
+    # Tied weights are one tensor under two names, which safetensors refuses; the clones share no memory.
     save_file(
         {name: values.clone().contiguous() for name, values in weights.items()},
         folder / "model.safetensors",
@@ -261,63 +298,65 @@ def _unpack(path: Path, folder: Path) -> None:
     )
 
 
-# ---- the table
+# ---- output
 
 
-def write(plan: Plan, stops: Sequence[Stop], trajectory: Trajectory) -> None:
-    """Write `trajectory.csv`: a row for each stop, source and layer, and for each stop and embedding matrix."""
+def write(plan: Plan, checkpoints: Sequence[Checkpoint], trajectory: Trajectory) -> None:
+    """Write `trajectory.csv`: for each checkpoint one row per source and layer and one per embedding matrix."""
     rows = [
-        {"model": plan.model, "revision": stop.label, "step": stop.step, "weights": own.weights, **row}
-        for stop in stops
-        if (own := trajectory.measured.get(stop.label)) is not None
-        for row in _rows(own)
+        {"model": plan.model, "revision": checkpoint.label, "step": checkpoint.step, "weights": measured.weights, **row}
+        for checkpoint in checkpoints
+        if (measured := trajectory.measured.get(checkpoint.label)) is not None
+        for row in _rows(measured)
     ]
     write_text(plan.out / TABLE, pd.DataFrame(rows).convert_dtypes().to_csv(index=False))
 
 
-def _rows(found: Measured) -> Iterator[dict[str, Any]]:
-    for source, taps in found.sources.items():
-        for tap, own in taps.items():
-            yield {"source": source, "layer": tap, **own}
-    for which, forms in found.matrices.items():
-        own = {
+def _rows(measured: Measurements) -> Iterator[dict[str, Any]]:
+    """Yield the table's rows of one checkpoint: layers, embedding matrices, and the final normalization."""
+    for source, taps in measured.sources.items():
+        for tap, figures in taps.items():
+            yield {"source": source, "layer": tap, **figures}
+    for which, forms in measured.matrices.items():
+        columns = {
             name if form == "raw" else f"{form}_{name}": value
             for form, figures in forms.items()
             for name, value in figures.items()
             if isinstance(value, float)
         }
-        yield {"source": None, "layer": f"{which}_embeddings", **own}
-    if found.final_norm is not None:
-        own = {f"layer_norm_{name}": found.final_norm[name] for name in ("gain", "bias", "ratio", "bias_over_gain")}
-        yield {"source": None, "layer": "final_norm_parameters", **own}
+        yield {"source": None, "layer": f"{which}_embeddings", **columns}
+    if measured.final_norm is not None:
+        names = ("gain", "bias", "ratio", "bias_over_gain")
+        columns = {f"layer_norm_{name}": measured.final_norm[name] for name in names}
+        yield {"source": None, "layer": "final_norm_parameters", **columns}
 
 
-def table(plan: Plan, stops: Sequence[Stop], trajectory: Trajectory) -> Table:
-    """The last layer of all texts together, and I(W) of the matrix nearest to the output, by stop."""
-    shown = ("isoscore", "inter_sim", "intra_sim", "two_nn", "effective_rank")
-    found = Table(title=f"{plan.model}: the last layer, and I(W)", title_justify="left")
-    for name in ("revision", *shown, "I(W)"):
-        found.add_column(name.replace("_", " "), justify="left" if name == "revision" else "right", overflow="fold")
-    for stop in stops:
-        own = trajectory.measured.get(stop.label)
-        if own is None:
-            found.add_row(stop.label, *["-"] * (len(shown) + 1))
+def table(plan: Plan, checkpoints: Sequence[Checkpoint], trajectory: Trajectory) -> Table:
+    """Return the terminal table: the last layer over all texts, and I(W) of the matrix nearest to the output."""
+    measures = ("isoscore", "inter_sim", "intra_sim", "two_nn", "effective_rank")
+    result = Table(title=f"{plan.model}: the last layer, and I(W)", title_justify="left")
+    for name in ("revision", *measures, "I(W)"):
+        result.add_column(name.replace("_", " "), justify="left" if name == "revision" else "right", overflow="fold")
+    for checkpoint in checkpoints:
+        measured = trajectory.measured.get(checkpoint.label)
+        if measured is None:
+            result.add_row(checkpoint.label, *["-"] * (len(measures) + 1))
             continue
-        taps = own.sources.get(COMBINED) or next(iter(own.sources.values()))
-        last = list(taps.values())[-1]
-        matrix = own.matrices.get("output") or own.matrices["input"]
-        values = [*(last.get(name, math.nan) for name in shown), matrix["raw"]["partition_isotropy_as_computed"]]
-        found.add_row(stop.label, *("-" if math.isnan(value) else f"{value:.4g}" for value in values))
-    return found
+        last_layer = list(measured.all_texts.values())[-1]
+        matrix = measured.matrices.get("output") or measured.matrices["input"]
+        values = [last_layer.get(name, math.nan) for name in measures]
+        values.append(matrix["raw"]["partition_isotropy_as_computed"])
+        result.add_row(checkpoint.label, *("-" if math.isnan(value) else f"{value:.4g}" for value in values))
+    return result
 
 
 def check(trajectory: Trajectory) -> None:
-    """Say at the end what is missing.
+    """Refuse a trajectory that is incomplete.
 
     Raises:
-        SomeFailed: if anything is.
+        PartialFailure: if a checkpoint could not be measured.
     """
-    if trajectory.troubles:
-        told = "; ".join(f"{label} ({why})" for label, why in trajectory.troubles.items())
-        every = len(trajectory.troubles) + len(trajectory.measured)
-        raise SomeFailed(f"{len(trajectory.troubles)} of {every} not measured: {shorten(told, 500)}")
+    if trajectory.failures:
+        failures = "; ".join(f"{label} ({reason})" for label, reason in trajectory.failures.items())
+        total = len(trajectory.failures) + len(trajectory.measured)
+        raise PartialFailure(f"{len(trajectory.failures)} of {total} not measured: {shorten(failures, 500)}")

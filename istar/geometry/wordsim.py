@@ -1,8 +1,8 @@
-"""Word similarity: how well a matrix of embeddings orders pairs of words as people do.
+"""Word similarity: the correlation between similarities of word embeddings and human ratings.
 
-*Too Much in Common* (Bis et al., 2021), section 5.2: the correlation of cosine or inner product with human ratings, on
-SimLex-999 (Hill et al., 2015), MEN (Bruni et al., 2014), WordSim-353 in two parts (Agirre et al., 2009) and Stanford
-Rare Words (Luong et al., 2013). The files are read as their authors ship them.
+Follows section 5.2 of *Too Much in Common* (Bis et al., 2021), on SimLex-999 (Hill et al., 2015), MEN (Bruni et al.,
+2014), both parts of WordSim-353 (Agirre et al., 2009) and Stanford Rare Words (Luong et al., 2013). The files are read
+in the formats in which their authors distribute them.
 """
 
 import math
@@ -28,7 +28,7 @@ Policy = Literal["single_token", "mean"]
 
 @dataclass(frozen=True)
 class Pair:
-    """Two words and how similar people found them, on the benchmark's own scale."""
+    """Two words and their similarity as rated by people, on the benchmark's scale."""
 
     first: str
     second: str
@@ -37,28 +37,28 @@ class Pair:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A file of pairs.
+    """A benchmark of rated word pairs.
 
     Attributes:
-        name: simlex999, men, rw, wordsim_similarity, wordsim_relatedness, or wordsim353 where neither part is named.
-        pairs: in the file's order.
+        name: simlex999, men, rw, wordsim_similarity, wordsim_relatedness, or wordsim353 if the part is unknown.
+        pairs: the pairs in the file's order.
     """
 
     name: str
     pairs: tuple[Pair, ...]
 
     def words(self) -> tuple[str, ...]:
-        """Each word once, in the file's order."""
+        """Return each word once, in the file's order."""
         return tuple(dict.fromkeys(word for pair in self.pairs for word in (pair.first, pair.second)))
 
 
 @dataclass(frozen=True)
 class WordVectors:
-    """One vector per word that has one.
+    """Vectors of words; a word without a vector is absent.
 
     Attributes:
-        vectors: word -> `(d,)`, float64 (float32 on MPS), on the matrix's device.
-        policy: how words became vectors; see `word_vectors`.
+        vectors: vectors `(d,)` by word, float64 (float32 on MPS), on the device of the embeddings.
+        policy: how words of several tokens were handled; see `word_vectors`.
     """
 
     vectors: Mapping[str, Tensor]
@@ -67,7 +67,7 @@ class WordVectors:
 
 @dataclass(frozen=True)
 class Correlation:
-    """In [-1, 1], 0 where either side is constant. The papers print Pearson's, times 100."""
+    """Pearson's and Spearman's correlations in [-1, 1], 0 if either side is constant. Papers print 100 r."""
 
     pearson: float
     spearman: float
@@ -75,15 +75,15 @@ class Correlation:
 
 @dataclass(frozen=True)
 class WordSimilarity:
-    """How one benchmark and one matrix agree.
+    """Agreement of an embedding matrix with a benchmark.
 
     Attributes:
-        benchmark: its name.
-        policy: of the words' vectors; other policies keep other pairs and do not compare.
-        cosine: correlation of the ratings with the vectors' cosine, 0 with a zero vector.
-        inner_product: the same with their inner product.
-        kept: the pairs that count.
-        left_out: pairs of which a word has no vector.
+        benchmark: name of the benchmark.
+        policy: policy of the word vectors. Policies keep different pairs, so their results are not comparable.
+        cosine: correlation of the ratings with the cosines of the vectors; the cosine with a zero vector is 0.
+        inner_product: correlation of the ratings with the inner products of the vectors.
+        kept: pairs that were correlated.
+        left_out: pairs that have a word without a vector.
     """
 
     benchmark: str
@@ -96,16 +96,16 @@ class WordSimilarity:
 
 @dataclass(frozen=True)
 class _Format:
-    """How a benchmark's lines look.
+    """The line format of a benchmark.
 
     Attributes:
-        separator: between columns.
-        rating: column of the rating, from 0.
-        columns: how many there are, at least and at most.
+        separator: separator of the columns.
+        rating: index of the rating's column.
+        columns: smallest and largest number of columns.
         scale: smallest and largest rating.
-        header: what the first line starts with if it is one.
-        fits: whether the first line without header is this format's, from its columns.
-        example: a line, for messages.
+        header: start of the header line; empty if the format has none.
+        fits: tells from the columns of the first line, which is no header, whether the file has this format.
+        example: a line, for error messages.
     """
 
     separator: str
@@ -152,27 +152,27 @@ FORMATS = {
         columns=(4, 13),
         scale=(0, 10),
         header="",
-        fits=lambda columns: all(math.isfinite(_number(column)) for column in columns[2:]),
+        fits=lambda columns: all(math.isfinite(_parse_number(column)) for column in columns[2:]),
         example="squishing TAB squirt TAB 5.88 TAB 7 TAB 7",
     ),
 }
-"""The benchmarks that are read, in the order in which their first line is tried."""
+"""Known formats, in the order in which they are tried on the first line of a file."""
 
 
 def read_benchmark(path: str | Path, format: str | None = None) -> Benchmark:
-    """The pairs of a benchmark's file.
+    """Read the pairs of a benchmark's file.
 
     - simlex999: tab-separated, the word class in column 3, the rating (0 to 10) in column 4; with or without header.
-    - men: space-separated, the rating (0 to 50) last; words or lemmas (`sun-n`), whose class is dropped.
-    - wordsim353: three columns by tabs, the rating (0 to 10) last; with or without header.
-    - rw: tab-separated, the mean rating (0 to 10) in column 3, the single ratings behind it.
+    - men: space-separated, the rating (0 to 50) last; words or lemmas (`sun-n`), whose word class is dropped.
+    - wordsim353: three tab-separated columns, the rating (0 to 10) last; with or without header.
+    - rw: tab-separated, the mean rating (0 to 10) in column 3, followed by the individual ratings.
 
     Args:
-        path: a text file in UTF-8, any line endings. Empty lines are skipped.
-        format: one of these names; by default the one that the first line looks like.
+        path: a text file in UTF-8 with any line endings. Empty lines are skipped.
+        format: one of the formats above; by default the one that matches the first line.
 
     Raises:
-        UserError: if there is no such file, it is none of these, or a line is malformed: with file and line.
+        UserError: if the file cannot be read, its format is unknown, or a line is malformed.
     """
     path = Path(path)
     lines = list(_lines(path))
@@ -182,49 +182,49 @@ def read_benchmark(path: str | Path, format: str | None = None) -> Benchmark:
         format = _detect(path, lines)
     elif format not in FORMATS:
         raise UserError(f"format is {format!r}; expected one of {', '.join(FORMATS)}")
-    known = FORMATS[format]
-    if known.header and lines[0][1].startswith(known.header):
+    spec = FORMATS[format]
+    if spec.header and lines[0][1].startswith(spec.header):
         lines = lines[1:]
-    pairs = tuple(_pair(path, number, line, known) for number, line in lines)
+    pairs = tuple(_parse_pair(path, number, line, spec) for number, line in lines)
     if not pairs:
-        raise UserError(f"{path}: there is nothing below the header; expected pairs of words with ratings")
+        raise UserError(f"{path}: no lines follow the header; expected pairs of words with ratings")
     if format == "men":
         pairs = _without_classes(pairs)
-    return Benchmark(_name(path, format), pairs)
+    return Benchmark(_benchmark_name(path, format), pairs)
 
 
 def word_vectors(
     words: Sequence[str], tokenizer: "PreTrainedTokenizerBase", embeddings: Tensor, policy: Policy = "single_token"
 ) -> WordVectors:
-    """The vectors of words in an embedding matrix, as they stand inside a sentence.
+    """Look up the vectors of words in an embedding matrix, with the tokens that the words have inside a sentence.
 
-    Byte-level BPE and SentencePiece have other tokens behind a space than at the beginning of a text. So each word is
-    tokenized behind another one, whose tokens are then taken off. The case of the letters is left to the tokenizer.
+    Byte-level BPE and SentencePiece tokenize a word behind a space differently from the first word of a text. Each word
+    is therefore tokenized behind another word, whose tokens are removed. Letter case is left to the tokenizer.
 
     Args:
-        words: what to look up.
-        tokenizer: any of transformers; special tokens are not added.
-        embeddings: `(rows, d)`, the row of each token id; any floating dtype and device.
-        policy: "single_token", as in the paper: words of several tokens have no vector. "mean": theirs is the mean of
-            the tokens' rows, so that other words count.
+        words: words to look up.
+        tokenizer: any tokenizer of transformers; special tokens are not added.
+        embeddings: `(rows, d)`, one row per token id, of any floating dtype and on any device.
+        policy: "single_token", as in the paper, gives words of several tokens no vector. "mean" gives them the mean of
+            their tokens' rows.
 
     Returns:
-        Vectors of the words that have one; a word with an unknown token has none under either policy.
+        Vectors of the words that have one. A word with an unknown token has none under either policy.
 
     Raises:
-        UserError: if the matrix is not one, is not finite or lacks a token's row, or the policy is not one of these.
+        UserError: if the policy is unknown, or the embeddings are not a finite matrix with a row for each token.
     """
     if policy not in get_args(Policy):
         raise UserError(f"policy is {policy!r}; expected one of {', '.join(get_args(Policy))}")
     check_matrix(embeddings, "embeddings")
     vectors = {}
-    for word, tokens in zip(words, _tokens(words, tokenizer), strict=True):
+    for word, tokens in zip(words, _tokenize_words(words, tokenizer), strict=True):
         if not tokens or tokenizer.unk_token_id in tokens or (policy == "single_token" and len(tokens) > 1):
             continue
         if max(tokens) >= len(embeddings):
             raise UserError(
-                f"the embeddings have {len(embeddings)} rows, but the tokenizer makes token {max(tokens)} of {word!r}; "
-                "expected the tokenizer of their model"
+                f"the embeddings have {len(embeddings)} rows, but {word!r} has the token {max(tokens)}; "
+                "expected the tokenizer of the same model"
             )
         rows = embeddings[tokens].detach()
         vectors[word] = rows.to(wide_dtype(rows.device)).mean(0)
@@ -232,21 +232,21 @@ def word_vectors(
 
 
 def similarity(vectors: WordVectors, benchmark: Benchmark) -> WordSimilarity:
-    """Correlations of a benchmark's ratings with the similarity of the words' vectors.
+    """Correlate a benchmark's ratings with the cosines and inner products of the words' vectors.
 
     Raises:
         UserError: if fewer than 2 pairs have vectors for both words.
     """
-    found = vectors.vectors
-    kept = tuple(pair for pair in benchmark.pairs if pair.first in found and pair.second in found)
-    left_out = tuple(pair for pair in benchmark.pairs if pair.first not in found or pair.second not in found)
+    by_word = vectors.vectors
+    kept = tuple(pair for pair in benchmark.pairs if pair.first in by_word and pair.second in by_word)
+    left_out = tuple(pair for pair in benchmark.pairs if pair.first not in by_word or pair.second not in by_word)
     if len(kept) < 2:
         raise UserError(
             f"{benchmark.name}: {len(kept)} of {len(benchmark.pairs)} pairs have vectors for both words "
             f"(policy {vectors.policy}); a correlation needs at least 2"
         )
-    first = torch.stack([found[pair.first] for pair in kept])
-    second = torch.stack([found[pair.second] for pair in kept])
+    first = torch.stack([by_word[pair.first] for pair in kept])
+    second = torch.stack([by_word[pair.second] for pair in kept])
     ratings = np.array([pair.rating for pair in kept])
     products = (first * second).sum(1)
     cosines = (unit_vectors(first)[0] * unit_vectors(second)[0]).sum(1)
@@ -261,58 +261,60 @@ def similarity(vectors: WordVectors, benchmark: Benchmark) -> WordSimilarity:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Number and text of each line that is not empty."""
+    """Yield the number and the text of each line that is not empty."""
     try:
-        # Not by `splitlines`, which also splits at characters that are no line ends.
+        # Split at "\n" below: `str.splitlines` also splits at other control characters.
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}; expected a word-similarity benchmark") from error
     except UnicodeDecodeError as error:
-        place = path.read_bytes()[: error.start].count(b"\n") + 1
-        raise UserError(f"{path}, line {place}: not UTF-8; convert the file") from error
+        number = path.read_bytes()[: error.start].count(b"\n") + 1
+        raise UserError(f"{path}, line {number}: not UTF-8; convert the file") from error
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             yield number, line.rstrip()
 
 
 def _detect(path: Path, lines: Sequence[tuple[int, str]]) -> str:
+    """Return the name of the first format that the first line fits."""
     number, first = lines[0]
-    for name, known in FORMATS.items():
-        if known.header and first.startswith(known.header):
+    for name, spec in FORMATS.items():
+        if spec.header and first.startswith(spec.header):
             return name
-        columns = first.split(known.separator)
-        least, most = known.columns
-        if least <= len(columns) <= most and math.isfinite(_number(columns[known.rating])) and known.fits(columns):
+        columns = first.split(spec.separator)
+        least, most = spec.columns
+        if least <= len(columns) <= most and math.isfinite(_parse_number(columns[spec.rating])) and spec.fits(columns):
             return name
-    examples = "; ".join(f"{name}: {known.example}" for name, known in FORMATS.items())
+    examples = "; ".join(f"{name}: {spec.example}" for name, spec in FORMATS.items())
     raise UserError(
-        f"{path}, line {number}: {shorten(first, 60)!r} is no line of a known benchmark; expected one of {examples}"
+        f"{path}, line {number}: {shorten(first, 60)!r} is not a line of a known benchmark; expected one of {examples}"
     )
 
 
-def _pair(path: Path, number: int, line: str, known: _Format) -> Pair:
-    place = f"{path}, line {number}"
-    columns = line.split(known.separator)
-    least, most = known.columns
+def _parse_pair(path: Path, number: int, line: str, spec: _Format) -> Pair:
+    location = f"{path}, line {number}"
+    columns = line.split(spec.separator)
+    least, most = spec.columns
     if not least <= len(columns) <= most:
-        wanted = str(least) if least == most else f"{least} to {most}"
+        expected = str(least) if least == most else f"{least} to {most}"
         raise UserError(
-            f"{place}: {shorten(line, 60)!r} has {len(columns)} columns; expected {wanted}: {known.example}"
+            f"{location}: {shorten(line, 60)!r} has {len(columns)} columns; expected {expected}: {spec.example}"
         )
-    low, high = known.scale
-    rating = _number(columns[known.rating])
+    low, high = spec.scale
+    rating = _parse_number(columns[spec.rating])
     if not low <= rating <= high:
         raise UserError(
-            f"{place}: the rating is {shorten(columns[known.rating], 60)!r}; expected a number from {low:g} to {high:g}"
+            f"{location}: the rating is {shorten(columns[spec.rating], 60)!r}; "
+            f"expected a number from {low:g} to {high:g}"
         )
     first, second = columns[0].strip(), columns[1].strip()
     if not first or not second:
-        raise UserError(f"{place}: a word is empty; expected two words and a rating: {known.example}")
+        raise UserError(f"{location}: a word is empty; expected two words and a rating: {spec.example}")
     return Pair(first, second, rating)
 
 
-def _number(text: str) -> float:
-    """NaN for what is no number."""
+def _parse_number(text: str) -> float:
+    """Parse a number; anything else is NaN."""
     try:
         return float(text)
     except ValueError:
@@ -320,7 +322,7 @@ def _number(text: str) -> float:
 
 
 def _without_classes(pairs: tuple[Pair, ...]) -> tuple[Pair, ...]:
-    """MEN's lemmas without `-n`, `-v`, `-j`; the natural forms, of which not all end so, as they are."""
+    """Drop MEN's word classes (`-n`, `-v`, `-j`) if all words have one; natural forms are kept as they are."""
     matches = [(_LEMMA.fullmatch(pair.first), _LEMMA.fullmatch(pair.second)) for pair in pairs]
     stripped = [
         Pair(first[1], second[1], pair.rating)
@@ -330,30 +332,30 @@ def _without_classes(pairs: tuple[Pair, ...]) -> tuple[Pair, ...]:
     return tuple(stripped) if len(stripped) == len(pairs) else pairs
 
 
-def _name(path: Path, format: str) -> str:
-    """The two parts of WordSim-353 differ by nothing but what their files are called."""
+def _benchmark_name(path: Path, format: str) -> str:
+    """Name the benchmark; only the file's name tells the two parts of WordSim-353 apart."""
     for part in ("similarity", "relatedness"):
         if format == "wordsim353" and part in path.name.lower():
             return f"wordsim_{part}"
     return format
 
 
-def _tokens(words: Sequence[str], tokenizer: "PreTrainedTokenizerBase") -> list[list[int]]:
-    """The ids of each word behind another."""
+def _tokenize_words(words: Sequence[str], tokenizer: "PreTrainedTokenizerBase") -> list[list[int]]:
+    """Return the token ids of each word behind another word."""
     context = "the"
     texts = [context, *(f"{context} {word}" for word in words)]
-    before, *ids = tokenizer(texts, add_special_tokens=False, padding=False, truncation=False)["input_ids"]
+    prefix, *ids = tokenizer(texts, add_special_tokens=False, padding=False, truncation=False)["input_ids"]
     for word, tokens in zip(words, ids, strict=True):
-        if tokens[: len(before)] != before:
-            raise UserError(f"the tokenizer joins {context!r} and {word!r}; expected one that splits at spaces")
-    return [tokens[len(before) :] for tokens in ids]
+        if tokens[: len(prefix)] != prefix:
+            raise UserError(f"the tokenizer joins {context!r} and {word!r}; expected a tokenizer that splits at spaces")
+    return [tokens[len(prefix) :] for tokens in ids]
 
 
 def _correlation(scores: Tensor, ratings: np.ndarray) -> Correlation:
     values = scores.cpu().double().numpy()
-    # Scores that differ by rounding alone are constant, as scipy warns.
-    spread = np.ptp(values) > 1e-12 * np.abs(values).max()
-    if not spread or np.ptp(ratings) == 0:
+    # Scores that differ by rounding errors alone count as constant.
+    varies = np.ptp(values) > 1e-12 * np.abs(values).max()
+    if not varies or np.ptp(ratings) == 0:
         return Correlation(0.0, 0.0)
     return Correlation(
         float(scipy.stats.pearsonr(values, ratings).statistic), float(scipy.stats.spearmanr(values, ratings).statistic)

@@ -1,1 +1,1 @@
-"""HTML pages and tables in several formats. Used by the instrument and by the reports."""
+"""HTML pages with tables in several formats."""

@@ -1,8 +1,8 @@
-"""The folder of a page: the files of its figures and tables, what of it may be replaced, and how."""
+"""Folder of an HTML page: the files of its figures and tables, and the safe replacement of an earlier page."""
 
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -20,13 +20,13 @@ _SUFFIXES = {TABLES: (".csv", ".md", ".tex"), FIGURES: (".svg", ".png")}
 
 @dataclass(frozen=True)
 class Kind:
-    """Whose folder it is.
+    """A kind of page folder, such as that of `istar report`.
 
     Attributes:
-        noun: what messages call it.
-        generator: in the `meta` of its page, by which it is known.
-        beside: names of further files of its own.
-        kept: patterns of names of files that are no part of the page, and outlive its replacement.
+        noun: name of the folder in error messages.
+        generator: content of the `generator` meta tag that identifies the page.
+        beside: names of further files that belong to the page.
+        kept: name patterns of files that do not belong to the page and are kept when it is replaced.
     """
 
     noun: str
@@ -36,74 +36,83 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """A picture: what it shows, and its files by suffix."""
+class RenderedPlot:
+    """A plot and its rendered files, by suffix."""
 
     plot: Plot
     files: Mapping[str, bytes]
 
 
-def draw(plot: Plot) -> dict[str, Drawn]:
-    """A picture for each model of a plot, by the name of its files."""
-    by_model = list(dict.fromkeys(panel.model for panel in plot.panels))
+def draw(plot: Plot) -> dict[str, RenderedPlot]:
+    """Render a plot, with a picture for each model; returns the pictures by the name of their files."""
+    models = list(dict.fromkeys(panel.model for panel in plot.panels))
     pictures = {}
-    for model in by_model:
-        own = replace(plot, panels=tuple(panel for panel in plot.panels if panel.model == model))
-        name = f"{plot.name}-{_file_name(model, by_model)}" if model else plot.name
-        pictures[name] = Drawn(own, drawing.render(own))
+    for model in models:
+        part = replace(plot, panels=tuple(panel for panel in plot.panels if panel.model == model))
+        name = f"{plot.name}-{_file_name(model, models)}" if model else plot.name
+        pictures[name] = RenderedPlot(part, drawing.render(part))
     return pictures
 
 
-def of_plot(plot: Plot, pictures: Mapping[str, Drawn]) -> list[Picture]:
-    """Those of the pictures that show a plot, to stand in the page."""
-    return [
-        Picture(
-            name,
-            drawn.plot.panels[0].model,
-            drawing.inline(
-                drawn.files["svg"],
-                name,
-                f"{plot.title} {drawn.plot.panels[0].model}".strip(),
-                drawing.describe(drawn.plot),
-            ),
-            drawn.plot.panels,
-        )
-        for name, drawn in pictures.items()
-        if drawn.plot.name == plot.name
-    ]
+def pictures_of(plot: Plot, pictures: Mapping[str, RenderedPlot]) -> list[Picture]:
+    """Select the pictures that show a plot, and prepare them to stand in the page."""
+    selected = []
+    for name, rendered in pictures.items():
+        if rendered.plot.name == plot.name:
+            panels = rendered.plot.panels
+            title = f"{plot.title} {panels[0].model}".strip()
+            svg = drawing.inline(rendered.files["svg"], name, title, drawing.describe(rendered.plot))
+            selected.append(Picture(name, panels[0].model, svg, panels))
+    return selected
 
 
-def files(shown: Page, tables: Mapping[str, Sheet], pictures: Mapping[str, Drawn]) -> dict[str, bytes]:
-    """All files of a page by their paths in its folder."""
-    return {INDEX: page.html(shown).encode(), **_table_files(tables), **_picture_files(pictures)}
+# `istar.reports` uses these names.
+Drawn = RenderedPlot
+of_plot = pictures_of
+
+
+def files(content: Page, tables: Mapping[str, Sheet], pictures: Mapping[str, RenderedPlot]) -> dict[str, bytes]:
+    """Return all files of a page by their paths in its folder."""
+    contents = {INDEX: page.html(content).encode()}
+    for name, sheet in tables.items():
+        texts = {"csv": sheets.csv(sheet), "md": sheets.markdown(sheet), "tex": sheets.latex(sheet)}
+        contents |= {f"{TABLES}/{name}.{suffix}": text.encode() for suffix, text in texts.items()}
+    for name, rendered in pictures.items():
+        contents |= {f"{FIGURES}/{name}.{suffix}": data for suffix, data in rendered.files.items()}
+    return contents
 
 
 def refuse_foreign(out: Path, kind: Kind) -> None:
-    """Only a folder of this kind is replaced, and only if nobody has put anything into it.
+    """Refuse to replace a folder that is not an earlier page of this kind, or that holds other files too.
 
     Raises:
-        UserError: if it is something else.
+        UserError: if `out` exists and is such a folder, or no folder.
     """
     if not out.exists() and not out.is_symlink():
         return
     if out.is_symlink() or not out.is_dir():
         raise UserError(f"--out {out} is not a folder; name a new one, or an earlier {kind.noun}")
-    strange = next(_strange(out, kind), None)
-    if strange is not None:
-        raise UserError(f"--out {out} holds {strange}, which is no part of a {kind.noun}; name a new folder")
-    inside = {path.name for path in out.iterdir() if not _is_kept(path.name, kind)}
-    if inside - set(kind.beside) and not _is_ours(out / INDEX, kind):
+    foreign = next(_foreign_files(out, kind), None)
+    if foreign is not None:
+        raise UserError(f"--out {out} holds {foreign}, which is no part of a {kind.noun}; name a new folder")
+    names = {path.name for path in out.iterdir() if not _is_kept(path.name, kind)}
+    if names - set(kind.beside) and not _has_generator(out / INDEX, kind):
         raise UserError(f"--out {out} is not an earlier {kind.noun}; name a new folder")
 
 
 def replace_folder(out: Path, contents: Mapping[str, bytes], kind: Kind) -> None:
-    """Write a folder beside `out` and let it take its place.
+    """Replace a folder as a whole: write a draft next to it, then rename the draft to `out`.
+
+    Args:
+        out: folder to replace, or to make.
+        contents: content of each file by its path in the folder.
+        kind: kind of the folder; its `kept` files are moved to the new folder.
 
     Raises:
-        UserError: if `out` is no folder of this kind, or cannot be written; it is then as it was.
+        UserError: if `out` is not a folder of this kind, or cannot be written. It is then left as it was.
     """
     draft = out.absolute().with_name(f".{out.absolute().name}.{uuid.uuid4().hex}")
-    aside = draft.with_name(f"{draft.name}-old")
+    old = draft.with_name(f"{draft.name}-old")
     try:
         for name, content in contents.items():
             path = draft / name
@@ -111,62 +120,52 @@ def replace_folder(out: Path, contents: Mapping[str, bytes], kind: Kind) -> None
             path.write_bytes(content)
         refuse_foreign(out, kind)
         if out.exists():
-            out.rename(aside)
+            out.rename(old)
         draft.rename(out)
-        for path in aside.iterdir() if aside.exists() else ():
-            if _is_kept(path.name, kind):
-                path.rename(out / path.name)
+        if old.exists():
+            for path in old.iterdir():
+                if _is_kept(path.name, kind):
+                    path.rename(out / path.name)
     except OSError as error:
-        if aside.exists() and not out.exists():
-            aside.rename(out)
+        if old.exists() and not out.exists():
+            old.rename(out)
         raise UserError(f"--out {out} cannot be written: {shorten(error)}") from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
 
 
-def _file_name(model: str, among: list[str]) -> str:
-    """Fit for a file; two models whose names differ in nothing else are told apart by a number."""
+def _file_name(model: str, models: list[str]) -> str:
+    """Return a model's name fit for a file; a number distinguishes models whose names would otherwise be equal."""
 
     def plain(name: str) -> str:
         return "".join(letter if letter.isascii() and (letter.isalnum() or letter in "-.") else "-" for letter in name)
 
-    same = [other for other in among if plain(other).lower() == plain(model).lower()]
+    same = [other for other in models if plain(other).lower() == plain(model).lower()]
     return plain(model) if len(same) == 1 else f"{plain(model)}-{same.index(model) + 1}"
 
 
-def _table_files(tables: Mapping[str, Sheet]) -> dict[str, bytes]:
-    writers: dict[str, Callable[[Sheet], str]] = {"csv": sheets.csv, "md": sheets.markdown, "tex": sheets.latex}
-    return {
-        f"{TABLES}/{name}.{suffix}": writer(sheet).encode()
-        for name, sheet in tables.items()
-        for suffix, writer in writers.items()
-    }
-
-
-def _picture_files(pictures: Mapping[str, Drawn]) -> dict[str, bytes]:
-    return {
-        f"{FIGURES}/{name}.{suffix}": content
-        for name, drawn in pictures.items()
-        for suffix, content in drawn.files.items()
-    }
-
-
-def _strange(out: Path, kind: Kind) -> Iterator[str]:
+def _foreign_files(out: Path, kind: Kind) -> Iterator[str]:
+    """Yield the paths in a folder that do not belong to a page of this kind; links never do."""
     for path in sorted(out.rglob("*")):
-        parts = path.relative_to(out).parts
-        ours = path.is_file() and len(parts) == 1 and (parts[0] in (INDEX, *kind.beside) or _is_kept(parts[0], kind))
-        ours |= path.is_dir() and len(parts) == 1 and parts[0] in _SUFFIXES
-        ours |= len(parts) == 2 and path.is_file() and path.suffix in _SUFFIXES.get(parts[0], ())
-        if not ours or path.is_symlink():
-            yield "/".join(parts)
+        folder, name = path.parent.relative_to(out).as_posix(), path.name
+        if path.is_symlink():
+            belongs = False
+        elif path.is_dir():
+            belongs = folder == "." and name in _SUFFIXES
+        elif folder == ".":
+            belongs = path.is_file() and (name in (INDEX, *kind.beside) or _is_kept(name, kind))
+        else:
+            belongs = path.is_file() and path.suffix in _SUFFIXES.get(folder, ())
+        if not belongs:
+            yield path.relative_to(out).as_posix()
 
 
 def _is_kept(name: str, kind: Kind) -> bool:
     return any(fnmatch(name, pattern) for pattern in kind.kept)
 
 
-def _is_ours(index: Path, kind: Kind) -> bool:
+def _has_generator(index: Path, kind: Kind) -> bool:
     try:
         with index.open(encoding="utf-8") as file:
             return f'<meta name="generator" content="{kind.generator}">' in file.read(2_000)

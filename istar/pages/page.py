@@ -1,4 +1,4 @@
-"""A report as one HTML page."""
+"""Rendering a report as a single HTML page."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ class Picture:
     """A figure of the page.
 
     Attributes:
-        name: of its files.
-        model: whose runs it shows; empty for none.
-        svg: as `drawing.inline` gives it, safe to stand in the page.
-        panels: what is held fixed in each.
+        name: name of its files.
+        model: model whose runs the figure shows; empty for none.
+        svg: SVG from `drawing.inline`. The page includes it without escaping.
+        panels: panels of the figure, whose fixed settings the page lists.
     """
 
     name: str
@@ -29,14 +29,17 @@ class Picture:
 
 @dataclass(frozen=True)
 class Section:
-    """A heading with what stands below it.
+    """A section of the page.
 
     Attributes:
-        anchor: the heading's id.
+        anchor: id of the heading.
+        title: heading.
         text: paragraphs.
-        empty: said in place of sheets and pictures where there are none.
-        commands: that make what is shown.
-        wide: printed on paper turned sideways.
+        sheet: table; a table without rows is left out.
+        pictures: figures.
+        empty: sentence that explains why there is no table or figure.
+        commands: commands that make the content.
+        wide: whether the section is printed in landscape format.
     """
 
     anchor: str
@@ -51,12 +54,14 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """All of a page.
+    """The content of a page.
 
     Attributes:
-        head: the line below the title: words, the name of what the page is about, words.
-        generator: in the page's `meta`, by which a page of ours is known.
-        summary: what was found, as (number, what).
+        title: title of the page.
+        head: the three parts of the line below the title: a noun, the name of the page's subject, and details.
+        generator: content of the `generator` meta tag, which identifies the page.
+        summary: key figures as (number, label).
+        sections: sections in their order.
     """
 
     title: str
@@ -67,7 +72,7 @@ class Page:
 
 
 def html(page: Page) -> str:
-    """The page; all text is escaped, pictures stand as they are."""
+    """Render the page. All text is escaped; pictures are included as they are."""
     environment = Environment(
         loader=PackageLoader("istar.pages"),
         autoescape=True,

@@ -1,4 +1,4 @@
-"""A table with its words, and how it is written as CSV, Markdown and LaTeX."""
+"""Tables with captions, and their formats: CSV, Markdown and LaTeX."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,7 +8,14 @@ import pandas as pd
 
 @dataclass(frozen=True)
 class Entry:
-    """A cell of a table; `bold` for the best of its column, `code` for a command, `number` to align to the right."""
+    """A cell of a table.
+
+    Attributes:
+        text: formatted content.
+        bold: whether the value is the best of its column.
+        code: whether the text is a command.
+        number: whether the cell is aligned to the right.
+    """
 
     text: str
     bold: bool = False
@@ -21,15 +28,15 @@ class Sheet:
     """A table.
 
     Attributes:
-        name: of its files.
-        title: short, for the heading.
-        caption: what its numbers are, with units and split.
-        header: the columns' names; a line break is where a narrow column may break.
-        groups: rows under a name each; one group without a name for a plain table.
+        name: name of its files, without suffix.
+        title: short title, for the heading.
+        caption: what the numbers are, with their units and the data split.
+        header: names of the columns. A line break marks where the name may break.
+        groups: rows by the name of their group; a plain table has one group with an empty name.
         frame: the same numbers unrounded, for CSV.
-        notes: sentences below it.
-        row_headers: so many of the first columns name the row.
-        grouped_by: what the groups' names are.
+        notes: sentences below the table.
+        row_headers: number of leading columns that identify a row.
+        grouped_by: header of the groups' names.
     """
 
     name: str
@@ -44,17 +51,17 @@ class Sheet:
 
     @property
     def rows(self) -> list[list[Entry]]:
-        """Of all groups."""
+        """Rows of all groups."""
         return [row for rows in self.groups.values() for row in rows]
 
 
 def csv(sheet: Sheet) -> str:
-    """All numbers, unrounded."""
+    """Return the unrounded numbers as CSV."""
     return sheet.frame.to_csv(index=False)
 
 
 def markdown(sheet: Sheet) -> str:
-    """A GitHub-flavoured table under its caption; groups become the first column."""
+    """Return the caption and a GitHub-flavoured table; the groups' names become the first column."""
     header = _with_group(sheet, [_escape_markdown(name) for name in sheet.header])
     lines = [f"**{_escape_markdown(sheet.title)}.** {_escape_markdown(sheet.caption)}", ""]
     lines += [_markdown_row(header), _markdown_row(["---"] * len(header))]
@@ -65,7 +72,7 @@ def markdown(sheet: Sheet) -> str:
 
 
 def latex(sheet: Sheet) -> str:
-    """A `table*` with booktabs' rules, to be included by a document that has booktabs and graphicx."""
+    """Return a LaTeX `table*` for documents that use the packages booktabs and graphicx."""
     columns = "".join("r" if _is_number_column(sheet, number) else "l" for number in range(len(sheet.header)))
     lines = [
         r"% needs \usepackage{booktabs,graphicx}",
@@ -88,11 +95,11 @@ def latex(sheet: Sheet) -> str:
 
 
 def escape_latex(text: str) -> str:
-    """Text as LaTeX shows it: its special characters, and the few Greek letters and signs of our tables."""
-    return "".join(_LATEX.get(letter, letter) for letter in " ".join(text.split()))
+    """Escape LaTeX's special characters, and the Greek letters and signs that occur in our tables."""
+    return "".join(_LATEX_CHARACTERS.get(letter, letter) for letter in " ".join(text.split()))
 
 
-_LATEX = {
+_LATEX_CHARACTERS = {
     "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"\$", "&": r"\&", "#": r"\#", "_": r"\_", "%": r"\%",
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
     "|": r"\textbar{}", '"': r"\textquotedbl{}", "λ": r"$\lambda$", "ζ": r"$\zeta$", "Σ": r"$\Sigma$",
@@ -126,6 +133,7 @@ def _markdown_row(texts: Sequence[str]) -> str:
 
 
 def _with_group(sheet: Sheet, texts: list[str], group: str | None = None) -> list[str]:
+    """Prepend the group's name, or the header of that column, if the table has named groups."""
     if not any(sheet.groups):
         return texts
     return [sheet.grouped_by if group is None else _escape_markdown(group), *texts]

@@ -1,4 +1,4 @@
-"""Texts to blocks, against the tokens of each document by itself."""
+"""Packing texts into blocks, checked against the tokens of each document."""
 
 import itertools
 import json
@@ -22,7 +22,7 @@ def bert() -> PreTrainedTokenizerFast:
 
 
 def gpt() -> PreTrainedTokenizerFast:
-    """Byte-level, with an end of text and nothing put around a text."""
+    """Byte-level tokenizer with an end-of-text token and no special tokens around a text."""
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.train_from_iterator(TEXTS, trainers.BpeTrainer(special_tokens=["<end>"], show_progress=False))
@@ -47,7 +47,7 @@ def test_blocks_hold_all_tokens_in_their_order(make: object, length: int) -> Non
     assert list(itertools.chain.from_iterable(blocks)) == expected
 
 
-def test_no_room() -> None:
+def test_a_block_without_room_for_text_is_refused() -> None:
     with pytest.raises(UserError, match=r"a block of 2 tokens has no room"):
         Packer(bert(), 2)
 
@@ -71,7 +71,7 @@ def test_documents(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["{", "[]", '"text"', '{"texts": "a"}', '{"text": 3}', "3"])
-def test_lines_that_are_no_documents(tmp_path: Path, line: str) -> None:
+def test_invalid_json_lines_are_refused(tmp_path: Path, line: str) -> None:
     path = tmp_path / "b.jsonl"
     path.write_text(f"{json.dumps({'text': 'good'})}\n{line}\n")
     with pytest.raises(UserError, match=r"b\.jsonl, line 2: ") as error:

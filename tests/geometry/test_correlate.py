@@ -1,4 +1,4 @@
-"""Correlations over a training, against scipy on what was joined and drawn by hand."""
+"""Correlations over a training, checked against scipy."""
 
 import csv
 import math
@@ -10,7 +10,7 @@ import scipy.stats
 
 from istar.cli.main import main
 from istar.geometry import correlate
-from istar.geometry.correlate import Resampled, Selection
+from istar.geometry.correlate import Resampled
 
 GEOMETRY = "model,revision,step,weights,source,layer,isoscore,inter_sim\n"
 
@@ -31,7 +31,7 @@ def run(tmp_path: Path, geometry: str, scores: str, *more: str) -> int:
 
 
 def simulated(points: int = 12, seed: int = 0) -> tuple[str, str, np.ndarray, np.ndarray]:
-    """A trajectory of two layers and the scores of two tasks, the rows of both in their own order."""
+    """Return a trajectory of two layers and the scores of two tasks in another order, with the numbers in both."""
     random = np.random.default_rng(seed)
     measures, scores = random.normal(size=(points, 2, 2)), random.normal(size=(points, 2)).round(1)
     geometry = GEOMETRY + "".join(
@@ -57,12 +57,12 @@ def test_against_scipy(tmp_path: Path) -> None:
             assert -1 <= float(row[f"{name}_low"]) < float(row[name]) < float(row[f"{name}_high"]) <= 1
 
 
-def test_resamples_are_those_of_the_points_drawn() -> None:
-    """Each as scipy finds it for points repeated as often as they are drawn, ties and all."""
+def test_resamples_equal_scipy_on_repeated_points() -> None:
+    """Each resample equals scipy on points that are repeated as often as they are drawn, including ties."""
     random = np.random.default_rng(1)
     x, y = random.integers(0, 5, 9).astype(float), random.normal(size=9).round(1)
     draws = np.array([np.bincount(random.integers(0, 9, 9), minlength=9) for _ in range(50)], dtype=float)
-    found = correlate.resamples(Resampled(x, draws), Resampled(y, draws))
+    found = correlate.resampled_correlations(Resampled(x, draws), Resampled(y, draws))
     for number, drawn in enumerate(draws.astype(int)):
         a, b = np.repeat(x, drawn), np.repeat(y, drawn)
         expected = [getattr(scipy.stats, f)(a, b).statistic for f in ("pearsonr", "spearmanr", "kendalltau")]
@@ -72,13 +72,13 @@ def test_resamples_are_those_of_the_points_drawn() -> None:
 def test_a_constant_resample_has_no_statistics() -> None:
     draws = np.array([[3.0, 0, 0], [0, 2, 1], [1, 1, 1]])
     x, y = np.array([0.1, 0.7, 0.7]), np.array([1.0, 2, 3])
-    found = correlate.resamples(Resampled(x, draws), Resampled(y, draws))
+    found = correlate.resampled_correlations(Resampled(x, draws), Resampled(y, draws))
     assert np.isnan(found[:, :2]).all()
     assert np.isfinite(found[:, 2]).all()
 
 
-def test_intervals_cover_what_they_should() -> None:
-    """Of normal points with r = 0.6 nine in ten at least; the percentile bootstrap is known to be a little short."""
+def test_intervals_cover_the_true_correlation() -> None:
+    """About 95% of the intervals cover the true value; percentile intervals are slightly too narrow."""
     truth = {"pearson": 0.6, "spearman": 6 / math.pi * math.asin(0.3), "kendall": 2 / math.pi * math.asin(0.6)}
     random = np.random.default_rng(0)
     inside = dict.fromkeys(truth, 0)
@@ -86,7 +86,7 @@ def test_intervals_cover_what_they_should() -> None:
     for seed in range(rounds):
         x = random.normal(size=points)
         y = 0.6 * x + 0.8 * random.normal(size=points)
-        weights = correlate._weights(points, Selection(resamples=400, seed=seed))
+        weights = correlate._bootstrap_weights(points, 400, seed)
         found = correlate.correlations(Resampled(x, weights), Resampled(y, weights))
         for name, value in truth.items():
             inside[name] += found[f"{name}_low"] <= value <= found[f"{name}_high"]
@@ -94,7 +94,7 @@ def test_intervals_cover_what_they_should() -> None:
         assert 0.88 < count / rounds < 0.985, (name, count / rounds)
 
 
-def test_the_seed_decides(tmp_path: Path) -> None:
+def test_the_seed_determines_the_intervals(tmp_path: Path) -> None:
     geometry, scores, *_ = simulated()
     texts = []
     for seed in ("0", "0", "1"):
@@ -103,7 +103,7 @@ def test_the_seed_decides(tmp_path: Path) -> None:
     assert texts[0] == texts[1] != texts[2]
 
 
-# ---- what is joined
+# ---- joining
 
 
 def test_only_common_points_count_and_empty_cells_do_not(tmp_path: Path) -> None:
@@ -130,13 +130,13 @@ def test_tasks_as_rows_and_steps_for_revisions(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "correlation.csv").read_text() == expected
 
 
-def test_several_models_are_apart(tmp_path: Path) -> None:
+def test_models_are_correlated_separately(tmp_path: Path) -> None:
     geometry, scores, measures, tasks = simulated()
     other, more, _, _ = simulated(seed=1)
     other, more = (text.replace("tiny", "small").split("\n", 1)[1] for text in (other, more))
     assert run(tmp_path, geometry + other, scores + more, "--measure", "isoscore", "--layer", "layer_2") == 0
     rows = rows_of(tmp_path / "out" / "table.csv")
-    # The columns of the paper's table first.
+    # The columns of the paper's table come first.
     assert list(rows[0])[:5] == ["task", "model", "pearson", "spearman", "kendall"]
     assert [(row["task"], row["model"]) for row in rows] == [
         ("MR", "tiny"), ("CR", "tiny"), ("MR", "small"), ("CR", "small")
@@ -147,7 +147,7 @@ def test_several_models_are_apart(tmp_path: Path) -> None:
     assert f"| {float(rows[0]['pearson']):.2f} \\[" in text
 
 
-def test_shown_is_what_the_paper_speaks_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_shows_the_papers_measures_by_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     geometry, scores, *_ = simulated()
     lines = [line + "," for line in geometry.splitlines()[1:]]
     matrix = [f"org/tiny,step{point},{point},w{point},,output_embeddings,,,0.{point + 1}" for point in range(12)]
@@ -160,7 +160,7 @@ def test_shown_is_what_the_paper_speaks_of(tmp_path: Path, capsys: pytest.Captur
     assert "MR" in capsys.readouterr().out
 
 
-def test_shown_is_the_last_layer_of_all_texts_together(tmp_path: Path) -> None:
+def test_the_table_shows_the_last_layer_of_all_texts(tmp_path: Path) -> None:
     geometry, scores, *_ = simulated()
     lines = geometry.splitlines()[1:]
     combined = [line.replace(",wiki,", ",combined,") for line in lines]
@@ -170,7 +170,7 @@ def test_shown_is_the_last_layer_of_all_texts_together(tmp_path: Path) -> None:
     assert shown == {("combined", "layer_2")}
 
 
-def test_what_cannot_be_correlated_has_a_dash_and_a_reason(tmp_path: Path) -> None:
+def test_undefined_correlations_have_a_dash_and_a_reason(tmp_path: Path) -> None:
     geometry = "revision,flat,good\n" + "".join(f"r{point},0.1,{point}\n" for point in range(5))
     scores = "revision,same,few,good\n" + "".join(
         f"r{point},7,{point if point < 2 else ''},{point % 3}\n" for point in range(5)
@@ -186,16 +186,14 @@ def test_what_cannot_be_correlated_has_a_dash_and_a_reason(tmp_path: Path) -> No
     assert any("| same |" in line and "| - | - | - | the score is constant |" in line for line in lines)
 
 
-def test_equal_weights_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_equal_weights_give_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     geometry, scores, *_ = simulated()
     assert run(tmp_path, geometry.replace(",w5,", ",w2,"), scores) == 0
     assert "same weights at step2, step5, which count as 2 points" in capsys.readouterr().out
 
 
-def test_a_series_is_resampled_once_however_many_there_are_to_compare(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """6 layers, 5 measures, 10 tasks: for each of the 300 pairs it would take most of the time."""
+def test_each_series_is_resampled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """6 layers x 5 measures and 10 tasks make 300 pairs, but only 40 series."""
     resampled = []
 
     class Counted(Resampled):
@@ -218,17 +216,17 @@ def test_a_series_is_resampled_once_however_many_there_are_to_compare(
     assert len(resampled) == 6 * 5 + 10
 
 
-# ---- mistakes
+# ---- errors
 
 GOOD = "revision,isoscore\nr1,1\nr2,2\nr3,4\n"
 SCORES = "revision,MR\nr1,3\nr2,4\nr3,1\n"
 
 
 @pytest.mark.parametrize(
-    ("geometry", "scores", "more", "told"),
+    ("geometry", "scores", "more", "message"),
     [
         (GOOD, "revision,MR\nr1,3\nr2,high\n", [], "scores.csv, line 3: MR is 'high'; expected a number or nothing"),
-        (GOOD, "revision,MR\nr1,3,4\n", [], "scores.csv, line 2: 3 cells below 2 columns"),
+        (GOOD, "revision,MR\nr1,3,4\n", [], "scores.csv, line 2: the row has 3 cells; expected 2, as the header"),
         (GOOD, "revision,MR\nr1,3\nr1,4\n", [], "scores.csv, line 3: there is a second number for MR r1"),
         (GOOD + "r1,5\n", SCORES, [], "geometry.csv, line 5: there is a second number for isoscore r1"),
         (GOOD, "revision,MR,MR\nr1,3,4\n", [], "two columns are called 'MR'"),
@@ -247,12 +245,12 @@ SCORES = "revision,MR\nr1,3\nr2,4\nr3,1\n"
         ("model,revision,isoscore\na,r1,1\nb,r1,1\n", SCORES, [], "scores.csv has no column model"),
     ],
 )  # fmt: skip
-def test_a_mistake_is_one_line(
-    tmp_path: Path, geometry: str, scores: str, more: list[str], told: str, capsys: pytest.CaptureFixture[str]
+def test_an_error_is_one_line(
+    tmp_path: Path, geometry: str, scores: str, more: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(tmp_path, geometry, scores, *more) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert told in line
+    assert message in line
     assert not (tmp_path / "out").exists()
 
 

@@ -1,4 +1,4 @@
-"""`istar embed` on tiny saved models, against numpy written out."""
+"""`istar embed` on tiny saved models, checked against plain numpy."""
 
 import csv
 import hashlib
@@ -54,7 +54,7 @@ def saved(folder: Path, kind: str = "bert", **settings: Any) -> Path:
 
 
 def isotropy(matrix: np.ndarray) -> float:
-    """I(W) for both signs, by its definition."""
+    """Compute I(W) over both signs by its definition."""
     _, vectors = np.linalg.eigh(matrix.T @ matrix)
     z = np.exp(matrix @ np.concatenate([vectors, -vectors], 1)).sum(0)
     return float(z.min() / z.max())
@@ -69,7 +69,7 @@ def run(folder: Path, out: Path, *arguments: str) -> int:
     return main(["embed", str(folder), "--out", str(out), *arguments])
 
 
-def test_figures_are_the_definitions(tmp_path: Path) -> None:
+def test_measures_equal_their_definitions(tmp_path: Path) -> None:
     folder = saved(tmp_path / "model")
     assert run(folder, tmp_path / "out", "--form", "scaled_centered") == 0
     weights = build("bert").get_input_embeddings().weight.detach().double().numpy()  # type: ignore[operator]
@@ -96,7 +96,7 @@ def test_figures_are_the_definitions(tmp_path: Path) -> None:
 
 
 def only_this_is_left(path: Path, tensor: str) -> None:
-    """Overwrite the numbers of all other tensors with ones that are not finite."""
+    """Overwrite all other tensors with NaN."""
     content = bytearray(path.read_bytes())
     header = int.from_bytes(content[:8], "little")
     names = json.loads(content[8 : 8 + header])
@@ -138,7 +138,7 @@ def test_other_shards_may_be_missing(tmp_path: Path, which: Any) -> None:
         read_matrix(ModelConfig(name=str(folder)), which)
 
 
-def test_names_within_and_without_a_head(tmp_path: Path) -> None:
+def test_tensor_names_with_and_without_a_head(tmp_path: Path) -> None:
     """Checkpoints of GPT-2 and others were written without the head that their config names."""
     folder = saved(tmp_path / "model")
     weights = load_file(folder / "model.safetensors")
@@ -149,7 +149,7 @@ def test_names_within_and_without_a_head(tmp_path: Path) -> None:
     assert found.file == "model.safetensors"
 
 
-def test_pythia_calls_its_output_embeddings_otherwise(tmp_path: Path) -> None:
+def test_pythia_has_a_former_name_for_its_output_embeddings(tmp_path: Path) -> None:
     folder = saved(tmp_path / "model", "neox")
     weights = load_file(folder / "model.safetensors")
     head = weights.pop("lm_head.weight") if "lm_head.weight" in weights else weights.pop("embed_out.weight")
@@ -174,7 +174,7 @@ def test_without_safetensors_the_model_is_loaded_but_no_code_from_it(tmp_path: P
 
 
 def test_from_the_cache_of_the_hub(tmp_path: Path) -> None:
-    """As the hub's library leaves it; in a process of its own, since the library reads its settings once."""
+    """Reads the cache in a separate process, since the hub's library reads its settings only once."""
     cache = tmp_path / "hub" / "models--some--model"
     saved(cache / "snapshots" / "abc")
     (cache / "refs").mkdir()
@@ -192,7 +192,7 @@ def test_from_the_cache_of_the_hub(tmp_path: Path) -> None:
 
 
 class Hub(BaseHTTPRequestHandler):
-    """As much of the hub as the download of a file needs."""
+    """Serves the part of the hub's API that the download of a file needs."""
 
     folder: Path
     asked: list[str]
@@ -279,7 +279,7 @@ def test_back_into_a_tied_model(tmp_path: Path, capsys: pytest.CaptureFixture[st
     before = build("bert").get_input_embeddings().weight  # type: ignore[operator]
     torch.testing.assert_close(own, before - before.mean(0))
     assert hf.AutoTokenizer.from_pretrained(tmp_path / "out" / "model")("the cat")["input_ids"]
-    # And a second time over what is there.
+    # A second call replaces the model.
     assert run(folder, tmp_path / "out", "--save", "model") == 0
     assert torch.equal(read_matrix(ModelConfig(name=str(tmp_path / "out" / "model"))).values, before)
 
@@ -316,7 +316,7 @@ def test_word_similarity_of_the_form_and_of_raw(tmp_path: Path) -> None:
         assert (row["pairs"], row["kept"]) == ("5", "4")
 
 
-def test_a_benchmark_without_known_words_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_benchmark_without_known_words_gives_a_remark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = saved(tmp_path / "model")
     benchmark = tmp_path / "men.txt"
     benchmark.write_text("unheard words 3\nof others 4\n")
@@ -375,14 +375,14 @@ def test_which_tokens_are_unused() -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--components", "2"], "--components is of the all_but_the_top forms"),
+        (["--components", "2"], "--components needs an all_but_the_top form, but --form is raw"),
         (["--form", "all_but_the_top", "--components", "99"], "components is 99; expected 0 to 24"),
         (["--revision", "main"], "needs a model of the hub"),
         (["--wordsim", "nowhere"], "nowhere"),
         (["--text", "nowhere"], "there is no file nowhere"),
     ],
 )
-def test_a_mistake_is_one_line(
+def test_an_error_is_one_line(
     tmp_path: Path, arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = saved(tmp_path / "model")
@@ -429,7 +429,7 @@ def test_damaged_and_foreign_files(tmp_path: Path) -> None:
         read_matrix(config, "output")
     assert untied_output(config) is None
     (folder / "model.safetensors.index.json").write_text("[]")
-    with pytest.raises(UserError, match="no index"):
+    with pytest.raises(UserError, match="not an index"):
         read_matrix(config)
 
 

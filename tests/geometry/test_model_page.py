@@ -1,4 +1,4 @@
-"""The page of `istar measure`, from tiny models that are measured here."""
+"""The page of `istar measure`, for tiny models."""
 
 import csv
 import itertools
@@ -21,7 +21,7 @@ from istar.cli.main import main
 from istar.errors import UserError
 from istar.geometry import arrays, measure, model_figures, model_page
 from istar.geometry.corpus import Source
-from istar.geometry.measure import Measured
+from istar.geometry.measure import Measurements
 from istar.geometry.spheres import spheres
 from istar.geometry.stream import Pass
 from istar.models import tiny
@@ -59,30 +59,30 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def several(place: Path) -> Measured:
-    """An encoder over two texts."""
+def several(place: Path) -> Measurements:
+    """Measurements of an encoder over two texts."""
     found = [text(place / f"{name}.txt", seed) for seed, name in enumerate(("news", "talk"))]
     return measure.measure(str(save(place / "bert", "bert")), found, Pass(16), place / "out", command="istar measure x")
 
 
 @pytest.fixture(scope="module")
-def decoder(place: Path) -> Measured:
-    """A decoder with a final normalization and an output matrix of its own, over one text."""
+def decoder(place: Path) -> Measurements:
+    """Measurements of a decoder with a final normalization and untied output embeddings over one text."""
     found = [text(place / "one.txt", 2)]
     return measure.measure(str(save(place / "neox", "neox")), found, Pass(16, sample=0), place / "out2")
 
 
 @pytest.fixture(scope="module")
-def written(several: Measured, place: Path) -> Path:
+def written(several: Measurements, place: Path) -> Path:
     return model_page.write(several, place / "written").parent
 
 
-def same(own: Measured, other: Measured) -> bool:
-    # Text, for a nan is not itself.
+def same(own: Measurements, other: Measurements) -> bool:
+    # The texts are compared, since NaN does not equal itself.
     return measure.files(own) == measure.files(other)
 
 
-def test_page_is_whole_and_needs_nothing_else(written: Path) -> None:
+def test_the_page_is_complete_and_self_contained(written: Path) -> None:
     read = parsed(written / "index.html")
     said = (written / "index.html").read_text(encoding="utf-8")
     assert len(read.ids) == len(set(read.ids))
@@ -103,7 +103,7 @@ PICTURES = {
 TABLES = {"layers", "extremes", "matrices", "final_norm", "spheres", "settings"}
 
 
-def test_every_file(written: Path, several: Measured) -> None:
+def test_every_file(written: Path, several: Measurements) -> None:
     assert {path.name for path in (written / "figures").iterdir()} == {
         f"{name}.{suffix}" for name in PICTURES for suffix in ("svg", "png")
     }
@@ -123,7 +123,7 @@ def test_every_file(written: Path, several: Measured) -> None:
     assert same(measure.read(written / "measures.json"), several)
 
 
-def test_lines_are_the_figures_of_their_text(several: Measured) -> None:
+def test_lines_are_the_figures_of_their_text(several: Measurements) -> None:
     by_name = {plot.name: plot for plot in model_figures.layer_plots(several)}
     inter, intra = by_name["directions"].panels
     assert [line.label for line in inter.lines] == ["news", "talk", "combined"]
@@ -131,13 +131,13 @@ def test_lines_are_the_figures_of_their_text(several: Measured) -> None:
     for line in intra.lines:
         assert line.y == tuple(own["intra_sim"] for own in several.sources[line.label].values())
     assert by_name["dimension"].x_names == {0.0: "emb.", 1.0: "1", 2.0: "2"}
-    assert all(not model_figures.not_drawn(plot) for plot in by_name.values())
+    assert all(not model_figures.missing_measures(plot) for plot in by_name.values())
 
 
-def test_a_final_norm_is_the_last_named_tick(decoder: Measured, tmp_path: Path) -> None:
+def test_a_final_norm_is_the_last_named_tick(decoder: Measurements, tmp_path: Path) -> None:
     by_name = {plot.name: plot for plot in model_figures.layer_plots(decoder)}
     assert by_name["norms"].x_names == {0.0: "emb.", 1.0: "1", 2.0: "2", 3.0: "final\nnorm"}
-    assert model_figures.not_drawn(by_name["dimension"]) == ["TwoNN dimension"]
+    assert model_figures.missing_measures(by_name["dimension"]) == ["TwoNN dimension"]
     assert [panel.task for panel in model_figures.partition(decoder).panels] == [
         "input embeddings",
         "output embeddings",
@@ -145,15 +145,15 @@ def test_a_final_norm_is_the_last_named_tick(decoder: Measured, tmp_path: Path) 
     out = model_page.write(decoder, tmp_path / "page").parent
     said = " ".join(" ".join(parsed(out / "index.html").text).split())
     assert "Not measured, or not defined in any layer: TwoNN dimension." in said
-    assert "norm of g by the root of d" in said
-    assert "This architecture has none" not in said
+    assert "norm of g divided by the square root of d" in said
+    assert "This architecture has no final normalization" not in said
     frame = pd.read_csv(out / "tables" / "final_norm.csv", index_col="figure")
     assert float(frame.loc["gain", "value"]) == pytest.approx(1)
 
 
-def test_without_a_final_norm_a_sentence_says_so(written: Path) -> None:
+def test_a_missing_final_norm_is_explained(written: Path) -> None:
     said = " ".join(" ".join(parsed(written / "index.html").text).split())
-    assert "This architecture has none with a gain" in said
+    assert "This architecture has no final normalization with a gain" in said
     assert "The model has no output embeddings of its own." in said
 
 
@@ -173,7 +173,7 @@ def test_ticks_have_room(taps: int, norm: bool) -> None:
 NASTY = '<script>alert(1)</script> & "q" $x_1$ \x01\n {y}'
 
 
-def test_hostile_names(several: Measured, tmp_path: Path) -> None:
+def test_hostile_names(several: Measurements, tmp_path: Path) -> None:
     own = {
         NASTY: several.sources["news"],
         "_hidden 中": several.sources["talk"],
@@ -188,18 +188,18 @@ def test_hostile_names(several: Measured, tmp_path: Path) -> None:
     )
     out = model_page.write(hostile, tmp_path / "page").parent
     read = parsed(out / "index.html")
-    # Of ours are the two of the spheres' captions.
+    # The two remaining ones are in the spheres' captions.
     assert [tag for tag, _ in read.tags if tag in ("script", "b")] == ["b", "b"]
     said = "".join(read.text)
     for told in ("/a/<b>", f"mine/{NASTY}", f"istar measure '{NASTY}'"):
         assert told in said
     for path in out.rglob("*.svg"):
         ElementTree.parse(path)
-    # In the legend though it begins with an underscore.
+    # The legend shows the label despite its leading underscore.
     assert "_hidden 中" in (out / "figures" / "isotropy.svg").read_text(encoding="utf-8")
 
 
-def test_many_layers_and_texts_stay_readable(several: Measured) -> None:
+def test_many_layers_and_texts_stay_readable(several: Measurements) -> None:
     taps = {f"layer_{number}": several.extremes["news"]["layer_1"] for number in range(1, 25)}
     large = replace(several, extremes={"combined": taps, "news": taps})
     sheet = model_page._extremes(large)
@@ -207,18 +207,18 @@ def test_many_layers_and_texts_stay_readable(several: Measured) -> None:
     figures = dict.fromkeys(taps, several.sources["news"]["layer_1"])
     sheet = model_page._layers(replace(several, sources=dict.fromkeys(["a", "b", "c", "combined"], figures)))
     assert len(sheet.rows) == len(sheet.frame) == 96
-    assert list(model_page._cut(sheet, "combined").groups) == ["combined"]
-    assert list(model_page._cut(model_page._layers(several), "combined").groups) == ["news", "talk", "combined"]
+    assert list(model_page._shortened(sheet, "combined").groups) == ["combined"]
+    assert list(model_page._shortened(model_page._layers(several), "combined").groups) == ["news", "talk", "combined"]
 
 
 def test_labels_differ_and_are_short() -> None:
     labels = model_figures._labels(["a" * 90, "a" * 91, "b\nc", "b c", "\x00", "_d"])
     assert len(set(labels)) == 6
-    assert max(map(len, labels)) <= model_figures._LONGEST_LABEL + 4
+    assert max(map(len, labels)) <= model_figures._MAX_LABEL + 4
     assert labels[2:] == ["b c", "b c (4)", "text", " _d"]
 
 
-def test_figures_that_are_not_defined(several: Measured, tmp_path: Path) -> None:
+def test_undefined_measures(several: Measurements, tmp_path: Path) -> None:
     nan = {
         source: {
             tap: {key: math.nan if key in ("intra_sim", "inter_sim") or tap == "layer_1" else value
@@ -242,7 +242,7 @@ def test_figures_that_are_not_defined(several: Measured, tmp_path: Path) -> None
         assert {row["inter_sim"] for row in csv.DictReader(file)} == {""}
 
 
-def test_the_same_measures_give_the_same_files(several: Measured, written: Path, place: Path) -> None:
+def test_the_same_measures_give_the_same_files(several: Measurements, written: Path, place: Path) -> None:
     first = contents(written)
     again = measure.measure(
         several.model["name"], [Source(name, Path(path)) for name, path in several.settings["texts"].items()],
@@ -254,7 +254,7 @@ def test_the_same_measures_give_the_same_files(several: Measured, written: Path,
 
 
 def test_no_mathematical_notation(written: Path) -> None:
-    """It is switched off, because names may hold dollars, and would stand there as it is."""
+    """matplotlib's math text is switched off, since names may contain dollar signs."""
     for name in ("spectra", "matrix_spectra", "state_norms"):
         assert "mathdefault" not in (written / "figures" / f"{name}.svg").read_text(encoding="utf-8")
 
@@ -265,10 +265,10 @@ def test_no_mathematical_notation(written: Path) -> None:
 def test_rows_of_a_matrix() -> None:
     torch.manual_seed(0)
     matrix = torch.randn(5_000, 6) * torch.tensor([5.0, 3, 1, 1, 1, 1]) + 4
-    found = arrays.rows(matrix, torch.arange(5_000))
+    found = arrays.summarize_rows(matrix, torch.arange(5_000))
     assert found["ids"][0] == 0
     assert found["ids"][-1] == 4_999
-    assert len(found["ids"]) == arrays.ROWS
+    assert len(found["ids"]) == arrays.MAX_ROWS
     assert found["counts"] == found["ids"]
     for form, points in (("raw", matrix), ("centered", matrix - matrix.mean(0))):
         left, values, _ = np.linalg.svd(points.double().numpy(), full_matrices=False)
@@ -281,14 +281,14 @@ def test_rows_of_a_matrix() -> None:
 
 
 @pytest.mark.parametrize("place", [-5.0, 5.0])
-def test_directions_have_one_sign(place: float) -> None:
-    """Whatever the eigensolver gives, the largest coordinate is positive."""
+def test_directions_have_a_fixed_sign(place: float) -> None:
+    """The largest coordinate of each direction is positive, whatever sign the eigensolver returns."""
     torch.manual_seed(0)
-    x, _ = arrays.rows(0.1 * torch.randn(50, 3) + torch.tensor([0, place, 0]))["raw"]
+    x, _ = arrays.summarize_rows(0.1 * torch.randn(50, 3) + torch.tensor([0, place, 0]))["raw"]
     assert np.mean(x) == pytest.approx(place, rel=0.05)
 
 
-def test_histograms_and_extremes(several: Measured) -> None:
+def test_histograms_and_extremes(several: Measurements) -> None:
     for taps in (several.norms["combined"], several.norms["news"]):
         for tap, own in taps.items():
             assert len(own["edges"]) == len(own["counts"]) + 1
@@ -302,20 +302,20 @@ def test_histograms_and_extremes(several: Measured) -> None:
         assert sizes == sorted(sizes, reverse=True)
 
 
-def test_colours_by_frequency_where_the_texts_tell_it() -> None:
+def test_colours_show_the_frequency_if_it_is_known() -> None:
     own = {"ids": [0, 10, 20, 30], "counts": [0, 5, 9, 1]}
-    shades, said = model_figures._shades(own)
+    shades, said = model_figures._colour_groups(own)
     assert list(shades) == ["most frequent quarter", "second", "third", "rarest quarter", "not in the texts"]
     assert sorted(place for places in shades.values() for place in places) == [0, 1, 2, 3]
     assert shades["not in the texts"] == [0]
     assert "frequency in these texts" in said
     for counts in ({"counts": [0, 0, 0, 1]}, {"counts": None}):
-        shades, said = model_figures._shades({**own, **counts})
+        shades, said = model_figures._colour_groups({**own, **counts})
         assert sorted(place for places in shades.values() for place in places) == [0, 1, 2, 3]
         assert "the colour is the id" in said
 
 
-def test_spheres_tell_the_measures_apart() -> None:
+def test_measures_of_the_spheres() -> None:
     centered, moved = spheres()
     assert centered.inter_sim == pytest.approx(-1 / 499)
     assert centered.isoscore == pytest.approx(moved.isoscore, abs=1e-9)
@@ -329,7 +329,9 @@ def test_spheres_tell_the_measures_apart() -> None:
 
 
 @pytest.mark.parametrize("kind", ["thesis", "page", "tables", "file", "other json", "link"])
-def test_nobody_loses_files(place: Path, several: Measured, tmp_path: Path, kind: str, capsys: Any) -> None:
+def test_foreign_files_are_not_replaced(
+    place: Path, several: Measurements, tmp_path: Path, kind: str, capsys: Any
+) -> None:
     out = tmp_path / "out"
     if kind == "file":
         out.write_text("mine")
@@ -348,7 +350,9 @@ def test_nobody_loses_files(place: Path, several: Measured, tmp_path: Path, kind
     assert contents(tmp_path) == before
 
 
-def test_a_broken_pass_and_earlier_measures_are_no_strangers(several: Measured, written: Path, tmp_path: Path) -> None:
+def test_an_interrupted_pass_and_earlier_measures_are_accepted(
+    several: Measurements, written: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / ".pass.0.0-1").write_bytes(b"state")
@@ -363,8 +367,8 @@ def test_a_broken_pass_and_earlier_measures_are_no_strangers(several: Measured, 
     assert (out / "figures" / "notes.txt").read_text() == "mine"
 
 
-def test_measures_are_there_though_the_page_fails(
-    several: Measured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_measures_are_saved_even_if_the_page_fails(
+    several: Measurements, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: Any) -> Any:
         raise RuntimeError("no room to draw")
@@ -375,15 +379,18 @@ def test_measures_are_there_though_the_page_fails(
     assert same(measure.read(tmp_path / "out" / "measures.json"), several)
 
 
-def test_a_large_model_has_a_small_file(several: Measured) -> None:
-    """BERT-base over three texts."""
-    layer = {"raw": arrays.short(np.random.default_rng(0).random(768)), "centered": arrays.short(np.full(768, 1 / 3))}
+def test_a_large_model_has_a_small_file(several: Measurements) -> None:
+    """The shape is that of BERT-base over three texts."""
+    layer = {
+        "raw": arrays.round_all(np.random.default_rng(0).random(768)),
+        "centered": arrays.round_all(np.full(768, 1 / 3)),
+    }
     taps = {f"layer_{number}": layer for number in range(13)}
     large = replace(several, spectra=dict.fromkeys("abcd", taps))
     assert len(measure.files(large)["measures.json"]) < 2_000_000
 
 
-def test_the_command(place: Path, several: Measured, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+def test_the_command(place: Path, several: Measurements, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     arguments = ["measure", several.model["name"], "--text", f"a b={place / 'news.txt'}", "--length", "16"]
     assert main(arguments) == 0

@@ -1,4 +1,4 @@
-"""The real encoder on real sentences, through the command: each figure of the folder against a naive computation."""
+"""`istar measure` on a real encoder and real sentences, checked against naive computations."""
 
 import csv
 import json
@@ -42,7 +42,7 @@ def geometry(model_folder: str, sentences: list[str], tmp_path_factory: pytest.T
 
 
 def states_of(folder: str, sentences: list[str]) -> tuple[list[Any], Any]:
-    """All hidden states by layer, and their tokens: sentences one behind the other, cut into blocks."""
+    """Return all hidden states by layer and their tokens, for concatenated sentences cut into blocks."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModel.from_pretrained(folder, dtype=torch.float64).eval()
     stream: list[int] = []
@@ -67,12 +67,12 @@ def test_each_layer(geometry: Path, model_folder: str, sentences: list[str]) -> 
     assert [row["layer"] for row in found] == ["embeddings", *(f"layer_{number}" for number in range(1, 7))]
     for row, points in zip(found, layers, strict=True):
         for name, expected in {**naive(points, tokens), **more(points)}.items():
-            # Fewer tokens than would fill all 384 dimensions evenly: the spectrum ends in rounding.
+            # There are too few tokens for 384 dimensions, so that the smallest singular values are rounding errors.
             assert float(row[name]) == pytest.approx(expected, rel=1e-6), (row["layer"], name)
 
 
 def more(points: Any) -> dict[str, float]:
-    """The figures that `naive` lacks; the sample for TwoNN is larger than these texts, so it holds all points."""
+    """Compute the measures that `naive` lacks. The sample for TwoNN holds all points of these short texts."""
     n, d = points.shape
     centered = points - points.mean(0)
     covariance = centered.T @ centered / (n - 1)
@@ -92,7 +92,7 @@ def more(points: Any) -> dict[str, float]:
 
 
 def two_nn(points: Any) -> float:
-    """Facco et al. (2017) with the neighbours that scikit-learn finds."""
+    """Compute TwoNN (Facco et al., 2017) with the neighbours that scikit-learn finds."""
     distances = NearestNeighbors(n_neighbors=2, algorithm="brute").fit(points).kneighbors()[0]
     n = len(points)
     kept = np.sort(distances[:, 1] / distances[:, 0])[: int(0.9 * n)]

@@ -1,4 +1,4 @@
-"""One pass over a corpus, against the same figures computed naively from all hidden states at once."""
+"""A pass over a corpus, checked against naive computations from all hidden states at once."""
 
 import os
 from collections.abc import Callable
@@ -49,7 +49,7 @@ def source(tmp_path: Path) -> Source:
 
 
 def all_states(model: PreTrainedModel, source: Source, length: int) -> tuple[dict[str, Any], Any]:
-    """Hidden states by tap, block by block without any padding, and the tokens that they are of."""
+    """Return the hidden states by tap and their tokens, computed block by block without padding."""
     states: dict[str, list[Any]] = {}
     tokens: list[int] = []
     for block in Packer(TOKENIZER, length)(documents(source)):
@@ -62,7 +62,7 @@ def all_states(model: PreTrainedModel, source: Source, length: int) -> tuple[dic
 
 
 def naive(points: Any, tokens: Any) -> dict[str, float]:
-    """The papers' figures, written out."""
+    """Compute the papers' measures by their definitions."""
     covariance = np.cov(points.T)
     eigenvalues = np.linalg.eigvalsh(covariance)
     d = len(eigenvalues)
@@ -96,7 +96,7 @@ def naive(points: Any, tokens: Any) -> dict[str, float]:
 
 
 def tolerance(key: str) -> float:
-    # A layer's own normalization leaves a direction without variance; its singular value is the root of rounding.
+    # Layer normalization removes the variance of one direction, whose singular value is a rounding error.
     return 1e-6 if key == "effective_rank" else 1e-9
 
 
@@ -131,7 +131,7 @@ def test_the_sample_is_of_the_points(source: Source) -> None:
     again = Stream(model, TOKENIZER, Pass(16, sample=30, seed=1))([source])["text"].sample
     for name, points in states.items():
         distances = np.abs(sample.points[name].numpy()[:, None] - points[None]).max(2)
-        # Tokens that stand at one place of several blocks have one embedding.
+        # A token at the same position of several blocks has the same embedding.
         assert name == "embeddings" or len(set(distances.argmin(1))) == 30
         assert distances.min(1).max() < 1e-10
     assert not torch.equal(sample.numbers, again.numbers)
@@ -150,7 +150,7 @@ def test_sources_and_their_union(source: Source, tmp_path: Path) -> None:
             assert figures[key] == pytest.approx(expected, rel=tolerance(key), abs=1e-12), (name, key)
 
 
-def test_a_broken_pass_goes_on(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_pass_resumes(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = bert()
     whole = Stream(model, TOKENIZER, Pass(16, batch_size=2, sample=30))([source])["text"]
     monkeypatch.setattr(stream, "SECONDS_BETWEEN_SAVES", 0.0)
@@ -183,14 +183,14 @@ def test_a_broken_pass_goes_on(source: Source, tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("kind", ["foreign", "damaged"])
-def test_another_pass_is_not_gone_on_with(source: Source, tmp_path: Path, kind: str) -> None:
+def test_the_state_of_another_pass_is_ignored(source: Source, tmp_path: Path, kind: str) -> None:
     place = tmp_path / "state.0.0-1"
     torch.save({"identity": "other"}, place) if kind == "foreign" else place.write_bytes(b"PK\x03\x04")
     found = Stream(bert(), TOKENIZER, Pass(16), tmp_path / "state", "same")([source])
     assert found["text"].measures()["layer_1"]["tokens"] == len(all_states(bert(), source, 16)[1])
 
 
-def test_limits_and_nothing(source: Source, tmp_path: Path) -> None:
+def test_limits_and_empty_texts(source: Source, tmp_path: Path) -> None:
     found = Stream(bert(), TOKENIZER, Pass(16, limit=40))([source])["text"]
     assert found.measures()["embeddings"]["tokens"] == 48
     (tmp_path / "empty.txt").write_text("\n \n")
@@ -207,7 +207,7 @@ def test_without_intra_sim(source: Source) -> None:
 
 
 def share(rank: int, world: int, folder: str, length: int) -> None:
-    """One of the processes of a pass."""
+    """Run one process of a shared pass."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
     place = Path(folder)
@@ -216,7 +216,7 @@ def share(rank: int, world: int, folder: str, length: int) -> None:
     if rank == 0:
         torch.save({name: own.measures() for name, own in found.items()}, place / "measures.pt")
     dist.barrier()
-    # Not through the interpreter's end, where what is left of the group may abort.
+    # Skip the interpreter's shutdown, in which the process group may abort.
     os._exit(0)
 
 
@@ -233,5 +233,5 @@ def test_processes_share_a_pass(source: Source, tmp_path: Path, world: int) -> N
             for key, value in figures.items():
                 expected = pytest.approx(value, rel=tolerance(key), abs=1e-12, nan_ok=True)
                 assert together[name][tap][key] == expected, (name, tap, key)
-    # One block for the other text: some processes had none of it, and nothing stays behind.
+    # The other text is one block, so that some processes read none of it. No state file remains.
     assert not list(tmp_path.glob("state.*"))

@@ -1,4 +1,4 @@
-"""Where hidden states are read, against the blocks' own outputs."""
+"""Taps, checked against the outputs of the model's blocks."""
 
 from typing import Any
 
@@ -12,12 +12,12 @@ from tests.architectures import MODELS
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_states_are_the_blocks_own(name: str) -> None:
+def test_states_equal_the_outputs_of_the_blocks(name: str) -> None:
     make, blocks, norm = MODELS[name]
     torch.manual_seed(0)
     model = make().eval()
     for parameter in model.parameters():
-        # Fresh normalizations scale by 1 and shift by 0, and might hide a mix-up.
+        # New normalizations scale by 1 and shift by 0, which could hide a wrong tap.
         parameter.data += 0.05 * torch.randn_like(parameter)
     inputs = {"input_ids": torch.randint(2, 50, (2, 7)), "attention_mask": torch.ones(2, 7, dtype=torch.long)}
     outputs: list[Tensor] = []
@@ -31,7 +31,7 @@ def test_states_are_the_blocks_own(name: str) -> None:
     for handle in handles:
         handle.remove()
     with torch.no_grad():
-        # transformers has hooks of its own for this, which it leaves there.
+        # transformers registers permanent hooks for its own recording.
         model(**inputs, output_hidden_states=True)
     before = hooks(model)
     taps = Taps(model)
@@ -48,7 +48,7 @@ def test_states_are_the_blocks_own(name: str) -> None:
     elif name != "opt_350m":
         assert torch.equal(states["layer_3"], last)
     assert {tuple(state.shape) for state in states.values()} == {(2, 7, 32)}
-    # Nothing of ours does.
+    # Our hooks are removed.
     assert hooks(model) == before
 
 

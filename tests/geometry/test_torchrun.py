@@ -1,4 +1,4 @@
-"""`istar measure` by several processes, as torchrun starts them."""
+"""`istar measure` in several processes, started as torchrun does."""
 
 import csv
 import os
@@ -31,13 +31,13 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_same_figures(folder: Path) -> None:
+def test_measures_equal_those_of_one_process(folder: Path) -> None:
     arguments = ("measure", "model", "--text", "text.txt", "--length", "16", "--batch-size", "4", "--sample", "50")
     one = call(folder, *arguments, "--out", "one")
     assert one.returncode == 0, one.stderr
     two = call(folder, *arguments, "--out", "two", processes=2)
     assert two.returncode == 0, two.stderr
-    # One of them speaks.
+    # Only rank 0 prints.
     assert two.stdout.count("embeddings") == one.stdout.count("embeddings")
     tables = []
     for name in ("one", "two"):
@@ -53,7 +53,7 @@ def test_the_same_figures(folder: Path) -> None:
                 assert float(theirs[key]) == pytest.approx(float(value), rel=1e-3 if "rank" in key else 1e-5), key
 
 
-def test_a_training_is_for_one_process(folder: Path) -> None:
+def test_checkpoints_need_a_single_process(folder: Path) -> None:
     done = call(folder, "measure", "--checkpoints", "mod*", "--text", "text.txt", processes=2)
     assert done.returncode != 0
     assert "are measured by one process; call them without torchrun" in done.stderr

@@ -1,4 +1,4 @@
-"""A model at several points of its training: what is measured, what is kept, and what is told."""
+"""Measuring several checkpoints of a training: the table, cached measurements, and messages."""
 
 import csv
 import json
@@ -65,7 +65,7 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the models that are really measured."""
+    """Record the names of the models that are not read from a cache."""
     names: list[str] = []
     original = measure.measure
 
@@ -77,11 +77,11 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_the_table_holds_what_each_has_by_itself(tmp_path: Path, folder: Path, text: Path) -> None:
+def test_the_table_equals_separate_measurements(tmp_path: Path, folder: Path, text: Path) -> None:
     assert follow(tmp_path, folder / "*", text) == 0
     rows = rows_of(tmp_path / "out" / "trajectory.csv")
     assert tuple(rows[0])[:6] == trajectory.KEYS
-    # By number, not by letter.
+    # The order is by number, not alphabetical.
     assert list(dict.fromkeys((row["model"], row["revision"], row["step"]) for row in rows)) == [
         ("tiny", "step1", "1"), ("tiny", "step2", "2"), ("tiny", "step10", "10")
     ]  # fmt: skip
@@ -120,7 +120,7 @@ def test_nothing_is_measured_twice(tmp_path: Path, folder: Path, text: Path, mea
     assert (tmp_path / "out" / "trajectory.csv").read_text().startswith(table)
 
 
-def test_what_has_changed_is_measured_again(tmp_path: Path, folder: Path, text: Path, measured: list[str]) -> None:
+def test_changed_settings_are_measured_again(tmp_path: Path, folder: Path, text: Path, measured: list[str]) -> None:
     assert follow(tmp_path, folder / "step1", text) == 0
     assert follow(tmp_path, folder / "step1", text, "--max-tokens", "100") == 0
     assert len(measured) == 2
@@ -139,7 +139,7 @@ def test_what_has_changed_is_measured_again(tmp_path: Path, folder: Path, text: 
     assert rows_of(tmp_path / "out" / "trajectory.csv") == after
 
 
-def test_equal_weights_are_told(
+def test_equal_weights_give_a_warning(
     tmp_path: Path, folder: Path, text: Path, measured: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(folder / "step2", folder / "step5")
@@ -156,7 +156,7 @@ def test_equal_weights_are_told(
     assert measure.read(tmp_path / "out" / "step5" / "measures.json").model["name"] == str(folder / "step5")
 
 
-def test_one_that_fails_does_not_stop_the_others(
+def test_a_failure_does_not_stop_the_other_checkpoints(
     tmp_path: Path, folder: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "step2" / "model.safetensors").write_bytes(b"damaged")
@@ -174,7 +174,7 @@ def test_one_that_fails_does_not_stop_the_others(
 
 
 def test_runs_and_their_checkpoints(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As train.py leaves them: the model, and weights under the names that its module gives them."""
+    """The runs are as train.py writes them: a model folder, and weights with the names of its module."""
     run = tmp_path / "runs" / "demo-1"
     torch.manual_seed(0)
     shape = {name: value for name, value in SHAPE.items() if "token" not in name}
@@ -203,7 +203,7 @@ def test_runs_and_their_checkpoints(tmp_path: Path, text: Path, capsys: pytest.C
 
 
 def test_a_pooler_that_is_not_in_the_files_does_not_count(tmp_path: Path, text: Path, measured: list[str]) -> None:
-    """As in RoBERTa's: it is another one at each loading."""
+    """RoBERTa's files lack the pooler, which is then random at each loading."""
     shape = {name: value for name, value in SHAPE.items() if "token" not in name}
     torch.manual_seed(0)
     hf.BertForMaskedLM(hf.BertConfig(**shape)).save_pretrained(tmp_path / "saved" / "step1")
@@ -215,7 +215,7 @@ def test_a_pooler_that_is_not_in_the_files_does_not_count(tmp_path: Path, text: 
 
 
 def test_revisions_from_the_cache_of_the_hub(tmp_path: Path, text: Path) -> None:
-    """In a process of its own, since the hub's library reads its settings once."""
+    """Runs in a separate process, since the hub's library reads its settings only once."""
     cache = tmp_path / "hub" / "models--some--model"
     (cache / "refs").mkdir(parents=True)
     for number in (1, 2):
@@ -243,8 +243,8 @@ def test_revisions_from_the_cache_of_the_hub(tmp_path: Path, text: Path) -> None
     [("step1000", 1000), ("main", None), ("checkpoint-500", 500), ("stage1-step1000-tokens4B", 1000), ("epoch-3", 3),
      ("step_7", 7), ("run2/step30", 30), ("demo-tiny-istar-a4869cdddaeb", None), ("demo-abcdefab1234", None), ("7", 7)],
 )  # fmt: skip
-def test_the_number_in_the_name(label: str, step: int | None) -> None:
-    assert trajectory.Stop(label, "model").step == step
+def test_step_of_a_label(label: str, step: int | None) -> None:
+    assert trajectory.Checkpoint(label, "model").step == step
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_the_number_in_the_name(label: str, step: int | None) -> None:
         ([".", "--revisions", "a"], "is a folder"),
     ],
 )
-def test_a_mistake_is_one_line(
+def test_an_error_is_one_line(
     arguments: list[str], told: str, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["measure", *arguments, "--text", str(text), "--out", str(tmp_path / "out")]) == 2

@@ -1,4 +1,4 @@
-"""The page of a training, against the table beside it."""
+"""The page of a training, checked against its table."""
 
 import csv
 import re
@@ -31,7 +31,7 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_page_is_whole(training: Path) -> None:
+def test_the_page_is_complete(training: Path) -> None:
     text = (training / "out" / "index.html").read_text(encoding="utf-8")
     assert not re.search(r'(?:src|href)="(?:https?:)?//', text)
     for name in ("isotropy", "partition", "final_norm"):
@@ -40,10 +40,13 @@ def test_the_page_is_whole(training: Path) -> None:
     assert "--checkpoints" in text
 
 
-def test_what_is_drawn_is_what_the_table_says(training: Path) -> None:
-    stops = trajectory.checkpoints(str(training / "step*"))
-    found = {stop.label: trajectory.measure.read(training / "out" / stop.folder / "measures.json") for stop in stops}
-    isotropy, partition, norms = trajectory_page.plots(stops, found)
+def test_figures_equal_the_table(training: Path) -> None:
+    checkpoints = trajectory.checkpoints(str(training / "step*"))
+    found = {
+        checkpoint.label: trajectory.measure.read(training / "out" / checkpoint.folder / "measures.json")
+        for checkpoint in checkpoints
+    }
+    isotropy, partition, norms = trajectory_page.plots(checkpoints, found)
     with (training / "out" / "trajectory.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
 
@@ -62,12 +65,14 @@ def test_what_is_drawn_is_what_the_table_says(training: Path) -> None:
     assert gains.y == pytest.approx(column("final_norm_parameters", "layer_norm_gain"))
 
 
-def test_stops_without_steps_stand_in_their_order(training: Path) -> None:
-    stops = [trajectory.Stop(name, "") for name in ("last", "first")]
+def test_checkpoints_without_steps_keep_their_order(training: Path) -> None:
+    checkpoints = [trajectory.Checkpoint(name, "") for name in ("last", "first")]
     kept = [trajectory.measure.read(training / "out" / f"step{step}" / "measures.json") for step in STEPS[:2]]
-    plots = trajectory_page.plots(stops, dict(zip(("last", "first"), kept, strict=True)))
-    assert plots[0].x_label == "stop, in their order"
+    plots = trajectory_page.plots(checkpoints, dict(zip(("last", "first"), kept, strict=True)))
+    assert plots[0].x_label == "checkpoint, in the given order"
     assert plots[0].panels[0].lines[0].x == (1.0, 2.0)
     plan = trajectory.Plan("<b>", [], Pass(16), training / "escaped", command="istar")
-    page = trajectory_page.write(plan, stops, trajectory.Trajectory(dict(zip(("last", "first"), kept, strict=True))))
+    page = trajectory_page.write(
+        plan, checkpoints, trajectory.Trajectory(dict(zip(("last", "first"), kept, strict=True)))
+    )
     assert "<b>" not in page.read_text(encoding="utf-8").partition("<svg")[0]
