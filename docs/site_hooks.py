@@ -101,8 +101,8 @@ def config_page() -> str:
     parts = [
         "# Configuration keys",
         "Any key is set on the command line as `group.key=value`. The defaults below are those of the dataclasses in "
-        "`istar/config/groups.py`; the files of a group in `conf/` may replace them. `istar train --cfg job` prints the "
-        "values that a command line results in. The options of each group (`task=rte`, `reg=istar`) are listed by "
+        "`istar/config/groups.py`; the files of a group in `conf/` may replace them. `istar train --cfg job` prints "
+        "the values that a command line results in. The options of each group (`task=rte`, `reg=istar`) are listed by "
         "[`istar train --help`](commands.md#istar-train).",
     ]
     for title, prefix, kind in _config_classes(groups):
@@ -111,8 +111,8 @@ def config_page() -> str:
         for field in dataclasses.fields(kind):
             if kind is groups.Config and field.name != "seed":
                 continue
-            meaning = _documentation(kind, field.name, documented)
-            rows.append(f"| `{prefix}{_key(field)}` | {_code(_type(field.type))} | {_default(field)} | {_cell(meaning)} |")
+            meaning = _cell(_documentation(kind, field.name, documented))
+            rows.append(f"| `{prefix}{_key(field)}` | {_code(_type(field.type))} | {_default(field)} | {meaning} |")
         parts.append("\n".join(rows))
     return "\n\n".join(parts) + "\n"
 
@@ -136,7 +136,8 @@ def _key(field: "dataclasses.Field[Any]") -> str:
 
 
 def _type(kind: Any) -> str:
-    return kind.__name__ if isinstance(kind, type) and not hasattr(kind, "__args__") else str(kind).replace("typing.", "")
+    is_plain = isinstance(kind, type) and not hasattr(kind, "__args__")
+    return kind.__name__ if is_plain else str(kind).replace("typing.", "")
 
 
 def _default(field: "dataclasses.Field[Any]") -> str:
@@ -144,9 +145,9 @@ def _default(field: "dataclasses.Field[Any]") -> str:
         return f"`{field.default_factory()}`"
     if field.default is dataclasses.MISSING or field.default == "???":
         return "required"
-    if field.default is None or isinstance(field.default, bool):
-        return f"`{ {None: 'null', True: 'true', False: 'false'}[field.default]}`"
-    return f"`{field.default}`"
+    # As YAML and the command line write them.
+    words = {"None": "null", "True": "true", "False": "false"}
+    return f"`{words.get(str(field.default), field.default)}`"
 
 
 def _code(text: str) -> str:

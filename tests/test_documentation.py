@@ -1,4 +1,4 @@
-"""The documentation site: it builds strictly, every page of the navigation is there, and every internal link leads on."""
+"""The documentation site builds strictly, has every page of its navigation, and has no broken internal link."""
 
 import importlib.util
 import json
