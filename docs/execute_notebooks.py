@@ -6,6 +6,7 @@ the stored ones only if no cell fails and no output names a place on this machin
 
 import getpass
 import os
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -15,6 +16,7 @@ from nbclient import NotebookClient
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TUTORIALS = REPOSITORY / "docs" / "tutorials"
+ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 TIMEOUT = 1800
 """Seconds for one cell."""
 
@@ -49,7 +51,22 @@ def clean(notebook: nbformat.NotebookNode) -> None:
         cell.metadata = {}
         if cell.cell_type == "code":
             # Libraries write progress and advice to stderr.
-            cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
+            cell.outputs = merged([output for output in cell.outputs if output.get("name") != "stderr"])
+
+
+def merged(outputs: list[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:
+    """Join the pieces in which a process's output arrives, and remove escape sequences of terminals."""
+    result: list[nbformat.NotebookNode] = []
+    for output in outputs:
+        if output.output_type == "stream" and result and result[-1].output_type == "stream":
+            result[-1].text += output.text
+        else:
+            result.append(output)
+    for output in result:
+        if output.output_type == "stream":
+            lines = ESCAPE.sub("", output.text).splitlines()
+            output.text = "\n".join(line.rstrip() for line in lines)
+    return result
 
 
 def refuse_private(text: str, folder: str) -> None:
@@ -84,7 +101,7 @@ def prepare(commands: str) -> None:
         PATH=os.pathsep.join([commands, os.environ.get("PATH", "")]),
         PYTHONPATH=os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]),
         HF_HUB_OFFLINE="1",
-        COLUMNS="100",
+        COLUMNS="120",
         NO_COLOR="1",
     )
 

@@ -42,7 +42,6 @@ REPOSITORY_PAGES = {
 LINK = re.compile(r"\]\(([\w./-]+\.(?:md|ipynb))(#[\w-]+)?\)(?!\{)")
 MEMBERS = re.compile(r"<!-- members of ([\w.]+) -->")
 MATH = re.compile(r'<(span|div) class="arithmatex">(.*?)</\1>', re.DOTALL)
-ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -270,7 +269,7 @@ def _output(output: Any) -> str:
 
 
 def _block(text: str) -> str:
-    return f'<div class="notebook-output" markdown>\n\n{_fence("text", ANSI.sub("", text))}\n\n</div>'
+    return f'<div class="notebook-output" markdown>\n\n{_fence("text", text)}\n\n</div>'
 
 
 def _fence(language: str, text: str) -> str:
