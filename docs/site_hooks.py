@@ -29,7 +29,9 @@ from mkdocs.structure.pages import Page
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 # So that the reference describes this checkout, also where another one is installed.
-sys.path.insert(0, str(REPOSITORY))
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "docs")]
+
+from docstring_extension import to_markdown  # noqa: E402
 
 REPOSITORY_PAGES = {
     "benchmarks/README.md": "benchmarks.md",
@@ -232,7 +234,7 @@ def public_names() -> str:
             continue
         owner = next((module for module in pages if name in getattr(sys.modules.get(module), "__all__", ())), None)
         link = f"[`istar.{name}`]({pages[owner] if owner else ''}#{path_of(value)})"
-        summary = (inspect.getdoc(value) or "").partition("\n\n")[0]
+        summary = to_markdown((inspect.getdoc(value) or "").partition("\n\n")[0])
         rows.append(f"| {link} | {_cell(summary)} |")
     return "\n".join(rows)
 
