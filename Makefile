@@ -23,4 +23,10 @@ test: lint  ## Linters and the fast tests
 slow:  ## The slow tests
 	$(PYTHON) -m pytest -m slow
 
-.PHONY: help setup demo lint test slow
+docs:  ## The documentation site, in site/
+	$(PYTHON) -m mkdocs build --strict
+
+notebooks:  ## Execute the tutorials anew and keep their outputs
+	$(PYTHON) docs/execute_notebooks.py
+
+.PHONY: help setup demo lint test slow docs notebooks

@@ -1,0 +1,278 @@
+"""MkDocs hooks: pages that are generated at build time, and mathematics as MathML.
+
+- `reference/config.md` comes from the dataclasses in `istar.config`, `reference/commands.md` from the commands' own
+  `--help`, and the table of `reference/istar.md` from `istar.__all__`. None of them can be out of date.
+- Each notebook in `tutorials/` becomes a page with its stored outputs; nothing is executed.
+- Formulas become MathML, which browsers display without a script.
+"""
+
+import ast
+import base64
+import dataclasses
+import html
+import importlib
+import inspect
+import os
+import posixpath
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import latex2mathml.converter
+import nbformat
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+# So that the reference describes this checkout, also where another one is installed.
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "docs")]
+
+from docstring_extension import to_markdown  # noqa: E402
+
+REPOSITORY_PAGES = {
+    "benchmarks/README.md": "benchmarks.md",
+    "benchmarks/NOTES.md": "benchmarks_notes.md",
+    "benchmarks/SCALING.md": "benchmarks_scaling.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+}
+"""Pages of the site that are files of the repository outside docs/."""
+LINK = re.compile(r"\]\(([\w./-]+\.(?:md|ipynb))(#[\w-]+)?\)(?!\{)")
+MEMBERS = re.compile(r"<!-- members of ([\w.]+) -->")
+MATH = re.compile(r'<(span|div) class="arithmatex">(.*?)</\1>', re.DOTALL)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the generated pages."""
+    files.append(File.generated(config, "reference/config.md", content=config_page()))
+    files.append(File.generated(config, "reference/commands.md", content=commands_page()))
+    for source, page in REPOSITORY_PAGES.items():
+        files.append(File.generated(config, page, content=(REPOSITORY / source).read_text(encoding="utf-8")))
+    for notebook in sorted(REPOSITORY.glob("docs/tutorials/*.ipynb")):
+        content = notebook_page(notebook)
+        files.append(File.generated(config, f"tutorials/{notebook.stem}.md", content=content))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Fill in the table of public names; lead links to files of the repository to their pages."""
+    if "<!-- public names -->" in markdown:
+        markdown = markdown.replace("<!-- public names -->", public_names())
+    markdown = MEMBERS.sub(lambda found: members(found[1]), markdown)
+    here = page.file.src_uri
+    folder = posixpath.dirname(here)
+    sources = {target: source for source, target in REPOSITORY_PAGES.items()}
+    # Links are written for a reader of the repository, relative to the file that they stand in.
+    base = posixpath.dirname(sources[here]) if here in sources else posixpath.join("docs", folder)
+
+    def to_page(link: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(base, link[1]))
+        name = REPOSITORY_PAGES.get(target, target.removeprefix("docs/"))
+        if name.endswith(".ipynb"):
+            name = name.removesuffix(".ipynb") + ".md"
+        return f"]({posixpath.relpath(name, folder or '.')}{link[2] or ''})"
+
+    return LINK.sub(to_page, markdown)
+
+
+def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Replace LaTeX by MathML."""
+    return MATH.sub(_mathml, content)
+
+
+def _mathml(found: re.Match[str]) -> str:
+    display = "block" if found[1] == "div" else "inline"
+    formula = html.unescape(found[2]).strip().removeprefix("\\(").removesuffix("\\)")
+    formula = formula.removeprefix("\\[").removesuffix("\\]").strip()
+    return latex2mathml.converter.convert(formula, display=display)
+
+
+# ---- the config keys
+
+
+def config_page() -> str:
+    """Every key of every group, with type, default and meaning."""
+    from istar.config import groups
+
+    documented = field_docstrings(Path(groups.__file__))
+    parts = [
+        "# Configuration keys",
+        "Any key is set on the command line as `group.key=value`. The defaults below are those of the dataclasses in "
+        "`istar/config/groups.py`; the files of a group in `conf/` may replace them. `istar train --cfg job` prints "
+        "the values that a command line results in. The options of each group (`task=rte`, `reg=istar`) are listed by "
+        "[`istar train --help`](commands.md#istar-train).",
+    ]
+    for title, prefix, kind in _config_classes(groups):
+        parts += [f"## {title}", inspect.cleandoc(kind.__doc__ or "")]
+        rows = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
+        for field in dataclasses.fields(kind):
+            if kind is groups.Config and field.name != "seed":
+                continue
+            meaning = _cell(_documentation(kind, field.name, documented))
+            rows.append(f"| `{prefix}{_key(field)}` | {_code(_type(field.type))} | {_default(field)} | {meaning} |")
+        parts.append("\n".join(rows))
+    return "\n\n".join(parts) + "\n"
+
+
+def _config_classes(groups: Any) -> Iterator[tuple[str, str, Any]]:
+    yield "Top level", "", groups.Config
+    for field in dataclasses.fields(groups.Config):
+        if dataclasses.is_dataclass(field.type):
+            yield f"`{field.name}`", f"{field.name}.", field.type
+        elif field.name == "reg":
+            for kind in (groups.NoRegConfig, groups.CosRegConfig, groups.IStarConfig):
+                yield f"`reg`: `{kind.name}`", "reg.", kind
+        elif field.name == "logger":
+            for kind in (groups.LoggerConfig, groups.WandbConfig):
+                yield f"`logger`: `{kind.name}`", "logger.", kind
+    yield "`sweep`", "sweep.", groups.SweepConfig
+
+
+def _key(field: "dataclasses.Field[Any]") -> str:
+    return str(field.metadata.get("key", field.name))
+
+
+def _type(kind: Any) -> str:
+    is_plain = isinstance(kind, type) and not hasattr(kind, "__args__")
+    return kind.__name__ if is_plain else str(kind).replace("typing.", "")
+
+
+def _default(field: "dataclasses.Field[Any]") -> str:
+    if field.default_factory is not dataclasses.MISSING:
+        return f"`{field.default_factory()}`"
+    if field.default is dataclasses.MISSING or field.default == "???":
+        return "required"
+    # As YAML and the command line write them.
+    words = {"None": "null", "True": "true", "False": "false"}
+    return f"`{words.get(str(field.default), field.default)}`"
+
+
+def _code(text: str) -> str:
+    return "<code>" + html.escape(text).replace("|", "&#124;") + "</code>"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _documentation(kind: type, name: str, documented: dict[tuple[str, str], str]) -> str:
+    for owner in kind.__mro__:
+        if (owner.__name__, name) in documented:
+            return documented[owner.__name__, name]
+    return "Name of the option that was chosen." if name == "name" else ""
+
+
+def field_docstrings(path: Path) -> dict[tuple[str, str], str]:
+    """The string below each field of each class of a module, by the names of class and field."""
+    found = {}
+    for owner in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(owner, ast.ClassDef):
+            for field, text in zip(owner.body, owner.body[1:], strict=False):
+                is_text = isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and is_text:
+                    found[owner.name, field.target.id] = str(text.value.value)  # type: ignore[attr-defined]
+    return found
+
+
+# ---- the commands
+
+
+def commands_page() -> str:
+    """The help of `istar` and of each of its commands."""
+    overview = command_help()
+    commands = re.findall(r"^    (\w+)(?: |$)", overview.partition("options:")[0], re.MULTILINE)
+    parts = [
+        "# Commands",
+        "`istar train` is the same command as `python train.py` in a checkout. A mistake in a command is one line on "
+        "stderr and exit code 2.",
+        f"```text\n{overview}\n```",
+    ]
+    for command in commands:
+        parts += [f"## istar {command}", f"```text\n{command_help(command)}\n```"]
+    return "\n\n".join(parts) + "\n"
+
+
+def command_help(*command: str) -> str:
+    """What `istar <command> --help` prints."""
+    path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "COLUMNS": "100", "NO_COLOR": "1"}
+    line = [sys.executable, "-m", "istar.cli.main", *command, "--help"]
+    done = subprocess.run(line, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+# ---- the public names
+
+
+def path_of(value: Any) -> str:
+    """Where a class or function is defined. A submodule may have the same name in the package that exports it."""
+    return f"{value.__module__}.{value.__qualname__}"
+
+
+def members(package: str) -> str:
+    """An entry for each name in a package's `__all__`, in order."""
+    module = importlib.import_module(package)
+    return "\n\n".join(f"::: {path_of(getattr(module, name))}" for name in sorted(module.__all__, key=str.lower))
+
+
+def public_names() -> str:
+    """A table of `istar.__all__`, each name with the first line of its docstring and a link to its entry."""
+    import istar
+
+    pages = {"istar.measures": "measures.md", "istar.regularizers": "regularizers.md"}
+    for module in pages:
+        importlib.import_module(module)
+    rows = ["| name | what it is |", "| --- | --- |"]
+    for name in istar.__all__:
+        value = getattr(istar, name)
+        if name == "__version__":
+            rows.append(f"| `istar.{name}` | Version of the package. |")
+            continue
+        owner = next((module for module in pages if name in getattr(sys.modules.get(module), "__all__", ())), None)
+        link = f"[`istar.{name}`]({pages[owner] if owner else ''}#{path_of(value)})"
+        summary = to_markdown((inspect.getdoc(value) or "").partition("\n\n")[0])
+        rows.append(f"| {link} | {_cell(summary)} |")
+    return "\n".join(rows)
+
+
+# ---- the notebooks
+
+
+def notebook_page(path: Path) -> str:
+    """A notebook as Markdown: text as it is, code and stored outputs as blocks."""
+    notebook = nbformat.read(path, as_version=4)
+    parts = []
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            parts.append(cell.source)
+        elif cell.cell_type == "code":
+            parts.append(_fence("python", cell.source))
+            parts += [shown for output in cell.outputs if (shown := _output(output))]
+    download = f"[Download this notebook]({path.name}){{ .md-button download }}"
+    return "\n\n".join([*parts, download]) + "\n"
+
+
+def _output(output: Any) -> str:
+    if output.output_type == "stream":
+        return _block(output.text)
+    data = output.get("data", {})
+    if "image/png" in data:
+        # Checked here, because a browser shows a broken image without a word.
+        base64.b64decode(data["image/png"], validate=False)
+        encoded = "".join(data["image/png"].split())
+        return f'<img alt="Output of the cell above" src="data:image/png;base64,{encoded}">'
+    if "text/html" in data:
+        return f'<div class="notebook-output">{data["text/html"]}</div>'
+    return _block(data["text/plain"]) if "text/plain" in data else ""
+
+
+def _block(text: str) -> str:
+    return f'<div class="notebook-output" markdown>\n\n{_fence("text", text)}\n\n</div>'
+
+
+def _fence(language: str, text: str) -> str:
+    return f"````{language}\n{text.rstrip()}\n````"

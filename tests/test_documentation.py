@@ -1,0 +1,147 @@
+"""The documentation site builds strictly, has every page of its navigation, and has no broken internal link."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+import yaml
+
+import istar
+from istar import measures, regularizers
+from istar.config import Config, schema
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+NOTEBOOKS = sorted((REPOSITORY / "docs" / "tutorials").glob("*.ipynb"))
+NEEDED = ("mkdocs", "material", "mkdocstrings", "latex2mathml", "nbformat")
+
+
+class Links(HTMLParser):
+    """The identifiers of a page, and what it links to or loads."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.identifiers: set[str] = set()
+        self.links: list[str] = []
+        self.loaded: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = {name: value for name, value in attrs if value is not None}
+        self.identifiers |= {values[name] for name in ("id", "name") if name in values}
+        if tag == "a" and "href" in values:
+            self.links.append(values["href"])
+        elif tag in ("img", "script", "source") and "src" in values:
+            self.loaded.append(values["src"])
+        elif tag == "link" and "href" in values and values.get("rel") in ("stylesheet", "icon"):
+            self.loaded.append(values["href"])
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    missing = [module for module in NEEDED if importlib.util.find_spec(module) is None]
+    if missing:
+        pytest.skip(f"the site needs {', '.join(missing)}: pip install 'istar[docs]'")
+    folder = tmp_path_factory.mktemp("documentation") / "site"
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=900, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pages(site: Path) -> dict[Path, Links]:
+    return {path: Links(path.read_text(encoding="utf-8")) for path in site.rglob("*.html")}
+
+
+def names(entries: object) -> Iterator[str]:
+    """The files of a navigation, which is nested."""
+    if isinstance(entries, str):
+        yield entries
+    elif isinstance(entries, dict):
+        for entry in entries.values():
+            yield from names(entry)
+    elif isinstance(entries, list):
+        for entry in entries:
+            yield from names(entry)
+
+
+def navigation() -> list[str]:
+    # The line of the navigation and below: above it are tags that only MkDocs knows how to read.
+    text = (REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8")
+    return list(names(yaml.safe_load(text[text.index("\nnav:") :])["nav"]))
+
+
+def test_every_page_of_the_navigation_exists(site: Path) -> None:
+    assert len(navigation()) > 20
+    assert [name for name in navigation() if not (site / name).with_suffix(".html").is_file()] == []
+
+
+def test_every_written_page_is_in_the_navigation() -> None:
+    folder = REPOSITORY / "docs"
+    written = {str(path.relative_to(folder).with_suffix(".md")) for path in [*folder.rglob("*.md"), *NOTEBOOKS]}
+    assert written - set(navigation()) == set()
+
+
+def test_no_internal_link_is_broken(site: Path, pages: dict[Path, Links]) -> None:
+    broken = []
+    for path, page in pages.items():
+        # The page for addresses that do not exist is served from any place.
+        if path.name == "404.html":
+            continue
+        for link in [*page.links, *page.loaded]:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                continue
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            target = target / "index.html" if target.is_dir() else target
+            anchor = unquote(parts.fragment)
+            if not target.is_file() or (anchor and target in pages and anchor not in pages[target].identifiers):
+                broken.append(f"{path.relative_to(site)}: {link}")
+    assert broken == []
+
+
+def test_the_pages_load_nothing_from_a_network(pages: dict[Path, Links]) -> None:
+    loaded = {link for page in pages.values() for link in page.loaded}
+    assert {link for link in loaded if urlsplit(link).netloc} == set()
+
+
+def test_the_reference_has_every_key(site: Path, composed: Callable[..., Config]) -> None:
+    text = (site / "reference" / "config.html").read_text(encoding="utf-8")
+    keys = set(re.findall(r"<td><code>([\w.]+)</code></td>", text))
+    assert {"reg.lambda", "reg.zeta", "logger.project", "sweep.jobs"} <= keys
+    for options in (("task=rte", "reg=istar", "logger=wandb"), ("task=demo", "reg=cosreg", "logger=csv")):
+        groups = schema.to_dict(composed(*options))
+        used = {f"{group}.{key}" for group, values in groups.items() if isinstance(values, dict) for key in values}
+        assert used | {"seed"} <= keys
+
+
+def test_the_reference_has_every_command_and_name(site: Path, pages: dict[Path, Links]) -> None:
+    text = (site / "reference" / "commands.html").read_text(encoding="utf-8")
+    commands = {"train", "results", "report", "watch", "measure", "embed", "correlate"}
+    assert set(re.findall(r'<h2 id="istar-(\w+)"', text)) >= commands
+    identifiers = {identifier for page in pages.values() for identifier in page.identifiers}
+    for package in (istar, measures, regularizers):
+        public = [getattr(package, name) for name in package.__all__ if not name.startswith("__")]
+        assert {f"{value.__module__}.{value.__qualname__}" for value in public} - identifiers == set()
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_was_executed_in_order_and_names_no_place_of_a_machine(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    code = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    assert any(cell["outputs"] for cell in code)
+    assert [output for cell in code for output in cell["outputs"] if output["output_type"] == "error"] == []
+    assert not re.search(r"/(?:home|root|tmp|Users|usr|opt)/", text)
+    assert len(text) < 300_000
