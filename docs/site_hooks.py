@@ -96,17 +96,17 @@ def _mathml(found: re.Match[str]) -> str:
 
 def config_page() -> str:
     """Every key of every group, with type, default and meaning."""
-    from istar.config import groups
+    from istar.config import groups, penalties
 
-    documented = field_docstrings(Path(groups.__file__))
+    documented = {**field_docstrings(Path(groups.__file__)), **field_docstrings(Path(penalties.__file__))}
     parts = [
         "# Configuration keys",
         "Any key is set on the command line as `group.key=value`. The defaults below are those of the dataclasses in "
-        "`istar/config/groups.py`; the files of a group in `conf/` may replace them. `istar train --cfg job` prints "
+        "`istar/config/`; the files of a group in `conf/` may replace them. `istar train --cfg job` prints "
         "the values that a command line results in. The options of each group (`task=rte`, `reg=istar`) are listed by "
         "[`istar train --help`](commands.md#istar-train).",
     ]
-    for title, prefix, kind in _config_classes(groups):
+    for title, prefix, kind in _config_classes(groups, penalties):
         parts += [f"## {title}", inspect.cleandoc(kind.__doc__ or "")]
         rows = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
         for field in dataclasses.fields(kind):
@@ -118,13 +118,13 @@ def config_page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _config_classes(groups: Any) -> Iterator[tuple[str, str, Any]]:
+def _config_classes(groups: Any, penalties: Any) -> Iterator[tuple[str, str, Any]]:
     yield "Top level", "", groups.Config
     for field in dataclasses.fields(groups.Config):
         if dataclasses.is_dataclass(field.type):
             yield f"`{field.name}`", f"{field.name}.", field.type
         elif field.name == "reg":
-            for kind in (groups.NoRegConfig, groups.CosRegConfig, groups.IStarConfig):
+            for kind in penalties.PENALTIES.values():
                 yield f"`reg`: `{kind.name}`", "reg.", kind
         elif field.name == "logger":
             for kind in (groups.LoggerConfig, groups.WandbConfig):

@@ -2,12 +2,9 @@
 
 from istar.config.groups import (
     Config,
-    CosRegConfig,
     DataConfig,
-    IStarConfig,
     LoggerConfig,
     ModelConfig,
-    NoRegConfig,
     OptimConfig,
     RunConfig,
     SweepConfig,
@@ -15,6 +12,7 @@ from istar.config.groups import (
     TrainerConfig,
     WandbConfig,
 )
+from istar.config.penalties import CosRegConfig, IStarConfig, NoRegConfig
 
 __all__ = [
     "Config",

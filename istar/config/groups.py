@@ -12,9 +12,8 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from istar.errors import UserError, did_you_mean
-from istar.regularizers.istar import AUTO, COMPUTE, ESTIMATORS
-from istar.regularizers.points import NAMED_LAYERS
+from istar.config.checks import at_least, one_of
+from istar.errors import UserError
 
 NOT_IN_IDENTITY = {"identity": False}
 """Metadata of a field that does not change the outcome of a run. `istar.results.identity` leaves such fields out."""
@@ -45,7 +44,7 @@ class TaskConfig:
 
     def __post_init__(self) -> None:
         for name in ("limit_train", "limit_validation", "max_length", "doc_stride", "n_best", "max_answer_length"):
-            _at_least(1, f"task.{name}", getattr(self, name))
+            at_least(1, f"task.{name}", getattr(self, name))
 
 
 @dataclass
@@ -69,77 +68,6 @@ class ModelConfig:
 
 
 @dataclass
-class NoRegConfig:
-    """No penalty: training minimizes the task loss alone."""
-
-    name: str = "none"
-
-
-@dataclass
-class CosRegConfig:
-    """The CosReg penalty, equation (1) of the I-STAR paper."""
-
-    name: str = "cosreg"
-    weight: float = field(default=1.0, metadata={"key": "lambda"})
-    """Weight of the penalty (lambda), any finite number; with 0 the penalty is not computed."""
-    layers: Any = "last"
-    """Layers whose hidden states are penalized: all, last, with_embeddings, or a list of numbers (0: embeddings)."""
-    include_padding: bool = False
-    """Count padding tokens as points."""
-    sync: bool = True
-    """Compute one penalty over the points of all processes instead of one penalty per process."""
-
-    def __post_init__(self) -> None:
-        _check_finite("reg.lambda", self.weight)
-        _check_layers(self.layers)
-
-
-@dataclass
-class IStarConfig(CosRegConfig):
-    """The I-STAR penalty, equation (2) of the I-STAR paper."""
-
-    name: str = "istar"
-    weight: float = field(default=-1.0, metadata={"key": "lambda"})
-    """Weight of the penalty (lambda), any finite number. Negative values lower isotropy, positive ones raise it; with 0
-    the penalty is not computed."""
-    layers: Any = "all"
-    zeta: float | str = 0.4
-    """Weight of the shrinkage covariance in [0, 1], or auto to estimate it from each batch."""
-    num_points: int = 250_000
-    """Number of points that the shrinkage covariance is computed from, counted over the union of the layers."""
-    estimator: str = "shrinkage"
-    r"""shrinkage (the paper's IsoScore\*), or unbiased (IsoScore for small samples, without a shrinkage covariance)."""
-    compute: str | None = None
-    """Dtype of the penalty's matrix products with the points: float32 or bfloat16. None follows trainer.precision."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.zeta = _parse_zeta(self.zeta)
-        _at_least(2, "reg.num_points", self.num_points)
-        one_of("reg.estimator", self.estimator, ESTIMATORS)
-        if self.compute is not None:
-            one_of("reg.compute", self.compute, COMPUTE)
-            if self.compute != "float32" and self._needs_float32:
-                raise UserError(
-                    f"reg.compute={self.compute}: reg.estimator=unbiased and reg.zeta=auto need float32, for their "
-                    "fourth powers"
-                )
-        if self.estimator == "unbiased":
-            # The unbiased estimator uses neither setting. Fixed values keep them from changing the identity of the run.
-            self.zeta, self.num_points = 0.0, IStarConfig.num_points
-
-    def resolve(self, precision: str) -> None:
-        """Set `compute`, if it is None, to the dtype that fits the trainer's precision."""
-        if self.compute is None:
-            self.compute = "bfloat16" if precision.startswith("bf16") and not self._needs_float32 else "float32"
-
-    @property
-    def _needs_float32(self) -> bool:
-        """Whether the penalty computes fourth powers, for which bfloat16 is too coarse."""
-        return self.estimator == "unbiased" or self.zeta == AUTO
-
-
-@dataclass
 class DataConfig:
     """Batching of the data and the cache of tokenized data."""
 
@@ -155,9 +83,9 @@ class DataConfig:
     """Folder of the tokenized data, which runs share; None means $ISTAR_CACHE, or ~/.cache/istar if that is not set."""
 
     def __post_init__(self) -> None:
-        _at_least(1, "data.batch_size", self.batch_size)
-        _at_least(1, "data.eval_batch_size", self.eval_batch_size)
-        _at_least(0, "data.num_workers", self.num_workers)
+        at_least(1, "data.batch_size", self.batch_size)
+        at_least(1, "data.eval_batch_size", self.eval_batch_size)
+        at_least(0, "data.num_workers", self.num_workers)
 
 
 @dataclass
@@ -239,20 +167,20 @@ class TrainerConfig:
     """Show a progress bar."""
 
     def __post_init__(self) -> None:
-        _at_least(1, "trainer.max_epochs", self.max_epochs)
-        _at_least(1, "trainer.accumulate_grad_batches", self.accumulate_grad_batches)
-        _at_least(1, "trainer.early_stopping", self.early_stopping)
-        _at_least(1, "trainer.inter_sim_patience", self.inter_sim_patience)
+        at_least(1, "trainer.max_epochs", self.max_epochs)
+        at_least(1, "trainer.accumulate_grad_batches", self.accumulate_grad_batches)
+        at_least(1, "trainer.early_stopping", self.early_stopping)
+        at_least(1, "trainer.inter_sim_patience", self.inter_sim_patience)
         if self.stop_at_inter_sim is not None and not -1 <= self.stop_at_inter_sim <= 1:
             raise UserError(
                 f"trainer.stop_at_inter_sim={self.stop_at_inter_sim:g} is not an average cosine; expected -1 to 1"
             )
-        _at_least(1, "trainer.log_every_n_steps", self.log_every_n_steps)
+        at_least(1, "trainer.log_every_n_steps", self.log_every_n_steps)
         if self.gradient_clip_val is not None and not self.gradient_clip_val > 0:
             raise UserError(
                 f"trainer.gradient_clip_val={self.gradient_clip_val:g} must be above 0, or null for no clipping"
             )
-        _at_least(1, "trainer.checkpoint_every_n_steps", self.checkpoint_every_n_steps)
+        at_least(1, "trainer.checkpoint_every_n_steps", self.checkpoint_every_n_steps)
         minutes = self.checkpoint_every_n_minutes
         if minutes is not None and not 0 < minutes < math.inf:
             raise UserError(f"trainer.checkpoint_every_n_minutes={minutes:g} must be above 0, or null for none")
@@ -347,8 +275,8 @@ class SweepConfig:
     """ID of the search trial that this run belongs to. Set by the sweep; do not set it by hand."""
 
     def __post_init__(self) -> None:
-        _at_least(1, "sweep.jobs", self.jobs)
-        _at_least(1, "sweep.trials", self.trials)
+        at_least(1, "sweep.jobs", self.jobs)
+        at_least(1, "sweep.trials", self.trials)
         one_of("sweep.search", self.search, ("grid", "optuna"))
         one_of("sweep.sampler", self.sampler, ("tpe", "random"))
         one_of("sweep.pruner", self.pruner, ("none", "median", "asha"))
@@ -382,8 +310,7 @@ class Config:
     def __post_init__(self) -> None:
         if type(self.seed) is not int or not 0 <= self.seed < 2**32:
             raise UserError(f"seed={self.seed} is not a whole number in [0, 2^32)")
-        if isinstance(self.reg, IStarConfig):
-            self.reg.resolve(self.trainer.precision)
+        self.reg.resolve(self.trainer.precision)
 
 
 def identity_values(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -400,46 +327,3 @@ def identity_values(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in values.items()
         if key not in excluded
     }
-
-
-def _at_least(minimum: int, key: str, value: int | None) -> None:
-    if value is not None and value < minimum:
-        raise UserError(f"{key}={value} is too small; expected {minimum} or more")
-
-
-def _check_finite(key: str, value: float) -> None:
-    if not math.isfinite(value):
-        raise UserError(f"{key}={value} is not a finite number; the paper uses -5 to 5")
-
-
-def one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Raise a UserError with the nearest allowed value unless `value` is allowed."""
-    if value not in allowed:
-        raise UserError(
-            f"{key}={value} is not known{did_you_mean(value, allowed)}; expected one of {', '.join(allowed)}"
-        )
-
-
-def _parse_zeta(value: Any) -> float | str:
-    """Return zeta as a float in [0, 1], or `auto`."""
-    if value == AUTO:
-        return AUTO
-    try:
-        zeta = float(str(value))  # float(True) is 1.0; float("True") raises.
-    except ValueError:
-        raise UserError(f"reg.zeta={value} is neither a number in [0, 1] nor {AUTO}") from None
-    if not 0 <= zeta <= 1:
-        raise UserError(
-            f"reg.zeta={zeta:g} is outside [0, 1]; 0 means no shrinkage, 1 means the shrinkage covariance alone; "
-            "the paper uses 0.2 to 0.8"
-        )
-    return zeta
-
-
-def _check_layers(layers: Any) -> None:
-    if isinstance(layers, str):
-        one_of("reg.layers", layers, NAMED_LAYERS)
-    elif not (isinstance(layers, list) and layers and all(type(number) is int for number in layers)):
-        raise UserError(
-            f"reg.layers={layers} is neither one of {', '.join(NAMED_LAYERS)} nor a list of layer numbers like [1,2,12]"
-        )

@@ -16,23 +16,22 @@ from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import AnyNode, BooleanNode, DictConfig, FloatNode, IntegerNode, OmegaConf, StringNode
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from istar.config.checks import one_of
 from istar.config.groups import (
     Config,
-    CosRegConfig,
     DataConfig,
-    IStarConfig,
     LoggerConfig,
     ModelConfig,
-    NoRegConfig,
     OptimConfig,
     RunConfig,
     SweepConfig,
     TaskConfig,
     TrainerConfig,
     WandbConfig,
-    one_of,
 )
+from istar.config.penalties import PENALTIES
 from istar.errors import UserError, did_you_mean
+from istar.tasks.specs import TASKS
 
 T = TypeVar("T")
 
@@ -44,7 +43,6 @@ _GROUPS: dict[str, Any] = {
     "trainer": TrainerConfig,
     "run": RunConfig,
 }
-_REGS: dict[str, Any] = {"none": NoRegConfig, "cosreg": CosRegConfig, "istar": IStarConfig}
 _LOGGERS: dict[str, Any] = {"csv": LoggerConfig, "wandb": WandbConfig}
 
 
@@ -56,10 +54,19 @@ def config_folder() -> Path:
 
 
 def register() -> None:
-    """Store the schemas in Hydra's config group `schema`: `schema/task`, `schema/istar` and so on."""
+    """Store the schemas (`schema/task`, `schema/istar` and so on) and the options of `task` and `reg` with Hydra.
+
+    `TASKS` and `PENALTIES` have an option for each entry. The files in conf/ add options that set further values.
+    """
     store = ConfigStore.instance()
-    for name, kind in {**_GROUPS, **_REGS, **_LOGGERS, "sweep": SweepConfig}.items():
+    for name, kind in {**_GROUPS, **PENALTIES, **_LOGGERS, "sweep": SweepConfig}.items():
         store.store(group="schema", name=name, node=_schema(kind))
+    for name in PENALTIES:
+        store.store(group="reg", name=name, node={"defaults": [f"/schema/{name}@_here_"]})
+    for name, spec in TASKS.items():
+        # Generated tasks are for the tiny model with random weights.
+        model = [{"override /model@_global_.model": "tiny"}] if spec.hub is None else []
+        store.store(group="task", name=name, node={"defaults": ["/schema/task@_here_", *model], "name": name})
 
 
 def load(config: DictConfig) -> Config:
@@ -73,7 +80,7 @@ def load(config: DictConfig) -> Config:
     for key in ("seed", *_GROUPS, "reg", "logger"):
         if key not in values:
             raise UserError(f"{key} is missing; give it on the command line: {key}=<value>")
-    groups = {**_GROUPS, "reg": _select("reg", _REGS, values), "logger": _select("logger", _LOGGERS, values)}
+    groups = {**_GROUPS, "reg": _select("reg", PENALTIES, values), "logger": _select("logger", _LOGGERS, values)}
     _check_keys("", values, ["seed", *groups])
     configs = {name: _build(name, kind, values[name]) for name, kind in groups.items()}
     return Config(seed=values["seed"], **configs)
@@ -122,7 +129,7 @@ def explain(error: Exception) -> str:
 def _explain_key(key: str) -> str:
     """Return the message for an unknown key: the option that has this key, or else the nearest valid key."""
     group = key.partition(".")[0]
-    owners = [name for name, kind in {**_REGS, **_LOGGERS}.items() if key in _keys(group, kind)]
+    owners = [name for name, kind in {**PENALTIES, **_LOGGERS}.items() if key in _keys(group, kind)]
     if owners:
         return f"{key} belongs to {group}={' or '.join(owners)}, which is not selected"
     known = _known_keys()
@@ -142,7 +149,7 @@ def _known_keys() -> list[str]:
     kinds = [
         *_GROUPS.items(),
         ("sweep", SweepConfig),
-        *(("reg", kind) for kind in _REGS.values()),
+        *(("reg", kind) for kind in PENALTIES.values()),
         *(("logger", kind) for kind in _LOGGERS.values()),
     ]
     return ["seed", *(key for group, kind in kinds for key in _keys(group, kind))]

@@ -21,11 +21,11 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from istar import models, results
-from istar.config import Config, CosRegConfig, IStarConfig, TaskConfig, TrainerConfig
+from istar.config import Config, TaskConfig, TrainerConfig
 from istar.config.schema import to_dict
 from istar.errors import NonFiniteError, StoppedError, UserError, shorten
 from istar.files import atomic_write, remove_drafts, sole_writer, write_text
-from istar.regularizers import CosReg, IStar, Penalty, attach, layer_numbers
+from istar.regularizers import IStar, attach, layer_numbers
 from istar.reports.run_picture import isotropy_picture
 from istar.reports.run_tables import summary
 from istar.results import RunRecord
@@ -142,17 +142,6 @@ def run(config: Config, console: Console | None = None, trial: str | None = None
     return finished
 
 
-def build_penalty(config: Any) -> Penalty | None:
-    """Build the penalty that the `reg` group of a config describes; None for `reg=none`."""
-    keys = ["weight", "layers", "include_padding", "sync"]
-    if isinstance(config, IStarConfig):
-        keys += ["zeta", "estimator", "compute"]
-        return IStar(**{key: getattr(config, key) for key in keys})
-    if isinstance(config, CosRegConfig):
-        return CosReg(**{key: getattr(config, key) for key in keys})
-    return None
-
-
 def _featurize(
     spec: TaskSpec, config: Config, examples: Examples, tokenizer: PreTrainedTokenizerBase, model_config: Any
 ) -> Examples:
@@ -221,7 +210,7 @@ def _assemble(
     model = models.load_model(config.model, spec, model_config, tokenizer)
     evaluators = _evaluators(spec, config.task, examples.validation, features.validation)
     skip = config.trainer.nonfinite == "skip"
-    penalty = build_penalty(config.reg)
+    penalty = config.reg.build()
     watch = None if penalty is None else attach(model, penalty)
     module = FineTuner(model, watch, config.optim, evaluators, skip_nonfinite=skip)
     collate = Collator(tokenizer)

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from istar.config import Config, CosRegConfig, IStarConfig, NoRegConfig, WandbConfig, schema
+from istar.config.penalties import PENALTIES
 from istar.config.schema import to_dict
 from istar.errors import UserError, did_you_mean
 from istar.results import identity
@@ -20,7 +21,9 @@ from istar.tasks.specs import TASKS
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 OPTIONS = sorted(
-    (path.parent.relative_to(CONF).as_posix(), path.stem) for path in CONF.rglob("*.yaml") if path.parent != CONF
+    [(path.parent.relative_to(CONF).as_posix(), path.stem) for path in CONF.rglob("*.yaml") if path.parent != CONF]
+    + [("task", name) for name in TASKS]
+    + [("reg", name) for name in PENALTIES]
 )
 
 
@@ -62,9 +65,12 @@ def test_every_option_composes(composed: Callable[..., Config], group: str, name
     assert "???" not in str(to_dict(config))
 
 
-def test_every_task_has_a_config_and_every_config_a_task(composed: Callable[..., Config]) -> None:
-    assert set(options("task")) == set(TASKS)
-    assert {composed(f"task={name}").task.name for name in options("task")} == set(TASKS)
+def test_every_task_of_the_table_is_an_option(composed: Callable[..., Config]) -> None:
+    assert [composed(f"task={name}").task.name for name in TASKS] == list(TASKS)
+
+
+def test_every_penalty_of_the_table_is_an_option(composed: Callable[..., Config]) -> None:
+    assert [type(composed(f"reg={name}").reg) for name in PENALTIES] == list(PENALTIES.values())
 
 
 def check_choice(composed: Callable[..., Config], task: str, reg: str, model: str) -> None:
@@ -349,8 +355,7 @@ def test_mistakes_in_an_experiment_file(
     ("file", "message_parts"),
     [
         ("optim/adamw.yaml", ["optim.lrr", "did you mean optim.lr?"]),
-        ("task/rte.yaml", ["task.lrr"]),
-        ("reg/istar.yaml", ["reg.lrr"]),
+        ("reg/istar_paper_code.yaml", ["reg.lrr"]),
     ],
 )
 def test_mistakes_in_a_group_file(
@@ -360,7 +365,7 @@ def test_mistakes_in_a_group_file(
     shutil.copytree(CONF, conf)
     with (conf / file).open("a") as handle:
         handle.write("\nlrr: 1\n")
-    message = refusal(composed, "task=rte", folder=conf)
+    message = refusal(composed, "task=rte", "reg=istar_paper_code", folder=conf)
     for part in message_parts:
         assert part in message
 
