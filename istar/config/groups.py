@@ -13,8 +13,11 @@ from typing import Any
 from omegaconf import MISSING
 
 from istar.config.checks import at_least, one_of
+from istar.config.trainer_arguments import check_trainer_arguments
 from istar.errors import UserError
 
+FURTHER_KEYS = {"further_keys": True}
+"""Metadata of a field that holds, by name, the keys of its group that have no field."""
 NOT_IN_IDENTITY = {"identity": False}
 """Metadata of a field that does not change the outcome of a run. `istar.results.identity` leaves such fields out."""
 
@@ -122,7 +125,11 @@ class OptimConfig:
 
 @dataclass
 class TrainerConfig:
-    """Duration, hardware and monitoring of the training. Options of `lightning.Trainer` keep their names."""
+    """Duration, hardware and monitoring of the training.
+
+    Arguments of `lightning.Trainer` keep their names. Those without a field here are accepted too, for example
+    `trainer.max_steps=1000`.
+    """
 
     max_epochs: int = 3
     """Number of epochs."""
@@ -165,8 +172,11 @@ class TrainerConfig:
     """Optimizer steps between two logged steps."""
     progress_bar: bool = field(default=True, metadata=NOT_IN_IDENTITY)
     """Show a progress bar."""
+    lightning: dict[str, Any] = field(default_factory=dict, metadata=FURTHER_KEYS)
+    """Further arguments of `lightning.Trainer` by name, which are keys of the group: trainer.val_check_interval=0.5."""
 
     def __post_init__(self) -> None:
+        check_trainer_arguments(self.lightning, [f.name for f in fields(self)])
         at_least(1, "trainer.max_epochs", self.max_epochs)
         at_least(1, "trainer.accumulate_grad_batches", self.accumulate_grad_batches)
         at_least(1, "trainer.early_stopping", self.early_stopping)

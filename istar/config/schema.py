@@ -97,9 +97,10 @@ def load_sweep(config: DictConfig) -> SweepConfig:
 
 def to_dict(config: Any) -> dict[str, Any]:
     """Convert a config to plain data, with the keys of the command line (`lambda`, not `weight`)."""
-    return {
-        _key(f): to_dict(value) if is_dataclass(value := getattr(config, f.name)) else value for f in fields(config)
-    }
+    values = {f.name: getattr(config, f.name) for f in fields(config)}
+    further = values.pop(_further_keys(config) or "", {})
+    plain = {_key(f): values[f.name] for f in fields(config) if f.name in values}
+    return {key: to_dict(value) if is_dataclass(value) else value for key, value in {**plain, **further}.items()}
 
 
 def explain(error: Exception) -> str:
@@ -156,7 +157,7 @@ def _known_keys() -> list[str]:
 
 
 def _keys(group: str, kind: Any) -> list[str]:
-    return [f"{group}.{_key(f)}" for f in fields(kind)]
+    return [f"{group}.{_key(f)}" for f in fields(kind) if not f.metadata.get("further_keys")]
 
 
 def _key(field: "Field[Any]") -> str:
@@ -168,10 +169,19 @@ _NODES: dict[Any, type] = {str: StringNode, int: IntegerNode, float: FloatNode, 
 
 
 def _schema(kind: Any) -> DictConfig:
-    """Return an OmegaConf node with a typed value for each field of a dataclass, which rejects other keys."""
-    node = OmegaConf.create({_key(f): _value_node(f) for f in fields(kind)})
-    OmegaConf.set_struct(node, True)
+    """Return an OmegaConf node with a typed value for each key of a dataclass.
+
+    It rejects other keys, unless the dataclass has a field for them.
+    """
+    further = _further_keys(kind)
+    node = OmegaConf.create({_key(f): _value_node(f) for f in fields(kind) if f.name != further})
+    OmegaConf.set_struct(node, further is None)
     return node
+
+
+def _further_keys(kind: Any) -> str | None:
+    """Return the name of the field of a config dataclass that holds the keys without a field; None if there is none."""
+    return next((f.name for f in fields(kind) if f.metadata.get("further_keys")), None)
 
 
 def _value_node(field: "Field[Any]") -> Any:
@@ -220,5 +230,11 @@ def _check_keys(prefix: str, keys: Iterable[str], known: Iterable[str]) -> None:
 
 def _build(group: str, kind: type[T], values: dict[str, Any]) -> T:
     """Convert the values of a config group to its dataclass."""
-    _check_keys(f"{group}.", values, [_key(f) for f in fields(kind)])  # type: ignore[arg-type]
-    return kind(**{f.name: values[_key(f)] for f in fields(kind)})  # type: ignore[arg-type]
+    further = _further_keys(kind)
+    names = {_key(f): f.name for f in fields(kind) if f.name != further}  # type: ignore[arg-type]
+    arguments: dict[str, Any] = {name: values[key] for key, name in names.items()}
+    if further is None:
+        _check_keys(f"{group}.", values, names)
+    else:
+        arguments[further] = {key: value for key, value in values.items() if key not in names}
+    return kind(**arguments)

@@ -95,7 +95,10 @@ def settings(run_config: Mapping[str, Any]) -> list[str]:
     overrides = [] if run_config["model"].get("pretrained", True) else ["optim=adamw", "trainer=default"]
     for group, defaults in _GROUP_DEFAULTS.items():
         overrides += _changed_keys(group, run_config.get(group, {}), defaults)
-    return overrides
+    # Arguments that are passed on to lightning.Trainer have no default.
+    trainer = run_config.get("trainer", {})
+    passed_on = trainer.keys() - {field.name for field in fields(config.TrainerConfig)}
+    return overrides + _changed_keys("trainer", trainer, dict.fromkeys(sorted(passed_on)))
 
 
 def root_override(root: str) -> list[str]:

@@ -161,18 +161,29 @@ def _featurize(
     )
 
 
-def _first_batches(examples: Examples, features: Examples, size: int) -> tuple[Examples, Examples]:
-    """Cut the evaluation sets to the single batch of `trainer.fast_dev_run`, since metrics need complete sets."""
-    validation = [_first_batch(*pair, size) for pair in zip(examples.validation, features.validation, strict=True)]
-    test = [_first_batch(*pair, size) for pair in zip(examples.test, features.test, strict=True)]
+def _limit_evaluation(config: Config, examples: Examples, features: Examples) -> tuple[Examples, Examples]:
+    """Cut the evaluation sets to the batches that `fast_dev_run` or `limit_val_batches` allow.
+
+    Lightning would leave out batches while it validates, but metrics need the predictions of complete sets.
+    """
+    is_test_run = config.trainer.fast_dev_run
+    limit = 1 if is_test_run else config.trainer.lightning.get("limit_val_batches", 1.0)
+
+    def cut(rows: Dataset, tokens: Dataset) -> tuple[Dataset, Dataset]:
+        size = limit * config.data.eval_batch_size if type(limit) is int else max(1, int(limit * len(tokens)))
+        return _first_features(rows, tokens, size)
+
+    validation = [cut(*pair) for pair in zip(examples.validation, features.validation, strict=True)]
+    test = list(zip(examples.test, features.test, strict=True))
+    test = [cut(*pair) for pair in test] if is_test_run else test
     return (
         Examples(examples.train, [rows for rows, _ in validation], [rows for rows, _ in test]),
         Examples(features.train, [tokens for _, tokens in validation], [tokens for _, tokens in test]),
     )
 
 
-def _first_batch(rows: Dataset, tokens: Dataset, size: int) -> tuple[Dataset, Dataset]:
-    """The first examples whose features (for spans: all windows) fit into one batch, and these features."""
+def _first_features(rows: Dataset, tokens: Dataset, size: int) -> tuple[Dataset, Dataset]:
+    """Return the first examples that have at most `size` features together (for spans: windows), and these features."""
     if len(tokens) <= size:
         return rows, tokens
     example_ids = tokens["example_id"][: size + 1]
@@ -203,8 +214,7 @@ def _assemble(
     if config.reg.name != "none":
         layer_numbers(model_config.num_hidden_layers, config.reg.layers)
     features = _featurize(spec, config, examples, tokenizer, model_config)
-    if config.trainer.fast_dev_run:
-        examples, features = _first_batches(examples, features, config.data.eval_batch_size)
+    examples, features = _limit_evaluation(config, examples, features)
     # From here on, only the initialization of the head and dropout draw from the global random generators.
     L.seed_everything(config.seed, workers=True, verbose=False)
     model = models.load_model(config.model, spec, model_config, tokenizer)

@@ -81,8 +81,8 @@ class Checkpoints(Checkpoint):
     `every_n_steps` steps or `every_n_minutes` minutes, and when a signal stops the run. `best-epoch-<n>.ckpt` contains
     only weights.
 
-    Within an epoch, checkpoints are written after optimizer steps, except after the last one of the epoch: Lightning
-    cannot resume from a state between the last step and the validation.
+    Within an epoch, checkpoints are written after optimizer steps, except after those that a validation follows:
+    Lightning cannot resume from a state between a step and its validation.
 
     Args:
         folder: folder of the checkpoints.
@@ -111,7 +111,7 @@ class Checkpoints(Checkpoint):
         self.stop = stop
         self.every_n_steps = every_n_steps
         self.every_n_minutes = every_n_minutes
-        self._step = 0
+        self._step = self._saved_step = 0
         self._saved_at = time.monotonic()
         self._resumed: Mapping[str, Any] | None = None
 
@@ -120,21 +120,23 @@ class Checkpoints(Checkpoint):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        is_last = batch_idx + 1 >= trainer.num_training_batches
-        if trainer.global_step == self._step or is_last:
-            return
+        is_step = trainer.global_step > self._step
         self._step = trainer.global_step
+        if not is_step or _validates_next(trainer, batch_idx):
+            return
         is_due, number = self._sync_decision(trainer, pl_module.device)
-        if number or is_due or (self.every_n_steps and self._step % self.every_n_steps == 0):
+        if number or is_due:
             self._save(trainer)
         if number:
             self.stop.number = number
             self.stop.interrupt(f"saved at step {self._step}")
 
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.state.fn == "fit" and self.history.best == len(self.history.epochs):
+            trainer.save_checkpoint(self.best_path(), weights_only=True)
+
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._step = trainer.global_step
-        if self.history.best == trainer.current_epoch + 1:
-            trainer.save_checkpoint(self.best_path(), weights_only=True)
         self._save(trainer)
         if trainer.world_size == 1 and self.stop.number is not None:
             self.stop.interrupt(f"saved at step {self._step}")
@@ -149,12 +151,15 @@ class Checkpoints(Checkpoint):
         return paths[-1] if paths else None
 
     def _sync_decision(self, trainer: L.Trainer, device: torch.device) -> tuple[bool, int]:
-        """Return whether a checkpoint is due by time, and the number of the received signal, or 0 without one.
+        """Return whether a checkpoint is due by time or steps, and the number of the received signal, or 0 without one.
 
         Clocks and signals may differ between processes. All processes take the maximum, so that they act alike.
         """
         minutes = (time.monotonic() - self._saved_at) / 60
         is_due = self.every_n_minutes is not None and minutes >= self.every_n_minutes
+        if self.every_n_steps is not None:
+            # A step that a validation follows has no checkpoint, so that a later one may be due instead.
+            is_due |= self._step // self.every_n_steps > self._saved_step // self.every_n_steps
         number = self.stop.number or 0
         if trainer.world_size == 1:
             return is_due, number
@@ -165,7 +170,7 @@ class Checkpoints(Checkpoint):
 
     def _save(self, trainer: L.Trainer) -> None:
         trainer.save_checkpoint(self.folder / f"step-{trainer.global_step}.ckpt")
-        self._saved_at = time.monotonic()
+        self._saved_step, self._saved_at = trainer.global_step, time.monotonic()
         if trainer.is_global_zero:
             self.metrics.write()
             self._prune()
@@ -195,7 +200,7 @@ class Checkpoints(Checkpoint):
         self.metrics.load_state_dict(state_dict["metrics"])
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._step = trainer.global_step
+        self._step = self._saved_step = trainer.global_step
         self._saved_at = time.monotonic()
         if self._resumed is None:
             return
@@ -203,6 +208,15 @@ class Checkpoints(Checkpoint):
         # Lightning does not restore should_stop itself.
         trainer.should_stop = trainer.should_stop or self._resumed["stopped"]
         self._resumed = None
+
+
+def _validates_next(trainer: L.Trainer, batch_idx: int) -> bool:
+    """Return whether a validation follows this training batch, at the end of an epoch or by `val_check_interval`."""
+    if batch_idx + 1 >= trainer.num_training_batches or trainer.should_stop:
+        return True
+    # Lightning counts batches over all epochs if check_val_every_n_epoch is null.
+    number = trainer.fit_loop.total_batch_idx if trainer.check_val_every_n_epoch is None else batch_idx
+    return trainer.val_check_batch is not None and (number + 1) % trainer.val_check_batch == 0
 
 
 def resumable(folder: Path, run: str, processes: int) -> Path | None:

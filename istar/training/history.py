@@ -26,7 +26,7 @@ class History(L.Callback):
         before: metrics and isotropy before training.
         epochs: one entry per validation during training, with `epoch` (counted from 1), `step`, `metrics` and
             `isotropy`.
-        best: number of the best epoch; 0 before the first validation of the training.
+        best: number of the best entry of `epochs`, counted from 1; 0 before the first validation of the training.
         best_evaluations: metrics and predictions of the best epoch, by suffix of the validation set.
         pruned: whether a search has pruned the run. Checkpoints do not store this, so that the run can be continued.
     """
@@ -51,10 +51,10 @@ class History(L.Callback):
         if trainer.state.fn == "validate":
             self.before = entry
             return
-        epoch = trainer.current_epoch + 1
-        self.epochs.append({"epoch": epoch, "step": trainer.global_step, **entry})
-        if self._is_best(metrics[self.headline]):
-            self.best = epoch
+        is_best = self._is_best(metrics[self.headline])
+        self.epochs.append({"epoch": trainer.current_epoch + 1, "step": trainer.global_step, **entry})
+        if is_best:
+            self.best = len(self.epochs)
             self.best_evaluations = dict(pl_module.evaluations)
 
     def state_dict(self) -> dict[str, Any]:

@@ -69,8 +69,7 @@ class Pruning(L.Callback):
 
     def _stop_if_pruned(self, trainer: L.Trainer) -> None:
         """Stop the training if the pruner says so, unless no epoch is done yet or the last one is."""
-        epochs = len(self._history.epochs)
-        if not 0 < epochs < (trainer.max_epochs or 0):
+        if not self._history.epochs or trainer.global_step >= trainer.estimated_stepping_batches:
             return
         if trainer.strategy.broadcast(trainer.is_global_zero and self._should_prune()):
             self._history.pruned = trainer.should_stop = True
@@ -80,8 +79,8 @@ class Pruning(L.Callback):
         try:
             if self._trial is None:
                 self._trial = _load_trial(self._reference)
-            for epoch in self._history.epochs:
-                self._trial.report(epoch["metrics"][self._history.headline], epoch["epoch"])
+            for number, epoch in enumerate(self._history.epochs, start=1):
+                self._trial.report(epoch["metrics"][self._history.headline], number)
             return self._trial.should_prune()
         except Exception as error:
             raise UserError(

@@ -18,6 +18,14 @@ from istar.errors import UserError, shorten
 from istar.training.checkpoints import AtomicCheckpointIO, Checkpoints
 
 
+class ValidateAtMaxSteps(L.Callback):
+    """Request a stop after `max_steps` optimizer steps: Lightning then validates, which it omits within an epoch."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, *arguments: Any) -> None:
+        if 0 <= trainer.max_steps <= trainer.global_step:
+            trainer.should_stop = True
+
+
 def build_trainer(
     settings: TrainerConfig,
     headline: str,
@@ -54,6 +62,8 @@ def build_trainer(
         use_distributed_sampler=False,
         callbacks=callbacks,
         default_root_dir=folder,
+        # The validation sets are cut to `limit_val_batches` before they get here, because metrics need complete sets.
+        **{name: value for name, value in settings.lightning.items() if name != "limit_val_batches"},
     )
 
 
@@ -155,8 +165,8 @@ def _plugins() -> list[Any]:
 
 
 def _settings_callbacks(settings: TrainerConfig, headline: str) -> list[L.Callback]:
-    """Return the callbacks that the settings ask for: early stopping and the progress bar."""
-    callbacks: list[L.Callback] = []
+    """Return the callbacks that the settings ask for: early stopping, the progress bar and a validation at the end."""
+    callbacks: list[L.Callback] = [ValidateAtMaxSteps()] if "max_steps" in settings.lightning else []
     if settings.early_stopping is not None:
         # Early stopping is checked after the validation, because the checkpoint at the end of the epoch stores it.
         callbacks.append(

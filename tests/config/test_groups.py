@@ -111,6 +111,16 @@ def test_paper_defaults(composed: Callable[..., Config]) -> None:
     assert (published.include_padding, published.sync) == (True, False)
 
 
+def test_arguments_of_lightning_trainer_are_keys(composed: Callable[..., Config]) -> None:
+    config = composed("trainer.max_steps=70", "trainer.limit_train_batches=0.5")
+    assert config.trainer.lightning == {"max_steps": 70, "limit_train_batches": 0.5}
+    values = to_dict(config)
+    assert (values["trainer"]["max_steps"], values["trainer"]["limit_train_batches"]) == (70, 0.5)
+    assert "lightning" not in values["trainer"]
+    assert schema.load(OmegaConf.create(values)) == config
+    assert identity(values, "data", "weights") != identity(to_dict(composed()), "data", "weights")
+
+
 def test_lambda_is_the_key(composed: Callable[..., Config]) -> None:
     config = composed("reg=istar", "reg.lambda=-5")
     assert config.reg.weight == -5
@@ -291,6 +301,11 @@ REFUSED: list[tuple[list[str], list[str]]] = [
     (["trainer.checkpoint_every_n_minutes=0"], ["must be above 0"]),
     (["trainer.precision=bf16"], ["trainer.precision=bf16", "did you mean bf16-mixed?"]),
     (["trainer.log_every_n_steps=0"], ["trainer.log_every_n_steps=0"]),
+    (["trainer.max_step=9"], ["trainer.max_step:", "lightning.Trainer", "did you mean trainer.max_steps?"]),
+    (["trainer.logger=false"], ["trainer.logger cannot be set", "logger=wandb"]),
+    (["trainer.limit_val_batches=0"], ["trainer.limit_val_batches=0", "above 0"]),
+    (["trainer.limit_val_batches=1.5"], ["trainer.limit_val_batches=1.5", "(0, 1]"]),
+    (["trainer.val_check_interval=00:10:00"], ["trainer.val_check_interval", "number of batches"]),
     (["data.batch_size=0"], ["data.batch_size=0"]),
     (["data.eval_batch_size=-1"], ["data.eval_batch_size=-1"]),
     (["data.num_workers=-1"], ["data.num_workers=-1"]),
@@ -330,6 +345,7 @@ def test_options_shown_are_those_to_choose(composed: Callable[..., Config], text
 IN_FILES = [
     ("reg:\n  lamda: 1\n", ["reg.lamda", "did you mean reg.lambda?"]),
     ("trainer:\n  max_epoch: 1\n", ["trainer.max_epoch", "did you mean trainer.max_epochs?"]),
+    ("trainer:\n  callbacks: []\n", ["trainer.callbacks cannot be set"]),
     ("reg:\n  lambda: strong\n", ["reg.lambda", "strong"]),
     ("task:\n  limit_train: 1.5\n", ["task.limit_train", "1.5"]),
     ("optim:\n  lr: fast\n", ["optim.lr", "fast"]),
