@@ -131,9 +131,6 @@ def run(config: Config, console: Console | None = None, trial: str | None = None
             if start.finished is None:
                 with preserve_signal_handlers():
                     record = _train_and_record(job, start.checkpoint, data_fingerprint, started)
-                if console is not None and job.trainer.is_global_zero:
-                    with atomic_write(folder / PICTURE) as file:
-                        file.write(isotropy_picture(record))
                 _print_summary(console, record, f"{folder}{os.sep}, with a picture of the table: {PICTURE}")
                 return record
         finished = start.finished
@@ -394,6 +391,8 @@ def _train_and_record(job: Job, checkpoint: Path | None, data_fingerprint: str, 
             if job.trainer.is_global_zero:
                 if job.checkpoints is not None:
                     keep_newest(folder / CHECKPOINTS, job.checkpoints.best_path())
+                with atomic_write(folder / PICTURE) as file:
+                    file.write(isotropy_picture(record))
                 # result.json comes last, because a folder that has it is taken for a finished run.
                 job.metrics.finalize("success")
                 log_outcome(job.trainer, asdict(record))

@@ -21,6 +21,7 @@ from istar.results import RunRecord
 from istar.runs import fork_server
 from istar.sweeps.board import read
 from istar.sweeps.sweep import Runs, SweepRequest
+from istar.sweeps.trials import combinations
 from tests.jobs import Done, Job, Start, at_once, starting
 from tests.outcomes import assert_same
 
@@ -171,7 +172,7 @@ def test_runs_are_grouped_by_sweep_in_wandb(runs: Callable[..., Runs]) -> None:
     plain, grouped = runs("seed=1,2", *TINY), runs("seed=1,2", "logger=wandb", *TINY)
     own = runs("seed=1,2", "logger=wandb", "logger.group=mine", *TINY)
     for found in (plain, grouped, own):
-        found.add_all(found.combinations(), "search")
+        with_all_runs(found)
     assert {trial.config.logger.group for trial in grouped.trials.values()} == {grouped.folder.name}
     assert {trial.config.logger.group for trial in own.trials.values()} == {"mine"}
     # Wherever they are logged, they are the same runs of the same sweep.
@@ -180,25 +181,26 @@ def test_runs_are_grouped_by_sweep_in_wandb(runs: Callable[..., Runs]) -> None:
 
 
 def test_finished_runs_are_run_again_only_if_asked(runs: Callable[..., Runs], tmp_path: Path) -> None:
-    [(name, trial)] = found_again(runs("seed=1", *TINY)).trials.items()
+    [(name, trial)] = with_all_runs(runs("seed=1", *TINY)).trials.items()
     headline = {"metric": "accuracy", "value": 0.5, "epoch": 1}
     results.write(RunRecord(name, "finished", to_dict(trial.config), headline), tmp_path / "runs" / name)
     # As every finished run has.
     (tmp_path / "runs" / name / "model").mkdir()
     statuses = {
-        overwrite: [entry.status for entry in found_again(runs("seed=1,2", overwrite, *TINY)).state.entries]
+        overwrite: [entry.status for entry in with_all_runs(runs("seed=1,2", overwrite, *TINY)).state.entries]
         for overwrite in ("run.overwrite=false", "run.overwrite=true")
     }
     assert statuses == {"run.overwrite=false": ["finished", "waiting"], "run.overwrite=true": ["waiting", "waiting"]}
 
 
-def found_again(found: Runs) -> Runs:
-    found.add_all(found.combinations(), "search")
-    return found
+def with_all_runs(sweep: Runs) -> Runs:
+    """Add the runs of all grids to a sweep, and return it."""
+    sweep.add_all([overrides for space in sweep.spaces.values() for overrides in combinations(space)], "search")
+    return sweep
 
 
 def test_data_that_cannot_be_loaded_fail_their_runs_alone(runs: Callable[..., Runs]) -> None:
-    found = found_again(runs("task=demo,rte", "task.data_dir=null", *TINY))
+    found = with_all_runs(runs("task=demo,rte", "task.data_dir=null", *TINY))
     demo, rte = found.state.entries
     assert (demo.status, rte.status) == ("waiting", "failed")
     assert rte.error
@@ -216,7 +218,7 @@ def test_data_that_cannot_be_loaded_fail_their_runs_alone(runs: Callable[..., Ru
         (("sweep.search=optna",), "sweep.search=optna is not known; did you mean optuna?"),
         (("sweep.name=a/b",), "sweep.name='a/b' is not a folder name"),
         (("sweep.only=[x]",), "sweep.only=x is not known"),
-        (("sweep.grids={a: 1}",), "is not a grid by its name"),
+        (("sweep.grids={a: 1}",), "does not map names to grids"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_started(
