@@ -316,6 +316,7 @@ class Config:
     logger: Any = field(metadata=NOT_IN_IDENTITY)
     run: RunConfig = field(metadata=NOT_IN_IDENTITY)
     seed: int = 42
+    """Seed of the initialization of the head, of dropout, and of the order of the training data; from 0 to 2^32 - 1."""
 
     def __post_init__(self) -> None:
         if type(self.seed) is not int or not 0 <= self.seed < 2**32:
