@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from istar.errors import UserError
 from istar.figures.plot import Plot
 from istar.pages import folder
-from istar.pages.folder import Drawn, Kind
+from istar.pages.folder import Kind, RenderedPlot
 from istar.pages.page import Page, Section
 from istar.pages.sheets import Sheet
 from istar.reports import cells, geometry_file, missing_runs, paper_tables, run_figures, stability
@@ -65,7 +65,7 @@ def write(root: Path, out: Path, console: Console | None = None) -> WrittenRepor
             raise UserError(f"{root} holds no runs{unreadable}; train.py leaves them below run.root")
         next_step("computing tables and figures")
         contents = _compute(runs, root)
-        pictures: dict[str, Drawn] = {}
+        pictures: dict[str, RenderedPlot] = {}
         for plot in contents.plots:
             next_step(f"drawing {plot.name}")
             pictures.update(folder.draw(plot))
@@ -154,7 +154,7 @@ def _read_geometries(frame: pd.DataFrame) -> tuple[dict[str, Geometry], dict[str
     return geometries, read_errors
 
 
-def _page(contents: _Contents, pictures: Mapping[str, Drawn]) -> Page:
+def _page(contents: _Contents, pictures: Mapping[str, RenderedPlot]) -> Page:
     statuses = contents.frame["status"].value_counts()
     collapsed = int((contents.frame["collapsed"] == True).sum())  # noqa: E712
     summary = [(str(len(contents.frame)), "runs"), *((str(count), str(status)) for status, count in statuses.items())]
@@ -223,8 +223,8 @@ def _truncate(sheet: Sheet) -> Sheet:
     return replace(sheet, groups={"": sheet.rows[:_MAX_ROWS]}, notes=(*sheet.notes, note))
 
 
-def _plot_section(contents: _Contents, plot: Plot, pictures: Mapping[str, Drawn]) -> Section:
-    plot_pictures = folder.of_plot(plot, pictures)
+def _plot_section(contents: _Contents, plot: Plot, pictures: Mapping[str, RenderedPlot]) -> Section:
+    plot_pictures = folder.pictures_of(plot, pictures)
     artefact = missing_runs.artefact_name(plot)
     pairs = [(panel.model, panel.task) for panel in plot.panels]
     pairs += [(runs.model, runs.task) for runs in contents.missing if runs.artefact == artefact]
