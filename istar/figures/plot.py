@@ -31,9 +31,8 @@ class Panel:
     y_label: str  # label of the y axis, with the unit
     level: tuple[float, str] | None = None  # position and name of a dashed horizontal line
     mark: tuple[float, str] | None = None  # position and name of a dashed vertical line
-    seeds: Mapping[Any, tuple[int, ...]] | None = (
-        None  # seeds of the runs by the varied value, or `BASE`
-    )
+    # Seeds of the runs by the varied value, or by `BASE` for the runs without a penalty.
+    seeds: Mapping[Any, tuple[int, ...]] | None = None
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from istar.files import write_text
 from istar.geometry import arrays, stream
 from istar.geometry.corpus import COMBINED, Source
 from istar.geometry.layers import Layer
-from istar.geometry.matrix import Matrix, untied_output
+from istar.geometry.matrix import untied_output
 from istar.geometry.stream import Pass, Statistics, Stream
 from istar.geometry.taps import Taps
 from istar.measures import (
@@ -45,37 +45,26 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 
 @dataclass(frozen=True)
 class Measurements:
-    """The contents of `measures.json`.
+    """The contents of `measures.json`."""
 
-    Attributes:
-        model: name and revision as given, dtype, model type and device.
-        weights: hash of all weights. Equal weights have equal hashes, whatever their revision is called.
-        settings: how the texts were read.
-        sources: measures by source and tap. With several sources, `combined` is all of them together.
-        spectra: singular values of the hidden states, raw and centered, by source and tap.
-        matrices: measures of the `input` embeddings and, if they are not tied, of the `output` embeddings, by form
-            (raw, centered, post_processed). I(W) is there for both conventions of the signs.
-        final_norm: measures of the gain and bias of the final normalization; None if the model has no gain there.
-        norms: histograms of the hidden states' norms, by source and tap.
-        extremes: dimensions with the most extreme means, by source and tap.
-        rows: histogram of norms and two-dimensional projection of the rows of each embedding matrix; see
-            `arrays.summarize_rows`.
-        command: command line that took these measures.
-        format: version of the file format.
-    """
-
-    model: dict[str, Any]
-    weights: str
-    settings: dict[str, Any]
+    model: dict[str, Any]  # name and revision as given, dtype, model type and device
+    weights: str  # hash of all weights; equal weights have equal hashes, whatever their revision is called
+    settings: dict[str, Any]  # how the texts were read
+    # Measures by source and tap. With several sources, `combined` is all of them together.
     sources: dict[str, dict[str, dict[str, float]]]
+    # Singular values of the hidden states, raw and centered, by source and tap.
     spectra: dict[str, dict[str, dict[str, list[float]]]]
+    # Measures of the `input` embeddings and, if they are not tied, of the `output` embeddings, by form (raw, centered,
+    # post_processed).
     matrices: dict[str, dict[str, dict[str, Any]]]
-    final_norm: dict[str, Any] | None
+    final_norm: dict[str, Any] | None  # gain and bias of the final normalization; None if the model has no gain there
+    # Histograms of the hidden states' norms, by source and tap; see `arrays.norm_histogram`.
     norms: dict[str, dict[str, dict[str, list[float]]]] = field(default_factory=dict)
+    # Dimensions with the most extreme means, by source and tap; see `arrays.extreme_dimensions`.
     extremes: dict[str, dict[str, list[dict[str, float]]]] = field(default_factory=dict)
-    rows: dict[str, dict[str, Any]] = field(default_factory=dict)
-    command: str = ""
-    format: int = FORMAT
+    rows: dict[str, dict[str, Any]] = field(default_factory=dict)  # `arrays.summarize_rows` of each embedding matrix
+    command: str = ""  # command line that took these measures
+    format: int = FORMAT  # version of the file format
 
     @property
     def combined_key(self) -> str:
@@ -130,9 +119,18 @@ def measure(
     # The paths count by name (the list) and by content (each by itself).
     identity = stream.identity(weights, settings, paths, *paths)
     statistics = Stream(model, tokenizer, settings, out / ".pass", identity)(sources, console)
-    embeddings = embedding_matrices(model, output)
-    layers = {source: result.layers.items() for source, result in statistics.items()}
+    embeddings = {"input": model.get_input_embeddings().weight.detach()}
+    if output is not None:
+        embeddings["output"] = output.values.to(model.device)
     counts = _token_counts(statistics)
+
+    def for_each_layer(function: Callable[[Layer], Any]) -> dict[str, dict[str, Any]]:
+        """Return the function's results by source and tap."""
+        return {
+            source: {tap: function(layer) for tap, layer in result.layers.items()}
+            for source, result in statistics.items()
+        }
+
     return Measurements(
         model={
             "name": name,
@@ -144,13 +142,11 @@ def measure(
         weights=weights,
         settings={**asdict(settings), "texts": {source.name: str(source.path) for source in sources}},
         sources={source: result.measures() for source, result in statistics.items()},
-        spectra={source: {tap: _spectra(layer) for tap, layer in taps} for source, taps in layers.items()},
-        matrices={which: embedding_measures(matrix) for which, matrix in embeddings.items()},
+        spectra=for_each_layer(_spectra),
+        matrices={which: _embedding_measures(matrix) for which, matrix in embeddings.items()},
         final_norm=_final_norm(model),
-        norms={source: {tap: arrays.norm_histogram(layer) for tap, layer in taps} for source, taps in layers.items()},
-        extremes={
-            source: {tap: arrays.extreme_dimensions(layer) for tap, layer in taps} for source, taps in layers.items()
-        },
+        norms=for_each_layer(arrays.norm_histogram),
+        extremes=for_each_layer(arrays.extreme_dimensions),
         rows={which: arrays.summarize_rows(matrix, counts) for which, matrix in embeddings.items()},
         command=command,
     )
@@ -170,14 +166,7 @@ def weights_hash(model: PreTrainedModel) -> str:
     return digest.hexdigest()
 
 
-def embedding_matrices(model: PreTrainedModel, output: Matrix | None) -> dict[str, Tensor]:
-    """Return the `input` embeddings and, unless it is None, the `output` matrix, on the model's device."""
-    weight: Any = model.get_input_embeddings().weight
-    matrices = {"input": weight.detach()}
-    return matrices if output is None else {**matrices, "output": output.values.to(weight.device)}
-
-
-def embedding_measures(matrix: Tensor) -> dict[str, dict[str, Any]]:
+def _embedding_measures(matrix: Tensor) -> dict[str, dict[str, Any]]:
     """Measure a matrix `(n, d)` as it is (`raw`), `centered`, and without its top directions (`post_processed`)."""
     forms = {"raw": matrix, "centered": centered(matrix), "post_processed": all_but_the_top(matrix)}
     return {form: matrix_measures(values) for form, values in forms.items()}
@@ -203,14 +192,17 @@ JSON, CSV = "measures.json", "measures.csv"
 
 
 def files(measured: Measurements) -> dict[str, str]:
-    """Return the text of `measures.json` and `measures.csv` by file name."""
+    """Return the text of `measures.json` and `measures.csv` by file name.
+
+    The CSV has model, revision, source, layer, and a column for each measure.
+    """
     text = json.dumps(asdict(measured), indent=1)
-    # Each list of numbers is put on one line.
-    return {JSON: _NUMBERS.sub(lambda match: " ".join(match[0].split()), text) + "\n", CSV: as_csv(measured)}
-
-
-# JSON strings contain no line breaks, so that the pattern matches no string.
-_NUMBERS = re.compile(r"\[\n[-+\d.eNaInfity,\s]+\]")
+    # Put each list of numbers on one line. JSON strings contain no line breaks, so that the pattern matches no string.
+    text = re.sub(r"\[\n[-+\d.eNaInfity,\s]+\]", lambda match: " ".join(match[0].split()), text)
+    frame = layer_frame(measured)
+    frame.insert(0, "model", measured.model["name"])
+    frame.insert(1, "revision", measured.model["revision"])
+    return {JSON: text + "\n", CSV: frame.to_csv(index=False)}
 
 
 def write(measured: Measurements, out: Path) -> None:
@@ -226,14 +218,6 @@ def layer_frame(measured: Measurements) -> pd.DataFrame:
         for source, taps in measured.sources.items()
         for tap, figures in taps.items()
     )
-
-
-def as_csv(measured: Measurements) -> str:
-    """Return the layers' measures as CSV: model, revision, source, layer, and a column for each measure."""
-    frame = layer_frame(measured)
-    frame.insert(0, "model", measured.model["name"])
-    frame.insert(1, "revision", measured.model["revision"])
-    return frame.to_csv(index=False)
 
 
 def read(path: Path) -> Measurements:
@@ -254,6 +238,7 @@ def read(path: Path) -> Measurements:
 
 
 def _spectra(layer: Layer) -> dict[str, list[float]]:
+    """Return the singular values of a layer's hidden states, raw and centered."""
     return {
         form: arrays.round_all(singular_values(layer.moments, centered=form == "centered").tolist())
         for form in ("raw", "centered")
@@ -270,10 +255,8 @@ def _token_counts(statistics: Mapping[str, Statistics]) -> Tensor | None:
 def _final_norm(model: PreTrainedModel) -> dict[str, Any] | None:
     """Measure the gain and bias of the final normalization; None if the model has no gain there."""
     norm = Taps(model).norm
-    weight = getattr(norm, "weight", None)
-    if norm is None or weight is None:
-        return None
-    return asdict(layer_norm_summary(weight, getattr(norm, "bias", None)))
+    gain = getattr(norm, "weight", None)
+    return None if gain is None else asdict(layer_norm_summary(gain, getattr(norm, "bias", None)))
 
 
 def _find_device(name: str) -> torch.device:
@@ -321,7 +304,13 @@ def table(measured: Measurements) -> Table:
     taps = measured.all_texts
     tokens = next(iter(taps.values()))["tokens"]
     title = f"{measured.model['name']} · {tokens:,.0f} tokens"
-    result = Table(title=title, title_justify="left", caption=_matrix_caption(measured), caption_justify="left")
+    matrices = [
+        f"{which} embeddings {form.replace('_', '-')} {figures['partition_isotropy_as_computed']:.4g}"
+        for which, forms in measured.matrices.items()
+        for form, figures in forms.items()
+    ]
+    caption = f"I(W), signs as computed: {'; '.join(matrices)}."
+    result = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
     columns = [name for name in _COLUMNS if any(name in figures for figures in taps.values())]
     result.add_column("layer")
     for name in columns:
@@ -330,12 +319,3 @@ def table(measured: Measurements) -> Table:
         values = [figures.get(name, math.nan) for name in columns]
         result.add_row(tap, *("-" if math.isnan(value) else f"{value:.4g}" for value in values))
     return result
-
-
-def _matrix_caption(measured: Measurements) -> str:
-    parts = [
-        f"{which} embeddings {form.replace('_', '-')} {figures['partition_isotropy_as_computed']:.4g}"
-        for which, forms in measured.matrices.items()
-        for form, figures in forms.items()
-    ]
-    return f"I(W), signs as computed: {'; '.join(parts)}."

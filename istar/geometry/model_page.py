@@ -184,118 +184,106 @@ def _sheets(measured: Measurements, examples: Sequence[Sphere]) -> list[Sheet]:
 
 
 def _layers(measured: Measurements) -> Sheet:
-    by_source = measured.sources.items()
-    keys = [key for key in NAMES if any(key in figures for _, taps in by_source for figures in taps.values())]
-    groups = {
-        source: [
-            [Entry(tap_name(tap)), _count(figures["tokens"]), *(_number(figures.get(key)) for key in keys)]
-            for tap, figures in taps.items()
-        ]
-        for source, taps in by_source
-    }
+    frame = measure.layer_frame(measured)
+    keys = [key for key in NAMES if key in frame]
+    shown = frame[["layer", "tokens", *keys]].assign(layer=frame["layer"].map(tap_name))
+    groups = {str(source): _entries(group) for source, group in shown.groupby(frame["source"], sort=False)}
     return Sheet(
         "layers",
         "All layers",
         "Measures of the hidden states by text and layer; a dash marks an undefined one. The CSV has more columns.",
         ("layer", "tokens", *(NAMES[key].replace(" ", "\n", 1) for key in keys)),
-        groups if len(groups) > 1 else {"": next(iter(groups.values()))},
-        measure.layer_frame(measured),
+        groups if len(groups) > 1 else {"": _entries(shown)},
+        frame,
         grouped_by="text",
     )
 
 
 def _extremes(measured: Measurements) -> Sheet:
-    by_tap = measured.extremes.get(measured.combined_key, {})
-    count = 3 if len(by_tap) <= _MAX_TAPS_IN_FULL else 1
+    columns = {
+        "layer": "layer",
+        "dimension": "dimension",
+        "mean": "mean",
+        "deviation": "deviation",
+        "mean_by_typical_deviation": "mean / median\ndeviation",
+        "variance_share": "share of\nvariance",
+    }
     rows = [
-        [
-            Entry(tap_name(tap)),
-            Entry(str(extreme["dimension"]), number=True),
-            *(_number(extreme[key]) for key in _EXTREMES),
-        ]
-        for tap, extremes in by_tap.items()
-        for extreme in extremes[:count]
-    ]
-    frame = [
         {"source": source, "layer": tap, **extreme}
         for source, taps in measured.extremes.items()
         for tap, extremes in taps.items()
         for extreme in extremes
     ]
+    frame = pd.DataFrame(rows, columns=["source", *columns])
+    shown = frame.loc[frame["source"] == measured.combined_key, list(columns)]
+    if shown["layer"].nunique() > _MAX_TAPS_IN_FULL:
+        shown = shown.drop_duplicates("layer")
+    # The number of a dimension has no thousands separator.
+    dimensions = [Entry(str(dimension), number=True) for dimension in shown["dimension"]]
     return Sheet(
         "extremes",
         "The most extreme dimensions",
         "Dimensions of each layer whose mean over the tokens is the farthest from 0: mean and standard deviation, the "
         "mean divided by the median deviation of all dimensions (an outlier is above 5), and the share of the summed "
         "variance. All texts together; the CSV has each text, with three dimensions of each layer.",
-        ("layer", "dimension", *_EXTREMES.values()),
-        {"": rows},
-        pd.DataFrame(frame, columns=["source", "layer", "dimension", *_EXTREMES]),
+        tuple(columns.values()),
+        {"": _entries(shown.assign(layer=shown["layer"].map(tap_name), dimension=dimensions))},
+        frame,
     )
 
 
 _MAX_TAPS_IN_FULL = 14
 """With more taps, the table shows one dimension of each instead of three."""
-_EXTREMES = {
-    "mean": "mean",
-    "deviation": "deviation",
-    "mean_by_typical_deviation": "mean / median\ndeviation",
-    "variance_share": "share of\nvariance",
-}
 
 
 def _matrices(measured: Measurements) -> Sheet:
-    keys = ("rows", "dimensions", *_MATRICES)
-    figures = [
-        {"matrix": which, "form": form, **{key: values[key] for key in keys}}
-        for which, forms in measured.matrices.items()
-        for form, values in forms.items()
-    ]
+    columns = {
+        "matrix": "matrix",
+        "form": "form",
+        "rows": "rows",
+        "dimensions": "dimensions",
+        "partition_isotropy_as_computed": "I(W), signs\nas computed",
+        "partition_isotropy_both": "I(W),\nboth signs",
+        "average_norm": "average\nnorm",
+        "mean_vector_norm": "norm of\nthe mean",
+        "norm_ratio": "norm\nratio",
+    }
     rows = [
-        [
-            Entry(row["matrix"]),
-            Entry(model_figures.FORMS.get(row["form"], row["form"])),
-            _count(row["rows"]),
-            _count(row["dimensions"]),
-            *(_number(row[key]) for key in _MATRICES),
-        ]
-        for row in figures
+        {"matrix": which, "form": form, **figures}
+        for which, forms in measured.matrices.items()
+        for form, figures in forms.items()
     ]
+    frame = pd.DataFrame(rows)[list(columns)]
     no_output = ("The model has no output embeddings of its own.",)
     return Sheet(
         "matrices",
         "Embedding matrices",
         "Measures of the embedding matrices raw, centered, and without their first components (all-but-the-top, a "
         "hundredth of the dimensions).",
-        ("matrix", "form", "rows", "dimensions", *_MATRICES.values()),
-        {"": rows},
-        pd.DataFrame(figures),
+        tuple(columns.values()),
+        {"": _entries(frame.assign(form=frame["form"].map(model_figures.FORMS)))},
+        frame,
         notes=() if "output" in measured.matrices else no_output,
         row_headers=2,
     )
 
 
-_MATRICES = {
-    "partition_isotropy_as_computed": "I(W), signs\nas computed",
-    "partition_isotropy_both": "I(W),\nboth signs",
-    "average_norm": "average\nnorm",
-    "mean_vector_norm": "norm of\nthe mean",
-    "norm_ratio": "norm\nratio",
-}
-
-
 def _final_norm(measured: Measurements) -> Sheet:
     figures = measured.final_norm or {}
     names = [name for name in _NORM if name in figures]
+    rows = []
+    for name in names:
+        value = figures[name]
+        # Lists of dimensions are texts; all other figures are numbers.
+        text = Entry(_to_text(value) or "none", number=True) if isinstance(value, Sequence) else _entry(value)
+        rows.append([Entry(tap_name(name)), text, Entry(_NORM[name])])
     return Sheet(
         "final_norm",
         "The final normalization",
         "Gain g and bias b of the normalization behind the last layer, over d dimensions.",
         ("figure", "value", "meaning"),
-        {"": [[Entry(tap_name(name)), _norm_entry(figures[name]), Entry(_NORM[name])] for name in names]},
-        pd.DataFrame(
-            [{"figure": name, "value": _to_text(figures[name])} for name in names], columns=["figure", "value"]
-        ),
+        {"": rows},
+        pd.DataFrame({"figure": names, "value": [_to_text(figures[name]) for name in names]}),
     )
 
 
@@ -310,40 +298,39 @@ _NORM = {
 }
 
 
-def _norm_entry(value: Any) -> Entry:
-    return Entry(_to_text(value) or "none", number=True) if isinstance(value, Sequence) else _number(value)
-
-
 def _spheres(examples: Sequence[Sphere]) -> Sheet:
     columns = {
+        "name": "sphere",
         "inter_sim": "average\ncosine",
         "isoscore": "IsoScore",
         "partition_as_computed": "I(W), signs\nas computed",
         "partition_both": "I(W),\nboth signs",
     }
-    rows = [{"sphere": sphere.name, **{key: getattr(sphere, key) for key in columns}} for sphere in examples]
+    frame = pd.DataFrame(examples)[list(columns)].rename(columns={"name": "sphere"})
     return Sheet(
         "spheres",
         "Two spheres",
         "Measures of the two spheres.",
-        ("sphere", *columns.values()),
-        {"": [[Entry(row["sphere"]), *(_number(row[key]) for key in columns)] for row in rows]},
-        pd.DataFrame(rows),
+        tuple(columns.values()),
+        {"": _entries(frame)},
+        frame,
     )
 
 
 def _settings(measured: Measurements) -> Sheet:
-    model = {f"model {name}" if name != "name" else "model": value for name, value in measured.model.items()}
-    settings = {name: value for name, value in measured.settings.items() if name != "texts"}
-    texts = {f"text {name}": path for name, path in measured.settings["texts"].items()}
-    values = {**model, "weights": measured.weights, **settings, **texts}
+    values = {"model": measured.model["name"]}
+    values |= {f"model {name}": value for name, value in measured.model.items() if name != "name"}
+    values |= {"weights": measured.weights}
+    values |= {name: value for name, value in measured.settings.items() if name != "texts"}
+    values |= {f"text {name}": path for name, path in measured.settings["texts"].items()}
+    texts = {name: _to_text(value) for name, value in values.items()}
     return Sheet(
         "settings",
         "Settings",
         "Model, texts and settings of the pass. Equal weights have equal hashes.",
         ("setting", "value"),
-        {"": [[Entry(name.replace("_", " ")), Entry(_to_text(value), code=True)] for name, value in values.items()]},
-        pd.DataFrame([{"setting": name, "value": _to_text(value)} for name, value in values.items()]),
+        {"": [[Entry(name.replace("_", " ")), Entry(text, code=True)] for name, text in texts.items()]},
+        pd.DataFrame({"setting": texts.keys(), "value": texts.values()}),
     )
 
 
@@ -353,12 +340,17 @@ def _to_text(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def _count(value: float) -> Entry:
-    return Entry(f"{value:,.0f}", number=True)
+def _entries(frame: pd.DataFrame) -> list[list[Entry]]:
+    """Return the cells of a data frame; see `_entry`."""
+    return [[_entry(value) for value in values] for values in frame.itertuples(index=False)]
 
 
-def _number(value: float | None) -> Entry:
-    """Return a cell with four significant digits, whole numbers from 1,000 on, or a dash for None and NaN."""
-    if value is None or math.isnan(value):
+def _entry(value: Any) -> Entry:
+    """Return a cell: texts as they are, numbers with four significant digits or, from 1,000 on, as whole numbers."""
+    if isinstance(value, Entry):
+        return value
+    if isinstance(value, str):
+        return Entry(value)
+    if math.isnan(value):
         return Entry("\u2013", number=True)
-    return Entry(f"{value:,.0f}" if 1_000 <= abs(value) < 1e9 else f"{value:.4g}", number=True)
+    return Entry(f"{value:,.0f}" if 1_000 <= abs(value) < 1e12 else f"{value:.4g}", number=True)
