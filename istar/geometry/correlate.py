@@ -32,6 +32,7 @@ MIN_POINTS = 3
 """Fewest common points for a correlation; two points always lie on a line."""
 LEVEL = 0.95
 """Confidence level of the bootstrap intervals."""
+_MEASURE_TITLES = {"partition_isotropy_as_computed": "I(W)", "partition_isotropy_both": "I(W) both signs"}
 
 
 @dataclass(frozen=True)
@@ -90,9 +91,6 @@ def correlate(geometry: Path, scores: Path, selection: Selection) -> Correlation
     return CorrelationResults(rows, _equal_weights_warnings(measured.keys))
 
 
-# ---- reading and joining
-
-
 @dataclass
 class _Table:
     """A CSV file. Both data frames are indexed by line number."""
@@ -100,10 +98,6 @@ class _Table:
     path: Path
     cells: pd.DataFrame  # all cells as text
     keys: pd.DataFrame  # keys of the rows to use; see `_row_keys`
-
-    def value_columns(self) -> list[str]:
-        """Return the names of the columns that do not identify a row."""
-        return [name for name in self.cells if name not in KEYS]
 
 
 def _read_csv(path: Path) -> pd.DataFrame:
@@ -184,35 +178,46 @@ def _common_models(measured: _Table, scored: _Table) -> list[str]:
 
 def _measure_values(table: _Table, selection: Selection) -> pd.DataFrame:
     """Return one row for each cell of a selected measure: its keys, the measure's `name` and the `value`."""
-    columns = table.value_columns()
+    columns = [name for name in table.cells if name not in KEYS]
     _check_known("--measure", selection.measures, columns, table.path)
     keys = table.keys
     if selection.layers:
         keys = keys[keys["layer"].isin(selection.layers)]
     if selection.sources:
         keys = keys[keys["source"].isin(selection.sources)]
-    return _check_unique(_long_format(table, keys, selection.measures or columns), table.path)
+    return _long_format(table, keys, selection.measures or columns)
 
 
 def _task_values(table: _Table) -> pd.DataFrame:
     """Return one row for each score: its keys, the task's `name` and the `value`."""
-    columns = table.value_columns()
+    columns = [name for name in table.cells if name not in KEYS]
     if not columns:
         raise UserError(f"{table.path} has no column of scores; expected one for each task, or task and score")
     keys = table.keys.assign(source="", layer="")
     if {"task", "score"} <= set(columns):
-        values = _long_format(table, keys, ["score"]).assign(name=table.cells["task"])
-    else:
-        values = _long_format(table, keys, columns)
-    return _check_unique(values, table.path)
+        return _long_format(table, keys, ["score"], table.cells["task"])
+    return _long_format(table, keys, columns)
 
 
-def _long_format(table: _Table, keys: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
-    """Melt columns of numbers to rows with the column's `name` and the `value`, in the order of the file."""
+def _long_format(
+    table: _Table, keys: pd.DataFrame, columns: Sequence[str], names: pd.Series | None = None
+) -> pd.DataFrame:
+    """Melt columns of numbers to rows with a `name` (by default the column's) and a `value`, in the file's order.
+
+    Raises:
+        UserError: if a cell is no number, or a series has a second number at the same point.
+    """
     parts = [keys[:0].assign(name="", value=math.nan)]
-    for name in columns:
-        parts.append(keys.assign(name=name, value=_parse_numbers(table.cells.loc[keys.index, name], table.path)))
-    return pd.concat(parts).sort_index(kind="stable")
+    for column in columns:
+        values = _parse_numbers(table.cells.loc[keys.index, column], table.path)
+        parts.append(keys.assign(name=column if names is None else names, value=values))
+    rows = pd.concat(parts).sort_index(kind="stable")
+    series = ["source", "layer", "name", "model", "point"]
+    known = rows.dropna(subset="value")
+    for line, row in known[known.duplicated(series)].iterrows():
+        name = " ".join(str(row[column]) for column in series if row[column] != "")
+        raise UserError(f"{table.path}, line {line}: there is a second number for {name}; expected one for each point")
+    return rows
 
 
 def _parse_numbers(cells: pd.Series, path: Path) -> list[float]:
@@ -227,19 +232,6 @@ def _parse_numbers(cells: pd.Series, path: Path) -> list[float]:
             ) from None
         numbers.append(number if math.isfinite(number) else math.nan)
     return numbers
-
-
-def _check_unique(values: pd.DataFrame, path: Path) -> pd.DataFrame:
-    """Refuse a second number of the same series at the same point."""
-    columns = ["source", "layer", "name", "model", "point"]
-    known = values.dropna(subset="value")
-    repeated = known[known.duplicated(columns)]
-    if len(repeated):
-        series = " ".join(str(part) for part in repeated.iloc[0][columns] if part != "")
-        raise UserError(
-            f"{path}, line {repeated.index[0]}: there is a second number for {series}; expected one for each point"
-        )
-    return values
 
 
 def _check_common_points(measures: pd.DataFrame, tasks: pd.DataFrame, by: str) -> None:
@@ -263,16 +255,11 @@ def _equal_weights_warnings(keys: pd.DataFrame) -> list[str]:
     """Warn of points that are not independent because the weights are the same."""
     known = keys[keys["weights"] != ""]
     warnings = []
-    for (model, _), group in known.groupby(["model", "weights"], sort=False):
-        points = list(map(str, group["point"].unique()))
+    for (model, _), points in known.groupby(["model", "weights"], sort=False)["point"].unique().items():
         if len(points) > 1:
-            warnings.append(
-                f"warning: {model} has the same weights at {', '.join(points)}, which count as {len(points)} points"
-            )
+            names = ", ".join(map(str, points))
+            warnings.append(f"warning: {model} has the same weights at {names}, which count as {len(points)} points")
     return warnings
-
-
-# ---- correlating
 
 
 def _correlate_model(
@@ -305,8 +292,7 @@ def _correlate_model(
 
 
 def _values_by_point(rows: pd.DataFrame) -> dict[Any, float]:
-    known = rows.dropna(subset="value")
-    return dict(zip(known["point"].tolist(), known["value"].tolist(), strict=True))
+    return rows.dropna(subset="value").set_index("point")["value"].to_dict()
 
 
 def _reason_undefined(measure: np.ndarray, scores: np.ndarray) -> str:
@@ -378,9 +364,6 @@ def resampled_correlations(measure: Resampled, task: Resampled) -> np.ndarray:
     ])  # fmt: skip
 
 
-# ---- output
-
-
 def write(results: CorrelationResults, table: Sheet, out: Path) -> list[Path]:
     """Write all rows to `correlation.csv` and the table's rows to `table.csv` and `table.md`; returns the paths."""
     texts = {
@@ -425,9 +408,6 @@ def _headline_rows(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
     headline = {(matrix, "partition_isotropy_as_computed")}
     headline |= {(last, measure) for measure in ("isoscore", "inter_sim", "intra_sim")}
     return [row for row in rows if ((row["source"], row["layer"]), row["measure"]) in headline]
-
-
-_MEASURE_TITLES = {"partition_isotropy_as_computed": "I(W)", "partition_isotropy_both": "I(W) both signs"}
 
 
 def _entries(row: Mapping[str, Any]) -> list[Entry]:

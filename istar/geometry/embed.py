@@ -39,6 +39,14 @@ FORMS: dict[str, Callable[[Tensor, int | None], Tensor]] = {
 }
 BIN = 1_000
 """Tokens in a bin, as in Figure 3 of *Too Much in Common*."""
+_COLUMNS = {
+    "partition_isotropy_as_computed": "I(W)",
+    "partition_isotropy_both": "I(W) ±",
+    "average_norm": "norm",
+    "mean_vector_norm": "of the mean",
+    "norm_ratio": "ratio",
+}
+"""Headers of the measures in the terminal table."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +79,7 @@ def embed(
 ) -> EmbeddingResults:
     """Measure an embedding matrix raw, centered, without its top directions, and in the requested form.
 
-    Args:
-        config: name and revision of the model.
-        choice: matrix and form.
-        benchmarks: files of word-similarity benchmarks.
-        texts: texts in which tokens are counted.
+    The word similarity is computed on the benchmarks, and tokens are counted in the texts.
 
     Raises:
         UserError: if the model, a benchmark or a text cannot be read, or an option does not fit the others.
@@ -88,7 +92,8 @@ def embed(
     tokens = _tokens_by_row(tokenizer, len(matrix.values))
     processed = FORMS[choice.form](matrix.values, choice.components)
     # The three forms of the papers' tables, and the requested form if it is another one.
-    figures = {form: matrix_measures(FORMS[form](matrix.values, None)) for form in _PAPER_FORMS}
+    paper_forms = ("raw", "centered", "all_but_the_top")
+    figures = {form: matrix_measures(FORMS[form](matrix.values, None)) for form in paper_forms}
     if choice.components is not None or choice.form not in figures:
         figures[choice.form] = matrix_measures(processed)
     forms = {"raw": matrix.values, choice.form: processed}
@@ -114,9 +119,6 @@ def embed(
         unused_similarity(forms, tokens, set(tokenizer.all_special_ids), counts),
         pd.DataFrame() if counts is None else frequencies(counts, tokens),
     )
-
-
-_PAPER_FORMS = ("raw", "centered", "all_but_the_top")
 
 
 def _tokens_by_row(tokenizer: PreTrainedTokenizerBase, rows: int) -> list[str | None]:
@@ -163,9 +165,6 @@ def _word_similarity(
                 "inner_product_spearman": result.inner_product.spearman,
             })  # fmt: skip
     return pd.DataFrame(rows), notes
-
-
-# ---- frequency
 
 
 def count_tokens(texts: Iterable[Source], tokenizer: PreTrainedTokenizerBase, rows: int) -> np.ndarray:
@@ -263,9 +262,6 @@ def _bins(others: np.ndarray, counts: np.ndarray | None) -> Iterator[tuple[str, 
     yield "not in the text", None, None, others[counts[others] == 0]
 
 
-# ---- output
-
-
 def write(results: EmbeddingResults, out: Path) -> list[Path]:
     """Write `embeddings.json` and the CSV tables that have rows; returns their paths.
 
@@ -348,15 +344,6 @@ def tables(results: EmbeddingResults) -> list[Table]:
     for benchmark, form, _, pairs, kept, *scores in results.similarity.itertuples(index=False):
         similarity.add_row(benchmark, form, f"{kept}/{pairs}", *(f"{100 * score:.2f}" for score in scores))
     return [measures, similarity]
-
-
-_COLUMNS = {
-    "partition_isotropy_as_computed": "I(W)",
-    "partition_isotropy_both": "I(W) ±",
-    "average_norm": "norm",
-    "mean_vector_norm": "of the mean",
-    "norm_ratio": "ratio",
-}
 
 
 def remarks(results: EmbeddingResults) -> list[str]:

@@ -40,7 +40,19 @@ from istar.measures import (
 from istar.models import load_encoder, load_tokenizer
 
 FORMAT = 1
+JSON, CSV = "measures.json", "measures.csv"
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_MAX_DEFAULT_LENGTH = 512
+_COLUMNS = {
+    "isoscore": "IsoScore*",
+    "isoscore_unbiased": "unbiased",
+    "inter_sim": "InterSim",
+    "intra_sim": "IntraSim",
+    "two_nn": "TwoNN",
+    "average_norm": "norm",
+    "effective_rank": "rank",
+}
+"""Headers of the measures in the terminal table."""
 
 
 @dataclass(frozen=True)
@@ -188,9 +200,6 @@ def matrix_measures(matrix: Tensor) -> dict[str, Any]:
     }
 
 
-JSON, CSV = "measures.json", "measures.csv"
-
-
 def files(measured: Measurements) -> dict[str, str]:
     """Return the text of `measures.json` and `measures.csv` by file name.
 
@@ -274,9 +283,6 @@ def _find_device(name: str) -> torch.device:
     return device
 
 
-_MAX_DEFAULT_LENGTH = 512
-
-
 def _with_length(settings: Pass, model: PreTrainedModel) -> Pass:
     """Check the block length against the model; replace a length of 0 by the model's longest input, 512 at most."""
     config = model.config.get_text_config()
@@ -286,17 +292,6 @@ def _with_length(settings: Pass, model: PreTrainedModel) -> Pass:
     if settings.length > longest:
         raise UserError(f"--length {settings.length} is too long; the model takes at most {longest} tokens")
     return replace(settings, length=settings.length or min(longest, _MAX_DEFAULT_LENGTH))
-
-
-_COLUMNS = {
-    "isoscore": "IsoScore*",
-    "isoscore_unbiased": "unbiased",
-    "inter_sim": "InterSim",
-    "intra_sim": "IntraSim",
-    "two_nn": "TwoNN",
-    "average_norm": "norm",
-    "effective_rank": "rank",
-}
 
 
 def table(measured: Measurements) -> Table:

@@ -78,8 +78,8 @@ def layer_plots(measured: Measurements) -> list[Plot]:
 
 
 def missing_measures(plot: Plot) -> list[str]:
-    """Return the titles of the measures that a plot of `layer_plots` lacks because no layer has a finite value."""
-    *_, keys = _LAYER_PLOTS[plot.name]
+    """Return the titles of the measures that a plot by layer lacks because no layer has a finite value."""
+    keys = _LAYER_PLOTS[plot.name][-1] if plot.name in _LAYER_PLOTS else ()
     plotted = {panel.y_label for panel in plot.panels}
     return [NAMES[key] for key in keys if NAMES[key] not in plotted]
 

@@ -18,12 +18,50 @@ from istar.geometry.measure import Measurements
 from istar.geometry.model_figures import NAMES, tap_name
 from istar.geometry.spheres import Sphere, spheres
 from istar.pages import folder
-from istar.pages.folder import Kind, RenderedPlot
+from istar.pages.folder import Kind
 from istar.pages.page import Page, Section
 from istar.pages.sheets import Entry, Sheet
 
 # A state file that is being written has a name with a further leading dot.
 KIND = Kind("page of measures", "istar measure", (measure.JSON, measure.CSV), (".pass.*", "..pass.*"))
+_MAX_ROWS = 80
+_MAX_TAPS_IN_FULL = 14
+"""With more taps, the table of extreme dimensions shows one dimension of each instead of three."""
+_HEADERS = {
+    **{key: name.replace(" ", "\n", 1) for key, name in NAMES.items()},
+    "mean_by_typical_deviation": "mean / median\ndeviation",
+    "variance_share": "share of\nvariance",
+    "mean_vector_norm": "norm of\nthe mean",
+    "partition_isotropy_as_computed": "I(W), signs\nas computed",
+    "partition_isotropy_both": "I(W),\nboth signs",
+    "partition_as_computed": "I(W), signs\nas computed",
+    "partition_both": "I(W),\nboth signs",
+}
+"""Headers of the columns whose header is not their name."""
+_NORM = {
+    "gain": "norm of g divided by the square root of d",
+    "bias": "norm of b divided by the square root of d; 0 without a bias",
+    "ratio": "bias divided by gain; small in isotropic models",
+    "bias_over_gain": "sum of b/g; if it is not 0, all outputs lie on one side of a hyperplane through the origin",
+    "zero_gains": "dimensions with g = 0, which that sum leaves out",
+    "outlier_gains": "dimensions whose gain is more than three standard deviations from the mean",
+    "outlier_biases": "dimensions whose bias is more than three standard deviations from the mean",
+}
+"""Meanings of the measures of the final normalization, by name."""
+_NO_NORM = (
+    "This architecture has no final normalization with a gain. In BERT and similar models, for example, each layer "
+    "normalizes its own output."
+)
+_READING = (
+    "The measures are over the hidden states of all tokens of the texts, with special tokens and without padding. They "
+    "are taken at named places: embeddings (the input of the first layer), the output of each layer, and final norm "
+    "(the output of the final normalization, if the model has one).",
+    "No single number captures isotropy. A cloud may have one common direction, which InterSim, I(W) and the norm "
+    "ratio detect, and yet spread evenly around its mean, which only IsoScore detects. A few dimensions may dominate "
+    "the cosine, which the table of extreme dimensions shows. The two spheres at the end are the simplest example.",
+    "IsoScore* and the ranks are too low if there are fewer than about ten tokens per dimension. Compare models over "
+    "the same texts. docs/measures.md defines each measure, cites its papers, and states its limits.",
+)
 
 
 def check(out: Path) -> None:
@@ -55,9 +93,8 @@ def write(measured: Measurements, out: Path) -> Path:
     examples = spheres()
     sheets = {sheet.name: sheet for sheet in _sheets(measured, examples)}
     plots = {plot.name: plot for plot in _plots(measured, examples)}
-    pictures = {name: picture for plot in plots.values() for name, picture in folder.draw(plot).items()}
     contents = {name: text.encode() for name, text in measure.files(measured).items()}
-    contents |= folder.files(_page(measured, sheets, plots, pictures), sheets, pictures)
+    contents |= folder.files(_page(measured, sheets, plots), sheets)
     folder.replace_folder(out, contents, KIND)
     return out / folder.INDEX
 
@@ -75,21 +112,14 @@ def _plots(measured: Measurements, examples: Sequence[Sphere]) -> list[Plot]:
     ]
 
 
-def _page(
-    measured: Measurements,
-    sheets: Mapping[str, Sheet],
-    plots: Mapping[str, Plot],
-    pictures: Mapping[str, RenderedPlot],
-) -> Page:
-    layer_plots = ("isotropy", "directions", "dimension", "norms")
-
+def _page(measured: Measurements, sheets: Mapping[str, Sheet], plots: Mapping[str, Plot]) -> Page:
     def plot_section(name: str, sheet: str = "") -> Section:
         plot = plots[name]
         empty = "" if plot.panels else "Not measured."
-        if name in layer_plots and (missing := model_figures.missing_measures(plot)):
+        if missing := model_figures.missing_measures(plot):
             empty = f"Not measured, or not defined in any layer: {', '.join(missing)}."
         table = sheets[sheet] if sheet else None
-        return Section(name, plot.title, [plot.caption], table, folder.pictures_of(plot, pictures), empty)
+        return Section(name, plot.title, [plot.caption], table, folder.draw(plot), empty)
 
     def table_section(name: str, empty: str = "") -> Section:
         text = () if sheets[name].rows else (empty,)
@@ -98,40 +128,28 @@ def _page(
     sections = [
         Section("reading", "How to read this", _READING),
         Section("table-layers", sheets["layers"].title, (), _shortened(sheets["layers"], measured.combined_key)),
-        *map(plot_section, layer_plots),
-        plot_section("spectra"),
-        plot_section("state_norms"),
+        *map(plot_section, ("isotropy", "directions", "dimension", "norms", "spectra", "state_norms")),
         table_section("extremes", "Not measured."),
         plot_section("partition", "matrices"),
-        plot_section("matrix_spectra"),
-        plot_section("projection"),
-        plot_section("row_norms"),
+        *map(plot_section, ("matrix_spectra", "projection", "row_norms")),
         table_section("final_norm", _NO_NORM),
         plot_section("spheres", "spheres"),
         table_section("settings"),
         Section("reproduce", "This page", ("This page and its files:",), commands=[_command(measured)]),
     ]
+    name, revision = measured.model["name"], measured.model["revision"]
     about = f"weights {measured.weights}, measured by istar {version('istar')}"
-    name = measured.model["name"]
-    head = f"at revision {measured.model['revision']}, {about}" if measured.model["revision"] else about
-    return Page(
-        f"Geometry of {PurePath(name).name or name}",
-        ("Model", name, head),
-        KIND.generator,
-        _summary(measured),
-        sections,
-    )
+    head = ("Model", name, f"at revision {revision}, {about}" if revision else about)
+    title = f"Geometry of {PurePath(name).name or name}"
+    return Page(title, head, KIND.generator, _summary(measured), sections)
 
 
 def _shortened(sheet: Sheet, group: str) -> Sheet:
-    """Keep only one group of a sheet with more than 80 rows, and add a note."""
+    """Keep only one group of a sheet with more than `_MAX_ROWS` rows, and add a note."""
     if len(sheet.rows) <= _MAX_ROWS or group not in sheet.groups:
         return sheet
     notes = (*sheet.notes, "All texts together; the files have each text.")
     return replace(sheet, groups={group: sheet.groups[group]}, notes=notes)
-
-
-_MAX_ROWS = 80
 
 
 def _summary(measured: Measurements) -> list[tuple[str, str]]:
@@ -155,23 +173,6 @@ def _command(measured: Measurements) -> str:
     return f"istar measure {shlex.quote(measured.model['name'])} {texts}"
 
 
-_NO_NORM = (
-    "This architecture has no final normalization with a gain. In BERT and similar models, for example, each layer "
-    "normalizes its own output."
-)
-
-_READING = (
-    "The measures are over the hidden states of all tokens of the texts, with special tokens and without padding. They "
-    "are taken at named places: embeddings (the input of the first layer), the output of each layer, and final norm "
-    "(the output of the final normalization, if the model has one).",
-    "No single number captures isotropy. A cloud may have one common direction, which InterSim, I(W) and the norm "
-    "ratio detect, and yet spread evenly around its mean, which only IsoScore detects. A few dimensions may dominate "
-    "the cosine, which the table of extreme dimensions shows. The two spheres at the end are the simplest example.",
-    "IsoScore* and the ranks are too low if there are fewer than about ten tokens per dimension. Compare models over "
-    "the same texts. docs/measures.md defines each measure, cites its papers, and states its limits.",
-)
-
-
 def _sheets(measured: Measurements, examples: Sequence[Sphere]) -> list[Sheet]:
     return [
         _layers(measured),
@@ -183,31 +184,29 @@ def _sheets(measured: Measurements, examples: Sequence[Sphere]) -> list[Sheet]:
     ]
 
 
+def _sheet(name: str, title: str, caption: str, shown: pd.DataFrame, frame: pd.DataFrame) -> Sheet:
+    """Return a sheet that shows one data frame, and has the numbers of another in its CSV file."""
+    header = tuple(_HEADERS.get(column, column) for column in shown)
+    return Sheet(name, title, caption, header, {"": _entries(shown)}, frame)
+
+
 def _layers(measured: Measurements) -> Sheet:
     frame = measure.layer_frame(measured)
-    keys = [key for key in NAMES if key in frame]
-    shown = frame[["layer", "tokens", *keys]].assign(layer=frame["layer"].map(tap_name))
-    groups = {str(source): _entries(group) for source, group in shown.groupby(frame["source"], sort=False)}
-    return Sheet(
+    shown = frame[["layer", "tokens", *(key for key in NAMES if key in frame)]]
+    shown = shown.assign(layer=shown["layer"].map(tap_name))
+    sheet = _sheet(
         "layers",
         "All layers",
         "Measures of the hidden states by text and layer; a dash marks an undefined one. The CSV has more columns.",
-        ("layer", "tokens", *(NAMES[key].replace(" ", "\n", 1) for key in keys)),
-        groups if len(groups) > 1 else {"": _entries(shown)},
+        shown,
         frame,
-        grouped_by="text",
     )
+    groups = {str(source): _entries(group) for source, group in shown.groupby(frame["source"], sort=False)}
+    return replace(sheet, groups=groups, grouped_by="text") if len(groups) > 1 else sheet
 
 
 def _extremes(measured: Measurements) -> Sheet:
-    columns = {
-        "layer": "layer",
-        "dimension": "dimension",
-        "mean": "mean",
-        "deviation": "deviation",
-        "mean_by_typical_deviation": "mean / median\ndeviation",
-        "variance_share": "share of\nvariance",
-    }
+    columns = ["layer", "dimension", "mean", "deviation", "mean_by_typical_deviation", "variance_share"]
     rows = [
         {"source": source, "layer": tap, **extreme}
         for source, taps in measured.extremes.items()
@@ -215,106 +214,58 @@ def _extremes(measured: Measurements) -> Sheet:
         for extreme in extremes
     ]
     frame = pd.DataFrame(rows, columns=["source", *columns])
-    shown = frame.loc[frame["source"] == measured.combined_key, list(columns)]
+    shown = frame.loc[frame["source"] == measured.combined_key, columns]
     if shown["layer"].nunique() > _MAX_TAPS_IN_FULL:
         shown = shown.drop_duplicates("layer")
     # The number of a dimension has no thousands separator.
     dimensions = [Entry(str(dimension), number=True) for dimension in shown["dimension"]]
-    return Sheet(
+    return _sheet(
         "extremes",
         "The most extreme dimensions",
         "Dimensions of each layer whose mean over the tokens is the farthest from 0: mean and standard deviation, the "
         "mean divided by the median deviation of all dimensions (an outlier is above 5), and the share of the summed "
         "variance. All texts together; the CSV has each text, with three dimensions of each layer.",
-        tuple(columns.values()),
-        {"": _entries(shown.assign(layer=shown["layer"].map(tap_name), dimension=dimensions))},
+        shown.assign(layer=shown["layer"].map(tap_name), dimension=dimensions),
         frame,
     )
 
 
-_MAX_TAPS_IN_FULL = 14
-"""With more taps, the table shows one dimension of each instead of three."""
-
-
 def _matrices(measured: Measurements) -> Sheet:
-    columns = {
-        "matrix": "matrix",
-        "form": "form",
-        "rows": "rows",
-        "dimensions": "dimensions",
-        "partition_isotropy_as_computed": "I(W), signs\nas computed",
-        "partition_isotropy_both": "I(W),\nboth signs",
-        "average_norm": "average\nnorm",
-        "mean_vector_norm": "norm of\nthe mean",
-        "norm_ratio": "norm\nratio",
-    }
     rows = [
         {"matrix": which, "form": form, **figures}
         for which, forms in measured.matrices.items()
         for form, figures in forms.items()
     ]
-    frame = pd.DataFrame(rows)[list(columns)]
-    no_output = ("The model has no output embeddings of its own.",)
-    return Sheet(
+    frame = pd.DataFrame(rows).drop(columns="singular_values")
+    sheet = _sheet(
         "matrices",
         "Embedding matrices",
         "Measures of the embedding matrices raw, centered, and without their first components (all-but-the-top, a "
         "hundredth of the dimensions).",
-        tuple(columns.values()),
-        {"": _entries(frame.assign(form=frame["form"].map(model_figures.FORMS)))},
+        frame.assign(form=frame["form"].map(model_figures.FORMS)),
         frame,
-        notes=() if "output" in measured.matrices else no_output,
-        row_headers=2,
     )
+    no_output = ("The model has no output embeddings of its own.",)
+    return replace(sheet, notes=() if "output" in measured.matrices else no_output, row_headers=2)
 
 
 def _final_norm(measured: Measurements) -> Sheet:
     figures = measured.final_norm or {}
     names = [name for name in _NORM if name in figures]
-    rows = []
-    for name in names:
-        value = figures[name]
-        # Lists of dimensions are texts; all other figures are numbers.
-        text = Entry(_to_text(value) or "none", number=True) if isinstance(value, Sequence) else _entry(value)
-        rows.append([Entry(tap_name(name)), text, Entry(_NORM[name])])
-    return Sheet(
+    frame = pd.DataFrame({"figure": names, "value": [figures[name] for name in names]}, dtype=object)
+    return _sheet(
         "final_norm",
         "The final normalization",
         "Gain g and bias b of the normalization behind the last layer, over d dimensions.",
-        ("figure", "value", "meaning"),
-        {"": rows},
-        pd.DataFrame({"figure": names, "value": [_to_text(figures[name]) for name in names]}),
+        frame.assign(figure=frame["figure"].map(tap_name), meaning=frame["figure"].map(_NORM)),
+        frame.assign(value=frame["value"].map(_to_text)),
     )
-
-
-_NORM = {
-    "gain": "norm of g divided by the square root of d",
-    "bias": "norm of b divided by the square root of d; 0 without a bias",
-    "ratio": "bias divided by gain; small in isotropic models",
-    "bias_over_gain": "sum of b/g; if it is not 0, all outputs lie on one side of a hyperplane through the origin",
-    "zero_gains": "dimensions with g = 0, which that sum leaves out",
-    "outlier_gains": "dimensions whose gain is more than three standard deviations from the mean",
-    "outlier_biases": "dimensions whose bias is more than three standard deviations from the mean",
-}
 
 
 def _spheres(examples: Sequence[Sphere]) -> Sheet:
-    columns = {
-        "name": "sphere",
-        "inter_sim": "average\ncosine",
-        "isoscore": "IsoScore",
-        "partition_as_computed": "I(W), signs\nas computed",
-        "partition_both": "I(W),\nboth signs",
-    }
-    frame = pd.DataFrame(examples)[list(columns)].rename(columns={"name": "sphere"})
-    return Sheet(
-        "spheres",
-        "Two spheres",
-        "Measures of the two spheres.",
-        tuple(columns.values()),
-        {"": _entries(frame)},
-        frame,
-    )
+    frame = pd.DataFrame(examples).drop(columns=["x", "y"]).rename(columns={"name": "sphere"})
+    shown = frame.rename(columns={"inter_sim": "average\ncosine", "isoscore": "IsoScore"})
+    return _sheet("spheres", "Two spheres", "Measures of the two spheres.", shown, frame)
 
 
 def _settings(measured: Measurements) -> Sheet:
@@ -323,14 +274,14 @@ def _settings(measured: Measurements) -> Sheet:
     values |= {"weights": measured.weights}
     values |= {name: value for name, value in measured.settings.items() if name != "texts"}
     values |= {f"text {name}": path for name, path in measured.settings["texts"].items()}
-    texts = {name: _to_text(value) for name, value in values.items()}
-    return Sheet(
+    frame = pd.DataFrame({"setting": values.keys(), "value": map(_to_text, values.values())})
+    codes = [Entry(text, code=True) for text in frame["value"]]
+    return _sheet(
         "settings",
         "Settings",
         "Model, texts and settings of the pass. Equal weights have equal hashes.",
-        ("setting", "value"),
-        {"": [[Entry(name.replace("_", " ")), Entry(text, code=True)] for name, text in texts.items()]},
-        pd.DataFrame({"setting": texts.keys(), "value": texts.values()}),
+        frame.assign(setting=frame["setting"].str.replace("_", " "), value=codes),
+        frame,
     )
 
 
@@ -351,6 +302,8 @@ def _entry(value: Any) -> Entry:
         return value
     if isinstance(value, str):
         return Entry(value)
+    if isinstance(value, Sequence):
+        return Entry(_to_text(value) or "none", number=True)
     if math.isnan(value):
         return Entry("\u2013", number=True)
     return Entry(f"{value:,.0f}" if 1_000 <= abs(value) < 1e12 else f"{value:.4g}", number=True)

@@ -32,6 +32,8 @@ from istar.models import load_encoder, load_tokenizer
 TABLE = "trajectory.csv"
 KEYS = ("model", "revision", "step", "weights", "source", "layer")
 """Columns of the table that identify a row; all other columns are measures."""
+_NUMBERS = re.compile(r"(?<![A-Za-z0-9])(?![0-9a-f]{12}(?![A-Za-z0-9]))[A-Za-z]*(\d+)(?![A-Za-z0-9])")
+"""A number, alone or at the end of a word, that is not a part of the twelve-digit hash that names a run."""
 _FINGERPRINT = ".asked"
 """File in a checkpoint's folder with the hash of the settings and texts that its measures were taken with."""
 
@@ -40,10 +42,6 @@ class PartialFailure(UserError):  # noqa: N818
     """Some checkpoints could not be measured; the others were."""
 
     exit_code = 1
-
-
-_NUMBERS = re.compile(r"(?<![A-Za-z0-9])(?![0-9a-f]{12}(?![A-Za-z0-9]))[A-Za-z]*(\d+)(?![A-Za-z0-9])")
-"""A number, alone or at the end of a word, that is not a part of the twelve-digit hash that names a run."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +83,6 @@ class Trajectory:
 
     measured: dict[str, Measurements] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
-
-
-# ---- checkpoints
 
 
 def revisions(model: str, names: str) -> list[Checkpoint]:
@@ -148,9 +143,6 @@ def _check_folders(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
                 f"{checkpoint.label} cannot name a folder for its results; measure this checkpoint separately"
             )
     return checkpoints
-
-
-# ---- measuring
 
 
 def follow(plan: Plan, checkpoints: Sequence[Checkpoint], console: Console) -> Trajectory:
@@ -259,9 +251,6 @@ def _unpack(path: Path, folder: Path) -> None:
         raise UserError(f"{path} is not a readable checkpoint: {shorten(error)}") from error
     shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors", "*.safetensors.index.json", "*.bin"))
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-
-
-# ---- output
 
 
 def write(plan: Plan, checkpoints: Sequence[Checkpoint], trajectory: Trajectory) -> None:

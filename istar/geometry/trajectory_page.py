@@ -18,9 +18,18 @@ GENERATOR = "istar measure, over a training"
 
 def write(plan: Plan, checkpoints: Sequence[Checkpoint], trajectory: Trajectory) -> Path:
     """Write `index.html` and `figures/` beside `trajectory.csv`; returns the page's path."""
-    page_plots = plots(checkpoints, trajectory.measured)
-    pictures = {name: picture for plot in page_plots for name, picture in folder.draw(plot).items()}
-    for name, content in folder.files(_page(plan, trajectory, page_plots, pictures), {}, pictures).items():
+    sections = []
+    for plot in plots(checkpoints, trajectory.measured):
+        empty = "" if plot.panels else "This model does not have it, or it is not defined."
+        sections.append(Section(plot.name, plot.title, [plot.caption], pictures=folder.draw(plot), empty=empty))
+    if trajectory.failures:
+        failures = [f"{label}: {reason}" for label, reason in trajectory.failures.items()]
+        sections.append(Section("left-out", "Not measured", failures))
+    sections.append(Section("reproduce", "This page", ("This page and its files:",), commands=[plan.command]))
+    summary = [(str(len(trajectory.measured)), "checkpoints"), (str(len(plan.texts)), "texts")]
+    about = ("Model", plan.model, f"over its training, measured by istar {version('istar')}")
+    page = Page(f"Geometry of {Path(plan.model).name} over its training", about, GENERATOR, summary, sections)
+    for name, content in folder.files(page, {}).items():
         with atomic_write(plan.out / name) as file:
             file.write(content)
     return plan.out / folder.INDEX
@@ -93,25 +102,3 @@ def plots(checkpoints: Sequence[Checkpoint], measured: Mapping[str, Measurements
             tuple(column_panel("norm", norms)),
         ),
     ]
-
-
-def _page(
-    plan: Plan, trajectory: Trajectory, page_plots: Sequence[Plot], pictures: Mapping[str, folder.RenderedPlot]
-) -> Page:
-    sections = [
-        Section(
-            plot.name,
-            plot.title,
-            [plot.caption],
-            pictures=folder.pictures_of(plot, pictures),
-            empty="" if plot.panels else "This model does not have it, or it is not defined.",
-        )
-        for plot in page_plots
-    ]
-    if trajectory.failures:
-        failures = [f"{label}: {reason}" for label, reason in trajectory.failures.items()]
-        sections.append(Section("left-out", "Not measured", failures))
-    sections.append(Section("reproduce", "This page", ("This page and its files:",), commands=[plan.command]))
-    summary = [(str(len(trajectory.measured)), "checkpoints"), (str(len(plan.texts)), "texts")]
-    about = ("Model", plan.model, f"over its training, measured by istar {version('istar')}")
-    return Page(f"Geometry of {Path(plan.model).name} over its training", about, GENERATOR, summary, sections)

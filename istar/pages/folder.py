@@ -29,45 +29,28 @@ class Kind:
     kept: tuple[str, ...] = ()  # name patterns of other files, which are kept when the page is replaced
 
 
-@dataclass(frozen=True)
-class RenderedPlot:
-    """A plot and its rendered files, by suffix."""
-
-    plot: Plot
-    files: Mapping[str, bytes]
-
-
-def draw(plot: Plot) -> dict[str, RenderedPlot]:
-    """Render a plot, with a picture for each model; returns the pictures by the name of their files."""
+def draw(plot: Plot) -> list[Picture]:
+    """Render a plot, with a picture for each model."""
     models = list(dict.fromkeys(panel.model for panel in plot.panels))
-    pictures = {}
+    pictures = []
     for model in models:
         part = replace(plot, panels=tuple(panel for panel in plot.panels if panel.model == model))
         name = f"{plot.name}-{_file_name(model, models)}" if model else plot.name
-        pictures[name] = RenderedPlot(part, drawing.render(part))
+        rendered = drawing.render(part)
+        svg = drawing.inline(rendered["svg"], name, f"{plot.title} {model}".strip(), drawing.describe(part))
+        pictures.append(Picture(name, model, svg, part.panels, rendered))
     return pictures
 
 
-def pictures_of(plot: Plot, pictures: Mapping[str, RenderedPlot]) -> list[Picture]:
-    """Select the pictures that show a plot, and prepare them to stand in the page."""
-    selected = []
-    for name, rendered in pictures.items():
-        if rendered.plot.name == plot.name:
-            panels = rendered.plot.panels
-            title = f"{plot.title} {panels[0].model}".strip()
-            svg = drawing.inline(rendered.files["svg"], name, title, drawing.describe(rendered.plot))
-            selected.append(Picture(name, panels[0].model, svg, panels))
-    return selected
-
-
-def files(content: Page, tables: Mapping[str, Sheet], pictures: Mapping[str, RenderedPlot]) -> dict[str, bytes]:
+def files(content: Page, tables: Mapping[str, Sheet]) -> dict[str, bytes]:
     """Return all files of a page by their paths in its folder."""
     contents = {INDEX: page.html(content).encode()}
     for name, sheet in tables.items():
         texts = {"csv": sheets.csv(sheet), "md": sheets.markdown(sheet), "tex": sheets.latex(sheet)}
         contents |= {f"{TABLES}/{name}.{suffix}": text.encode() for suffix, text in texts.items()}
-    for name, rendered in pictures.items():
-        contents |= {f"{FIGURES}/{name}.{suffix}": data for suffix, data in rendered.files.items()}
+    for section in content.sections:
+        for picture in section.pictures:
+            contents |= {f"{FIGURES}/{picture.name}.{suffix}": data for suffix, data in picture.files.items()}
     return contents
 
 

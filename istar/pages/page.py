@@ -1,6 +1,6 @@
 """Rendering a report as a single HTML page."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -14,10 +14,11 @@ from istar.pages.sheets import Sheet
 class Picture:
     """A figure of the page."""
 
-    name: str  # name of its files
+    name: str  # name of its files, without suffix
     model: str  # model whose runs the figure shows; empty for none
     svg: str  # SVG from `drawing.inline`, which the page includes without escaping
     panels: Sequence[Panel]  # panels of the figure, whose fixed settings the page lists
+    files: Mapping[str, bytes]  # rendered files by suffix
 
 
 @dataclass(frozen=True)
