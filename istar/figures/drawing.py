@@ -82,16 +82,10 @@ def render(plot: Plot) -> dict[str, bytes]:
 
 
 def inline(svg: bytes, name: str, title: str, description: str) -> str:
-    """Prepare an SVG to stand inside an HTML page.
+    """Prepare an SVG of `render` to stand inside an HTML page.
 
-    Its ids become unique in the page, its colours CSS variables, and a title and a description are added for screen
-    readers.
-
-    Args:
-        svg: the SVG that `render` returns.
-        name: prefix of all ids, different from those of the page's other pictures.
-        title: short title.
-        description: description of the content in words.
+    Its ids get the prefix `name`, which must be unique in the page. Its colours become CSS variables, and a title and a
+    description in words are added for screen readers.
     """
     text = svg.decode()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
@@ -171,7 +165,7 @@ def _draw(plot: Plot) -> Figure:
 
 
 def _legend_columns(panel_columns: int, labels: Sequence[str]) -> int:
-    """Return how many columns of labels fit under the panels, so that the legend's rows are of nearly equal length."""
+    """Return how many columns of labels fit below the panels, so that the legend's rows are of nearly equal length."""
     characters = {1: 66, 2: 90, 3: 120}[panel_columns]
     most = max(1, min(8, characters // (max(map(len, labels)) + 6)))
     return math.ceil(len(labels) / math.ceil(len(labels) / most))
@@ -209,7 +203,7 @@ def _draw_panel(axes: Axes, plot: Plot, panel: Panel, styles: Mapping[str, Mappi
         _draw_columns(axes, lines, styles)
     else:
         for line in lines:
-            _DRAWERS[plot.kind](axes, line, dict(styles[line.label]))
+            _draw_line(axes, plot.kind, line, dict(styles[line.label]))
     if panel.level is not None:
         axes.axhline(panel.level[0], color=RED, linestyle="--", linewidth=1.3, label=panel.level[1])
     if panel.mark is not None:
@@ -260,24 +254,28 @@ class _MinorFormatter(LogFormatter):
         return f"{x:g}" if super().__call__(x, pos) else ""
 
 
-def _draw_line(axes: Axes, line: Line, style: dict[str, Any]) -> None:
-    has_markers = len(line.x) <= _MAX_MARKERS
-    style["marker"] = style["marker"] if has_markers else ""
-    axes.plot(line.x, line.y, label=line.label, linewidth=1.6 if has_markers else 0.8, **{"linestyle": "-", **style})
-    if any(line.y_error):
-        low = [y - error for y, error in zip(line.y, line.y_error, strict=True)]
-        high = [y + error for y, error in zip(line.y, line.y_error, strict=True)]
-        axes.fill_between(line.x, low, high, color=style["color"], alpha=0.15, linewidth=0)
-
-
-def _draw_point(axes: Axes, line: Line, style: dict[str, Any]) -> None:
-    style |= {"linestyle": "", "markersize": 7}
-    axes.errorbar(line.x, line.y, line.y_error, line.x_error, label=line.label, capsize=3, elinewidth=1.1, **style)
-
-
-def _draw_bars(axes: Axes, line: Line, style: dict[str, Any]) -> None:
-    style = {"linestyle": "-", **style}
-    axes.errorbar(line.x, line.y, line.y_error, label=line.label, capsize=3, elinewidth=1.1, **style)
+def _draw_line(axes: Axes, kind: str, line: Line, style: dict[str, Any]) -> None:
+    """Draw a line of a panel in the style of matplotlib's keyword arguments; see `Plot` for the kinds."""
+    if kind == "line":
+        has_markers = len(line.x) <= _MAX_MARKERS
+        style = {"linestyle": "-", **style, "marker": style["marker"] if has_markers else ""}
+        axes.plot(line.x, line.y, label=line.label, linewidth=1.6 if has_markers else 0.8, **style)
+        if any(line.y_error):
+            low = [y - error for y, error in zip(line.y, line.y_error, strict=True)]
+            high = [y + error for y, error in zip(line.y, line.y_error, strict=True)]
+            axes.fill_between(line.x, low, high, color=style["color"], alpha=0.15, linewidth=0)
+    elif kind == "points":
+        style |= {"linestyle": "", "markersize": 7}
+        axes.errorbar(line.x, line.y, line.y_error, line.x_error, label=line.label, capsize=3, elinewidth=1.1, **style)
+    elif kind == "bars":
+        style = {"linestyle": "-", **style}
+        axes.errorbar(line.x, line.y, line.y_error, label=line.label, capsize=3, elinewidth=1.1, **style)
+    elif kind == "histogram":
+        axes.step(line.x, line.y, where="mid", color=style["color"], linewidth=1.2, label=line.label)
+        axes.fill_between(line.x, line.y, step="mid", color=style["color"], alpha=0.15, linewidth=0)
+    else:
+        style |= {"linestyle": "", "marker": "o", "markersize": 2, "markeredgewidth": 0}
+        axes.plot(line.x, line.y, label=line.label, **style)
 
 
 def _draw_columns(axes: Axes, lines: Sequence[Line], styles: Mapping[str, Mapping[str, Any]]) -> None:
@@ -286,22 +284,3 @@ def _draw_columns(axes: Axes, lines: Sequence[Line], styles: Mapping[str, Mappin
         centers = [x + (number - (len(lines) - 1) / 2) * width for x in line.x]
         bars = axes.bar(centers, line.y, 0.92 * width, label=line.label, color=styles[line.label]["color"])
         axes.bar_label(bars, fmt="{:.3g}", fontsize=8, padding=2)
-
-
-def _draw_histogram(axes: Axes, line: Line, style: dict[str, Any]) -> None:
-    axes.step(line.x, line.y, where="mid", color=style["color"], linewidth=1.2, label=line.label)
-    axes.fill_between(line.x, line.y, step="mid", color=style["color"], alpha=0.15, linewidth=0)
-
-
-def _draw_scatter(axes: Axes, line: Line, style: dict[str, Any]) -> None:
-    style |= {"linestyle": "", "marker": "o", "markersize": 2, "markeredgewidth": 0}
-    axes.plot(line.x, line.y, label=line.label, **style)
-
-
-_DRAWERS = {
-    "line": _draw_line,
-    "points": _draw_point,
-    "bars": _draw_bars,
-    "histogram": _draw_histogram,
-    "scatter": _draw_scatter,
-}

@@ -28,8 +28,8 @@ def summarize_rows(matrix: Tensor, counts: Tensor | None = None) -> dict[str, An
         counts: number of occurrences of each row's token in the texts, `(n,)`; None if unknown.
 
     Returns:
-        `norms`, a histogram; the `ids` of the projected rows; their `counts` if known; and their coordinates, `raw` and
-        `centered`, as a list for each axis.
+        The histogram `norms`, and the projected rows' `ids`, `counts` if known, and coordinates by axis, `raw` and
+        `centered`.
     """
     norms = torch.cat([row_norms(block) for block in wide_blocks(matrix)])
     frequencies, edges = np.histogram(norms.cpu().numpy(), bins=40)
@@ -57,10 +57,9 @@ def _principal_axes(matrix: Tensor, origin: Tensor) -> Tensor:
 
 
 def norm_histogram(layer: Layer) -> dict[str, list[float]]:
-    """Return the histogram of a layer's norms without the empty bins at either end.
+    """Return `edges` and `counts` of the histogram of a layer's norms, without the empty bins at either end.
 
-    Returns:
-        `edges` and `counts` of the bins, and `outside`: how many norms are below and above the layer's histogram.
+    `outside` are the numbers of norms below and above the layer's histogram.
     """
     norms = layer.norms.compute()
     used = np.flatnonzero(norms.histogram)
@@ -75,9 +74,8 @@ def norm_histogram(layer: Layer) -> dict[str, list[float]]:
 def extreme_dimensions(layer: Layer) -> list[dict[str, float]]:
     """Describe the three dimensions whose means are the farthest from zero, the farthest first.
 
-    Returns:
-        For each its number, mean, standard deviation, mean divided by the median deviation of all dimensions, and share
-        of the summed variance.
+    `mean_by_typical_deviation` is the mean divided by the median deviation of all dimensions, and `variance_share` the
+    share of the summed variance.
     """
     mean, deviation = layer.dimensions.mean, layer.dimensions.deviation()
     mean_by_typical_deviation = mean / deviation.quantile(0.5)

@@ -226,9 +226,6 @@ def unused_similarity(
         tokens: token of each row.
         special: ids to leave out.
         counts: number of occurrences of each token, `(rows,)`; None if unknown.
-
-    Returns:
-        A row for each bin that is not empty.
     """
     unused = unused_tokens(tokens)
     if not unused:

@@ -31,12 +31,8 @@ _NORM_EDGES = torch.logspace(-2, 4, 241).tolist()
 class Layer:
     """Accumulates the streaming measures of one tap.
 
-    Batches may come in any order, and the accumulators of several processes merge exactly.
-
-    Args:
-        dim: width d of the hidden states.
-        vocabulary_size: number of token types; 0 leaves IntraSim out.
-        device: device of the accumulators.
+    Batches may come in any order, and the accumulators of several processes merge exactly. `dim` is the width d of the
+    hidden states. A `vocabulary_size` of 0 leaves IntraSim out.
     """
 
     def __init__(self, dim: int, vocabulary_size: int, device: torch.device) -> None:
@@ -48,10 +44,8 @@ class Layer:
 
     def update(self, points: Tensor, tokens: Tensor) -> None:
         """Add hidden states `points`, `(n, d)`, and their token ids `tokens`, `(n,)`, without padding."""
-        self.moments.update(points)
-        self.cosine.update(points)
-        self.dimensions.update(points)
-        self.norms.update(points)
+        for part in (self.moments, self.cosine, self.dimensions, self.norms):
+            part.update(points)
         if self.intra is not None:
             self.intra.update(points, tokens)
 
@@ -114,11 +108,6 @@ class Sample:
     A random number is drawn for each token, and the tokens with the smallest numbers are kept. The numbers depend only
     on the seed and the token's block. The sample is therefore the same however blocks are batched and shared among
     processes, and samples merge exactly.
-
-    Args:
-        names: names of the taps.
-        size: number of tokens to keep.
-        seed: seed of the random numbers.
     """
 
     def __init__(self, names: Sequence[str], size: int, seed: int) -> None:
@@ -127,13 +116,7 @@ class Sample:
         self.points: dict[str, Tensor] = {name: torch.empty(0) for name in names}
 
     def update(self, blocks: Sequence[int], lengths: Sequence[int], states: Mapping[str, Tensor]) -> None:
-        """Add the tokens of some blocks.
-
-        Args:
-            blocks: numbers of the blocks.
-            lengths: number of tokens in each block.
-            states: hidden states of each tap, `(n, d)`, of all tokens of the blocks in order.
-        """
+        """Add the tokens of blocks, given by the blocks' numbers and lengths and all tokens' states `(n, d)` by tap."""
         if not self.size:
             return
         # torch's generator uses 32 bits of its seed, too few to hold the seed and the number of a block.

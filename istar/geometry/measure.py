@@ -107,10 +107,10 @@ def measure(
     Args:
         name: hub id or folder of the model.
         sources: texts.
-        settings: how the texts are read. A length of 0 stands for the model's longest input, 512 at most.
+        settings: settings of the pass. A length of 0 stands for the model's longest input, 512 at most.
         out: folder for the state of the pass.
         revision: branch, tag or commit on the hub.
-        dtype: dtype of the weights: float32, float64, bfloat16 or float16. Statistics are at least float32.
+        dtype: dtype of the weights, a key of `DTYPES`. Statistics are at least float32.
         device: auto, cpu, cuda, cuda:1, mps.
         console: console for a progress bar; None shows none.
         command: command line to record in the measurements.
@@ -165,16 +165,13 @@ def measure(
 
 
 def weights_hash(model: PreTrainedModel) -> str:
-    """Hash all parameters except a pooler's, in their order; returns sixteen hexadecimal digits.
-
-    A pooler that the checkpoint lacks is initialized randomly at each loading, and no hidden state depends on it.
-    """
+    """Hash all parameters except a pooler's, in their order; returns sixteen hexadecimal digits."""
     digest = hashlib.blake2b(digest_size=8)
     for name, parameter in model.named_parameters():
-        if "pooler" in name:
-            continue
-        digest.update(name.encode())
-        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        # A pooler that the checkpoint lacks is initialized randomly at each loading. No hidden state depends on it.
+        if "pooler" not in name:
+            digest.update(name.encode())
+            digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -201,10 +198,7 @@ def matrix_measures(matrix: Tensor) -> dict[str, Any]:
 
 
 def files(measured: Measurements) -> dict[str, str]:
-    """Return the text of `measures.json` and `measures.csv` by file name.
-
-    The CSV has model, revision, source, layer, and a column for each measure.
-    """
+    """Return the text of `measures.json` and `measures.csv` by file name."""
     text = json.dumps(asdict(measured), indent=1)
     # Put each list of numbers on one line. JSON strings contain no line breaks, so that the pattern matches no string.
     text = re.sub(r"\[\n[-+\d.eNaInfity,\s]+\]", lambda match: " ".join(match[0].split()), text)

@@ -9,7 +9,7 @@ import numpy as np
 
 from istar.figures.plot import Line, Panel, Plot
 from istar.geometry.measure import COMBINED, Measurements
-from istar.geometry.spheres import Sphere
+from istar.geometry.spheres import POINTS, Sphere
 from istar.geometry.taps import FINAL_NORM
 
 NAMES = {
@@ -27,35 +27,75 @@ NAMES = {
 FORMS = {"raw": "raw", "centered": "centered", "post_processed": "post-processed"}
 _MAX_LINES, _MAX_LABEL, _MAX_TICKS = 5, 32, 6
 _LAYER_PLOTS = {
+    "isotropy": ("isoscore", "isoscore_unbiased"),
+    "directions": ("inter_sim", "intra_sim"),
+    "dimension": ("two_nn", "effective_rank", "participation_ratio"),
+    "norms": ("average_norm", "norm_ratio"),
+}
+"""Measures of the plots by layer, by the plot's name."""
+_TEXTS = {
     "isotropy": (
         "IsoScore by layer",
         "How evenly the variance is spread over all directions: 1 if it is equal in all, 0 if it is in a single one. "
         "The mean has no influence. IsoScore* has ζ = 0 and is biased towards 0 for few tokens; the other form is "
         "unbiased.",
-        ("isoscore", "isoscore_unbiased"),
     ),
     "directions": (
         "InterSim and IntraSim by layer",
         "InterSim is the mean cosine of the states of any two tokens. IntraSim is the mean cosine of two occurrences "
         "of the same token type, averaged over types. If both are near 1, all states share one direction; if IntraSim "
         "alone is, context changes the states little.",
-        ("inter_sim", "intra_sim"),
     ),
     "dimension": (
         "Intrinsic dimension and rank by layer",
         "TwoNN estimates the local dimension of the cloud from a sample of the tokens. Effective rank and "
         "participation ratio measure how many directions the centered spectrum spans; the first is sensitive to small "
         "singular values, the second to the largest alone.",
-        ("two_nn", "effective_rank", "participation_ratio"),
     ),
     "norms": (
         "Norms by layer",
         "Average norm of the states, and the norm of their mean divided by that average: 0 for a cloud around the "
         "origin, 1 if all states are equal.",
-        ("average_norm", "norm_ratio"),
+    ),
+    "spectra": (
+        "Singular values of the hidden states",
+        "Singular values of each layer's states, raw and centered, divided by the largest. A first value far above the "
+        "others that disappears in the centered spectrum is a shift of the cloud, not a cone. Values below 1e-4 of the "
+        "largest are rounding errors and are left out. All texts together.",
+    ),
+    "state_norms": (
+        "Norms of the hidden states",
+        "Percentage of the tokens by the norm of their state, in bins of a fortieth of a decade. All texts together.",
+    ),
+    "partition": (
+        "I(W) of the embedding matrix",
+        "Smallest over largest value of the partition function at the eigenvectors c of the matrix; 1 is isotropic. "
+        "Signs as computed: c as the eigensolver returns it, the papers' convention, which depends on the solver's "
+        "build. Both signs: over c and -c, which is reproducible and meant for comparisons.",
+    ),
+    "matrix_spectra": (
+        "Singular values of the embedding matrix",
+        "Singular values of the matrix raw, centered, and without its first components (all-but-the-top), each "
+        "divided by the largest.",
+    ),
+    "projection": (
+        "The embedding matrix in two dimensions",
+        "Rows along the first two singular directions of the whole matrix, raw and centered. The dashed lines cross "
+        "at the origin.",
+    ),
+    "row_norms": (
+        "Norms of the embedding matrix's rows",
+        "Number of rows by norm, in forty bins of equal width. Rows that training has hardly changed, such as those of "
+        "unused tokens, often form a separate peak.",
+    ),
+    "spheres": (
+        "How the measures differ: a sphere, and the same sphere moved",
+        f"{POINTS} points on a unit sphere in three dimensions, around the origin and around another point. "
+        "Moving the sphere turns average cosine and I(W) from isotropic to anisotropic. IsoScore depends on the "
+        "covariance alone and does not change. The functions are those that measured the model.",
     ),
 }
-"""Title, caption and measures of the plots by layer, by the plot's name."""
+"""Title and caption of each plot, by the plot's name."""
 _STATE_ROUNDING, _MATRIX_ROUNDING = 1e-4, 1e-6
 """Singular values below these fractions of the largest are rounding errors: of a float32 scatter matrix (hidden states)
 and of float32 points (embedding matrices)."""
@@ -71,17 +111,16 @@ def layer_plots(measured: Measurements) -> list[Plot]:
     """Return plots of the measures by layer, with one line for each text."""
     tick_names = _tick_names(list(measured.all_texts))
     plots = []
-    for name, (title, caption, keys) in _LAYER_PLOTS.items():
+    for name, keys in _LAYER_PLOTS.items():
         panels = [panel(NAMES[key], lines) for key in keys if (lines := _layer_lines(measured, key))]
-        plots.append(Plot(name, title, caption, "line", "layer", tuple(panels), x_names=tick_names, ink=COMBINED))
+        plots.append(Plot(name, *_TEXTS[name], "line", "layer", tuple(panels), x_names=tick_names, ink=COMBINED))
     return plots
 
 
 def missing_measures(plot: Plot) -> list[str]:
     """Return the titles of the measures that a plot by layer lacks because no layer has a finite value."""
-    keys = _LAYER_PLOTS[plot.name][-1] if plot.name in _LAYER_PLOTS else ()
     plotted = {panel.y_label for panel in plot.panels}
-    return [NAMES[key] for key in keys if NAMES[key] not in plotted]
+    return [NAMES[key] for key in _LAYER_PLOTS.get(plot.name, ()) if NAMES[key] not in plotted]
 
 
 def tap_name(tap: str) -> str:
@@ -133,18 +172,8 @@ def spectra(measured: Measurements) -> Plot:
         lines = [_decay(tap_name(tap), by_tap[tap][form], _STATE_ROUNDING) for tap in evenly_spaced(list(by_tap))]
         if lines:
             panels.append(panel("singular value / largest", lines, FORMS[form]))
-    return Plot(
-        "spectra",
-        "Singular values of the hidden states",
-        "Singular values of each layer's states, raw and centered, divided by the largest. A first value far above the "
-        "others that disappears in the centered spectrum is a shift of the cloud, not a cone. Values below 1e-4 of the "
-        "largest are rounding errors and are left out. All texts together.",
-        "line",
-        "number of the singular value",
-        tuple(panels),
-        log_y=True,
-        ordered=True,
-    )
+    x_label = "number of the singular value"
+    return Plot("spectra", *_TEXTS["spectra"], "line", x_label, tuple(panels), log_y=True, ordered=True)
 
 
 def matrix_spectra(measured: Measurements) -> Plot:
@@ -153,16 +182,8 @@ def matrix_spectra(measured: Measurements) -> Plot:
     for which, forms in measured.matrices.items():
         lines = [_decay(FORMS[form], figures["singular_values"], _MATRIX_ROUNDING) for form, figures in forms.items()]
         panels.append(panel("singular value / largest", lines, f"{which} embeddings"))
-    return Plot(
-        "matrix_spectra",
-        "Singular values of the embedding matrix",
-        "Singular values of the matrix raw, centered, and without its first components (all-but-the-top), each "
-        "divided by the largest.",
-        "line",
-        "number of the singular value",
-        tuple(panels),
-        log_y=True,
-    )
+    x_label = "number of the singular value"
+    return Plot("matrix_spectra", *_TEXTS["matrix_spectra"], "line", x_label, tuple(panels), log_y=True)
 
 
 def _decay(label: str, values: Sequence[float], rounding: float) -> Line:
@@ -183,25 +204,15 @@ def partition(measured: Measurements) -> Plot:
     """Plot I(W) of the embedding matrices by form, for both conventions of the signs."""
     panels = []
     for which, forms in measured.matrices.items():
-        lines = [
-            Line(label, tuple(range(len(forms))), tuple(figures[key] for figures in forms.values()))
-            for key, label in (
-                ("partition_isotropy_as_computed", "signs as computed"),
-                ("partition_isotropy_both", "both signs"),
-            )
-        ]
+        xs = tuple(range(len(forms)))
+        as_computed, both = (
+            tuple(figures[f"partition_isotropy_{signs}"] for figures in forms.values())
+            for signs in ("as_computed", "both")
+        )
+        lines = [Line("signs as computed", xs, as_computed), Line("both signs", xs, both)]
         panels.append(panel("I(W)", lines, f"{which} embeddings"))
-    return Plot(
-        "partition",
-        "I(W) of the embedding matrix",
-        "Smallest over largest value of the partition function at the eigenvectors c of the matrix; 1 is isotropic. "
-        "Signs as computed: c as the eigensolver returns it, the papers' convention, which depends on the solver's "
-        "build. Both signs: over c and -c, which is reproducible and meant for comparisons.",
-        "columns",
-        "",
-        tuple(panels),
-        x_names=dict(enumerate(FORMS.values())),
-    )
+    form_names = dict(enumerate(FORMS.values()))
+    return Plot("partition", *_TEXTS["partition"], "columns", "", tuple(panels), x_names=form_names)
 
 
 def projection(measured: Measurements) -> Plot:
@@ -218,16 +229,9 @@ def projection(measured: Measurements) -> Plot:
                 for label, indices in groups.items()
             ]
             panels.append(panel("second direction", lines, f"{which} embeddings, {form}", with_origin=True))
-    return Plot(
-        "projection",
-        "The embedding matrix in two dimensions",
-        f"Rows along the first two singular directions of the whole matrix, raw and centered. The dashed lines cross "
-        f"at the origin. {explanation}",
-        "scatter",
-        "first direction",
-        tuple(panels),
-        ordered=True,
-    )
+    title, caption = _TEXTS["projection"]
+    caption = f"{caption} {explanation}"
+    return Plot("projection", title, caption, "scatter", "first direction", tuple(panels), ordered=True)
 
 
 def _colour_groups(rows: Mapping[str, Any]) -> tuple[dict[str, list[int]], str]:
@@ -268,16 +272,8 @@ def state_norms(measured: Measurements) -> Plot:
             middles = [math.sqrt(low * high) for low, high in itertools.pairwise(edges)]
             xs = (middles[0] / factor, *middles, middles[-1] * factor)
             lines.append(Line(tap_name(tap), xs, (0.0, *(100 * count / total for count in counts), 0.0)))
-    return Plot(
-        "state_norms",
-        "Norms of the hidden states",
-        "Percentage of the tokens by the norm of their state, in bins of a fortieth of a decade. All texts together.",
-        "histogram",
-        "norm",
-        (panel("tokens, percent", lines),) if lines else (),
-        log_x=True,
-        ordered=True,
-    )
+    panels = (panel("tokens, percent", lines),) if lines else ()
+    return Plot("state_norms", *_TEXTS["state_norms"], "histogram", "norm", panels, log_x=True, ordered=True)
 
 
 def row_norms(measured: Measurements) -> Plot:
@@ -290,15 +286,7 @@ def row_norms(measured: Measurements) -> Plot:
         middles = tuple(low + width / 2 for low in (edges[0] - width, *edges))
         line = Line("rows", middles, (0.0, *counts, 0.0))
         panels.append(panel("rows of the matrix", [line], f"{which} embeddings"))
-    return Plot(
-        "row_norms",
-        "Norms of the embedding matrix's rows",
-        "Number of rows by norm, in forty bins of equal width. Rows that training has hardly changed, such as those of "
-        "unused tokens, often form a separate peak.",
-        "histogram",
-        "norm",
-        tuple(panels),
-    )
+    return Plot("row_norms", *_TEXTS["row_norms"], "histogram", "norm", tuple(panels))
 
 
 def sphere_plot(spheres: Sequence[Sphere]) -> Plot:
@@ -311,13 +299,4 @@ def sphere_plot(spheres: Sequence[Sphere]) -> Plot:
         )
         line = Line("points", sphere.x, sphere.y)
         panels.append(panel("second coordinate", [line], sphere.name, figures, with_origin=True))
-    return Plot(
-        "spheres",
-        "How the measures differ: a sphere, and the same sphere moved",
-        f"{len(spheres[0].x)} points on a unit sphere in three dimensions, around the origin and around another point. "
-        "Moving the sphere turns average cosine and I(W) from isotropic to anisotropic. IsoScore depends on the "
-        "covariance alone and does not change. The functions are those that measured the model.",
-        "scatter",
-        "first coordinate",
-        tuple(panels),
-    )
+    return Plot("spheres", *_TEXTS["spheres"], "scatter", "first coordinate", tuple(panels))

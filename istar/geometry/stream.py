@@ -120,9 +120,7 @@ class Stream:
     def __call__(self, sources: Sequence[Source], console: Console | None = None) -> dict[str, Statistics]:
         """Read the sources; returns the statistics by their names and, if there are several, of all as `combined`.
 
-        Args:
-            sources: texts to read.
-            console: console for a progress bar; None shows none.
+        The console shows a progress bar.
 
         Raises:
             UserError: if a source cannot be read or holds no text.
@@ -163,11 +161,10 @@ class Stream:
             progress.advance(task, sum(lengths))
             tokens_per_second = progress.tasks[task].speed or 0
             progress.update(task, status=f"{tokens:,} tokens, {tokens_per_second:,.0f} per second")
-            if self._state is not None and time.monotonic() - last_save > SECONDS_BETWEEN_SAVES:
+            if time.monotonic() - last_save > SECONDS_BETWEEN_SAVES:
                 self._save(number, statistics, done, tokens)
                 last_save = time.monotonic()
-        if self._state is not None:
-            self._save(number, statistics, done, tokens)
+        self._save(number, statistics, done, tokens)
         if self._world > 1:
             self._merge_ranks(number, statistics)
         return statistics
@@ -218,9 +215,11 @@ class Stream:
         return self._state.with_name(f"{self._state.name}.{number}.{rank}-{self._world}")
 
     def _save(self, number: int, statistics: Statistics, done: int, tokens: int) -> None:
-        state = {"identity": self._identity, "statistics": statistics.state_dict(), "blocks": done, "tokens": tokens}
-        with atomic_write(self._state_file(number, self._rank)) as file:
-            torch.save(state, file)
+        """Save this rank's state of a source, unless the pass saves no state."""
+        if self._state is not None:
+            state = {"identity": self._identity, "statistics": statistics.state_dict(), "blocks": done}
+            with atomic_write(self._state_file(number, self._rank)) as file:
+                torch.save({**state, "tokens": tokens}, file)
 
     def _load(self, number: int, rank: int) -> dict[str, Any] | None:
         """Load a rank's state of a source; None if there is none, it is damaged, or it belongs to another pass."""

@@ -171,6 +171,7 @@ def follow(plan: Plan, checkpoints: Sequence[Checkpoint], console: Console) -> T
 
 
 def _print_line(console: Console, line: str) -> None:
+    """Print a line as it is, if it is not empty."""
     if line:
         console.print(line, highlight=False, soft_wrap=True, markup=False)
 

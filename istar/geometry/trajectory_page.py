@@ -39,11 +39,7 @@ def plots(checkpoints: Sequence[Checkpoint], measured: Mapping[str, Measurements
     """Return the figures of layers, embedding matrices and the final normalization over the training.
 
     The layers' figures are over all texts together. The x axis is the step if every checkpoint has a distinct one,
-    otherwise the checkpoint's position.
-
-    Args:
-        checkpoints: checkpoints in their order; those without measurements are left out.
-        measured: measurements by the checkpoints' labels, at least one.
+    otherwise the checkpoint's position. Checkpoints without measurements are left out.
     """
     checkpoints = [checkpoint for checkpoint in checkpoints if checkpoint.label in measured]
     measurements = [measured[checkpoint.label] for checkpoint in checkpoints]

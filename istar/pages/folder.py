@@ -74,12 +74,10 @@ def refuse_foreign(out: Path, kind: Kind) -> None:
 
 
 def replace_folder(out: Path, contents: Mapping[str, bytes], kind: Kind) -> None:
-    """Replace a folder as a whole: write a draft next to it, then rename the draft to `out`.
+    """Replace or make a folder as a whole: write a draft next to it, then rename the draft to `out`.
 
-    Args:
-        out: folder to replace, or to make.
-        contents: content of each file by its path in the folder.
-        kind: kind of the folder; its `kept` files are moved to the new folder.
+    `contents` has the content of each file by its path in the folder. Files that the kind keeps are moved to the new
+    folder.
 
     Raises:
         UserError: if `out` is not a folder of this kind, or cannot be written. It is then left as it was.
