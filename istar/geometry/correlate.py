@@ -178,7 +178,7 @@ def _common_models(measured: _Table, scored: _Table) -> list[str]:
 
 def _measure_values(table: _Table, selection: Selection) -> pd.DataFrame:
     """Return one row for each cell of a selected measure: its keys, the measure's `name` and the `value`."""
-    columns = [name for name in table.cells if name not in KEYS]
+    columns = [str(name) for name in table.cells if name not in KEYS]
     _check_known("--measure", selection.measures, columns, table.path)
     keys = table.keys
     if selection.layers:
@@ -190,7 +190,7 @@ def _measure_values(table: _Table, selection: Selection) -> pd.DataFrame:
 
 def _task_values(table: _Table) -> pd.DataFrame:
     """Return one row for each score: its keys, the task's `name` and the `value`."""
-    columns = [name for name in table.cells if name not in KEYS]
+    columns = [str(name) for name in table.cells if name not in KEYS]
     if not columns:
         raise UserError(f"{table.path} has no column of scores; expected one for each task, or task and score")
     keys = table.keys.assign(source="", layer="")
@@ -255,9 +255,10 @@ def _equal_weights_warnings(keys: pd.DataFrame) -> list[str]:
     """Warn of points that are not independent because the weights are the same."""
     known = keys[keys["weights"] != ""]
     warnings = []
-    for (model, _), points in known.groupby(["model", "weights"], sort=False)["point"].unique().items():
+    for (model, _), group in known.groupby(["model", "weights"], sort=False):
+        points = list(map(str, group["point"].unique()))
         if len(points) > 1:
-            names = ", ".join(map(str, points))
+            names = ", ".join(points)
             warnings.append(f"warning: {model} has the same weights at {names}, which count as {len(points)} points")
     return warnings
 

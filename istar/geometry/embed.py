@@ -1,7 +1,4 @@
-"""Measures of an embedding matrix, raw and post-processed, and its word similarity and token frequencies.
-
-Implements `istar embed`.
-"""
+"""`istar embed`: measures of an embedding matrix, raw and post-processed, word similarity and token frequencies."""
 
 import json
 import re
@@ -123,17 +120,14 @@ def embed(
 
 def _tokens_by_row(tokenizer: PreTrainedTokenizerBase, rows: int) -> list[str | None]:
     """Return the token of each row; embeddings often have more rows than the vocabulary has tokens."""
-    vocabulary = tokenizer.get_vocab()
-    highest = max(vocabulary.values())
+    tokens = {number: token for token, number in tokenizer.get_vocab().items()}
+    highest = max(tokens)
     if highest >= rows:
         raise UserError(
             f"the tokenizer has token {highest}, but the embeddings have {rows} rows; expected more rows; "
             "the two are not of one model"
         )
-    tokens: list[str | None] = [None] * rows
-    for token, number in vocabulary.items():
-        tokens[number] = token
-    return tokens
+    return [tokens.get(number) for number in range(rows)]
 
 
 def _word_similarity(
@@ -326,7 +320,8 @@ def tables(results: EmbeddingResults) -> list[Table]:
     about = results.about
     file = about["file"] or "the whole model"
     title = f"{Path(about['model']).name}: {about['matrix']} embeddings, {about['tensor']} of {file}"
-    measures = Table("form", title=title, title_justify="left")
+    measures = Table(title=title, title_justify="left")
+    measures.add_column("form", overflow="fold")
     for name in _COLUMNS.values():
         measures.add_column(name, justify="right", overflow="fold")
     for form, figures in results.figures.items():
@@ -335,7 +330,9 @@ def tables(results: EmbeddingResults) -> list[Table]:
         return [measures]
     policy = results.similarity["policy"][0].replace("_", " ")
     title = f"word similarity: Pearson's r and Spearman's rho with the ratings, x 100; {policy}"
-    similarity = Table("benchmark", "form", title=title, title_justify="left")
+    similarity = Table(title=title, title_justify="left")
+    for name in ("benchmark", "form"):
+        similarity.add_column(name, overflow="fold")
     for name in ("pairs", "cosine r", "cosine rho", "product r", "product rho"):
         similarity.add_column(name, justify="right", overflow="fold")
     for benchmark, form, _, pairs, kept, *scores in results.similarity.itertuples(index=False):

@@ -1,7 +1,4 @@
-"""Measures of a model's layers, embedding matrices and final normalization, and their files.
-
-Implements `istar measure`.
-"""
+"""`istar measure`: measures of a model's layers, embedding matrices and final normalization, and their files."""
 
 import hashlib
 import json
@@ -11,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pandas as pd
 import torch
@@ -39,6 +36,8 @@ from istar.measures import (
 )
 from istar.models import load_encoder, load_tokenizer
 
+T = TypeVar("T")
+BySourceAndTap = dict[str, dict[str, T]]
 FORMAT = 1
 JSON, CSV = "measures.json", "measures.csv"
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -63,17 +62,14 @@ class Measurements:
     weights: str  # hash of all weights; equal weights have equal hashes, whatever their revision is called
     settings: dict[str, Any]  # how the texts were read
     # Measures by source and tap. With several sources, `combined` is all of them together.
-    sources: dict[str, dict[str, dict[str, float]]]
-    # Singular values of the hidden states, raw and centered, by source and tap.
-    spectra: dict[str, dict[str, dict[str, list[float]]]]
+    sources: BySourceAndTap[dict[str, float]]
+    spectra: BySourceAndTap[dict[str, list[float]]]  # singular values of the hidden states, raw and centered
     # Measures of the `input` embeddings and, if they are not tied, of the `output` embeddings, by form (raw, centered,
     # post_processed).
     matrices: dict[str, dict[str, dict[str, Any]]]
     final_norm: dict[str, Any] | None  # gain and bias of the final normalization; None if the model has no gain there
-    # Histograms of the hidden states' norms, by source and tap; see `arrays.norm_histogram`.
-    norms: dict[str, dict[str, dict[str, list[float]]]] = field(default_factory=dict)
-    # Dimensions with the most extreme means, by source and tap; see `arrays.extreme_dimensions`.
-    extremes: dict[str, dict[str, list[dict[str, float]]]] = field(default_factory=dict)
+    norms: BySourceAndTap[dict[str, list[float]]] = field(default_factory=dict)  # see `arrays.norm_histogram`
+    extremes: BySourceAndTap[list[dict[str, float]]] = field(default_factory=dict)  # see `arrays.extreme_dimensions`
     rows: dict[str, dict[str, Any]] = field(default_factory=dict)  # `arrays.summarize_rows` of each embedding matrix
     command: str = ""  # command line that took these measures
     format: int = FORMAT  # version of the file format
@@ -136,7 +132,7 @@ def measure(
         embeddings["output"] = output.values.to(model.device)
     counts = _token_counts(statistics)
 
-    def for_each_layer(function: Callable[[Layer], Any]) -> dict[str, dict[str, Any]]:
+    def for_each_layer(function: Callable[[Layer], T]) -> BySourceAndTap[T]:
         """Return the function's results by source and tap."""
         return {
             source: {tap: function(layer) for tap, layer in result.layers.items()}

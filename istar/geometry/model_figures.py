@@ -211,7 +211,7 @@ def partition(measured: Measurements) -> Plot:
         )
         lines = [Line("signs as computed", xs, as_computed), Line("both signs", xs, both)]
         panels.append(panel("I(W)", lines, f"{which} embeddings"))
-    form_names = dict(enumerate(FORMS.values()))
+    form_names = {float(number): name for number, name in enumerate(FORMS.values())}
     return Plot("partition", *_TEXTS["partition"], "columns", "", tuple(panels), x_names=form_names)
 
 

@@ -91,7 +91,8 @@ def write(measured: Measurements, out: Path) -> Path:
     except OSError as error:
         raise UserError(f"--out {out} cannot be written: {shorten(error)}") from error
     examples = spheres()
-    sheets = {sheet.name: sheet for sheet in _sheets(measured, examples)}
+    tables = [build(measured) for build in (_layers, _extremes, _matrices, _final_norm, _settings)]
+    sheets = {sheet.name: sheet for sheet in (*tables, _spheres(examples))}
     plots = {plot.name: plot for plot in _plots(measured, examples)}
     contents = {name: text.encode() for name, text in measure.files(measured).items()}
     contents |= folder.files(_page(measured, sheets, plots), sheets)
@@ -173,20 +174,9 @@ def _command(measured: Measurements) -> str:
     return f"istar measure {shlex.quote(measured.model['name'])} {texts}"
 
 
-def _sheets(measured: Measurements, examples: Sequence[Sphere]) -> list[Sheet]:
-    return [
-        _layers(measured),
-        _extremes(measured),
-        _matrices(measured),
-        _final_norm(measured),
-        _spheres(examples),
-        _settings(measured),
-    ]
-
-
 def _sheet(name: str, title: str, caption: str, shown: pd.DataFrame, frame: pd.DataFrame) -> Sheet:
     """Return a sheet that shows one data frame, and has the numbers of another in its CSV file."""
-    header = tuple(_HEADERS.get(column, column) for column in shown)
+    header = tuple(_HEADERS.get(column, column) for column in map(str, shown))
     return Sheet(name, title, caption, header, {"": _entries(shown)}, frame)
 
 
@@ -218,7 +208,7 @@ def _extremes(measured: Measurements) -> Sheet:
     if shown["layer"].nunique() > _MAX_TAPS_IN_FULL:
         shown = shown.drop_duplicates("layer")
     # The number of a dimension has no thousands separator.
-    dimensions = [Entry(str(dimension), number=True) for dimension in shown["dimension"]]
+    dimensions = shown["dimension"].map(lambda dimension: Entry(str(dimension), number=True))
     return _sheet(
         "extremes",
         "The most extreme dimensions",
@@ -275,7 +265,7 @@ def _settings(measured: Measurements) -> Sheet:
     values |= {name: value for name, value in measured.settings.items() if name != "texts"}
     values |= {f"text {name}": path for name, path in measured.settings["texts"].items()}
     frame = pd.DataFrame({"setting": values.keys(), "value": map(_to_text, values.values())})
-    codes = [Entry(text, code=True) for text in frame["value"]]
+    codes = frame["value"].map(lambda text: Entry(text, code=True))
     return _sheet(
         "settings",
         "Settings",

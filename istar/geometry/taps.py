@@ -37,7 +37,7 @@ class Taps:
         # OPT-350m has a projection to the width of the embeddings there, whose output is no tap.
         self._last = _find_last_module(model)
         self.norm = self._last if "norm" in type(self._last).__name__.lower() else None
-        layers = [f"layer_{number}" for number in range(1, _layer_count(model) + 1)]
+        layers = [f"layer_{number}" for number in range(1, model.config.get_text_config().num_hidden_layers + 1)]
         self.names = [EMBEDDINGS, *layers, *([FINAL_NORM] if self.norm is not None else [])]
 
     @torch.inference_mode()
@@ -54,10 +54,6 @@ class Taps:
         return dict(zip(self.names, states, strict=True))
 
 
-def _layer_count(model: PreTrainedModel) -> int:
-    return int(model.config.get_text_config().num_hidden_layers)
-
-
 @torch.no_grad()
 def _find_last_module(model: PreTrainedModel) -> nn.Module | None:
     """Find the module outside the layers whose output is the last hidden state; None if a layer computes that state."""
@@ -71,7 +67,7 @@ def _find_last_module(model: PreTrainedModel) -> nn.Module | None:
         token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
         mask = torch.ones_like(token)
         states = model(input_ids=token, attention_mask=mask, output_hidden_states=True, use_cache=False).hidden_states
-    if states is None or len(states) != _layer_count(model) + 1:
+    if states is None or len(states) != model.config.get_text_config().num_hidden_layers + 1:
         raise UserError(f"{type(model).__name__} does not return one hidden state per layer; choose another model")
     for module, output in outputs.items():
         is_last = isinstance(output, Tensor) and torch.equal(output, states[-1])

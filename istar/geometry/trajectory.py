@@ -1,7 +1,4 @@
-"""Measures of a model at several checkpoints of its training.
-
-Implements `istar measure --revisions` and `istar measure --checkpoints`.
-"""
+"""`istar measure --revisions` and `--checkpoints`: measures of a model at several checkpoints of its training."""
 
 import glob
 import math
@@ -285,7 +282,8 @@ def table_rows(measured: Measurements) -> Iterator[dict[str, Any]]:
 def table(plan: Plan, checkpoints: Sequence[Checkpoint], trajectory: Trajectory) -> Table:
     """Return the terminal table: the last layer over all texts, and I(W) of the matrix nearest to the output."""
     measures = ("isoscore", "inter_sim", "intra_sim", "two_nn", "effective_rank")
-    result = Table("revision", title=f"{plan.model}: the last layer, and I(W)", title_justify="left")
+    result = Table(title=f"{plan.model}: the last layer, and I(W)", title_justify="left")
+    result.add_column("revision", overflow="fold")
     for name in (*measures, "I(W)"):
         result.add_column(name.replace("_", " "), justify="right", overflow="fold")
     for checkpoint in checkpoints:

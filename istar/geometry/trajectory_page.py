@@ -14,6 +14,21 @@ from istar.pages import folder
 from istar.pages.page import Page, Section
 
 GENERATOR = "istar measure, over a training"
+_TEXTS = {
+    "isotropy": (
+        "Isotropy of the layers",
+        "IsoScore*, InterSim, IntraSim and TwoNN of the hidden states of some layers.",
+    ),
+    "partition": (
+        "I(W) of the embedding matrices",
+        "I(W) of the raw matrices, with the signs as computed; 1 is isotropic.",
+    ),
+    "final_norm": (
+        "The final normalization",
+        "Norms of its gain and bias, divided by the square root of the width.",
+    ),
+}
+"""Title and caption of each plot, by the plot's name."""
 
 
 def write(plan: Plan, checkpoints: Sequence[Checkpoint], trajectory: Trajectory) -> Path:
@@ -71,30 +86,12 @@ def plots(checkpoints: Sequence[Checkpoint], measured: Mapping[str, Measurements
         for which in ("input", "output")
     }
     norms = {name: ("final_norm_parameters", f"layer_norm_{name}") for name in ("gain", "bias")}
+    panels = {
+        "isotropy": isotropy,
+        "partition": column_panel("I(W)", matrices),
+        "final_norm": column_panel("norm", norms),
+    }
     return [
-        Plot(
-            "isotropy",
-            "Isotropy of the layers",
-            "IsoScore*, InterSim, IntraSim and TwoNN of the hidden states of some layers.",
-            "line",
-            x_label,
-            tuple(isotropy),
-            ordered=True,
-        ),
-        Plot(
-            "partition",
-            "I(W) of the embedding matrices",
-            "I(W) of the raw matrices, with the signs as computed; 1 is isotropic.",
-            "line",
-            x_label,
-            tuple(column_panel("I(W)", matrices)),
-        ),
-        Plot(
-            "final_norm",
-            "The final normalization",
-            "Norms of its gain and bias, divided by the square root of the width.",
-            "line",
-            x_label,
-            tuple(column_panel("norm", norms)),
-        ),
+        Plot(name, title, caption, "line", x_label, tuple(panels[name]), ordered=name == "isotropy")
+        for name, (title, caption) in _TEXTS.items()
     ]
