@@ -76,28 +76,31 @@ def correlate(geometry: Path, scores: Path, selection: Selection) -> Correlation
     """
     files = {path: _read_csv(path) for path in (geometry, scores)}
     by = selection.by or ("revision" if all("revision" in cells for cells in files.values()) else "step")
-    measured, scored = (_Table(path, files[path], _row_keys(files[path], path, by)) for path in (geometry, scores))
-    _check_known("--layer", selection.layers, measured.keys["layer"], geometry)
-    _check_known("--source", selection.sources, measured.keys["source"], geometry)
-    labels = [table.keys[column] for table in (measured, scored) for column in ("revision", "step")]
+    measured = _long_format(files[geometry], geometry, by, "measures", selection.measures)
+    scored = _long_format(files[scores], scores, by, "scores").assign(source="", layer="")
+    _check_known("--layer", selection.layers, measured["layer"], geometry)
+    _check_known("--source", selection.sources, measured["source"], geometry)
+    labels = [rows[column] for rows in (measured, scored) for column in ("revision", "step")]
     _check_known("--omit", selection.omit, pd.concat(labels), geometry)
-    models = _common_models(measured, scored)
-    for table in (measured, scored):
-        is_omitted = table.keys[["point", "revision", "step"]].astype(str).isin(selection.omit).any(axis=1)
-        table.keys = table.keys[~is_omitted]
-    measures, tasks = _measure_values(measured, selection), _task_values(scored)
-    _check_common_points(measures, tasks, by)
-    rows = [row for model in models for row in _correlate_model(model, measures, tasks, selection)]
-    return CorrelationResults(rows, _equal_weights_warnings(measured.keys))
-
-
-@dataclass
-class _Table:
-    """A CSV file. Both data frames are indexed by line number."""
-
-    path: Path
-    cells: pd.DataFrame  # all cells as text
-    keys: pd.DataFrame  # keys of the rows to use; see `_row_keys`
+    models = _common_models(measured, scored, geometry, scores)
+    measured, scored = (_without_omitted(rows, selection) for rows in (measured, scored))
+    remarks = _equal_weights_warnings(measured)
+    if selection.layers:
+        measured = measured[measured["layer"].isin(selection.layers)]
+    if selection.sources:
+        measured = measured[measured["source"].isin(selection.sources)]
+    measures, tasks = _parse_values(measured, geometry), _parse_values(scored, scores)
+    if measures.merge(tasks, on=["model", "point"]).empty:
+        # The number may be the same where the name is not.
+        hint = "; --by step joins by the numbers in the names" if by == "revision" else ""
+        raise UserError(
+            f"no {by} in common: the measures have {_list_some(measures['point'])}, the scores "
+            f"{_list_some(tasks['point'])}{hint}"
+        )
+    # Tasks without a number keep their rows, with zero points.
+    task_names = list(scored["name"].unique())
+    rows = [row for model in models for row in _correlate_model(model, measures, tasks, task_names, selection)]
+    return CorrelationResults(rows, remarks)
 
 
 def _read_csv(path: Path) -> pd.DataFrame:
@@ -124,19 +127,32 @@ def _read_csv(path: Path) -> pd.DataFrame:
     return pd.DataFrame.from_dict(rows, orient="index", columns=header)
 
 
-def _row_keys(cells: pd.DataFrame, path: Path, by: str) -> pd.DataFrame:
-    """Return the `KEYS` of each row, empty where the file lacks a column, and its `point`: the revision or step."""
+def _long_format(cells: pd.DataFrame, path: Path, by: str, noun: str, selected: Sequence[str] = ()) -> pd.DataFrame:
+    """Return one row for each cell that is no key, in the order of the file; the index holds line numbers.
+
+    Returns:
+        Columns `KEYS`, empty where the file lacks them; `point`, the revision or step; `name`, the cell's column, or
+        its task if the file has the columns `task` and `score`; and the `text` of the cell.
+    """
     # The step may also be the number in the revision.
     if by not in cells and not (by == "step" and "revision" in cells):
         expected = "revision" if by == "revision" else "revision or step"
         raise UserError(f"{path} has no column {expected}; expected one to join by")
+    columns = [str(name) for name in cells if name not in KEYS]
+    if not columns:
+        raise UserError(f"{path} has no column of {noun}; expected at least one")
+    _check_known("--measure", selected, columns, path)
     keys = cells.reindex(columns=list(KEYS), fill_value="")
     # A folder and a hub id of the same model have the same last part.
     keys["model"] = [Path(model).name for model in keys["model"]]
-    if by == "revision":
-        return keys.assign(point=keys["revision"])
-    labels = keys["step"].where(keys["step"] != "", keys["revision"])
-    return keys.assign(point=[_parse_step(label, f"{path}, line {line}") for line, label in labels.items()])
+    keys["point"] = keys["revision"]
+    if by == "step":
+        labels = keys["step"].where(keys["step"] != "", keys["revision"])
+        keys["point"] = [_parse_step(label, f"{path}, line {line}") for line, label in labels.items()]
+    if {"task", "score"} <= set(columns):
+        return keys.assign(name=cells["task"], text=cells["score"])
+    parts = [keys.assign(name=column, text=cells[column]) for column in selected or columns]
+    return pd.concat(parts).sort_index(kind="stable")
 
 
 def _parse_step(label: str, location: str) -> int:
@@ -156,93 +172,51 @@ def _check_known(option: str, names: Iterable[str], known: Iterable[str], path: 
             raise UserError(f"{option} {name}: {path} has no such value{did_you_mean(name, known)}")
 
 
-def _common_models(measured: _Table, scored: _Table) -> list[str]:
-    """Return the models of both files; a file without a column `model` is about the single model of the other."""
-    for table, other in ((measured, scored), (scored, measured)):
-        if "model" not in other.cells:
-            models = table.keys["model"].unique()
+def _common_models(measured: pd.DataFrame, scored: pd.DataFrame, geometry: Path, scores: Path) -> list[str]:
+    """Return the models of both files; rows without a model are about the single model of the other file."""
+    for rows, other, path, other_path in ((measured, scored, geometry, scores), (scored, measured, scores, geometry)):
+        models = rows["model"].unique()
+        if (other["model"] == "").all():
             if len(models) > 1:
-                raise UserError(
-                    f"{table.path} has several models, but {other.path} has no column model; add the column"
-                )
-            other.keys["model"] = models[0]
-    first, second = (list(table.keys["model"].unique()) for table in (measured, scored))
+                raise UserError(f"{path} has several models, but {other_path} has no column model; add the column")
+            other["model"] = models[0]
+    first, second = (list(rows["model"].unique()) for rows in (measured, scored))
     common = [model for model in first if model in second]
     if not common:
         raise UserError(
-            f"no model in common: {measured.path} has {_list_some(first)}, {scored.path} has {_list_some(second)}; "
+            f"no model in common: {geometry} has {_list_some(first)}, {scores} has {_list_some(second)}; "
             "use the same names, or remove the column model from the scores"
         )
     return common
 
 
-def _measure_values(table: _Table, selection: Selection) -> pd.DataFrame:
-    """Return one row for each cell of a selected measure: its keys, the measure's `name` and the `value`."""
-    columns = [str(name) for name in table.cells if name not in KEYS]
-    _check_known("--measure", selection.measures, columns, table.path)
-    keys = table.keys
-    if selection.layers:
-        keys = keys[keys["layer"].isin(selection.layers)]
-    if selection.sources:
-        keys = keys[keys["source"].isin(selection.sources)]
-    return _long_format(table, keys, selection.measures or columns)
+def _without_omitted(rows: pd.DataFrame, selection: Selection) -> pd.DataFrame:
+    """Leave out rows whose revision or step is omitted."""
+    labels = rows[["point", "revision", "step"]].astype(str)
+    return rows[~labels.isin(selection.omit).any(axis=1)]
 
 
-def _task_values(table: _Table) -> pd.DataFrame:
-    """Return one row for each score: its keys, the task's `name` and the `value`."""
-    columns = [str(name) for name in table.cells if name not in KEYS]
-    if not columns:
-        raise UserError(f"{table.path} has no column of scores; expected one for each task, or task and score")
-    keys = table.keys.assign(source="", layer="")
-    if {"task", "score"} <= set(columns):
-        return _long_format(table, keys, ["score"], table.cells["task"])
-    return _long_format(table, keys, columns)
-
-
-def _long_format(
-    table: _Table, keys: pd.DataFrame, columns: Sequence[str], names: pd.Series | None = None
-) -> pd.DataFrame:
-    """Melt columns of numbers to rows with a `name` (by default the column's) and a `value`, in the file's order.
+def _parse_values(rows: pd.DataFrame, path: Path) -> pd.DataFrame:
+    """Parse the texts of `_long_format` to a `value`; leaves out empty cells and numbers that are not finite.
 
     Raises:
-        UserError: if a cell is no number, or a series has a second number at the same point.
+        UserError: if a text is no number, or a series has a second number at the same point.
     """
-    parts = [keys[:0].assign(name="", value=math.nan)]
-    for column in columns:
-        values = _parse_numbers(table.cells.loc[keys.index, column], table.path)
-        parts.append(keys.assign(name=column if names is None else names, value=values))
-    rows = pd.concat(parts).sort_index(kind="stable")
-    series = ["source", "layer", "name", "model", "point"]
-    known = rows.dropna(subset="value")
-    for line, row in known[known.duplicated(series)].iterrows():
-        name = " ".join(str(row[column]) for column in series if row[column] != "")
-        raise UserError(f"{table.path}, line {line}: there is a second number for {name}; expected one for each point")
-    return rows
-
-
-def _parse_numbers(cells: pd.Series, path: Path) -> list[float]:
-    """Parse cells as numbers; empty cells and infinite numbers are NaN."""
-    numbers = []
-    for line, cell in cells.items():
+    values = []
+    for line, column, text in zip(rows.index, rows["name"], rows["text"], strict=True):
         try:
-            number = float(cell) if cell else math.nan
+            values.append(float(text or math.nan))
         except ValueError:
             raise UserError(
-                f"{path}, line {line}: {cells.name} is {shorten(cell, 60)!r}; expected a number or nothing"
+                f"{path}, line {line}: {column} is {shorten(text, 60)!r}; expected a number or nothing"
             ) from None
-        numbers.append(number if math.isfinite(number) else math.nan)
-    return numbers
-
-
-def _check_common_points(measures: pd.DataFrame, tasks: pd.DataFrame, by: str) -> None:
-    first, second = (values.dropna(subset="value") for values in (measures, tasks))
-    if first.merge(second, on=["model", "point"]).empty:
-        # The number may be the same where the name is not.
-        hint = "; --by step joins by the numbers in the names" if by == "revision" else ""
-        raise UserError(
-            f"no {by} in common: the measures have {_list_some(first['point'])}, the scores "
-            f"{_list_some(second['point'])}{hint}"
-        )
+    parsed = rows.assign(value=np.array(values, dtype=float))
+    parsed = parsed[np.isfinite(parsed["value"])]
+    series = ["source", "layer", "name", "model", "point"]
+    for line, row in parsed[parsed.duplicated(series)].iterrows():
+        name = " ".join(str(row[column]) for column in series if row[column] != "")
+        raise UserError(f"{path}, line {line}: there is a second number for {name}; expected one for each point")
+    return parsed
 
 
 def _list_some(names: Iterable[object]) -> str:
@@ -251,9 +225,9 @@ def _list_some(names: Iterable[object]) -> str:
     return ", ".join(distinct[:3] or ["none"]) + (" ..." if len(distinct) > 3 else "")
 
 
-def _equal_weights_warnings(keys: pd.DataFrame) -> list[str]:
+def _equal_weights_warnings(rows: pd.DataFrame) -> list[str]:
     """Warn of points that are not independent because the weights are the same."""
-    known = keys[keys["weights"] != ""]
+    known = rows[rows["weights"] != ""]
     warnings = []
     for (model, _), group in known.groupby(["model", "weights"], sort=False):
         points = list(map(str, group["point"].unique()))
@@ -264,7 +238,7 @@ def _equal_weights_warnings(keys: pd.DataFrame) -> list[str]:
 
 
 def _correlate_model(
-    model: str, measures: pd.DataFrame, tasks: pd.DataFrame, selection: Selection
+    model: str, measures: pd.DataFrame, tasks: pd.DataFrame, task_names: Sequence[str], selection: Selection
 ) -> Iterator[dict[str, Any]]:
     """Yield one row of `CorrelationResults.rows` for each measure of the model and each task."""
     weights = cache(lambda count: _bootstrap_weights(count, selection.resamples, selection.seed))
@@ -274,13 +248,12 @@ def _correlate_model(
     def resample(values: tuple[float, ...]) -> Resampled:
         return Resampled(np.array(values), weights(len(values)))
 
-    scores = {
-        task: _values_by_point(group[group["model"] == model]) for task, group in tasks.groupby("name", sort=False)
-    }
+    tasks = tasks[tasks["model"] == model]
+    scores = {name: _by_point(tasks[tasks["name"] == name]) for name in task_names}
     model_measures = measures[measures["model"] == model]
     for (source, layer, measure), group in model_measures.groupby(["source", "layer", "name"], sort=False):
-        values = _values_by_point(group)
-        for task, task_values in scores.items() if values else ():
+        values = _by_point(group)
+        for task, task_values in scores.items():
             points = [point for point in task_values if point in values]
             x, y = tuple(values[point] for point in points), tuple(task_values[point] for point in points)
             row = {"model": model, "source": source, "layer": layer, "measure": measure, "task": task, "n": len(points)}
@@ -292,8 +265,8 @@ def _correlate_model(
                 yield {**row, **correlations(resample(x), resample(y)), "note": ""}
 
 
-def _values_by_point(rows: pd.DataFrame) -> dict[Any, float]:
-    return rows.dropna(subset="value").set_index("point")["value"].to_dict()
+def _by_point(rows: pd.DataFrame) -> dict[Any, float]:
+    return rows.set_index("point")["value"].to_dict()
 
 
 def _reason_undefined(measure: np.ndarray, scores: np.ndarray) -> str:

@@ -23,7 +23,7 @@ from istar.files import atomic_write, write_text
 from istar.geometry import wordsim
 from istar.geometry.corpus import Source, documents, tokenize
 from istar.geometry.matrix import Matrix, Which, read_matrix
-from istar.geometry.measure import matrix_measures
+from istar.geometry.measure import matrix_measures, number_table
 from istar.measures import all_but_the_top, centered, scaled_centered
 from istar.measures.rows import unit_vectors, wide_blocks
 
@@ -320,12 +320,8 @@ def tables(results: EmbeddingResults) -> list[Table]:
     about = results.about
     file = about["file"] or "the whole model"
     title = f"{Path(about['model']).name}: {about['matrix']} embeddings, {about['tensor']} of {file}"
-    measures = Table(title=title, title_justify="left")
-    measures.add_column("form", overflow="fold")
-    for name in _COLUMNS.values():
-        measures.add_column(name, justify="right", overflow="fold")
-    for form, figures in results.figures.items():
-        measures.add_row(form, *(f"{figures[name]:.4g}" for name in _COLUMNS))
+    rows = {form: [figures[name] for name in _COLUMNS] for form, figures in results.figures.items()}
+    measures = number_table(title, "form", _COLUMNS.values(), rows)
     if results.similarity.empty:
         return [measures]
     policy = results.similarity["policy"][0].replace("_", " ")

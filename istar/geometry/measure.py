@@ -5,7 +5,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -294,13 +294,20 @@ def table(measured: Measurements) -> Table:
         for which, forms in measured.matrices.items()
         for form, figures in forms.items()
     ]
-    caption = f"I(W), signs as computed: {'; '.join(matrices)}."
-    result = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
     columns = [name for name in _COLUMNS if any(name in figures for figures in taps.values())]
-    result.add_column("layer")
-    for name in columns:
-        result.add_column(_COLUMNS[name], justify="right")
-    for tap, figures in taps.items():
-        values = [figures.get(name, math.nan) for name in columns]
-        result.add_row(tap, *("-" if math.isnan(value) else f"{value:.4g}" for value in values))
+    rows = {tap: [figures.get(name, math.nan) for name in columns] for tap, figures in taps.items()}
+    caption = f"I(W), signs as computed: {'; '.join(matrices)}."
+    return number_table(title, "layer", [_COLUMNS[name] for name in columns], rows, caption)
+
+
+def number_table(
+    title: str, label: str, columns: Iterable[str], rows: Mapping[str, Iterable[float]], caption: str | None = None
+) -> Table:
+    """Return a terminal table with a row of numbers for each label; NaN is shown as a dash."""
+    result = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
+    result.add_column(label, overflow="fold")
+    for column in columns:
+        result.add_column(column, justify="right", overflow="fold")
+    for name, numbers in rows.items():
+        result.add_row(name, *("-" if math.isnan(number) else f"{number:.4g}" for number in numbers))
     return result

@@ -282,20 +282,17 @@ def table_rows(measured: Measurements) -> Iterator[dict[str, Any]]:
 def table(plan: Plan, checkpoints: Sequence[Checkpoint], trajectory: Trajectory) -> Table:
     """Return the terminal table: the last layer over all texts, and I(W) of the matrix nearest to the output."""
     measures = ("isoscore", "inter_sim", "intra_sim", "two_nn", "effective_rank")
-    result = Table(title=f"{plan.model}: the last layer, and I(W)", title_justify="left")
-    result.add_column("revision", overflow="fold")
-    for name in (*measures, "I(W)"):
-        result.add_column(name.replace("_", " "), justify="right", overflow="fold")
+    rows = {}
     for checkpoint in checkpoints:
-        values = [math.nan] * (len(measures) + 1)
+        rows[checkpoint.label] = [math.nan] * (len(measures) + 1)
         if checkpoint.label in trajectory.measured:
             measured = trajectory.measured[checkpoint.label]
             last_layer = list(measured.all_texts.values())[-1]
             matrix = measured.matrices.get("output") or measured.matrices["input"]
-            values = [last_layer.get(name, math.nan) for name in measures]
-            values.append(matrix["raw"]["partition_isotropy_as_computed"])
-        result.add_row(checkpoint.label, *("-" if math.isnan(value) else f"{value:.4g}" for value in values))
-    return result
+            numbers = [last_layer.get(name, math.nan) for name in measures]
+            rows[checkpoint.label] = [*numbers, matrix["raw"]["partition_isotropy_as_computed"]]
+    columns = [name.replace("_", " ") for name in (*measures, "I(W)")]
+    return measure.number_table(f"{plan.model}: the last layer, and I(W)", "revision", columns, rows)
 
 
 def check(trajectory: Trajectory) -> None:
