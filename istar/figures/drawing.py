@@ -198,6 +198,7 @@ def _trailing_number(label: str) -> float:
 
 
 def _draw_panel(axes: Axes, plot: Plot, panel: Panel, styles: Mapping[str, Mapping[str, Any]]) -> None:
+    """Draw the lines of a panel, label its axes and set their limits."""
     lines = sorted(panel.lines, key=lambda line: list(styles).index(line.label))
     if plot.kind == "columns":
         _draw_columns(axes, lines, styles)

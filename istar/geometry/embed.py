@@ -76,8 +76,6 @@ def embed(
 ) -> EmbeddingResults:
     """Measure an embedding matrix raw, centered, without its top directions, and in the requested form.
 
-    The word similarity is computed on the benchmarks, and tokens are counted in the texts.
-
     Raises:
         UserError: if the model, a benchmark or a text cannot be read, or an option does not fit the others.
     """

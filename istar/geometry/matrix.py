@@ -96,9 +96,7 @@ def _read_tensor(config: ModelConfig, names: list[str]) -> tuple[Tensor, str, Pa
         tensor = next((name for name in names if name in shards), None)
         path = None if tensor is None else find_file(config, shards[tensor])
         if tensor is not None and path is None:
-            raise UserError(
-                f"{config.name} lacks {shards[tensor]}; expected the file, as {INDEX} names it for {tensor}"
-            )
+            raise UserError(f"{config.name} lacks {shards[tensor]}, which {INDEX} names as the file of {tensor}")
     if path is None:
         return None
     try:

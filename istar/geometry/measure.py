@@ -109,7 +109,7 @@ def measure(
         dtype: dtype of the weights, a key of `DTYPES`. Statistics are at least float32.
         device: auto, cpu, cuda, cuda:1, mps.
         console: console for a progress bar; None shows none.
-        command: command line to record in the measurements.
+        command: command line to record.
 
     Raises:
         UserError: if the model or a text cannot be read, or an argument does not fit the model or the machine.
@@ -231,9 +231,7 @@ def read(path: Path) -> Measurements:
             raise UserError(f"{path} has format {values['format']}; expected {FORMAT}; measure the model again")
         return Measurements(**values)
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(
-            f"{path} holds no measures that istar wrote: {shorten(error)}; measure the model again"
-        ) from error
+        raise UserError(f"{path} holds no measures of istar: {shorten(error)}; measure the model again") from error
 
 
 def _spectra(layer: Layer) -> dict[str, list[float]]:
@@ -267,9 +265,7 @@ def _find_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise UserError(
-            f"--device {name} is not available on this machine; expected auto, cpu, or a device such as cuda:0"
-        ) from error
+        raise UserError(f"--device {name} is not available; expected auto, cpu, or a device such as cuda:0") from error
     return device
 
 

@@ -25,6 +25,7 @@ from istar.pages.sheets import Entry, Sheet
 # A state file that is being written has a name with a further leading dot.
 KIND = Kind("page of measures", "istar measure", (measure.JSON, measure.CSV), (".pass.*", "..pass.*"))
 _MAX_ROWS = 80
+"""Most rows in the page's table of layers; the files have all rows."""
 _MAX_TAPS_IN_FULL = 14
 """With more taps, the table of extreme dimensions shows one dimension of each instead of three."""
 _HEADERS = {

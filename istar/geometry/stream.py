@@ -39,12 +39,7 @@ class Pass:
 
 
 class Statistics:
-    """Accumulators of all taps over a source.
-
-    Attributes:
-        layers: accumulators by the names of the taps.
-        sample: random sample of the tokens.
-    """
+    """Accumulators over a source: `layers`, by the names of the taps, and `sample`, a random sample of the tokens."""
 
     def __init__(self, model: PreTrainedModel, taps: Sequence[str], settings: Pass) -> None:
         config = model.config.get_text_config()
@@ -110,17 +105,13 @@ class Stream:
         is_distributed = dist.is_available() and dist.is_initialized()
         self._rank, self._world = (dist.get_rank(), dist.get_world_size()) if is_distributed else (0, 1)
         if self._world > 1 and state is None:
-            raise UserError(
-                "several processes need a state file to share a pass; give one in a folder that all can see"
-            )
+            raise UserError("several processes need a state file to share a pass; give one in a folder that all see")
         self._model, self._taps = model, Taps(model)
         self._packer = Packer(tokenizer, settings.length)
         self._pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
 
     def __call__(self, sources: Sequence[Source], console: Console | None = None) -> dict[str, Statistics]:
         """Read the sources; returns the statistics by their names and, if there are several, of all as `combined`.
-
-        The console shows a progress bar.
 
         Raises:
             UserError: if a source cannot be read or holds no text.

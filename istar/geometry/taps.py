@@ -21,8 +21,7 @@ class Taps:
     last layer. A pass over a single token tells which: the module outside the layers whose output equals the last
     hidden state is the final normalization, and the input of that module is the output of the last layer.
 
-    Args:
-        model: model without a head, in eval mode.
+    The model has no head and is in eval mode.
 
     Attributes:
         names: names of the taps, from the input to the output.

@@ -97,13 +97,10 @@ def revisions(model: str, names: str) -> list[Checkpoint]:
 
 
 def checkpoints(pattern: str) -> list[Checkpoint]:
-    """Find checkpoints on disk and sort them by step.
-
-    Args:
-        pattern: glob pattern of folders that `save_pretrained` wrote, runs of train.py, or their `.ckpt` files.
+    """Find folders of `save_pretrained`, runs of train.py and their `.ckpt` files, and sort them by step.
 
     Raises:
-        UserError: if the pattern matches none of these.
+        UserError: if the glob pattern matches none of these.
     """
     paths = [Path(path) for path in sorted(glob.glob(pattern))]  # noqa: PTH207 (Path.glob refuses absolute patterns)
     models: dict[Path, Path] = {}
@@ -136,9 +133,7 @@ def _check_folders(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
     folders = [checkpoint.folder for checkpoint in checkpoints]
     for checkpoint in checkpoints:
         if folders.count(checkpoint.folder) > 1 or checkpoint.folder in (".", "..", TABLE):
-            raise UserError(
-                f"{checkpoint.label} cannot name a folder for its results; measure this checkpoint separately"
-            )
+            raise UserError(f"{checkpoint.label} cannot name a folder for its results; measure it separately")
     return checkpoints
 
 
@@ -176,8 +171,7 @@ def _print_line(console: Console, line: str) -> None:
 def _measure(checkpoint: Checkpoint, plan: Plan, fingerprint: str, earlier: Trajectory) -> tuple[Measurements, str]:
     """Read, copy or take the measurements of a checkpoint, and write them to its folder.
 
-    Returns:
-        The measurements, and a message for the user, which may be empty.
+    The second value is a message for the user, which may be empty.
     """
     folder = plan.out / checkpoint.folder
     with _loadable(checkpoint, folder) as name:

@@ -118,9 +118,7 @@ def read_benchmark(path: str | Path, format: str | None = None) -> Benchmark:
     - wordsim353: three tab-separated columns, the rating (0 to 10) last; with or without header.
     - rw: tab-separated, the mean rating (0 to 10) in column 3, followed by the individual ratings.
 
-    Args:
-        path: a text file in UTF-8 with any line endings. Empty lines are skipped.
-        format: one of the formats above; by default the one that matches the first line.
+    The format is by default the one that matches the first line. The file is UTF-8; empty lines are skipped.
 
     Raises:
         UserError: if the file cannot be read, its format is unknown, or a line is malformed.
@@ -161,10 +159,7 @@ def word_vectors(
         tokenizer: any tokenizer of transformers; special tokens are not added.
         embeddings: `(rows, d)`, one row per token id, of any floating dtype and on any device.
         policy: "single_token", as in the paper, gives words of several tokens no vector. "mean" gives them the mean of
-            their tokens' rows.
-
-    Returns:
-        Vectors of the words that have one. A word with an unknown token has none under either policy.
+            their tokens' rows. A word with an unknown token has no vector under either policy.
 
     Raises:
         UserError: if the policy is unknown, or the embeddings are not a finite matrix with a row for each token.
