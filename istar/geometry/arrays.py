@@ -52,7 +52,7 @@ def _principal_axes(matrix: Tensor, origin: Tensor) -> Tensor:
     """Return the first two right singular vectors `(d, 2)` of the rows minus the origin."""
     scatter: Any = sum((block - origin).T @ (block - origin) for block in wide_blocks(matrix))
     axes = torch.linalg.eigh(scatter)[1][:, [-1, -2][: len(scatter)]]
-    # Eigenvectors have no sign of their own. Making the largest coordinate positive fixes it.
+    # The sign of an eigenvector is arbitrary. It is fixed by making the largest coordinate positive.
     return axes * axes.gather(0, axes.abs().argmax(0, keepdim=True)).sign()
 
 

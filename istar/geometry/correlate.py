@@ -94,8 +94,8 @@ def correlate(geometry: Path, scores: Path, selection: Selection) -> Correlation
         # The number may be the same where the name is not.
         hint = "; --by step joins by the numbers in the names" if by == "revision" else ""
         raise UserError(
-            f"no {by} in common: the measures have {_list_some(measures['point'])}, the scores "
-            f"{_list_some(tasks['point'])}{hint}"
+            f"no {by} in common: the measures have {_first_names(measures['point'])}, the scores "
+            f"{_first_names(tasks['point'])}{hint}"
         )
     # Tasks without a number keep their rows, with zero points.
     task_names = list(scored["name"].unique())
@@ -184,7 +184,7 @@ def _common_models(measured: pd.DataFrame, scored: pd.DataFrame, geometry: Path,
     common = [model for model in first if model in second]
     if not common:
         raise UserError(
-            f"no model in common: {geometry} has {_list_some(first)}, {scores} has {_list_some(second)}; "
+            f"no model in common: {geometry} has {_first_names(first)}, {scores} has {_first_names(second)}; "
             "use the same names, or remove the column model from the scores"
         )
     return common
@@ -219,7 +219,7 @@ def _parse_values(rows: pd.DataFrame, path: Path) -> pd.DataFrame:
     return parsed
 
 
-def _list_some(names: Iterable[object]) -> str:
+def _first_names(names: Iterable[object]) -> str:
     """Return the first three distinct names, separated by commas."""
     distinct = list(dict.fromkeys(map(str, names)))
     return ", ".join(distinct[:3] or ["none"]) + (" ..." if len(distinct) > 3 else "")

@@ -116,7 +116,7 @@ class Sample:
         self.points: dict[str, Tensor] = {name: torch.empty(0) for name in names}
 
     def update(self, blocks: Sequence[int], lengths: Sequence[int], states: Mapping[str, Tensor]) -> None:
-        """Add the tokens of blocks, given by the blocks' numbers and lengths and all tokens' states `(n, d)` by tap."""
+        """Add the tokens of blocks with these numbers and lengths; `states` has their states `(n, d)` by tap."""
         if not self.size:
             return
         # torch's generator uses 32 bits of its seed, too few to hold the seed and the number of a block.

@@ -60,7 +60,7 @@ class Measurements:
 
     model: dict[str, Any]  # name and revision as given, dtype, model type and device
     weights: str  # hash of all weights; equal weights have equal hashes, whatever their revision is called
-    settings: dict[str, Any]  # how the texts were read
+    settings: dict[str, Any]  # settings of the pass, and the paths of the texts
     # Measures by source and tap. With several sources, `combined` is all of them together.
     sources: BySourceAndTap[dict[str, float]]
     spectra: BySourceAndTap[dict[str, list[float]]]  # singular values of the hidden states, raw and centered

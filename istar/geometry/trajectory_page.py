@@ -23,10 +23,7 @@ _TEXTS = {
         "I(W) of the embedding matrices",
         "I(W) of the raw matrices, with the signs as computed; 1 is isotropic.",
     ),
-    "final_norm": (
-        "The final normalization",
-        "Norms of its gain and bias, divided by the square root of the width.",
-    ),
+    "final_norm": ("The final normalization", "Norms of its gain and bias, divided by the square root of the width."),
 }
 """Title and caption of each plot, by the plot's name."""
 
