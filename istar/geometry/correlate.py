@@ -173,7 +173,7 @@ def _check_known(option: str, names: Iterable[str], known: Iterable[str], path: 
 
 
 def _common_models(measured: pd.DataFrame, scored: pd.DataFrame, geometry: Path, scores: Path) -> list[str]:
-    """Return the models of both files; rows without a model are about the single model of the other file."""
+    """Return the models of both files; rows without models get the single model of the other file."""
     for rows, other, path, other_path in ((measured, scored, geometry, scores), (scored, measured, scores, geometry)):
         models = rows["model"].unique()
         if (other["model"] == "").all():
