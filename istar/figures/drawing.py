@@ -1,13 +1,13 @@
 """Rendering plots to SVG and PNG in one style, and preparing SVG to stand inside an HTML page."""
 
+import html
 import io
 import itertools
 import math
 import re
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-from xml.sax import saxutils
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -35,7 +35,9 @@ _CSS_COLOURS = {
     **{colour: f"var(--s{number})" for number, colour in enumerate(SCALE)},
 }
 _MARKERS = "osD^vPX*"
-_MAX_COLUMNS = 3
+_MAX_MARKERS = 40
+"""Most points of a line with markers; more markers would hide the line."""
+_MAX_TICKS = 12
 _DPI = 110
 _STYLE: Any = {
     "font.family": "sans-serif",
@@ -80,16 +82,10 @@ def render(plot: Plot) -> dict[str, bytes]:
 
 
 def inline(svg: bytes, name: str, title: str, description: str) -> str:
-    """Prepare an SVG to stand inside an HTML page.
+    """Prepare an SVG of `render` to stand inside an HTML page.
 
-    Its ids become unique in the page, its colours CSS variables, and a title and a description are added for screen
-    readers.
-
-    Args:
-        svg: the SVG that `render` returns.
-        name: prefix of all ids, different from those of the page's other pictures.
-        title: short title.
-        description: description of the content in words.
+    Its ids get the prefix `name`, which must be unique in the page. Its colours become CSS variables, and a title and a
+    description in words are added for screen readers.
     """
     text = svg.decode()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
@@ -101,15 +97,10 @@ def inline(svg: bytes, name: str, title: str, description: str) -> str:
     opening = (
         f'<svg role="img" aria-labelledby="{name}-title {name}-desc" viewBox="0 0 {width} {height}" '
         f'style="--natural:{float(width) * 4 / 3:.0f}px" xmlns="http://www.w3.org/2000/svg" '
-        f'xmlns:xlink="http://www.w3.org/1999/xlink"><title id="{name}-title">{escape(title)}</title>'
-        f'<desc id="{name}-desc">{escape(description)}</desc>'
+        f'xmlns:xlink="http://www.w3.org/1999/xlink"><title id="{name}-title">{html.escape(title)}</title>'
+        f'<desc id="{name}-desc">{html.escape(description)}</desc>'
     )
     return opening + text[text.index(">", text.index("<svg")) + 1 :]
-
-
-def escape(text: str) -> str:
-    """Escape a text for XML, also inside a quoted attribute."""
-    return saxutils.escape(text, {'"': "&quot;"})
 
 
 def describe(plot: Plot) -> str:
@@ -118,13 +109,14 @@ def describe(plot: Plot) -> str:
     for panel in plot.panels:
         lines = "; ".join(_describe_line(line, plot) for line in panel.lines)
         marks = [f"; {name} at {position:g}" for position, name in filter(None, (panel.level, panel.mark))]
-        subject = ", ".join(filter(None, (panel.task, panel.model)))
-        subject = f"{subject}: " if subject else ""
-        sentences.append(f"{subject}{panel.y_label} by {plot.x_label}: {lines}{''.join(marks)}.")
+        subject = ", ".join(name for name in (panel.task, panel.model) if name)
+        prefix = f"{subject}: " if subject else ""
+        sentences.append(f"{prefix}{panel.y_label} by {plot.x_label}: {lines}{''.join(marks)}.")
     return " ".join(sentences)
 
 
 def _describe_line(line: Line, plot: Plot) -> str:
+    """Describe a line by its first and last point, a histogram by its range and its highest bin."""
     finite = [(x, y) for x, y in zip(line.x, line.y, strict=True) if math.isfinite(x) and math.isfinite(y)]
     if not finite:
         return f"{line.label} without a number"
@@ -143,41 +135,39 @@ def _describe_line(line: Line, plot: Plot) -> str:
 
 def _draw(plot: Plot) -> Figure:
     """Draw all panels on a grid, with one legend for all of them below."""
-    columns = 2 if len(plot.panels) == 4 else min(_MAX_COLUMNS, len(plot.panels))
+    columns = 2 if len(plot.panels) == 4 else min(3, len(plot.panels))
     rows = math.ceil(len(plot.panels) / columns)
-    width = {1: 6.5, 2: 8.5, 3: 11.0}[columns]
     styles = _line_styles(plot)
-    legend_rows = math.ceil(len(styles) / _legend_columns(columns, styles)) if len(styles) > 1 else 0
+    legend_rows = math.ceil(len(styles) / _legend_columns(columns, list(styles))) if len(styles) > 1 else 0
+    width = {1: 6.5, 2: 8.5, 3: 11.0}[columns]
     height = rows * (3.0 if columns > 1 else 3.6) + 0.25 * legend_rows
     figure = Figure(figsize=(width, height), dpi=_DPI, layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False)
     handles: dict[str, Any] = {}
-    for panel_axes, panel in itertools.zip_longest(axes.flat, plot.panels):
+    for axes, panel in itertools.zip_longest(figure.subplots(rows, columns, squeeze=False).flat, plot.panels):
         if panel is None:
-            panel_axes.set_visible(False)
+            axes.set_visible(False)
             continue
-        _draw_panel(panel_axes, plot, panel, styles)
-        for handle, label in zip(*panel_axes.get_legend_handles_labels(), strict=True):
+        _draw_panel(axes, plot, panel, styles)
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             # The error bars would cover the marker in the legend.
             handles[label] = handle[0] if isinstance(handle, ErrorbarContainer) else handle
     if len(handles) > 1:
-        ordered = list(dict.fromkeys(label for label in (*styles, *handles) if label in handles))
+        labels = [label for label in styles if label in handles]
+        labels += [label for label in handles if label not in styles]
         figure.legend(
-            [handles[label] for label in ordered],
-            ordered,
+            [handles[label] for label in labels],
+            labels,
             loc="outside lower center",
-            ncols=_legend_columns(columns, ordered),
+            ncols=_legend_columns(columns, labels),
             markerscale=3 if plot.kind == "scatter" else 1,
         )
     return figure
 
 
-def _legend_columns(columns: int, labels: Collection[str]) -> int:
-    """Return how many columns of labels fit under so many columns of panels, with rows of nearly equal length."""
-    if not labels:
-        return 1
-    longest = max(map(len, labels))
-    most = max(1, min(8, int((66, 90, 120)[columns - 1] / (longest + 6))))
+def _legend_columns(panel_columns: int, labels: Sequence[str]) -> int:
+    """Return how many columns of labels fit below the panels, so that the legend's rows are of nearly equal length."""
+    characters = {1: 66, 2: 90, 3: 120}[panel_columns]
+    most = max(1, min(8, characters // (max(map(len, labels)) + 6)))
     return math.ceil(len(labels) / math.ceil(len(labels) / most))
 
 
@@ -186,12 +176,13 @@ def _line_styles(plot: Plot) -> dict[str, dict[str, Any]]:
     labels = list(dict.fromkeys(line.label for panel in plot.panels for line in panel.lines))
     if plot.ordered:
         last = max(len(labels) - 1, 1)
-        scale = [SCALE[round(number * (len(SCALE) - 1) / last)] for number in range(len(labels))]
-        return {label: {"color": colour, "marker": "o"} for label, colour in zip(labels, scale, strict=True)}
-    labels.sort(key=lambda label: (label != plot.ink, _trailing_number(label)))
-    others = [label for label in labels if label != plot.ink]
-    styles = {plot.ink: {"color": INK, "marker": "s"}} if plot.ink in labels else {}
-    for number, label in enumerate(others):
+        colours = [SCALE[round(number * (len(SCALE) - 1) / last)] for number in range(len(labels))]
+        return {label: {"color": colour, "marker": "o"} for label, colour in zip(labels, colours, strict=True)}
+    styles: dict[str, dict[str, Any]] = {}
+    if plot.ink in labels:
+        labels.remove(plot.ink)
+        styles[plot.ink] = {"color": INK, "marker": "s"}
+    for number, label in enumerate(sorted(labels, key=_trailing_number)):
         styles[label] = {
             "color": PALETTE[number % len(PALETTE)],
             "marker": _MARKERS[number % len(_MARKERS)],
@@ -202,25 +193,23 @@ def _line_styles(plot: Plot) -> dict[str, dict[str, Any]]:
 
 def _trailing_number(label: str) -> float:
     """Return the number at the end of a label, to sort by; infinity without one, so that such labels come last."""
-    match = _NUMBER.search(label)
+    match = re.search(r"-?\d+(\.\d+)?(e-?\d+)?$", label)
     return float(match[0]) if match else math.inf
 
 
-_NUMBER = re.compile(r"-?\d+(\.\d+)?(e-?\d+)?$")
-
-
 def _draw_panel(axes: Axes, plot: Plot, panel: Panel, styles: Mapping[str, Mapping[str, Any]]) -> None:
+    """Draw the lines of a panel, label its axes and set their limits."""
     lines = sorted(panel.lines, key=lambda line: list(styles).index(line.label))
     if plot.kind == "columns":
         _draw_columns(axes, lines, styles)
     else:
         for line in lines:
-            _DRAWERS[plot.kind](axes, line, dict(styles[line.label]))
+            _draw_line(axes, plot.kind, line, dict(styles[line.label]))
     if panel.level is not None:
         axes.axhline(panel.level[0], color=RED, linestyle="--", linewidth=1.3, label=panel.level[1])
     if panel.mark is not None:
         axes.axvline(panel.mark[0], color=RED, linestyle="--", linewidth=1.3, label=panel.mark[1])
-    axes.set_title(panel.task or "")
+    axes.set_title(panel.task)
     axes.set_xlabel(plot.x_label)
     axes.set_ylabel(panel.y_label)
     _set_scales(axes, plot, panel)
@@ -232,6 +221,8 @@ def _draw_panel(axes: Axes, plot: Plot, panel: Panel, styles: Mapping[str, Mappi
 
 
 def _set_scales(axes: Axes, plot: Plot, panel: Panel) -> None:
+    """Set the scales of both axes and the positions and labels of the ticks."""
+    xs = sorted({x for line in panel.lines for x in line.x if math.isfinite(x)})
     if plot.log_y:
         axes.set_yscale("log")
         _label_decades(axes.yaxis, 2)
@@ -242,9 +233,9 @@ def _set_scales(axes: Axes, plot: Plot, panel: Panel) -> None:
         _label_decades(axes.xaxis, 1)
     elif plot.x_names:
         axes.set_xticks(list(plot.x_names), list(plot.x_names.values()))
-    elif plot.kind == "bars" and len(set(_finite_xs(panel))) <= _MAX_TICKS:
-        axes.set_xticks(sorted(set(_finite_xs(panel))))
-    elif all(x == round(x) for x in _finite_xs(panel)):
+    elif plot.kind == "bars" and len(xs) <= _MAX_TICKS:
+        axes.set_xticks(xs)
+    elif all(x == round(x) for x in xs):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, min_n_ticks=1))
     else:
         axes.xaxis.set_major_locator(MaxNLocator(nbins=5))
@@ -264,39 +255,28 @@ class _MinorFormatter(LogFormatter):
         return f"{x:g}" if super().__call__(x, pos) else ""
 
 
-def _finite_xs(panel: Panel) -> list[float]:
-    return [x for line in panel.lines for x in line.x if math.isfinite(x)]
-
-
-_MAX_TICKS = 12
-
-
-def _draw_line(axes: Axes, line: Line, style: dict[str, Any]) -> None:
-    # Markers would hide a line with more points.
-    has_markers = len(line.x) <= _MAX_MARKERS
-    style["marker"] = style["marker"] if has_markers else ""
-    axes.plot(line.x, line.y, label=line.label, linewidth=1.6 if has_markers else 0.8, **{"linestyle": "-", **style})
-    if any(line.y_error):
-        low = [y - error for y, error in zip(line.y, line.y_error, strict=True)]
-        high = [y + error for y, error in zip(line.y, line.y_error, strict=True)]
-        axes.fill_between(line.x, low, high, color=style["color"], alpha=0.15, linewidth=0)
-
-
-_MAX_MARKERS = 40
-
-
-def _draw_point(axes: Axes, line: Line, style: dict[str, Any]) -> None:
-    style.pop("linestyle", None)
-    axes.errorbar(
-        line.x, line.y, line.y_error, line.x_error, label=line.label, linestyle="", capsize=3, elinewidth=1.1,
-        markersize=7, **style,
-    )  # fmt: skip
-
-
-def _draw_bars(axes: Axes, line: Line, style: dict[str, Any]) -> None:
-    axes.errorbar(
-        line.x, line.y, line.y_error, label=line.label, capsize=3, elinewidth=1.1, **{"linestyle": "-", **style}
-    )
+def _draw_line(axes: Axes, kind: str, line: Line, style: dict[str, Any]) -> None:
+    """Draw a line of a panel in the style of matplotlib's keyword arguments; see `Plot` for the kinds."""
+    if kind == "line":
+        has_markers = len(line.x) <= _MAX_MARKERS
+        style = {"linestyle": "-", **style, "marker": style["marker"] if has_markers else ""}
+        axes.plot(line.x, line.y, label=line.label, linewidth=1.6 if has_markers else 0.8, **style)
+        if any(line.y_error):
+            low = [y - error for y, error in zip(line.y, line.y_error, strict=True)]
+            high = [y + error for y, error in zip(line.y, line.y_error, strict=True)]
+            axes.fill_between(line.x, low, high, color=style["color"], alpha=0.15, linewidth=0)
+    elif kind == "points":
+        style |= {"linestyle": "", "markersize": 7}
+        axes.errorbar(line.x, line.y, line.y_error, line.x_error, label=line.label, capsize=3, elinewidth=1.1, **style)
+    elif kind == "bars":
+        style = {"linestyle": "-", **style}
+        axes.errorbar(line.x, line.y, line.y_error, label=line.label, capsize=3, elinewidth=1.1, **style)
+    elif kind == "histogram":
+        axes.step(line.x, line.y, where="mid", color=style["color"], linewidth=1.2, label=line.label)
+        axes.fill_between(line.x, line.y, step="mid", color=style["color"], alpha=0.15, linewidth=0)
+    else:
+        style |= {"linestyle": "", "marker": "o", "markersize": 2, "markeredgewidth": 0}
+        axes.plot(line.x, line.y, label=line.label, **style)
 
 
 def _draw_columns(axes: Axes, lines: Sequence[Line], styles: Mapping[str, Mapping[str, Any]]) -> None:
@@ -305,24 +285,3 @@ def _draw_columns(axes: Axes, lines: Sequence[Line], styles: Mapping[str, Mappin
         centers = [x + (number - (len(lines) - 1) / 2) * width for x in line.x]
         bars = axes.bar(centers, line.y, 0.92 * width, label=line.label, color=styles[line.label]["color"])
         axes.bar_label(bars, fmt="{:.3g}", fontsize=8, padding=2)
-
-
-def _draw_histogram(axes: Axes, line: Line, style: dict[str, Any]) -> None:
-    axes.step(line.x, line.y, where="mid", color=style["color"], linewidth=1.2, label=line.label)
-    axes.fill_between(line.x, line.y, step="mid", color=style["color"], alpha=0.15, linewidth=0)
-
-
-def _draw_scatter(axes: Axes, line: Line, style: dict[str, Any]) -> None:
-    axes.plot(
-        line.x, line.y, label=line.label, linestyle="", marker="o", markersize=2, markeredgewidth=0,
-        color=style["color"],
-    )  # fmt: skip
-
-
-_DRAWERS = {
-    "line": _draw_line,
-    "points": _draw_point,
-    "bars": _draw_bars,
-    "histogram": _draw_histogram,
-    "scatter": _draw_scatter,
-}

@@ -10,47 +10,28 @@ BASE = "Base"
 
 @dataclass(frozen=True)
 class Line:
-    """A line or a single point of a panel.
+    """A line or a single point of a panel."""
 
-    Attributes:
-        label: name in the legend.
-        x: x coordinates.
-        y: y coordinates.
-        x_error: standard deviations of `x` over seeds; empty if unknown.
-        y_error: standard deviations of `y` over seeds; empty if unknown.
-        seeds: seeds that the line is a mean over.
-    """
-
-    label: str
+    label: str  # name in the legend
     x: tuple[float, ...]
     y: tuple[float, ...]
-    x_error: tuple[float, ...] = ()
-    y_error: tuple[float, ...] = ()
-    seeds: tuple[int, ...] = ()
+    x_error: tuple[float, ...] = ()  # standard deviations of `x` over seeds; empty if unknown
+    y_error: tuple[float, ...] = ()  # standard deviations of `y` over seeds; empty if unknown
+    seeds: tuple[int, ...] = ()  # seeds that the line is a mean over
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A pair of axes, usually for one task and model.
+    """A pair of axes, usually for one task and model."""
 
-    Attributes:
-        model: model that the panel shows; empty for none.
-        task: title of the panel; empty for none.
-        lines: lines of the panel.
-        held: settings that all runs share, in words.
-        y_label: label of the y axis, with the unit.
-        level: position and name of a dashed horizontal line.
-        mark: position and name of a dashed vertical line.
-        seeds: seeds of the runs by the varied value, or by `BASE` for the runs without a penalty.
-    """
-
-    model: str
-    task: str
+    model: str  # model that the panel shows; empty for none
+    task: str  # title of the panel; empty for none
     lines: tuple[Line, ...]
-    held: str
-    y_label: str
-    level: tuple[float, str] | None = None
-    mark: tuple[float, str] | None = None
+    held: str  # settings that all runs share, in words
+    y_label: str  # label of the y axis, with the unit
+    level: tuple[float, str] | None = None  # position and name of a dashed horizontal line
+    mark: tuple[float, str] | None = None  # position and name of a dashed vertical line
+    # Seeds of the runs by the varied value, or by `BASE` for the runs without a penalty.
     seeds: Mapping[Any, tuple[int, ...]] | None = None
 
 
@@ -58,41 +39,24 @@ class Panel:
 class Plot:
     """A figure with one or more panels.
 
-    Attributes:
-        name: name of its files, without suffix.
-        title: short title, for the heading.
-        caption: what the figure shows, over which data, in which units.
-        kind: `line` (error bands), `points` (error bars without a line), `bars` (error bars on a line), `columns` (side
-            by side), `histogram` (steps at the middles of the bins) or `scatter`.
-        x_label: label of the x axis.
-        panels: panels of the figure.
-        sweep: file in conf/sweep/ that makes the runs; empty for none.
-        task: task that the paper shows; empty for all.
-        values: values that the paper varies.
-        symbol: symbol of the varied setting.
-        with_base: whether the sweep also makes runs without a penalty.
-        seeds: number of seeds for each value, in the paper and in the sweep.
-        log_x: whether the x axis is logarithmic.
-        log_y: whether the y axis is logarithmic.
-        x_names: tick labels by position on the x axis; empty for numbers.
-        ordered: whether the lines have an order, which a colour scale then shows.
-        ink: label of the reference line, which is drawn in black.
+    The kinds are `line` (with error bands), `points` (error bars without a line), `bars` (error bars on a line),
+    `columns` (side by side), `histogram` (steps at the middles of the bins) and `scatter`.
     """
 
-    name: str
-    title: str
-    caption: str
+    name: str  # name of its files, without suffix
+    title: str  # short title, for the heading
+    caption: str  # what the figure shows, over which data, in which units
     kind: str
     x_label: str
     panels: tuple[Panel, ...]
-    sweep: str = ""
-    task: str = ""
-    values: tuple[float, ...] = ()
-    symbol: str = "λ"
-    with_base: bool = False
-    seeds: int = 5
-    log_x: bool = False
-    log_y: bool = False
-    x_names: Mapping[float, str] = field(default_factory=dict)
-    ordered: bool = False
-    ink: str = BASE
+    sweep: str = ""  # file in conf/sweep/ that makes the runs; empty for none
+    task: str = ""  # task that the paper shows; empty for all
+    values: tuple[float, ...] = ()  # values that the paper varies
+    symbol: str = "λ"  # symbol of the varied setting
+    with_base: bool = False  # whether the sweep also makes runs without a penalty
+    seeds: int = 5  # number of seeds for each value, in the paper and in the sweep
+    log_x: bool = False  # whether the x axis is logarithmic
+    log_y: bool = False  # whether the y axis is logarithmic
+    x_names: Mapping[float, str] = field(default_factory=dict)  # tick labels by position; empty for numbers
+    ordered: bool = False  # whether the lines have an order, which a colour scale then shows
+    ink: str = BASE  # label of the reference line, which is drawn in black

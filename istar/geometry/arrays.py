@@ -12,8 +12,6 @@ from istar.measures.rows import row_norms, wide_blocks
 
 MAX_ROWS = 2_000
 """Most rows of a matrix in a projection."""
-_BINS = 40
-_EXTREMES = 3
 
 
 def round_all(values: Iterable[float], digits: int = 8) -> list[float]:
@@ -30,42 +28,38 @@ def summarize_rows(matrix: Tensor, counts: Tensor | None = None) -> dict[str, An
         counts: number of occurrences of each row's token in the texts, `(n,)`; None if unknown.
 
     Returns:
-        `norms`, a histogram; the `ids` of the projected rows; their `counts` if known; and their coordinates, `raw` and
-        `centered`, as a list for each axis.
+        The histogram `norms`, and the projected rows' `ids`, `counts` if known, and coordinates by axis, `raw` and
+        `centered`.
     """
     norms = torch.cat([row_norms(block) for block in wide_blocks(matrix)])
+    frequencies, edges = np.histogram(norms.cpu().numpy(), bins=40)
     ids = torch.linspace(0, len(matrix) - 1, min(MAX_ROWS, len(matrix)), dtype=torch.float64).round().long()
-    summary = {"norms": histogram(norms), "ids": ids.tolist()}
+    summary: dict[str, Any] = {
+        "norms": {"edges": round_all(edges), "counts": frequencies.tolist()},
+        "ids": ids.tolist(),
+    }
     if counts is not None and len(counts) >= len(matrix):
         summary["counts"] = counts.cpu()[ids].long().tolist()
-    return {**summary, **_projections(matrix, ids.to(matrix.device))}
-
-
-def _projections(matrix: Tensor, ids: Tensor) -> dict[str, list[list[float]]]:
-    """Project some rows onto the first two right singular vectors of the whole matrix, raw and centered."""
     mean = torch.stack([block.sum(0) for block in wide_blocks(matrix)]).sum(0) / len(matrix)
-    projections = {}
+    rows = matrix[ids.to(matrix.device)].to(mean)
     for form, origin in (("raw", torch.zeros_like(mean)), ("centered", mean)):
-        scatter: Any = sum((block - origin).T @ (block - origin) for block in wide_blocks(matrix))
-        axes = torch.linalg.eigh(scatter)[1][:, [-1, -2][: len(scatter)]]
-        # Eigenvectors have no sign of their own. Making the largest coordinate positive fixes it.
-        axes = axes * axes.gather(0, axes.abs().argmax(0, keepdim=True)).sign()
-        points = (matrix[ids].to(mean) - origin) @ axes
-        projections[form] = [round_all(column, 4) for column in points.T.tolist()]
-    return projections
+        coordinates = (rows - origin) @ _principal_axes(matrix, origin)
+        summary[form] = [round_all(column, 4) for column in coordinates.T.tolist()]
+    return summary
 
 
-def histogram(values: Tensor) -> dict[str, list[float]]:
-    """Count values in forty bins of equal width; returns the bins' `edges` and `counts`."""
-    counts, edges = np.histogram(values.cpu().numpy(), _BINS)
-    return {"edges": round_all(edges), "counts": counts.tolist()}
+def _principal_axes(matrix: Tensor, origin: Tensor) -> Tensor:
+    """Return the first two right singular vectors `(d, 2)` of the rows minus the origin."""
+    scatter: Any = sum((block - origin).T @ (block - origin) for block in wide_blocks(matrix))
+    axes = torch.linalg.eigh(scatter)[1][:, [-1, -2][: len(scatter)]]
+    # The sign of an eigenvector is arbitrary. It is fixed by making the largest coordinate positive.
+    return axes * axes.gather(0, axes.abs().argmax(0, keepdim=True)).sign()
 
 
 def norm_histogram(layer: Layer) -> dict[str, list[float]]:
-    """Return the histogram of a layer's norms without the empty bins at either end.
+    """Return `edges` and `counts` of the histogram of a layer's norms, without the empty bins at either end.
 
-    Returns:
-        `edges` and `counts` of the bins, and `outside`: how many norms are below and above the layer's histogram.
+    `outside` are the numbers of norms below and above the layer's histogram.
     """
     norms = layer.norms.compute()
     used = np.flatnonzero(norms.histogram)
@@ -80,20 +74,19 @@ def norm_histogram(layer: Layer) -> dict[str, list[float]]:
 def extreme_dimensions(layer: Layer) -> list[dict[str, float]]:
     """Describe the three dimensions whose means are the farthest from zero, the farthest first.
 
-    Returns:
-        For each its number, mean, standard deviation, mean divided by the median deviation of all dimensions, and share
-        of the summed variance.
+    `mean_by_typical_deviation` is the mean divided by the median deviation of all dimensions, and `variance_share` the
+    share of the summed variance.
     """
     mean, deviation = layer.dimensions.mean, layer.dimensions.deviation()
-    median_deviation = deviation.quantile(0.5)
-    shares = deviation.square() / deviation.square().sum()
+    mean_by_typical_deviation = mean / deviation.quantile(0.5)
+    variance_share = deviation.square() / deviation.square().sum()
     return [
         {
             "dimension": dimension,
             "mean": mean[dimension].item(),
             "deviation": deviation[dimension].item(),
-            "mean_by_typical_deviation": (mean[dimension] / median_deviation).item(),
-            "variance_share": shares[dimension].item(),
+            "mean_by_typical_deviation": mean_by_typical_deviation[dimension].item(),
+            "variance_share": variance_share[dimension].item(),
         }
-        for dimension in mean.abs().argsort(descending=True, stable=True)[:_EXTREMES].tolist()
+        for dimension in mean.abs().argsort(descending=True, stable=True)[:3].tolist()
     ]

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from istar.errors import UserError, shorten
@@ -26,13 +27,9 @@ class Source:
     """A text file with one document in each line that is not empty.
 
     In a `.jsonl` or `.ndjson` file each line is a JSON object with the document under `text`.
-
-    Attributes:
-        name: name of the source in the results.
-        path: path of the file.
     """
 
-    name: str
+    name: str  # name of the source in the results
     path: Path
 
 
@@ -51,9 +48,9 @@ def sources(texts: Sequence[str]) -> list[Source]:
             raise UserError(f"--text {text}: there is no file {path}; expected a text file, or name=<text file>")
         parsed.append(Source(name if path != Path(text) else path.stem, path))
     names = [source.name for source in parsed]
-    duplicate = next((name for name in names if names.count(name) > 1), None)
-    if duplicate is not None:
-        raise UserError(f"--text: two sources are named {duplicate}; rename one with name=<file>")
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"--text: two sources are named {name}; rename one with name=<file>")
     if COMBINED in names and len(names) > 1:
         raise UserError(f"--text: {COMBINED} is the name of all texts together; rename that source with name=<file>")
     return parsed
@@ -88,14 +85,10 @@ def _parse_json(line: str, location: str) -> str:
 
 
 class Packer:
-    """Packs documents into blocks of exactly `length` tokens, so that hardly any token is padding.
+    """Packs documents into blocks of exactly `length` tokens, including special tokens; the last may be shorter.
 
     Each document is followed by the tokenizer's `sep_token`, or else its `eos_token`, if it has either. Each block
-    starts and ends with the special tokens that the tokenizer adds to a text. Only the last block may be shorter.
-
-    Args:
-        tokenizer: tokenizer of the model.
-        length: tokens of a block, including special tokens.
+    starts and ends with the special tokens that the tokenizer adds to a text.
 
     Raises:
         UserError: if the special tokens leave no room for text.
@@ -115,7 +108,7 @@ class Packer:
     def __call__(self, texts: Iterable[str]) -> Iterator[list[int]]:
         """Yield the token ids of each block."""
         rest: list[int] = []
-        for ids in self._tokenize(texts):
+        for ids in tokenize(texts, self._tokenizer):
             rest += ids + self._separator
             whole = len(rest) // self._room * self._room
             for start in range(0, whole, self._room):
@@ -124,13 +117,15 @@ class Packer:
         if rest:
             yield [*self._prefix, *rest, *self._suffix]
 
-    def _tokenize(self, texts: Iterable[str]) -> Iterator[list[int]]:
-        for chunk in chunks(texts, _TOKENIZER_BATCH):
-            # `verbose=False` silences the warning about texts that are longer than the model's input.
-            encoded = self._tokenizer(
-                chunk, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
-            )
-            yield from encoded["input_ids"]
+
+def tokenize(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
+    """Yield the token ids of each text, without special tokens."""
+    for chunk in chunks(texts, _TOKENIZER_BATCH):
+        # `verbose=False` silences the warning about texts that are longer than the model's input.
+        encoded = tokenizer(
+            chunk, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
+        )
+        yield from encoded["input_ids"]
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
@@ -150,10 +145,7 @@ def chunks(items: Iterable[T], size: int) -> Iterator[list[T]]:
 
 def batch(blocks: Sequence[Sequence[int]], pad: int) -> dict[str, Tensor]:
     """Pad blocks to the longest; returns `input_ids` and `attention_mask`, `(blocks, tokens)`."""
-    longest = max(map(len, blocks))
-    ids = torch.full((len(blocks), longest), pad, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for row, block in enumerate(blocks):
-        ids[row, : len(block)] = torch.tensor(block)
-        mask[row, : len(block)] = 1
+    rows = [torch.tensor(block) for block in blocks]
+    ids = pad_sequence(rows, batch_first=True, padding_value=pad)
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
     return {"input_ids": ids, "attention_mask": mask}

@@ -23,49 +23,42 @@ from istar.geometry.trajectory import KEYS, Checkpoint
 from istar.pages import sheets
 from istar.pages.sheets import Entry, Sheet
 
-JoinKey = Literal["revision", "step"]
-STATISTICS = ("pearson", "spearman", "kendall")
+STATISTICS: dict[str, Any] = {
+    "pearson": scipy.stats.pearsonr,
+    "spearman": scipy.stats.spearmanr,
+    "kendall": scipy.stats.kendalltau,
+}
 MIN_POINTS = 3
 """Fewest common points for a correlation; two points always lie on a line."""
 LEVEL = 0.95
 """Confidence level of the bootstrap intervals."""
+_MEASURE_TITLES = {"partition_isotropy_as_computed": "I(W)", "partition_isotropy_both": "I(W) both signs"}
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Which rows and columns are correlated, and the settings of the bootstrap.
+    """Which rows and columns are correlated, and the settings of the bootstrap."""
 
-    Attributes:
-        by: column to join by. By default `revision` if both files have that column, otherwise `step`.
-        measures: columns of measures to correlate; all if empty.
-        layers: layers to correlate; all if empty.
-        sources: texts to correlate; all if empty.
-        omit: revisions or steps to leave out, such as the untrained model, which the paper leaves out.
-        resamples: number of bootstrap resamples.
-        seed: seed of the bootstrap.
-    """
-
-    by: JoinKey | None = None
-    measures: tuple[str, ...] = ()
-    layers: tuple[str, ...] = ()
-    sources: tuple[str, ...] = ()
-    omit: tuple[str, ...] = ()
-    resamples: int = 2_000
-    seed: int = 0
+    # Column to join by. None stands for `revision` if both files have that column, otherwise for `step`.
+    by: Literal["revision", "step"] | None = None
+    measures: tuple[str, ...] = ()  # columns of measures to correlate; all if empty
+    layers: tuple[str, ...] = ()  # layers to correlate; all if empty
+    sources: tuple[str, ...] = ()  # texts to correlate; all if empty
+    omit: tuple[str, ...] = ()  # revisions or steps to leave out, such as the untrained model, as in the paper
+    resamples: int = 2_000  # number of bootstrap resamples
+    seed: int = 0  # seed of the bootstrap
 
 
 @dataclass(frozen=True)
 class CorrelationResults:
     """Correlations of every measure with every task.
 
-    Attributes:
-        rows: one row for each model, source, layer, measure and task: the number of points `n`, each statistic with the
-            ends of its interval (`_low` and `_high`), and a `note` that says why the statistics are undefined.
-        remarks: warnings for the user, one line each.
+    Each row is of one model, source, layer, measure and task. It has the number of points `n`, each statistic with the
+    ends of its interval (`_low` and `_high`), and a `note` that says why the statistics are undefined.
     """
 
     rows: list[dict[str, Any]]
-    remarks: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)  # warnings for the user, one line each
 
 
 def correlate(geometry: Path, scores: Path, selection: Selection) -> CorrelationResults:
@@ -81,34 +74,33 @@ def correlate(geometry: Path, scores: Path, selection: Selection) -> Correlation
     Raises:
         UserError: if a file cannot be read or lacks these columns, or if the files have no point in common.
     """
-    files = [(path, _read_csv(path)) for path in (geometry, scores)]
-    by = selection.by or ("revision" if all("revision" in cells for _, cells in files) else "step")
-    measured, scored = (_Table(path, cells, _row_keys(cells, path, by)) for path, cells in files)
-    for option, column in (("--layer", "layer"), ("--source", "source")):
-        _check_known(option, getattr(selection, f"{column}s"), measured.keys[column], geometry)
-    labels = [table.keys[column] for table in (measured, scored) for column in ("revision", "step")]
+    files = {path: _read_csv(path) for path in (geometry, scores)}
+    by = selection.by or ("revision" if all("revision" in cells for cells in files.values()) else "step")
+    measured = _long_format(files[geometry], geometry, by, "measures", selection.measures)
+    scored = _long_format(files[scores], scores, by, "scores").assign(source="", layer="")
+    _check_known("--layer", selection.layers, measured["layer"], geometry)
+    _check_known("--source", selection.sources, measured["source"], geometry)
+    labels = [rows[column] for rows in (measured, scored) for column in ("revision", "step")]
     _check_known("--omit", selection.omit, pd.concat(labels), geometry)
-    models = _common_models(measured, scored)
-    if len(models) == 1:
-        # One of the files need not name the model.
-        for table in (measured, scored):
-            table.keys["model"] = table.keys["model"].replace("", models[0])
-    measures, tasks = _measure_values(measured, selection), _task_values(scored, selection)
-    _check_common_points(measures, tasks, by)
-    rows = [row for model in models for row in _correlate_model(model, measures, tasks, selection)]
-    return CorrelationResults(rows, _equal_weights_warnings(_kept_keys(measured, selection)))
-
-
-# ---- reading and joining
-
-
-@dataclass(frozen=True)
-class _Table:
-    """A CSV file: its path, its cells as text, and the keys of its rows; see `_row_keys`."""
-
-    path: Path
-    cells: pd.DataFrame
-    keys: pd.DataFrame
+    models = _common_models(measured, scored, geometry, scores)
+    measured, scored = (_without_omitted(rows, selection) for rows in (measured, scored))
+    remarks = _equal_weights_warnings(measured)
+    if selection.layers:
+        measured = measured[measured["layer"].isin(selection.layers)]
+    if selection.sources:
+        measured = measured[measured["source"].isin(selection.sources)]
+    measures, tasks = _parse_values(measured, geometry), _parse_values(scored, scores)
+    if measures.merge(tasks, on=["model", "point"]).empty:
+        # The number may be the same where the name is not.
+        hint = "; --by step joins by the numbers in the names" if by == "revision" else ""
+        raise UserError(
+            f"no {by} in common: the measures have {_first_names(measures['point'])}, the scores "
+            f"{_first_names(tasks['point'])}{hint}"
+        )
+    # Tasks without a number keep their rows, with zero points.
+    task_names = list(scored["name"].unique())
+    rows = [row for model in models for row in _correlate_model(model, measures, tasks, task_names, selection)]
+    return CorrelationResults(rows, remarks)
 
 
 def _read_csv(path: Path) -> pd.DataFrame:
@@ -118,37 +110,49 @@ def _read_csv(path: Path) -> pd.DataFrame:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.reader(file)
             header = [name.strip() for name in next(reader, [])]
-            lines, rows = [], []
+            rows = {}
             for row in reader:
                 if any(row):
-                    lines.append(reader.line_num)
-                    rows.append([cell.strip() for cell in row])
+                    rows[reader.line_num] = [cell.strip() for cell in row]
     except (OSError, ValueError, csv.Error) as error:
         raise UserError(f"{path} cannot be read: {shorten(error)}; expected a CSV file") from error
-    duplicate = next((name for name in header if header.count(name) > 1), None)
-    if duplicate is not None:
-        raise UserError(f"{path}: two columns are called {duplicate!r}; expected distinct names")
+    for name in header:
+        if header.count(name) > 1:
+            raise UserError(f"{path}: two columns are called {name!r}; expected distinct names")
     if not rows:
         raise UserError(f"{path} has no rows; expected a header and at least one row")
-    for line, row in zip(lines, rows, strict=True):
+    for line, row in rows.items():
         if len(row) != len(header):
             raise UserError(f"{path}, line {line}: the row has {len(row)} cells; expected {len(header)}, as the header")
-    return pd.DataFrame(rows, lines, header)
+    return pd.DataFrame.from_dict(rows, orient="index", columns=header)
 
 
-def _row_keys(cells: pd.DataFrame, path: Path, by: JoinKey) -> pd.DataFrame:
-    """Return the `KEYS` of each row, empty where the file lacks a column, and its `point`: the revision or step."""
+def _long_format(cells: pd.DataFrame, path: Path, by: str, noun: str, selected: Sequence[str] = ()) -> pd.DataFrame:
+    """Return one row for each cell that is no key, in the order of the file; the index holds line numbers.
+
+    Returns:
+        Columns `KEYS`, empty where the file lacks them; `point`, the revision or step; `name`, the cell's column, or
+        its task if the file has the columns `task` and `score`; and the `text` of the cell.
+    """
     # The step may also be the number in the revision.
     if by not in cells and not (by == "step" and "revision" in cells):
         expected = "revision" if by == "revision" else "revision or step"
         raise UserError(f"{path} has no column {expected}; expected one to join by")
+    columns = [str(name) for name in cells if name not in KEYS]
+    if not columns:
+        raise UserError(f"{path} has no column of {noun}; expected at least one")
+    _check_known("--measure", selected, columns, path)
     keys = cells.reindex(columns=list(KEYS), fill_value="")
     # A folder and a hub id of the same model have the same last part.
     keys["model"] = [Path(model).name for model in keys["model"]]
-    if by == "revision":
-        return keys.assign(point=keys["revision"])
-    labels = keys["step"].where(keys["step"] != "", keys["revision"])
-    return keys.assign(point=[_parse_step(label, f"{path}, line {line}") for line, label in labels.items()])
+    keys["point"] = keys["revision"]
+    if by == "step":
+        labels = keys["step"].where(keys["step"] != "", keys["revision"])
+        keys["point"] = [_parse_step(label, f"{path}, line {line}") for line, label in labels.items()]
+    if {"task", "score"} <= set(columns):
+        return keys.assign(name=cells["task"], text=cells["score"])
+    parts = [keys.assign(name=column, text=cells[column]) for column in selected or columns]
+    return pd.concat(parts).sort_index(kind="stable")
 
 
 def _parse_step(label: str, location: str) -> int:
@@ -161,12 +165,6 @@ def _parse_step(label: str, location: str) -> int:
     return step
 
 
-def _kept_keys(table: _Table, selection: Selection) -> pd.DataFrame:
-    """Return the keys of the rows that are not omitted."""
-    labels = table.keys[["point", "revision", "step"]].astype(str)
-    return table.keys[~labels.isin(selection.omit).any(axis=1)]
-
-
 def _check_known(option: str, names: Iterable[str], known: Iterable[str], path: Path) -> None:
     known = list(dict.fromkeys(known))
     for name in names:
@@ -174,149 +172,101 @@ def _check_known(option: str, names: Iterable[str], known: Iterable[str], path: 
             raise UserError(f"{option} {name}: {path} has no such value{did_you_mean(name, known)}")
 
 
-def _common_models(measured: _Table, scored: _Table) -> list[str]:
-    """Return the models of both files; a file without a column `model` matches the single model of the other."""
-    first, second = ([str(model) for model in table.keys["model"].unique()] for table in (measured, scored))
-    if "model" not in measured.cells or "model" not in scored.cells:
-        for models, path, other in ((first, measured.path, scored.path), (second, scored.path, measured.path)):
+def _common_models(measured: pd.DataFrame, scored: pd.DataFrame, geometry: Path, scores: Path) -> list[str]:
+    """Return the models of both files; rows without models get the single model of the other file."""
+    for rows, other, path, other_path in ((measured, scored, geometry, scores), (scored, measured, scores, geometry)):
+        models = rows["model"].unique()
+        if (other["model"] == "").all():
             if len(models) > 1:
-                raise UserError(f"{path} has several models, but {other} has no column model; add the column")
-        return first if "model" in measured.cells else second
+                raise UserError(f"{path} has several models, but {other_path} has no column model; add the column")
+            other["model"] = models[0]
+    first, second = (list(rows["model"].unique()) for rows in (measured, scored))
     common = [model for model in first if model in second]
     if not common:
         raise UserError(
-            f"no model in common: {measured.path} has {_list_some(first)}, {scored.path} has {_list_some(second)}; "
+            f"no model in common: {geometry} has {_first_names(first)}, {scores} has {_first_names(second)}; "
             "use the same names, or remove the column model from the scores"
         )
     return common
 
 
-def _measure_values(table: _Table, selection: Selection) -> pd.DataFrame:
-    """Return one row for each cell of a selected measure: its keys, the measure's `name` and the `value`."""
-    columns = [str(name) for name in table.cells if name not in KEYS]
-    _check_known("--measure", selection.measures, columns, table.path)
-    keys = _kept_keys(table, selection)
-    for name, selected in (("layer", selection.layers), ("source", selection.sources)):
-        keys = keys[keys[name].isin(selected)] if selected else keys
-    return _check_unique(_long_format(table, keys, selection.measures or columns), table.path)
+def _without_omitted(rows: pd.DataFrame, selection: Selection) -> pd.DataFrame:
+    """Leave out rows whose revision or step is omitted."""
+    labels = rows[["point", "revision", "step"]].astype(str)
+    return rows[~labels.isin(selection.omit).any(axis=1)]
 
 
-def _task_values(table: _Table, selection: Selection) -> pd.DataFrame:
-    """Return one row for each score: its keys, the task's `name` and the `value`."""
-    columns = [str(name) for name in table.cells if name not in KEYS]
-    if not columns:
-        raise UserError(f"{table.path} has no column of scores; expected one for each task, or task and score")
-    keys = _kept_keys(table, selection).assign(source="", layer="")
-    if {"task", "score"} <= set(columns):
-        values = _long_format(table, keys, ["score"]).assign(name=table.cells["task"])
-    else:
-        values = _long_format(table, keys, columns)
-    return _check_unique(values, table.path)
+def _parse_values(rows: pd.DataFrame, path: Path) -> pd.DataFrame:
+    """Parse the texts of `_long_format` to a `value`; leaves out empty cells and numbers that are not finite.
 
-
-def _long_format(table: _Table, keys: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
-    """Melt columns of numbers to rows with the column's `name` and the `value`, in the order of the file."""
-    if not columns:
-        return keys.assign(name="", value=math.nan)[:0]
-    parts = [
-        keys.assign(name=name, value=_parse_numbers(table.cells.loc[keys.index, name], table.path)) for name in columns
-    ]
-    return pd.concat(parts).sort_index(kind="stable")
-
-
-def _parse_numbers(cells: pd.Series, path: Path) -> list[float]:
-    """Parse cells as numbers; empty cells and infinite numbers are NaN."""
-    numbers = []
-    for line, cell in cells.items():
+    Raises:
+        UserError: if a text is no number, or a series has a second number at the same point.
+    """
+    values = []
+    for line, column, text in zip(rows.index, rows["name"], rows["text"], strict=True):
         try:
-            number = float(cell) if cell else math.nan
+            values.append(float(text or math.nan))
         except ValueError:
             raise UserError(
-                f"{path}, line {line}: {cells.name} is {shorten(cell, 60)!r}; expected a number or nothing"
+                f"{path}, line {line}: {column} is {shorten(text, 60)!r}; expected a number or nothing"
             ) from None
-        numbers.append(number if math.isfinite(number) else math.nan)
-    return numbers
+    parsed = rows.assign(value=np.array(values, dtype=float))
+    parsed = parsed[np.isfinite(parsed["value"])]
+    series = ["source", "layer", "name", "model", "point"]
+    for line, row in parsed[parsed.duplicated(series)].iterrows():
+        name = " ".join(str(row[column]) for column in series if row[column] != "")
+        raise UserError(f"{path}, line {line}: there is a second number for {name}; expected one for each point")
+    return parsed
 
 
-def _check_unique(values: pd.DataFrame, path: Path) -> pd.DataFrame:
-    """Refuse a second number of the same series at the same point."""
-    columns = ["source", "layer", "name", "model", "point"]
-    known = values.dropna(subset="value")
-    repeated = known[known.duplicated(columns)]
-    if len(repeated):
-        series = " ".join(str(part) for part in repeated.iloc[0][columns] if part != "")
-        raise UserError(
-            f"{path}, line {repeated.index[0]}: there is a second number for {series}; expected one for each point"
-        )
-    return values
-
-
-def _check_common_points(measures: pd.DataFrame, tasks: pd.DataFrame, by: JoinKey) -> None:
-    first, second = (values.dropna(subset="value") for values in (measures, tasks))
-    if set(zip(first["model"], first["point"], strict=True)).isdisjoint(
-        zip(second["model"], second["point"], strict=True)
-    ):
-        # The number may be the same where the name is not.
-        hint = "; --by step joins by the numbers in the names" if by == "revision" else ""
-        raise UserError(
-            f"no {by} in common: the measures have {_list_some(first['point'])}, the scores "
-            f"{_list_some(second['point'])}{hint}"
-        )
-
-
-def _list_some(names: Iterable[object]) -> str:
+def _first_names(names: Iterable[object]) -> str:
+    """Return the first three distinct names, separated by commas."""
     distinct = list(dict.fromkeys(map(str, names)))
-    return ", ".join(distinct[:3]) + (" ..." if len(distinct) > 3 else "") if distinct else "none"
+    return ", ".join(distinct[:3] or ["none"]) + (" ..." if len(distinct) > 3 else "")
 
 
-def _equal_weights_warnings(keys: pd.DataFrame) -> list[str]:
+def _equal_weights_warnings(rows: pd.DataFrame) -> list[str]:
     """Warn of points that are not independent because the weights are the same."""
-    known = keys[keys["weights"] != ""]
+    known = rows[rows["weights"] != ""]
     warnings = []
     for (model, _), group in known.groupby(["model", "weights"], sort=False):
         points = list(map(str, group["point"].unique()))
         if len(points) > 1:
-            warnings.append(
-                f"warning: {model} has the same weights at {', '.join(points)}, which count as {len(points)} points"
-            )
+            names = ", ".join(points)
+            warnings.append(f"warning: {model} has the same weights at {names}, which count as {len(points)} points")
     return warnings
 
 
-# ---- correlating
-
-
 def _correlate_model(
-    model: str, measures: pd.DataFrame, tasks: pd.DataFrame, selection: Selection
+    model: str, measures: pd.DataFrame, tasks: pd.DataFrame, task_names: Sequence[str], selection: Selection
 ) -> Iterator[dict[str, Any]]:
     """Yield one row of `CorrelationResults.rows` for each measure of the model and each task."""
     weights = cache(lambda count: _bootstrap_weights(count, selection.resamples, selection.seed))
 
+    # Large enough for all tasks, each of which is compared with one measure after another.
+    @lru_cache(maxsize=100)
     def resample(values: tuple[float, ...]) -> Resampled:
         return Resampled(np.array(values), weights(len(values)))
 
-    # Each task is compared with all measures in turn; one measure is compared with all tasks before the next one.
-    resample_task, resample_measure = cache(resample), lru_cache(maxsize=4)(resample)
-    scores = {
-        task: _values_by_point(group[group["model"] == model]) for task, group in tasks.groupby("name", sort=False)
-    }
+    tasks = tasks[tasks["model"] == model]
+    scores = {name: _by_point(tasks[tasks["name"] == name]) for name in task_names}
     model_measures = measures[measures["model"] == model]
     for (source, layer, measure), group in model_measures.groupby(["source", "layer", "name"], sort=False):
-        values = _values_by_point(group)
-        for task, task_values in scores.items() if values else ():
+        values = _by_point(group)
+        for task, task_values in scores.items():
             points = [point for point in task_values if point in values]
             x, y = tuple(values[point] for point in points), tuple(task_values[point] for point in points)
+            row = {"model": model, "source": source, "layer": layer, "measure": measure, "task": task, "n": len(points)}
             note = _reason_undefined(np.array(x), np.array(y))
             if note:
-                statistics = dict.fromkeys((f"{s}{end}" for s in STATISTICS for end in ("", "_low", "_high")), math.nan)
+                undefined = dict.fromkeys((f"{s}{end}" for s in STATISTICS for end in ("", "_low", "_high")), math.nan)
+                yield {**row, **undefined, "note": note}
             else:
-                statistics = correlations(resample_measure(x), resample_task(y))
-            row = {"model": model, "source": source, "layer": layer, "measure": measure, "task": task}
-            yield {**row, "n": len(points), **statistics, "note": note}
+                yield {**row, **correlations(resample(x), resample(y)), "note": ""}
 
 
-def _values_by_point(rows: pd.DataFrame) -> dict[Any, float]:
-    known = rows.dropna(subset="value")
-    return dict(zip(known["point"].tolist(), known["value"].tolist(), strict=True))
+def _by_point(rows: pd.DataFrame) -> dict[Any, float]:
+    return rows.set_index("point")["value"].to_dict()
 
 
 def _reason_undefined(measure: np.ndarray, scores: np.ndarray) -> str:
@@ -332,8 +282,8 @@ def _reason_undefined(measure: np.ndarray, scores: np.ndarray) -> str:
 
 def _bootstrap_weights(points: int, resamples: int, seed: int) -> np.ndarray:
     """Return how often each point is drawn in each bootstrap resample, `(resamples, points)`."""
-    random = np.random.default_rng(seed)
-    return random.multinomial(points, np.full(points, 1 / points), resamples).astype(float)
+    draws = np.random.default_rng(seed).multinomial(points, np.full(points, 1 / points), resamples)
+    return draws.astype(float)
 
 
 class Resampled:
@@ -367,9 +317,8 @@ class Resampled:
 
 def correlations(measure: Resampled, task: Resampled) -> dict[str, float]:
     """Compute the three statistics, each with the ends of its 95% percentile bootstrap interval."""
-    functions: tuple[Any, ...] = (scipy.stats.pearsonr, scipy.stats.spearmanr, scipy.stats.kendalltau)
     results: dict[str, float] = {}
-    for name, function, draws in zip(STATISTICS, functions, resampled_correlations(measure, task), strict=True):
+    for (name, function), draws in zip(STATISTICS.items(), resampled_correlations(measure, task), strict=True):
         defined = draws[np.isfinite(draws)]
         low, high = np.quantile(defined, ((1 - LEVEL) / 2, (1 + LEVEL) / 2)) if len(defined) else (math.nan, math.nan)
         value = function(measure.values, task.values).statistic
@@ -389,9 +338,6 @@ def resampled_correlations(measure: Resampled, task: Resampled) -> np.ndarray:
     ])  # fmt: skip
 
 
-# ---- output
-
-
 def write(results: CorrelationResults, table: Sheet, out: Path) -> list[Path]:
     """Write all rows to `correlation.csv` and the table's rows to `table.csv` and `table.md`; returns the paths."""
     texts = {
@@ -408,19 +354,20 @@ def sheet(results: CorrelationResults, selection: Selection) -> Sheet:
     """Return the selected rows in the form of the paper's Table 1; without a selection, the rows the paper reports."""
     has_selection = selection.measures or selection.layers or selection.sources
     rows = results.rows if has_selection else _headline_rows(results.rows) or results.rows
+    first_columns = ["task", "model", *STATISTICS, "source", "layer", "measure", "n"]
     frame = pd.DataFrame(rows)
-    first_columns = ("task", "model", *STATISTICS, "source", "layer", "measure", "n")
-    frame = frame[[*first_columns, *(name for name in frame if name not in first_columns)]]
-    has_notes = any(row["note"] for row in rows)
+    frame = frame[[*first_columns, *frame.columns.difference(first_columns, sort=False)]]
+    header = ["task", "measure", "layer", "n", "Pearson", "Spearman", "Kendall"]
+    header += ["note"] if any(row["note"] for row in rows) else []
     groups: dict[str, list[list[Entry]]] = {}
     for row in rows:
-        groups.setdefault(row["model"], []).append(_entries(row, has_notes))
+        groups.setdefault(row["model"], []).append(_entries(row)[: len(header)])
     return Sheet(
         "correlation",
         "Geometry and tasks",
         f"Correlation of measures with scores over n points of the training, with {LEVEL:.0%} intervals from "
         f"{selection.resamples} bootstrap resamples.",
-        ("task", "measure", "layer", "n", "Pearson", "Spearman", "Kendall", *(["note"] if has_notes else [])),
+        tuple(header),
         groups,
         frame,
     )
@@ -437,19 +384,18 @@ def _headline_rows(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
     return [row for row in rows if ((row["source"], row["layer"]), row["measure"]) in headline]
 
 
-_MEASURE_TITLES = {"partition_isotropy_as_computed": "I(W)", "partition_isotropy_both": "I(W) both signs"}
-
-
-def _entries(row: Mapping[str, Any], has_notes: bool) -> list[Entry]:
+def _entries(row: Mapping[str, Any]) -> list[Entry]:
     """Return the cells of one row; undefined statistics are dashes."""
     statistics = [
         "-" if math.isnan(row[name]) else f"{row[name]:.2f} [{row[f'{name}_low']:.2f}, {row[f'{name}_high']:.2f}]"
         for name in STATISTICS
     ]
     names = (row["task"], _MEASURE_TITLES.get(row["measure"], row["measure"]), row["layer"])
-    entries = [Entry(name.replace("_", " ")) for name in names]
-    entries += [Entry(text, number=True) for text in (str(row["n"]), *statistics)]
-    return [*entries, Entry(row["note"])] if has_notes else entries
+    return [
+        *(Entry(name.replace("_", " ")) for name in names),
+        *(Entry(text, number=True) for text in (str(row["n"]), *statistics)),
+        Entry(row["note"]),
+    ]
 
 
 def tables(table: Sheet) -> list[Table]:
@@ -457,12 +403,15 @@ def tables(table: Sheet) -> list[Table]:
     results = []
     for model, rows in table.groups.items():
         result = Table(title=f"{model or table.title}: {table.caption}", title_justify="left")
-        for name in ("task", "measure", "n", *STATISTICS):
-            justify: Any = "left" if name in ("task", "measure") else "right"
-            result.add_column(name, justify=justify, overflow="fold", min_width=13 if name in STATISTICS else None)
-        for task, measure, layer, *rest in ([entry.text for entry in row] for row in rows):
-            numbers = (cell.replace(" [", "\n[") for cell in rest[: 1 + len(STATISTICS)])
-            result.add_row(task, f"{measure}\n{layer}".strip(), *numbers)
+        for name in ("task", "measure"):
+            result.add_column(name, overflow="fold")
+        result.add_column("n", justify="right", overflow="fold")
+        for name in STATISTICS:
+            result.add_column(name, justify="right", overflow="fold", min_width=13)
+        for row in rows:
+            task, measure, layer, n, *statistics = [entry.text for entry in row[: 4 + len(STATISTICS)]]
+            # The interval stands below the statistic.
+            result.add_row(task, f"{measure}\n{layer}".strip(), n, *(text.replace(" ", "\n", 1) for text in statistics))
         results.append(result)
     return results
 

@@ -1,15 +1,12 @@
-"""Measures of an embedding matrix, raw and post-processed, and its word similarity and token frequencies.
-
-Implements `istar embed`.
-"""
+"""`istar embed`: measures of an embedding matrix, raw and post-processed, word similarity and token frequencies."""
 
 import json
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -24,13 +21,12 @@ from istar.config import ModelConfig
 from istar.errors import UserError, shorten
 from istar.files import atomic_write, write_text
 from istar.geometry import wordsim
-from istar.geometry.corpus import Source, chunks, documents
+from istar.geometry.corpus import Source, documents, tokenize
 from istar.geometry.matrix import Matrix, Which, read_matrix
-from istar.geometry.measure import matrix_measures
+from istar.geometry.measure import matrix_measures, number_table
 from istar.measures import all_but_the_top, centered, scaled_centered
 from istar.measures.rows import unit_vectors, wide_blocks
 
-Form = Literal["raw", "centered", "scaled_centered", "all_but_the_top", "all_but_the_top_published"]
 FORMS: dict[str, Callable[[Tensor, int | None], Tensor]] = {
     "raw": lambda matrix, _: matrix,
     "centered": lambda matrix, _: centered(matrix),
@@ -40,62 +36,45 @@ FORMS: dict[str, Callable[[Tensor, int | None], Tensor]] = {
 }
 BIN = 1_000
 """Tokens in a bin, as in Figure 3 of *Too Much in Common*."""
+_COLUMNS = {
+    "partition_isotropy_as_computed": "I(W)",
+    "partition_isotropy_both": "I(W) ±",
+    "average_norm": "norm",
+    "mean_vector_norm": "of the mean",
+    "norm_ratio": "ratio",
+}
+"""Headers of the measures in the terminal table."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Which matrix is measured, and how it is processed.
+    """Which matrix is measured, and how it is processed."""
 
-    Attributes:
-        matrix: input or output embeddings.
-        form: post-processing of the matrix; see `istar.measures.postprocess`.
-        components: number of directions that the all-but-the-top forms remove; None for their default.
-        policy: what word similarity does with words of several tokens; see `wordsim.word_vectors`.
-    """
-
-    matrix: Which = "input"
-    form: Form = "raw"
-    components: int | None = None
-    policy: wordsim.Policy = "single_token"
+    matrix: Which = "input"  # input or output embeddings
+    form: str = "raw"  # post-processing of the matrix, a key of `FORMS`; see `istar.measures.postprocess`
+    components: int | None = None  # number of directions that the all-but-the-top forms remove; None for their default
+    policy: wordsim.Policy = "single_token"  # treatment of words of several tokens; see `wordsim.word_vectors`
 
 
 @dataclass(frozen=True)
 class EmbeddingResults:
-    """Measures of an embedding matrix, the matrix, and tables as lists of rows.
+    """Measures of an embedding matrix, and the matrix."""
 
-    Attributes:
-        raw: the matrix as it is stored.
-        processed: the matrix in the requested form.
-        tokens: token of each row; None for rows without a token.
-        about: model, tensor and form, as `embeddings.json` has them.
-        figures: measures by form.
-        similarity: word similarity by benchmark and form.
-        notes: why benchmarks are left out, one line each.
-        unused: cosine of unused tokens with the other tokens, by bins of tokens; see `unused_similarity`.
-        frequency: tokens of the texts, the most frequent first.
-    """
-
-    raw: Matrix
-    processed: Tensor
-    tokens: list[str | None]
-    about: dict[str, Any]
-    figures: dict[str, dict[str, Any]]
-    similarity: list[dict[str, Any]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    unused: list[dict[str, Any]] = field(default_factory=list)
-    frequency: list[dict[str, Any]] = field(default_factory=list)
+    raw: Matrix  # the matrix as it is stored
+    processed: Tensor  # the matrix in the requested form
+    tokens: list[str | None]  # token of each row; None for rows without a token
+    about: dict[str, Any]  # model, tensor and form, as `embeddings.json` has them
+    figures: dict[str, dict[str, Any]]  # measures by form
+    similarity: pd.DataFrame  # word similarity, with a row for each benchmark and form
+    notes: list[str]  # why benchmarks are left out, one line each
+    unused: pd.DataFrame  # cosine of unused tokens with the other tokens, by bins of tokens; see `unused_similarity`
+    frequency: pd.DataFrame  # tokens of the texts, the most frequent first
 
 
 def embed(
     config: ModelConfig, choice: Choice, benchmarks: Sequence[Path] = (), texts: Sequence[Source] = ()
 ) -> EmbeddingResults:
     """Measure an embedding matrix raw, centered, without its top directions, and in the requested form.
-
-    Args:
-        config: name and revision of the model.
-        choice: matrix and form.
-        benchmarks: files of word-similarity benchmarks.
-        texts: texts in which tokens are counted.
 
     Raises:
         UserError: if the model, a benchmark or a text cannot be read, or an option does not fit the others.
@@ -107,59 +86,46 @@ def embed(
     matrix = read_matrix(config, choice.matrix)
     tokens = _tokens_by_row(tokenizer, len(matrix.values))
     processed = FORMS[choice.form](matrix.values, choice.components)
-    forms: dict[str, Tensor] = {"raw": matrix.values, choice.form: processed}
+    # The three forms of the papers' tables, and the requested form if it is another one.
+    paper_forms = ("raw", "centered", "all_but_the_top")
+    figures = {form: matrix_measures(FORMS[form](matrix.values, None)) for form in paper_forms}
+    if choice.components is not None or choice.form not in figures:
+        figures[choice.form] = matrix_measures(processed)
+    forms = {"raw": matrix.values, choice.form: processed}
     counts = count_tokens(texts, tokenizer, len(tokens)) if texts else None
     similarity, notes = _word_similarity(read_benchmarks, forms, tokenizer, choice.policy)
     return EmbeddingResults(
         matrix,
         processed,
         tokens,
-        _about(config, choice, matrix),
-        _figures(matrix.values, choice, processed),
+        {
+            "model": config.name,
+            "revision": config.revision,
+            "matrix": choice.matrix,
+            "tensor": matrix.tensor,
+            "file": matrix.file,
+            "tied": matrix.tied,
+            "form": choice.form,
+            "components": choice.components,
+        },
+        figures,
         similarity,
         notes,
         unused_similarity(forms, tokens, set(tokenizer.all_special_ids), counts),
-        [] if counts is None else frequencies(counts, tokens),
+        pd.DataFrame() if counts is None else frequencies(counts, tokens),
     )
-
-
-def _about(config: ModelConfig, choice: Choice, matrix: Matrix) -> dict[str, Any]:
-    return {
-        "model": config.name,
-        "revision": config.revision,
-        "matrix": choice.matrix,
-        "tensor": matrix.tensor,
-        "file": matrix.file,
-        "tied": matrix.tied,
-        "form": choice.form,
-        "components": choice.components,
-    }
-
-
-def _figures(raw: Tensor, choice: Choice, processed: Tensor) -> dict[str, dict[str, Any]]:
-    """Measure the three forms of the papers' tables, and the requested form if it is another one."""
-    figures = {form: matrix_measures(FORMS[form](raw, None)) for form in ("raw", "centered", "all_but_the_top")}
-    if choice.components is not None or choice.form not in figures:
-        figures[choice.form] = matrix_measures(processed)
-    return figures
 
 
 def _tokens_by_row(tokenizer: PreTrainedTokenizerBase, rows: int) -> list[str | None]:
     """Return the token of each row; embeddings often have more rows than the vocabulary has tokens."""
-    vocabulary = tokenizer.get_vocab()
-    highest = max(vocabulary.values())
+    tokens = {number: token for token, number in tokenizer.get_vocab().items()}
+    highest = max(tokens)
     if highest >= rows:
         raise UserError(
             f"the tokenizer has token {highest}, but the embeddings have {rows} rows; expected more rows; "
             "the two are not of one model"
         )
-    tokens: list[str | None] = [None] * rows
-    for token, number in vocabulary.items():
-        tokens[number] = token
-    return tokens
-
-
-# ---- word similarity
+    return [tokens.get(number) for number in range(rows)]
 
 
 def _word_similarity(
@@ -167,7 +133,7 @@ def _word_similarity(
     forms: Mapping[str, Tensor],
     tokenizer: PreTrainedTokenizerBase,
     policy: wordsim.Policy,
-) -> tuple[list[dict[str, Any]], list[str]]:
+) -> tuple[pd.DataFrame, list[str]]:
     """Return a row for each benchmark and form, and a note for each benchmark with too few known words."""
     rows: list[dict[str, Any]] = []
     notes: list[str] = []
@@ -175,28 +141,22 @@ def _word_similarity(
         for form, matrix in forms.items():
             vectors = wordsim.word_vectors(benchmark.words(), tokenizer, matrix, policy)
             try:
-                rows.append(_similarity_row(wordsim.similarity(vectors, benchmark), form))
+                result = wordsim.similarity(vectors, benchmark)
             except UserError as error:
                 notes.append(str(error))
                 break
-    return rows, notes
-
-
-def _similarity_row(result: wordsim.WordSimilarity, form: str) -> dict[str, Any]:
-    return {
-        "benchmark": result.benchmark,
-        "form": form,
-        "policy": result.policy,
-        "pairs": len(result.kept) + len(result.left_out),
-        "kept": len(result.kept),
-        "cosine_pearson": result.cosine.pearson,
-        "cosine_spearman": result.cosine.spearman,
-        "inner_product_pearson": result.inner_product.pearson,
-        "inner_product_spearman": result.inner_product.spearman,
-    }
-
-
-# ---- frequency
+            rows.append({
+                "benchmark": benchmark.name,
+                "form": form,
+                "policy": policy,
+                "pairs": len(benchmark.pairs),
+                "kept": len(result.kept),
+                "cosine_pearson": result.cosine.pearson,
+                "cosine_spearman": result.cosine.spearman,
+                "inner_product_pearson": result.inner_product.pearson,
+                "inner_product_spearman": result.inner_product.spearman,
+            })  # fmt: skip
+    return pd.DataFrame(rows), notes
 
 
 def count_tokens(texts: Iterable[Source], tokenizer: PreTrainedTokenizerBase, rows: int) -> np.ndarray:
@@ -207,30 +167,25 @@ def count_tokens(texts: Iterable[Source], tokenizer: PreTrainedTokenizerBase, ro
     """
     counts = np.zeros(rows, dtype=np.int64)
     for source in texts:
-        for chunk in chunks(documents(source), 1_000):
-            encoded = tokenizer(chunk, add_special_tokens=False, return_attention_mask=False, verbose=False)
-            for ids in encoded["input_ids"]:
-                counts += np.bincount(np.asarray(ids, dtype=np.int64), minlength=rows)
+        for ids in tokenize(documents(source), tokenizer):
+            counts += np.bincount(np.asarray(ids, dtype=np.int64), minlength=rows)
     if not counts.any():
         raise UserError("--text: no file holds any text; expected at least one line that is not empty")
     return counts
 
 
-def frequencies(counts: np.ndarray, tokens: Sequence[str | None]) -> list[dict[str, Any]]:
+def frequencies(counts: np.ndarray, tokens: Sequence[str | None]) -> pd.DataFrame:
     """Return a row for each token that occurs, the most frequent first, with its share and the cumulative share."""
-    order = _by_frequency(counts)
-    shares = counts[order] / counts.sum()
-    return [
-        {
-            "rank": rank,
-            "id": number,
-            "token": json.dumps(tokens[number]),
-            "count": counts[number],
-            "share": share,
-            "cumulative_share": cumulative,
-        }
-        for rank, (number, share, cumulative) in enumerate(zip(order, shares, shares.cumsum(), strict=True), start=1)
-    ]
+    ids = _by_frequency(counts)
+    shares = counts[ids] / counts.sum()
+    return pd.DataFrame({
+        "rank": np.arange(1, len(ids) + 1),
+        "id": ids,
+        "token": [json.dumps(tokens[number]) for number in ids],
+        "count": counts[ids],
+        "share": shares,
+        "cumulative_share": shares.cumsum(),
+    })  # fmt: skip
 
 
 def _by_frequency(counts: np.ndarray) -> np.ndarray:
@@ -239,22 +194,20 @@ def _by_frequency(counts: np.ndarray) -> np.ndarray:
     return order[: np.count_nonzero(counts)]
 
 
-_UNUSED = re.compile(r"[\[<]unused_?\d+[\]>]")
-
-
 def unused_tokens(tokens: Sequence[str | None]) -> list[int]:
     """Return the ids of placeholder tokens such as BERT's `[unused0]`, which no text contains.
 
     Without placeholders these are the last 1,000 tokens, as in the paper, or none of fewer than 2,000.
     """
-    placeholders = [number for number, token in enumerate(tokens) if token and _UNUSED.fullmatch(token)]
+    pattern = re.compile(r"[\[<]unused_?\d+[\]>]")
+    placeholders = [number for number, token in enumerate(tokens) if token and pattern.fullmatch(token)]
     known = [number for number, token in enumerate(tokens) if token is not None]
     return placeholders or (known[-BIN:] if len(known) >= 2 * BIN else [])
 
 
 def unused_similarity(
     forms: Mapping[str, Tensor], tokens: Sequence[str | None], special: set[int], counts: np.ndarray | None
-) -> list[dict[str, Any]]:
+) -> pd.DataFrame:
     """Compute the mean cosine of unused tokens with the others, in bins of 1,000 (*Too Much in Common*, Figure 3).
 
     The bins are by token id, as in the paper: vocabularies such as BERT's are ordered by frequency. If tokens were
@@ -265,28 +218,25 @@ def unused_similarity(
         tokens: token of each row.
         special: ids to leave out.
         counts: number of occurrences of each token, `(rows,)`; None if unknown.
-
-    Returns:
-        A row for each bin that is not empty.
     """
     unused = unused_tokens(tokens)
     if not unused:
-        return []
+        return pd.DataFrame()
     excluded = special.union(unused)
     others = np.array([i for i, token in enumerate(tokens) if token is not None and i not in excluded], dtype=int)
-    cosines = {f"cosine_{form}": _mean_cosines(matrix, unused) for form, matrix in forms.items()}
-    return [
-        {
-            "order": order,
-            "first": first,
-            "last": last,
-            "tokens": len(ids),
-            "occurrences": None if counts is None else int(counts[ids].sum()),
-            **{name: values[ids].mean() for name, values in cosines.items()},
-        }
-        for order, first, last, ids in _bins(others, counts)
-        if len(ids)
-    ]
+    cosines: dict[str, np.ndarray] = {}
+    for form, matrix in forms.items():
+        mean_direction = unit_vectors(matrix[unused].double())[0].mean(0)
+        cosines[f"cosine_{form}"] = torch.cat([
+            unit_vectors(block)[0] @ mean_direction for block in wide_blocks(matrix)
+        ]).numpy()  # fmt: skip
+    rows: list[dict[str, Any]] = []
+    for order, first, last, ids in _bins(others, counts):
+        if len(ids):
+            occurrences = None if counts is None else int(counts[ids].sum())
+            row = {"order": order, "first": first, "last": last, "tokens": len(ids), "occurrences": occurrences}
+            rows.append({**row, **{name: values[ids].mean() for name, values in cosines.items()}})
+    return pd.DataFrame(rows)
 
 
 def _bins(others: np.ndarray, counts: np.ndarray | None) -> Iterator[tuple[str, int | None, int | None, np.ndarray]]:
@@ -301,15 +251,6 @@ def _bins(others: np.ndarray, counts: np.ndarray | None) -> Iterator[tuple[str, 
     yield "not in the text", None, None, others[counts[others] == 0]
 
 
-def _mean_cosines(matrix: Tensor, unused: Sequence[int]) -> np.ndarray:
-    """Compute each row's mean cosine with the unused rows, `(rows,)`."""
-    mean_direction = unit_vectors(matrix[list(unused)].double())[0].mean(0)
-    return torch.cat([unit_vectors(block)[0] @ mean_direction for block in wide_blocks(matrix)]).numpy()
-
-
-# ---- output
-
-
 def write(results: EmbeddingResults, out: Path) -> list[Path]:
     """Write `embeddings.json` and the CSV tables that have rows; returns their paths.
 
@@ -317,24 +258,21 @@ def write(results: EmbeddingResults, out: Path) -> list[Path]:
     """
     text = json.dumps({**results.about, "figures": results.figures}, indent=1)
     write_text(out / "embeddings.json", text + "\n")
-    figures = [
-        {**results.about, "form": form, **{name: value for name, value in row.items() if name != "singular_values"}}
-        for form, row in results.figures.items()
-    ]
+    rows = [{**results.about, "form": form, **figures} for form, figures in results.figures.items()]
     tables = {
-        "embeddings": figures,
+        "embeddings": pd.DataFrame(rows).drop(columns="singular_values"),
         "wordsim": results.similarity,
         "unused": results.unused,
         "frequency": results.frequency,
     }
     written = [out / "embeddings.json"]
-    for name, rows in tables.items():
+    for name, table in tables.items():
         path = out / f"{name}.csv"
-        if rows:
-            write_text(path, pd.DataFrame(rows).convert_dtypes().to_csv(index=False))
-            written.append(path)
-        else:
+        if table.empty:
             path.unlink(missing_ok=True)
+        else:
+            write_text(path, table.convert_dtypes().to_csv(index=False))
+            written.append(path)
     return written
 
 
@@ -378,40 +316,22 @@ def write_model(results: EmbeddingResults, config: ModelConfig, out: Path) -> Pa
 def tables(results: EmbeddingResults) -> list[Table]:
     """Return the terminal tables: measures by form, and word similarity times 100, as in the paper."""
     about = results.about
-    file = "the whole model" if about["file"] is None else about["file"]
+    file = about["file"] or "the whole model"
     title = f"{Path(about['model']).name}: {about['matrix']} embeddings, {about['tensor']} of {file}"
-    rows = [[form, *(f"{figures[name]:.4g}" for name in _COLUMNS)] for form, figures in results.figures.items()]
-    measures = _table(title, ["form", *_COLUMNS.values()], rows)
-    if not results.similarity:
+    rows = {form: [figures[name] for name in _COLUMNS] for form, figures in results.figures.items()}
+    measures = number_table(title, "form", _COLUMNS.values(), rows)
+    if results.similarity.empty:
         return [measures]
-    scores = [name for name in results.similarity[0] if name.endswith(("pearson", "spearman"))]
-    rows = [
-        [row["benchmark"], row["form"], f"{row['kept']}/{row['pairs']}", *(f"{100 * row[name]:.2f}" for name in scores)]
-        for row in results.similarity
-    ]
-    policy = results.similarity[0]["policy"].replace("_", " ")
+    policy = results.similarity["policy"][0].replace("_", " ")
     title = f"word similarity: Pearson's r and Spearman's rho with the ratings, x 100; {policy}"
-    header = ["benchmark", "form", "pairs", "cosine r", "cosine rho", "product r", "product rho"]
-    return [measures, _table(title, header, rows)]
-
-
-_COLUMNS = {
-    "partition_isotropy_as_computed": "I(W)",
-    "partition_isotropy_both": "I(W) ±",
-    "average_norm": "norm",
-    "mean_vector_norm": "of the mean",
-    "norm_ratio": "ratio",
-}
-
-
-def _table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for name in header:
-        is_text = name in ("benchmark", "form")
-        table.add_column(name, justify="left" if is_text else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    return table
+    similarity = Table(title=title, title_justify="left")
+    for name in ("benchmark", "form"):
+        similarity.add_column(name, overflow="fold")
+    for name in ("pairs", "cosine r", "cosine rho", "product r", "product rho"):
+        similarity.add_column(name, justify="right", overflow="fold")
+    for benchmark, form, _, pairs, kept, *scores in results.similarity.itertuples(index=False):
+        similarity.add_row(benchmark, form, f"{kept}/{pairs}", *(f"{100 * score:.2f}" for score in scores))
+    return [measures, similarity]
 
 
 def remarks(results: EmbeddingResults) -> list[str]:
@@ -419,12 +339,10 @@ def remarks(results: EmbeddingResults) -> list[str]:
     lines = list(results.notes)
     if results.about["tied"]:
         lines.append("the output embeddings are tied to the input embeddings: processing one processes both")
-    if results.frequency:
-        cumulative = np.array([row["cumulative_share"] for row in results.frequency])
+    if not results.frequency.empty:
+        shares = (0.3, 0.5, 0.98)
         # The tolerance allows for rounding errors in the cumulative sum.
-        needed = [
-            f"{int(np.searchsorted(cumulative, share * (1 - 1e-12))) + 1:,} for {share:.0%}"
-            for share in (0.3, 0.5, 0.98)
-        ]
+        ranks = results.frequency["cumulative_share"].searchsorted(np.array(shares) * (1 - 1e-12)) + 1
+        needed = [f"{rank:,} for {share:.0%}" for rank, share in zip(ranks, shares, strict=True)]
         lines.append(f"most frequent tokens needed to cover the text: {', '.join(needed)}")
     return lines

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,88 +24,62 @@ from istar.measures import (
     two_nn_with_error,
 )
 
-_EDGES = 241
-_LARGEST_NORM = 1e4
-
-
-@dataclass(frozen=True)
-class LayerSettings:
-    """Settings of a layer's accumulators.
-
-    Attributes:
-        dim: width d of the hidden states.
-        vocabulary_size: number of token types; 0 leaves IntraSim out.
-        device: device of the accumulators.
-    """
-
-    dim: int
-    vocabulary_size: int
-    device: torch.device
+_NORM_EDGES = torch.logspace(-2, 4, 241).tolist()
+"""Edges of the bins of the norms' histogram."""
 
 
 class Layer:
     """Accumulates the streaming measures of one tap.
 
-    Batches may come in any order, and the accumulators of several processes merge exactly.
+    Batches may come in any order, and the accumulators of several processes merge exactly. `dim` is the width d of the
+    hidden states. A `vocabulary_size` of 0 leaves IntraSim out.
     """
 
-    def __init__(self, settings: LayerSettings) -> None:
-        dim, device = settings.dim, settings.device
-        self.settings = settings
+    def __init__(self, dim: int, vocabulary_size: int, device: torch.device) -> None:
         self.moments = FourthMoments(dim, device)
         self.cosine = AverageCosine(dim, device)
-        self.intra = IntraSim(settings.vocabulary_size, dim, device) if settings.vocabulary_size else None
+        self.intra = IntraSim(vocabulary_size, dim, device) if vocabulary_size else None
         self.dimensions = DimensionMoments(dim, device)
-        self.norms = Norms(dim, torch.logspace(-2, torch.tensor(_LARGEST_NORM).log10().item(), _EDGES).tolist(), device)
+        self.norms = Norms(dim, _NORM_EDGES, device)
 
     def update(self, points: Tensor, tokens: Tensor) -> None:
         """Add hidden states `points`, `(n, d)`, and their token ids `tokens`, `(n,)`, without padding."""
-        self.moments.update(points)
-        self.cosine.update(points)
-        self.dimensions.update(points)
-        self.norms.update(points)
+        for part in (self.moments, self.cosine, self.dimensions, self.norms):
+            part.update(points)
         if self.intra is not None:
             self.intra.update(points, tokens)
 
     def merge(self, other: "Layer") -> None:
         """Add the points that another accumulator has seen."""
-        for part, other_part in zip(self.parts().values(), other.parts().values(), strict=True):
-            part.merge(other_part)
+        for name, part in self._parts().items():
+            part.merge(other._parts()[name])
 
-    def parts(self) -> dict[str, Any]:
+    def _parts(self) -> dict[str, Any]:
         """Return the accumulators by name."""
-        parts = {"moments": self.moments, "cosine": self.cosine, "dimensions": self.dimensions, "norms": self.norms}
-        return parts if self.intra is None else {**parts, "intra": self.intra}
+        return {name: part for name, part in vars(self).items() if part is not None}
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the tensors of all accumulators, keyed by accumulator and attribute."""
         return {
             f"{name}.{key}": value
-            for name, part in self.parts().items()
+            for name, part in self._parts().items()
             for key, value in vars(part).items()
             if isinstance(value, Tensor)
         }
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Restore the tensors that `state_dict` returned."""
-        for name, part in self.parts().items():
-            for key, value in vars(part).items():
-                if isinstance(value, Tensor):
-                    setattr(part, key, state[f"{name}.{key}"].to(value))
+        parts = self._parts()
+        for key, value in state.items():
+            name, attribute = key.split(".")
+            setattr(parts[name], attribute, value.to(getattr(parts[name], attribute)))
 
     def measures(self) -> dict[str, float]:
-        r"""Compute all measures, by name.
-
-        These are IsoScore\* with zeta = 0 (`isoscore`) and its unbiased form, InterSim and IntraSim, norms, and
-        measures of the spectrum and of outlier dimensions.
-        """
-        covariance = self.moments.covariance()
-        values = singular_values(self.moments)
-        variances = covariance.diagonal()
+        r"""Compute all measures by name; `isoscore` is IsoScore\* with zeta = 0."""
+        variances = self.moments.covariance().diagonal()
         norms = self.norms.compute()
         # Rogue dimensions of pretrained models: the mean is many times the median deviation of all dimensions.
         outliers = outlier_dimensions(self.dimensions.mean, 5, "median", reference=self.dimensions.deviation())
-        kurtosis = self.dimensions.kurtosis()
         score = isoscore(self.moments)
         measures: dict[str, float | Tensor] = {
             "tokens": float(self.moments.count),
@@ -117,11 +90,11 @@ class Layer:
             "average_norm": norms.average,
             "mean_vector_norm": norms.mean_vector,
             "norm_ratio": norms.ratio,
-            "effective_rank": effective_rank(values),
+            "effective_rank": effective_rank(singular_values(self.moments)),
             "participation_ratio": 1 + (self.moments.dim - 1) * score,
             "largest_variance_share": variances.max() / variances.sum(),
             "outlier_dimensions": float(len(outliers)),
-            "largest_kurtosis": kurtosis.nan_to_num(0).max(),
+            "largest_kurtosis": self.dimensions.kurtosis().nan_to_num(0).max(),
         }
         if self.intra is not None:
             has_pairs = bool((self.intra.count >= 2).any())
@@ -135,11 +108,6 @@ class Sample:
     A random number is drawn for each token, and the tokens with the smallest numbers are kept. The numbers depend only
     on the seed and the token's block. The sample is therefore the same however blocks are batched and shared among
     processes, and samples merge exactly.
-
-    Args:
-        names: names of the taps.
-        size: number of tokens to keep.
-        seed: seed of the random numbers.
     """
 
     def __init__(self, names: Sequence[str], size: int, seed: int) -> None:
@@ -148,16 +116,13 @@ class Sample:
         self.points: dict[str, Tensor] = {name: torch.empty(0) for name in names}
 
     def update(self, blocks: Sequence[int], lengths: Sequence[int], states: Mapping[str, Tensor]) -> None:
-        """Add the tokens of some blocks.
-
-        Args:
-            blocks: numbers of the blocks.
-            lengths: number of tokens in each block.
-            states: hidden states of each tap, `(n, d)`, of all tokens of the blocks in order.
-        """
+        """Add the tokens of blocks with these numbers and lengths; `states` has their states `(n, d)` by tap."""
         if not self.size:
             return
-        numbers = torch.cat([self._draw(block, length) for block, length in zip(blocks, lengths, strict=True)])
+        # torch's generator uses 32 bits of its seed, too few to hold the seed and the number of a block.
+        generators = [np.random.Generator(np.random.Philox(key=[self.seed, block])) for block in blocks]
+        draws = [generator.random(length) for generator, length in zip(generators, lengths, strict=True)]
+        numbers = torch.from_numpy(np.concatenate(draws))
         bound = self.numbers[-1] if len(self.numbers) == self.size else torch.inf
         candidates = (numbers < bound).nonzero().squeeze(1)
         if len(candidates):
@@ -175,17 +140,9 @@ class Sample:
         except UserError:
             return Dimension(math.nan, math.nan)
 
-    def _draw(self, block: int, length: int) -> Tensor:
-        # torch's generator uses 32 bits of its seed, too few to hold the seed and the number of a block.
-        generator = np.random.Generator(np.random.Philox(key=[self.seed, block]))
-        return torch.from_numpy(generator.random(length))
-
     def _add(self, numbers: Tensor, points: Mapping[str, Tensor]) -> None:
-        if not len(numbers):
-            return
+        """Add tokens with their random numbers, and keep the `size` tokens with the smallest numbers."""
         numbers = torch.cat([self.numbers, numbers])
         kept = numbers.argsort(stable=True)[: self.size]
         self.numbers = numbers[kept]
-        for name, previous in self.points.items():
-            joined = torch.cat([previous, points[name]]) if len(previous) else points[name]
-            self.points[name] = joined[kept]
+        self.points = {name: torch.cat([previous, points[name]])[kept] for name, previous in self.points.items()}

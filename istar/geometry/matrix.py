@@ -23,21 +23,13 @@ _FORMER_NAMES = {"lm_head.weight": "embed_out.weight"}
 
 @dataclass(frozen=True)
 class Matrix:
-    """An embedding matrix with one row for each token.
+    """An embedding matrix with one row for each token."""
 
-    Attributes:
-        values: the matrix, `(rows, d)`, float32.
-        which: input or output embeddings.
-        tensor: name of the tensor in its file, or in the model if there is no safetensors file.
-        file: name of the safetensors file; None if the whole model was loaded.
-        tied: whether the input and output embeddings are the same parameter.
-    """
-
-    values: Tensor
-    which: Which
-    tensor: str
-    file: str | None
-    tied: bool
+    values: Tensor  # `(rows, d)`, float32
+    which: Which  # input or output embeddings
+    tensor: str  # name of the tensor in its file, or in the model if there is no safetensors file
+    file: str | None  # name of the safetensors file; None if the whole model was loaded
+    tied: bool  # whether the input and output embeddings are the same parameter
 
 
 def read_matrix(config: ModelConfig, which: Which = "input") -> Matrix:
@@ -47,21 +39,20 @@ def read_matrix(config: ModelConfig, which: Which = "input") -> Matrix:
         UserError: if the model cannot be found or read, or has no such matrix.
     """
     model = _skeleton(config)
-    name, tied = _parameter_name(model, which), _is_tied(model)
-    if name is None:
+    weight = _weight(model, which)
+    if weight is None:
         raise UserError(f"{config.name} is a {type(model).__name__}, which has no {which} embeddings; choose another")
-    # A file may hold a tied matrix under either name.
-    both = [*_stored_names(model, "input"), *_stored_names(model, "output")]
-    names = both if tied else _stored_names(model, which)
-    stored = _read_tensor(config, names)
+    tied = _weight(model, "input") is _weight(model, "output")
+    # A tied matrix has two names, and a file may hold it under either.
+    names = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is weight]
+    stored = _read_tensor(config, _stored_names(names, model.base_model_prefix))
     if stored is None:
         whole = load_pretrained(config, type(model), dtype=torch.float32)
-        return Matrix(whole.get_parameter(name).detach(), which, name, None, tied)
+        return Matrix(whole.get_parameter(names[0]).detach(), which, names[0], None, tied)
     values, tensor, path = stored
-    expected = tuple(model.get_parameter(name).shape)
-    if tuple(values.shape) != expected:
+    if values.shape != weight.shape:
         raise UserError(
-            f"{path}: {tensor} has the shape {tuple(values.shape)}; expected {expected}, as in config.json; "
+            f"{path}: {tensor} has the shape {tuple(values.shape)}; expected {tuple(weight.shape)}, as in config.json; "
             "the two files are not of one model"
         )
     return Matrix(values.float(), which, tensor, path.name, tied)
@@ -70,8 +61,8 @@ def read_matrix(config: ModelConfig, which: Which = "input") -> Matrix:
 def untied_output(config: ModelConfig) -> Matrix | None:
     """Read the output embeddings; None if the model has none or they are tied to the input embeddings."""
     model = _skeleton(config)
-    is_separate = not _is_tied(model) and _parameter_name(model, "output") is not None
-    return read_matrix(config, "output") if is_separate else None
+    weight = _weight(model, "output")
+    return None if weight is None or weight is _weight(model, "input") else read_matrix(config, "output")
 
 
 def _skeleton(config: ModelConfig) -> PreTrainedModel:
@@ -80,6 +71,7 @@ def _skeleton(config: ModelConfig) -> PreTrainedModel:
 
 
 def _weight(model: PreTrainedModel, which: Which) -> Any:
+    """Return the parameter of the input or output embeddings; None if the model has none."""
     try:
         layer: Any = model.get_input_embeddings() if which == "input" else model.get_output_embeddings()
     except NotImplementedError:  # transformers raises this for architectures without such a layer
@@ -87,38 +79,24 @@ def _weight(model: PreTrainedModel, which: Which) -> Any:
     return getattr(layer, "weight", None)
 
 
-def _is_tied(model: PreTrainedModel) -> bool:
-    weight = _weight(model, "input")
-    return weight is not None and weight is _weight(model, "output")
-
-
-def _parameter_name(model: PreTrainedModel, which: Which) -> str | None:
-    weight = _weight(model, which)
-    return next((name for name, parameter in model.named_parameters() if parameter is weight), None)
-
-
-def _stored_names(model: PreTrainedModel, which: Which) -> list[str]:
-    """Return the names under which files hold the matrix: with and without the prefix of the base model, and former."""
-    weight, prefix = _weight(model, which), f"{model.base_model_prefix}."
-    parameters = model.named_parameters(remove_duplicate=False)
-    names = [name for name, parameter in parameters if parameter is weight]
-    names = [variant for name in names for variant in (name, name.removeprefix(prefix), prefix + name)]
-    return [*names, *(_FORMER_NAMES[name] for name in names if name in _FORMER_NAMES)]
+def _stored_names(names: list[str], base_prefix: str) -> list[str]:
+    """Return the names under which files hold a parameter: with and without the base model's prefix, and former."""
+    prefix = f"{base_prefix}."
+    variants = [variant for name in names for variant in (name, name.removeprefix(prefix), prefix + name)]
+    return [*variants, *(_FORMER_NAMES[name] for name in variants if name in _FORMER_NAMES)]
 
 
 def _read_tensor(config: ModelConfig, names: list[str]) -> tuple[Tensor, str, Path] | None:
     """Read the first of the named tensors that a safetensors file has; returns the tensor, its name and the file."""
     index = find_file(config, INDEX)
-    if index is not None:
+    if index is None:
+        path = find_file(config, WEIGHTS)
+    else:
         shards = _read_index(index)
         tensor = next((name for name in names if name in shards), None)
         path = None if tensor is None else find_file(config, shards[tensor])
         if tensor is not None and path is None:
-            raise UserError(
-                f"{config.name} lacks {shards[tensor]}; expected the file, as {INDEX} names it for {tensor}"
-            )
-    else:
-        path = find_file(config, WEIGHTS)
+            raise UserError(f"{config.name} lacks {shards[tensor]}, which {INDEX} names as the file of {tensor}")
     if path is None:
         return None
     try:

@@ -1,17 +1,14 @@
-"""Measures of a model's layers, embedding matrices and final normalization, and their files.
-
-Implements `istar measure`.
-"""
+"""`istar measure`: measures of a model's layers, embedding matrices and final normalization, and their files."""
 
 import hashlib
 import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pandas as pd
 import torch
@@ -26,7 +23,7 @@ from istar.files import write_text
 from istar.geometry import arrays, stream
 from istar.geometry.corpus import COMBINED, Source
 from istar.geometry.layers import Layer
-from istar.geometry.matrix import Matrix, untied_output
+from istar.geometry.matrix import untied_output
 from istar.geometry.stream import Pass, Statistics, Stream
 from istar.geometry.taps import Taps
 from istar.measures import (
@@ -39,43 +36,43 @@ from istar.measures import (
 )
 from istar.models import load_encoder, load_tokenizer
 
+T = TypeVar("T")
+BySourceAndTap = dict[str, dict[str, T]]
 FORMAT = 1
+JSON, CSV = "measures.json", "measures.csv"
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_MAX_DEFAULT_LENGTH = 512
+_COLUMNS = {
+    "isoscore": "IsoScore*",
+    "isoscore_unbiased": "unbiased",
+    "inter_sim": "InterSim",
+    "intra_sim": "IntraSim",
+    "two_nn": "TwoNN",
+    "average_norm": "norm",
+    "effective_rank": "rank",
+}
+"""Headers of the measures in the terminal table."""
 
 
 @dataclass(frozen=True)
 class Measurements:
-    """The contents of `measures.json`.
+    """The contents of `measures.json`."""
 
-    Attributes:
-        model: name and revision as given, dtype, model type and device.
-        weights: hash of all weights. Equal weights have equal hashes, whatever their revision is called.
-        settings: how the texts were read.
-        sources: measures by source and tap. With several sources, `combined` is all of them together.
-        spectra: singular values of the hidden states, raw and centered, by source and tap.
-        matrices: measures of the `input` embeddings and, if they are not tied, of the `output` embeddings, by form
-            (raw, centered, post_processed). I(W) is there for both conventions of the signs.
-        final_norm: measures of the gain and bias of the final normalization; None if the model has no gain there.
-        norms: histograms of the hidden states' norms, by source and tap.
-        extremes: dimensions with the most extreme means, by source and tap.
-        rows: histogram of norms and two-dimensional projection of the rows of each embedding matrix; see
-            `arrays.summarize_rows`.
-        command: command line that took these measures.
-        format: version of the file format.
-    """
-
-    model: dict[str, Any]
-    weights: str
-    settings: dict[str, Any]
-    sources: dict[str, dict[str, dict[str, float]]]
-    spectra: dict[str, dict[str, dict[str, list[float]]]]
+    model: dict[str, Any]  # name and revision as given, dtype, model type and device
+    weights: str  # hash of all weights; equal weights have equal hashes, whatever their revision is called
+    settings: dict[str, Any]  # settings of the pass, and the paths of the texts
+    # Measures by source and tap. With several sources, `combined` is all of them together.
+    sources: BySourceAndTap[dict[str, float]]
+    spectra: BySourceAndTap[dict[str, list[float]]]  # singular values of the hidden states, raw and centered
+    # Measures of the `input` embeddings and, if they are not tied, of the `output` embeddings, by form (raw, centered,
+    # post_processed).
     matrices: dict[str, dict[str, dict[str, Any]]]
-    final_norm: dict[str, Any] | None
-    norms: dict[str, dict[str, dict[str, list[float]]]] = field(default_factory=dict)
-    extremes: dict[str, dict[str, list[dict[str, float]]]] = field(default_factory=dict)
-    rows: dict[str, dict[str, Any]] = field(default_factory=dict)
-    command: str = ""
-    format: int = FORMAT
+    final_norm: dict[str, Any] | None  # gain and bias of the final normalization; None if the model has no gain there
+    norms: BySourceAndTap[dict[str, list[float]]] = field(default_factory=dict)  # see `arrays.norm_histogram`
+    extremes: BySourceAndTap[list[dict[str, float]]] = field(default_factory=dict)  # see `arrays.extreme_dimensions`
+    rows: dict[str, dict[str, Any]] = field(default_factory=dict)  # `arrays.summarize_rows` of each embedding matrix
+    command: str = ""  # command line that took these measures
+    format: int = FORMAT  # version of the file format
 
     @property
     def combined_key(self) -> str:
@@ -106,13 +103,13 @@ def measure(
     Args:
         name: hub id or folder of the model.
         sources: texts.
-        settings: how the texts are read. A length of 0 stands for the model's longest input, 512 at most.
+        settings: settings of the pass. A length of 0 stands for the model's longest input, 512 at most.
         out: folder for the state of the pass.
         revision: branch, tag or commit on the hub.
-        dtype: dtype of the weights: float32, float64, bfloat16 or float16. Statistics are at least float32.
+        dtype: dtype of the weights, a key of `DTYPES`. Statistics are at least float32.
         device: auto, cpu, cuda, cuda:1, mps.
         console: console for a progress bar; None shows none.
-        command: command line to record in the measurements.
+        command: command line to record.
 
     Raises:
         UserError: if the model or a text cannot be read, or an argument does not fit the model or the machine.
@@ -130,9 +127,18 @@ def measure(
     # The paths count by name (the list) and by content (each by itself).
     identity = stream.identity(weights, settings, paths, *paths)
     statistics = Stream(model, tokenizer, settings, out / ".pass", identity)(sources, console)
-    embeddings = embedding_matrices(model, output)
-    layers = {source: result.layers.items() for source, result in statistics.items()}
+    embeddings = {"input": model.get_input_embeddings().weight.detach()}
+    if output is not None:
+        embeddings["output"] = output.values.to(model.device)
     counts = _token_counts(statistics)
+
+    def for_each_layer(function: Callable[[Layer], T]) -> BySourceAndTap[T]:
+        """Return the function's results by source and tap."""
+        return {
+            source: {tap: function(layer) for tap, layer in result.layers.items()}
+            for source, result in statistics.items()
+        }
+
     return Measurements(
         model={
             "name": name,
@@ -144,40 +150,28 @@ def measure(
         weights=weights,
         settings={**asdict(settings), "texts": {source.name: str(source.path) for source in sources}},
         sources={source: result.measures() for source, result in statistics.items()},
-        spectra={source: {tap: _spectra(layer) for tap, layer in taps} for source, taps in layers.items()},
-        matrices={which: embedding_measures(matrix) for which, matrix in embeddings.items()},
+        spectra=for_each_layer(_spectra),
+        matrices={which: _embedding_measures(matrix) for which, matrix in embeddings.items()},
         final_norm=_final_norm(model),
-        norms={source: {tap: arrays.norm_histogram(layer) for tap, layer in taps} for source, taps in layers.items()},
-        extremes={
-            source: {tap: arrays.extreme_dimensions(layer) for tap, layer in taps} for source, taps in layers.items()
-        },
+        norms=for_each_layer(arrays.norm_histogram),
+        extremes=for_each_layer(arrays.extreme_dimensions),
         rows={which: arrays.summarize_rows(matrix, counts) for which, matrix in embeddings.items()},
         command=command,
     )
 
 
 def weights_hash(model: PreTrainedModel) -> str:
-    """Hash all parameters except a pooler's, in their order; returns sixteen hexadecimal digits.
-
-    A pooler that the checkpoint lacks is initialized randomly at each loading, and no hidden state depends on it.
-    """
+    """Hash all parameters except a pooler's, in their order; returns sixteen hexadecimal digits."""
     digest = hashlib.blake2b(digest_size=8)
     for name, parameter in model.named_parameters():
-        if "pooler" in name:
-            continue
-        digest.update(name.encode())
-        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        # A pooler that the checkpoint lacks is initialized randomly at each loading. No hidden state depends on it.
+        if "pooler" not in name:
+            digest.update(name.encode())
+            digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
-def embedding_matrices(model: PreTrainedModel, output: Matrix | None) -> dict[str, Tensor]:
-    """Return the `input` embeddings and, unless it is None, the `output` matrix, on the model's device."""
-    weight: Any = model.get_input_embeddings().weight
-    matrices = {"input": weight.detach()}
-    return matrices if output is None else {**matrices, "output": output.values.to(weight.device)}
-
-
-def embedding_measures(matrix: Tensor) -> dict[str, dict[str, Any]]:
+def _embedding_measures(matrix: Tensor) -> dict[str, dict[str, Any]]:
     """Measure a matrix `(n, d)` as it is (`raw`), `centered`, and without its top directions (`post_processed`)."""
     forms = {"raw": matrix, "centered": centered(matrix), "post_processed": all_but_the_top(matrix)}
     return {form: matrix_measures(values) for form, values in forms.items()}
@@ -199,18 +193,15 @@ def matrix_measures(matrix: Tensor) -> dict[str, Any]:
     }
 
 
-JSON, CSV = "measures.json", "measures.csv"
-
-
 def files(measured: Measurements) -> dict[str, str]:
     """Return the text of `measures.json` and `measures.csv` by file name."""
     text = json.dumps(asdict(measured), indent=1)
-    # Each list of numbers is put on one line.
-    return {JSON: _NUMBERS.sub(lambda match: " ".join(match[0].split()), text) + "\n", CSV: as_csv(measured)}
-
-
-# JSON strings contain no line breaks, so that the pattern matches no string.
-_NUMBERS = re.compile(r"\[\n[-+\d.eNaInfity,\s]+\]")
+    # Put each list of numbers on one line. JSON strings contain no line breaks, so that the pattern matches no string.
+    text = re.sub(r"\[\n[-+\d.eNaInfity,\s]+\]", lambda match: " ".join(match[0].split()), text)
+    frame = layer_frame(measured)
+    frame.insert(0, "model", measured.model["name"])
+    frame.insert(1, "revision", measured.model["revision"])
+    return {JSON: text + "\n", CSV: frame.to_csv(index=False)}
 
 
 def write(measured: Measurements, out: Path) -> None:
@@ -228,14 +219,6 @@ def layer_frame(measured: Measurements) -> pd.DataFrame:
     )
 
 
-def as_csv(measured: Measurements) -> str:
-    """Return the layers' measures as CSV: model, revision, source, layer, and a column for each measure."""
-    frame = layer_frame(measured)
-    frame.insert(0, "model", measured.model["name"])
-    frame.insert(1, "revision", measured.model["revision"])
-    return frame.to_csv(index=False)
-
-
 def read(path: Path) -> Measurements:
     """Read `measures.json`.
 
@@ -248,12 +231,11 @@ def read(path: Path) -> Measurements:
             raise UserError(f"{path} has format {values['format']}; expected {FORMAT}; measure the model again")
         return Measurements(**values)
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(
-            f"{path} holds no measures that istar wrote: {shorten(error)}; measure the model again"
-        ) from error
+        raise UserError(f"{path} holds no measures of istar: {shorten(error)}; measure the model again") from error
 
 
 def _spectra(layer: Layer) -> dict[str, list[float]]:
+    """Return the singular values of a layer's hidden states, raw and centered."""
     return {
         form: arrays.round_all(singular_values(layer.moments, centered=form == "centered").tolist())
         for form in ("raw", "centered")
@@ -270,10 +252,8 @@ def _token_counts(statistics: Mapping[str, Statistics]) -> Tensor | None:
 def _final_norm(model: PreTrainedModel) -> dict[str, Any] | None:
     """Measure the gain and bias of the final normalization; None if the model has no gain there."""
     norm = Taps(model).norm
-    weight = getattr(norm, "weight", None)
-    if norm is None or weight is None:
-        return None
-    return asdict(layer_norm_summary(weight, getattr(norm, "bias", None)))
+    gain = getattr(norm, "weight", None)
+    return None if gain is None else asdict(layer_norm_summary(gain, getattr(norm, "bias", None)))
 
 
 def _find_device(name: str) -> torch.device:
@@ -285,13 +265,8 @@ def _find_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise UserError(
-            f"--device {name} is not available on this machine; expected auto, cpu, or a device such as cuda:0"
-        ) from error
+        raise UserError(f"--device {name} is not available; expected auto, cpu, or a device such as cuda:0") from error
     return device
-
-
-_MAX_DEFAULT_LENGTH = 512
 
 
 def _with_length(settings: Pass, model: PreTrainedModel) -> Pass:
@@ -305,37 +280,30 @@ def _with_length(settings: Pass, model: PreTrainedModel) -> Pass:
     return replace(settings, length=settings.length or min(longest, _MAX_DEFAULT_LENGTH))
 
 
-_COLUMNS = {
-    "isoscore": "IsoScore*",
-    "isoscore_unbiased": "unbiased",
-    "inter_sim": "InterSim",
-    "intra_sim": "IntraSim",
-    "two_nn": "TwoNN",
-    "average_norm": "norm",
-    "effective_rank": "rank",
-}
-
-
 def table(measured: Measurements) -> Table:
     """Return the terminal table of the main measures by layer, over all texts together."""
     taps = measured.all_texts
     tokens = next(iter(taps.values()))["tokens"]
     title = f"{measured.model['name']} · {tokens:,.0f} tokens"
-    result = Table(title=title, title_justify="left", caption=_matrix_caption(measured), caption_justify="left")
-    columns = [name for name in _COLUMNS if any(name in figures for figures in taps.values())]
-    result.add_column("layer")
-    for name in columns:
-        result.add_column(_COLUMNS[name], justify="right")
-    for tap, figures in taps.items():
-        values = [figures.get(name, math.nan) for name in columns]
-        result.add_row(tap, *("-" if math.isnan(value) else f"{value:.4g}" for value in values))
-    return result
-
-
-def _matrix_caption(measured: Measurements) -> str:
-    parts = [
+    matrices = [
         f"{which} embeddings {form.replace('_', '-')} {figures['partition_isotropy_as_computed']:.4g}"
         for which, forms in measured.matrices.items()
         for form, figures in forms.items()
     ]
-    return f"I(W), signs as computed: {'; '.join(parts)}."
+    columns = [name for name in _COLUMNS if any(name in figures for figures in taps.values())]
+    rows = {tap: [figures.get(name, math.nan) for name in columns] for tap, figures in taps.items()}
+    caption = f"I(W), signs as computed: {'; '.join(matrices)}."
+    return number_table(title, "layer", [_COLUMNS[name] for name in columns], rows, caption)
+
+
+def number_table(
+    title: str, label: str, columns: Iterable[str], rows: Mapping[str, Iterable[float]], caption: str | None = None
+) -> Table:
+    """Return a terminal table with a row of numbers for each label; NaN is shown as a dash."""
+    result = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
+    result.add_column(label, overflow="fold")
+    for column in columns:
+        result.add_column(column, justify="right", overflow="fold")
+    for name, numbers in rows.items():
+        result.add_row(name, *("-" if math.isnan(number) else f"{number:.4g}" for number in numbers))
+    return result

@@ -5,10 +5,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from istar.figures.plot import Line, Panel, Plot
 from istar.geometry.measure import COMBINED, Measurements
-from istar.geometry.spheres import Sphere
-from istar.geometry.taps import EMBEDDINGS, FINAL_NORM
+from istar.geometry.spheres import POINTS, Sphere
+from istar.geometry.taps import FINAL_NORM
 
 NAMES = {
     "isoscore": "IsoScore*",
@@ -24,68 +26,101 @@ NAMES = {
 """Titles of the measures that figures and tables show."""
 FORMS = {"raw": "raw", "centered": "centered", "post_processed": "post-processed"}
 _MAX_LINES, _MAX_LABEL, _MAX_TICKS = 5, 32, 6
+_LAYER_PLOTS = {
+    "isotropy": ("isoscore", "isoscore_unbiased"),
+    "directions": ("inter_sim", "intra_sim"),
+    "dimension": ("two_nn", "effective_rank", "participation_ratio"),
+    "norms": ("average_norm", "norm_ratio"),
+}
+"""Measures of the plots by layer, by the plot's name."""
+_TEXTS = {
+    "isotropy": (
+        "IsoScore by layer",
+        "How evenly the variance is spread over all directions: 1 if it is equal in all, 0 if it is in a single one. "
+        "The mean has no influence. IsoScore* has ζ = 0 and is biased towards 0 for few tokens; the other form is "
+        "unbiased.",
+    ),
+    "directions": (
+        "InterSim and IntraSim by layer",
+        "InterSim is the mean cosine of the states of any two tokens. IntraSim is the mean cosine of two occurrences "
+        "of the same token type, averaged over types. If both are near 1, all states share one direction; if IntraSim "
+        "alone is, context changes the states little.",
+    ),
+    "dimension": (
+        "Intrinsic dimension and rank by layer",
+        "TwoNN estimates the local dimension of the cloud from a sample of the tokens. Effective rank and "
+        "participation ratio measure how many directions the centered spectrum spans; the first is sensitive to small "
+        "singular values, the second to the largest alone.",
+    ),
+    "norms": (
+        "Norms by layer",
+        "Average norm of the states, and the norm of their mean divided by that average: 0 for a cloud around the "
+        "origin, 1 if all states are equal.",
+    ),
+    "spectra": (
+        "Singular values of the hidden states",
+        "Singular values of each layer's states, raw and centered, divided by the largest. A first value far above the "
+        "others that disappears in the centered spectrum is a shift of the cloud, not a cone. Values below 1e-4 of the "
+        "largest are rounding errors and are left out. All texts together.",
+    ),
+    "state_norms": (
+        "Norms of the hidden states",
+        "Percentage of the tokens by the norm of their state, in bins of a fortieth of a decade. All texts together.",
+    ),
+    "partition": (
+        "I(W) of the embedding matrix",
+        "Smallest over largest value of the partition function at the eigenvectors c of the matrix; 1 is isotropic. "
+        "Signs as computed: c as the eigensolver returns it, the papers' convention, which depends on the solver's "
+        "build. Both signs: over c and -c, which is reproducible and meant for comparisons.",
+    ),
+    "matrix_spectra": (
+        "Singular values of the embedding matrix",
+        "Singular values of the matrix raw, centered, and without its first components (all-but-the-top), each "
+        "divided by the largest.",
+    ),
+    "projection": (
+        "The embedding matrix in two dimensions",
+        "Rows along the first two singular directions of the whole matrix, raw and centered. The dashed lines cross "
+        "at the origin.",
+    ),
+    "row_norms": (
+        "Norms of the embedding matrix's rows",
+        "Number of rows by norm, in forty bins of equal width. Rows that training has hardly changed, such as those of "
+        "unused tokens, often form a separate peak.",
+    ),
+    "spheres": (
+        "How the measures differ: a sphere, and the same sphere moved",
+        f"{POINTS} points on a unit sphere in three dimensions, around the origin and around another point. "
+        "Moving the sphere turns average cosine and I(W) from isotropic to anisotropic. IsoScore depends on the "
+        "covariance alone and does not change. The functions are those that measured the model.",
+    ),
+}
+"""Title and caption of each plot, by the plot's name."""
 _STATE_ROUNDING, _MATRIX_ROUNDING = 1e-4, 1e-6
 """Singular values below these fractions of the largest are rounding errors: of a float32 scatter matrix (hidden states)
 and of float32 points (embedding matrices)."""
 
 
+def panel(y_label: str, lines: Sequence[Line], title: str = "", held: str = "", with_origin: bool = False) -> Panel:
+    """Return a panel that belongs to no task; `with_origin` adds dashed lines that cross at the origin."""
+    origin = (0.0, "origin") if with_origin else None
+    return Panel("", title, tuple(lines), held, y_label, level=origin, mark=origin)
+
+
 def layer_plots(measured: Measurements) -> list[Plot]:
     """Return plots of the measures by layer, with one line for each text."""
-    return [
-        Plot(
-            name,
-            title,
-            caption,
-            "line",
-            "layer",
-            tuple(panel for key in keys if (panel := _layer_panel(measured, key)) is not None),
-            x_names=_tick_names(list(measured.all_texts)),
-            ink=COMBINED,
-        )
-        for name, title, caption, keys in _LAYER_PLOTS
-    ]
-
-
-_LAYER_PLOTS = (
-    (
-        "isotropy",
-        "IsoScore by layer",
-        "How evenly the variance is spread over all directions: 1 if it is equal in all, 0 if it is in a single one. "
-        "The mean has no influence. IsoScore* has ζ = 0 and is biased towards 0 for few tokens; the other form is "
-        "unbiased.",
-        ("isoscore", "isoscore_unbiased"),
-    ),
-    (
-        "directions",
-        "InterSim and IntraSim by layer",
-        "InterSim is the mean cosine of the states of any two tokens. IntraSim is the mean cosine of two occurrences "
-        "of the same token type, averaged over types. If both are near 1, all states share one direction; if IntraSim "
-        "alone is, context changes the states little.",
-        ("inter_sim", "intra_sim"),
-    ),
-    (
-        "dimension",
-        "Intrinsic dimension and rank by layer",
-        "TwoNN estimates the local dimension of the cloud from a sample of the tokens. Effective rank and "
-        "participation ratio measure how many directions the centered spectrum spans; the first is sensitive to small "
-        "singular values, the second to the largest alone.",
-        ("two_nn", "effective_rank", "participation_ratio"),
-    ),
-    (
-        "norms",
-        "Norms by layer",
-        "Average norm of the states, and the norm of their mean divided by that average: 0 for a cloud around the "
-        "origin, 1 if all states are equal.",
-        ("average_norm", "norm_ratio"),
-    ),
-)
+    tick_names = _tick_names(list(measured.all_texts))
+    plots = []
+    for name, keys in _LAYER_PLOTS.items():
+        panels = [panel(NAMES[key], lines) for key in keys if (lines := _layer_lines(measured, key))]
+        plots.append(Plot(name, *_TEXTS[name], "line", "layer", tuple(panels), x_names=tick_names, ink=COMBINED))
+    return plots
 
 
 def missing_measures(plot: Plot) -> list[str]:
-    """Return the titles of the measures that a plot of `layer_plots` lacks because no layer has a finite value."""
-    keys = next(keys for name, *_, keys in _LAYER_PLOTS if name == plot.name)
+    """Return the titles of the measures that a plot by layer lacks because no layer has a finite value."""
     plotted = {panel.y_label for panel in plot.panels}
-    return [NAMES[key] for key in keys if NAMES[key] not in plotted]
+    return [NAMES[key] for key in _LAYER_PLOTS.get(plot.name, ()) if NAMES[key] not in plotted]
 
 
 def tap_name(tap: str) -> str:
@@ -93,13 +128,14 @@ def tap_name(tap: str) -> str:
     return tap.replace("_", " ")
 
 
-def _layer_panel(measured: Measurements, key: str) -> Panel | None:
+def _layer_lines(measured: Measurements, key: str) -> list[Line]:
+    """Return a line over the layers for each text in which the measure is finite somewhere."""
     lines = []
     for label, taps in zip(_labels(list(measured.sources)), measured.sources.values(), strict=True):
         ys = tuple(figures.get(key, math.nan) for figures in taps.values())
         if any(map(math.isfinite, ys)):
-            lines.append(Line(label, tuple(map(float, range(len(ys)))), ys))
-    return Panel("", "", tuple(lines), "", NAMES[key]) if lines else None
+            lines.append(Line(label, tuple(range(len(ys))), ys))
+    return lines
 
 
 def _labels(names: Sequence[str]) -> list[str]:
@@ -116,13 +152,16 @@ def _labels(names: Sequence[str]) -> list[str]:
 
 def _tick_names(taps: Sequence[str]) -> dict[float, str]:
     """Label the embeddings and the final normalization by name, and at most six layers between them by number."""
-    end = len(taps) - 1 if taps[-1] == FINAL_NORM else None
-    layers = len(taps) - 1 - (end is not None)
-    step = math.ceil(layers / _MAX_TICKS) or 1
-    numbers = [number for number in range(step, layers + 1, step) if end is None or end - number >= step]
-    first = {0.0: "emb."} if taps[0] == EMBEDDINGS else {}
-    last = {} if end is None else {float(end): "final\nnorm"}
-    return {**first, **{float(number): str(number) for number in numbers}, **last}
+    end = len(taps) - 1 if taps[-1] == FINAL_NORM else len(taps)
+    step = math.ceil((end - 1) / _MAX_TICKS) or 1
+    # The label of the final normalization needs the room of a step.
+    last_number = end - step if taps[-1] == FINAL_NORM else end - 1
+    names: dict[float, str] = {0: "emb."}
+    for number in range(step, last_number + 1, step):
+        names[number] = str(number)
+    if taps[-1] == FINAL_NORM:
+        names[end] = "final\nnorm"
+    return names
 
 
 def spectra(measured: Measurements) -> Plot:
@@ -130,49 +169,31 @@ def spectra(measured: Measurements) -> Plot:
     by_tap = measured.spectra.get(measured.combined_key, {})
     panels = []
     for form in ("raw", "centered"):
-        lines = [_decay(tap_name(tap), by_tap[tap][form], _STATE_ROUNDING) for tap in _evenly_spaced(list(by_tap))]
-        panels += [Panel("", FORMS[form], tuple(lines), "", "singular value / largest")] if lines else []
-    return Plot(
-        "spectra",
-        "Singular values of the hidden states",
-        "Singular values of each layer's states, raw and centered, divided by the largest. A first value far above the "
-        "others that disappears in the centered spectrum is a shift of the cloud, not a cone. Values below 1e-4 of the "
-        "largest are rounding errors and are left out. All texts together.",
-        "line",
-        "number of the singular value",
-        tuple(panels),
-        log_y=True,
-        ordered=True,
-    )
+        lines = [_decay(tap_name(tap), by_tap[tap][form], _STATE_ROUNDING) for tap in evenly_spaced(list(by_tap))]
+        if lines:
+            panels.append(panel("singular value / largest", lines, FORMS[form]))
+    x_label = "number of the singular value"
+    return Plot("spectra", *_TEXTS["spectra"], "line", x_label, tuple(panels), log_y=True, ordered=True)
 
 
 def matrix_spectra(measured: Measurements) -> Plot:
     """Plot the singular values of the embedding matrices, with a line for each form."""
     panels = []
     for which, forms in measured.matrices.items():
-        spectra = {FORMS[form]: figures["singular_values"] for form, figures in forms.items() if form in FORMS}
-        lines = tuple(_decay(label, values, _MATRIX_ROUNDING) for label, values in spectra.items())
-        panels.append(Panel("", _matrix_name(which), lines, "", "singular value / largest"))
-    return Plot(
-        "matrix_spectra",
-        "Singular values of the embedding matrix",
-        "Singular values of the matrix raw, centered, and without its first components (all-but-the-top), each "
-        "divided by the largest.",
-        "line",
-        "number of the singular value",
-        tuple(panels),
-        log_y=True,
-    )
+        lines = [_decay(FORMS[form], figures["singular_values"], _MATRIX_ROUNDING) for form, figures in forms.items()]
+        panels.append(panel("singular value / largest", lines, f"{which} embeddings"))
+    x_label = "number of the singular value"
+    return Plot("matrix_spectra", *_TEXTS["matrix_spectra"], "line", x_label, tuple(panels), log_y=True)
 
 
 def _decay(label: str, values: Sequence[float], rounding: float) -> Line:
     """Return a line of the singular values divided by the largest, without those that are rounding errors."""
     largest = max(values, default=0.0)
     ys = tuple(value / largest for value in values if value > rounding * largest)
-    return Line(label, tuple(map(float, range(1, len(ys) + 1))), ys)
+    return Line(label, tuple(range(1, len(ys) + 1)), ys)
 
 
-def _evenly_spaced(names: Sequence[str]) -> list[str]:
+def evenly_spaced(names: Sequence[str]) -> list[str]:
     """Choose at most five names, evenly spaced from the first to the last."""
     if len(names) <= _MAX_LINES:
         return list(names)
@@ -183,24 +204,15 @@ def partition(measured: Measurements) -> Plot:
     """Plot I(W) of the embedding matrices by form, for both conventions of the signs."""
     panels = []
     for which, forms in measured.matrices.items():
-        known = [forms[form] for form in FORMS if form in forms]
-        xs = tuple(map(float, range(len(known))))
-        lines = tuple(
-            Line(label, xs, tuple(figures[f"partition_isotropy_{signs}"] for figures in known))
-            for signs, label in (("as_computed", "signs as computed"), ("both", "both signs"))
+        xs = tuple(range(len(forms)))
+        as_computed, both = (
+            tuple(figures[f"partition_isotropy_{signs}"] for figures in forms.values())
+            for signs in ("as_computed", "both")
         )
-        panels.append(Panel("", _matrix_name(which), lines, "", "I(W)"))
-    return Plot(
-        "partition",
-        "I(W) of the embedding matrix",
-        "Smallest over largest value of the partition function at the eigenvectors c of the matrix; 1 is isotropic. "
-        "Signs as computed: c as the eigensolver returns it, the papers' convention, which depends on the solver's "
-        "build. Both signs: over c and -c, which is reproducible and meant for comparisons.",
-        "columns",
-        "",
-        tuple(panels),
-        x_names={float(number): name for number, name in enumerate(FORMS.values())},
-    )
+        lines = [Line("signs as computed", xs, as_computed), Line("both signs", xs, both)]
+        panels.append(panel("I(W)", lines, f"{which} embeddings"))
+    form_names = {float(number): name for number, name in enumerate(FORMS.values())}
+    return Plot("partition", *_TEXTS["partition"], "columns", "", tuple(panels), x_names=form_names)
 
 
 def projection(measured: Measurements) -> Plot:
@@ -212,23 +224,14 @@ def projection(measured: Measurements) -> Plot:
             if len(rows[form]) < 2:
                 continue
             x, y = rows[form]
-            lines = tuple(
+            lines = [
                 Line(label, tuple(x[index] for index in indices), tuple(y[index] for index in indices))
                 for label, indices in groups.items()
-            )
-            title = f"{_matrix_name(which)}, {form}"
-            origin = (0.0, "origin")
-            panels.append(Panel("", title, lines, "", "second direction", level=origin, mark=origin))
-    return Plot(
-        "projection",
-        "The embedding matrix in two dimensions",
-        f"Rows along the first two singular directions of the whole matrix, raw and centered. The dashed lines cross "
-        f"at the origin. {explanation}",
-        "scatter",
-        "first direction",
-        tuple(panels),
-        ordered=True,
-    )
+            ]
+            panels.append(panel("second direction", lines, f"{which} embeddings, {form}", with_origin=True))
+    title, caption = _TEXTS["projection"]
+    caption = f"{caption} {explanation}"
+    return Plot("projection", title, caption, "scatter", "first direction", tuple(panels), ordered=True)
 
 
 def _colour_groups(rows: Mapping[str, Any]) -> tuple[dict[str, list[int]], str]:
@@ -237,34 +240,30 @@ def _colour_groups(rows: Mapping[str, Any]) -> tuple[dict[str, list[int]], str]:
     Returns:
         Indices of the rows by the group's label, and an explanation of the colours for the caption.
     """
-    total = len(rows["ids"])
-    counts = rows.get("counts")
-    if counts and sum(count > 0 for count in counts) >= total / 2:
-        occurring = sorted((index for index in range(total) if counts[index]), key=lambda index: -counts[index])
-        absent = [index for index in range(total) if not counts[index]]
+    ids, counts = rows["ids"], np.array(rows.get("counts") or [])
+    caption = f"{len(ids):,} rows, evenly spaced by token id; the colour is the"
+    occurring = np.count_nonzero(counts)
+    if len(counts) and occurring >= len(ids) / 2:
         labels = ("most frequent quarter", "second", "third", "rarest quarter")
-        groups = dict(zip(labels, _parts(occurring, 4), strict=True))
-        groups |= {"not in the texts": absent} if absent else {}
-        return groups, f"{total:,} rows, evenly spaced by token id; the colour is the token's frequency in these texts."
-    parts = _parts(range(total), 5)
-    groups = {f"ids {rows['ids'][part[0]]:,} to {rows['ids'][part[-1]]:,}": part for part in parts if part}
+        by_frequency = np.argsort(-counts, kind="stable")
+        quarters = np.array_split(by_frequency[:occurring], 4)
+        groups = {label: quarter.tolist() for label, quarter in zip(labels, quarters, strict=True)}
+        if occurring < len(ids):
+            groups["not in the texts"] = by_frequency[occurring:].tolist()
+        return groups, f"{caption} token's frequency in these texts."
+    fifths = [part.tolist() for part in np.array_split(np.arange(len(ids)), 5) if len(part)]
+    groups = {f"ids {ids[part[0]]:,} to {ids[part[-1]]:,}": part for part in fifths}
     return groups, (
-        f"{total:,} rows, evenly spaced by token id; the colour is the id, which stands for the rank by frequency: "
-        "most tokenizers number tokens in the order in which they learned them, frequent ones first."
+        f"{caption} id, which stands for the rank by frequency: most tokenizers number tokens in the order in which "
+        "they learned them, frequent ones first."
     )
-
-
-def _parts(indices: Sequence[int], count: int) -> list[list[int]]:
-    """Split indices into consecutive parts of nearly equal length."""
-    bounds = [round(number * len(indices) / count) for number in range(count + 1)]
-    return [list(indices[low:high]) for low, high in itertools.pairwise(bounds)]
 
 
 def state_norms(measured: Measurements) -> Plot:
     """Plot the distribution of the hidden states' norms over all texts, with a line for each layer."""
     by_tap = measured.norms.get(measured.combined_key, {})
     lines = []
-    for tap in _evenly_spaced(list(by_tap)):
+    for tap in evenly_spaced(list(by_tap)):
         edges, counts = by_tap[tap]["edges"], by_tap[tap]["counts"]
         if counts:
             total = sum(counts) + sum(by_tap[tap].get("outside", ()))
@@ -273,16 +272,8 @@ def state_norms(measured: Measurements) -> Plot:
             middles = [math.sqrt(low * high) for low, high in itertools.pairwise(edges)]
             xs = (middles[0] / factor, *middles, middles[-1] * factor)
             lines.append(Line(tap_name(tap), xs, (0.0, *(100 * count / total for count in counts), 0.0)))
-    return Plot(
-        "state_norms",
-        "Norms of the hidden states",
-        "Percentage of the tokens by the norm of their state, in bins of a fortieth of a decade. All texts together.",
-        "histogram",
-        "norm",
-        (Panel("", "", tuple(lines), "", "tokens, percent"),) if lines else (),
-        log_x=True,
-        ordered=True,
-    )
+    panels = (panel("tokens, percent", lines),) if lines else ()
+    return Plot("state_norms", *_TEXTS["state_norms"], "histogram", "norm", panels, log_x=True, ordered=True)
 
 
 def row_norms(measured: Measurements) -> Plot:
@@ -294,44 +285,18 @@ def row_norms(measured: Measurements) -> Plot:
         # An empty bin on either side lets the line start and end at zero.
         middles = tuple(low + width / 2 for low in (edges[0] - width, *edges))
         line = Line("rows", middles, (0.0, *counts, 0.0))
-        panels.append(Panel("", _matrix_name(which), (line,), "", "rows of the matrix"))
-    return Plot(
-        "row_norms",
-        "Norms of the embedding matrix's rows",
-        "Number of rows by norm, in forty bins of equal width. Rows that training has hardly changed, such as those of "
-        "unused tokens, often form a separate peak.",
-        "histogram",
-        "norm",
-        tuple(panels),
-    )
+        panels.append(panel("rows of the matrix", [line], f"{which} embeddings"))
+    return Plot("row_norms", *_TEXTS["row_norms"], "histogram", "norm", tuple(panels))
 
 
 def sphere_plot(spheres: Sequence[Sphere]) -> Plot:
     """Plot the toy example of two spheres with their measures."""
-    panels = tuple(
-        Panel(
-            "",
-            sphere.name,
-            (Line("points", sphere.x, sphere.y),),
+    panels = []
+    for sphere in spheres:
+        figures = (
             f"average cosine {sphere.inter_sim:.3f}, IsoScore {sphere.isoscore:.3f}, I(W) "
-            f"{sphere.partition_as_computed:.3f} with signs as computed and {sphere.partition_both:.3f} with both",
-            "second coordinate",
-            level=(0.0, "origin"),
-            mark=(0.0, "origin"),
+            f"{sphere.partition_as_computed:.3f} with signs as computed and {sphere.partition_both:.3f} with both"
         )
-        for sphere in spheres
-    )
-    return Plot(
-        "spheres",
-        "How the measures differ: a sphere, and the same sphere moved",
-        f"{len(spheres[0].x)} points on a unit sphere in three dimensions, around the origin and around another point. "
-        "Moving the sphere turns average cosine and I(W) from isotropic to anisotropic. IsoScore depends on the "
-        "covariance alone and does not change. The functions are those that measured the model.",
-        "scatter",
-        "first coordinate",
-        panels,
-    )
-
-
-def _matrix_name(which: str) -> str:
-    return f"{which} embeddings"
+        line = Line("points", sphere.x, sphere.y)
+        panels.append(panel("second coordinate", [line], sphere.name, figures, with_origin=True))
+    return Plot("spheres", *_TEXTS["spheres"], "scatter", "first coordinate", tuple(panels))

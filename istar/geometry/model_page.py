@@ -18,12 +18,51 @@ from istar.geometry.measure import Measurements
 from istar.geometry.model_figures import NAMES, tap_name
 from istar.geometry.spheres import Sphere, spheres
 from istar.pages import folder
-from istar.pages.folder import Kind, RenderedPlot
+from istar.pages.folder import Kind
 from istar.pages.page import Page, Section
 from istar.pages.sheets import Entry, Sheet
 
 # A state file that is being written has a name with a further leading dot.
 KIND = Kind("page of measures", "istar measure", (measure.JSON, measure.CSV), (".pass.*", "..pass.*"))
+_MAX_ROWS = 80
+"""Most rows in the page's table of layers; the files have all rows."""
+_MAX_TAPS_IN_FULL = 14
+"""With more taps, the table of extreme dimensions shows one dimension of each instead of three."""
+_HEADERS = {
+    **{key: name.replace(" ", "\n", 1) for key, name in NAMES.items()},
+    "mean_by_typical_deviation": "mean / median\ndeviation",
+    "variance_share": "share of\nvariance",
+    "mean_vector_norm": "norm of\nthe mean",
+    "partition_isotropy_as_computed": "I(W), signs\nas computed",
+    "partition_isotropy_both": "I(W),\nboth signs",
+    "partition_as_computed": "I(W), signs\nas computed",
+    "partition_both": "I(W),\nboth signs",
+}
+"""Headers of the columns whose header is not their name."""
+_NORM = {
+    "gain": "norm of g divided by the square root of d",
+    "bias": "norm of b divided by the square root of d; 0 without a bias",
+    "ratio": "bias divided by gain; small in isotropic models",
+    "bias_over_gain": "sum of b/g; if it is not 0, all outputs lie on one side of a hyperplane through the origin",
+    "zero_gains": "dimensions with g = 0, which that sum leaves out",
+    "outlier_gains": "dimensions whose gain is more than three standard deviations from the mean",
+    "outlier_biases": "dimensions whose bias is more than three standard deviations from the mean",
+}
+"""Meanings of the measures of the final normalization, by name."""
+_NO_NORM = (
+    "This architecture has no final normalization with a gain. In BERT and similar models, for example, each layer "
+    "normalizes its own output."
+)
+_READING = (
+    "The measures are over the hidden states of all tokens of the texts, with special tokens and without padding. They "
+    "are taken at named places: embeddings (the input of the first layer), the output of each layer, and final norm "
+    "(the output of the final normalization, if the model has one).",
+    "No single number captures isotropy. A cloud may have one common direction, which InterSim, I(W) and the norm "
+    "ratio detect, and yet spread evenly around its mean, which only IsoScore detects. A few dimensions may dominate "
+    "the cosine, which the table of extreme dimensions shows. The two spheres at the end are the simplest example.",
+    "IsoScore* and the ranks are too low if there are fewer than about ten tokens per dimension. Compare models over "
+    "the same texts. docs/measures.md defines each measure, cites its papers, and states its limits.",
+)
 
 
 def check(out: Path) -> None:
@@ -53,11 +92,11 @@ def write(measured: Measurements, out: Path) -> Path:
     except OSError as error:
         raise UserError(f"--out {out} cannot be written: {shorten(error)}") from error
     examples = spheres()
-    sheets = {sheet.name: sheet for sheet in _sheets(measured, examples)}
+    tables = [build(measured) for build in (_layers, _extremes, _matrices, _final_norm, _settings)]
+    sheets = {sheet.name: sheet for sheet in (*tables, _spheres(examples))}
     plots = {plot.name: plot for plot in _plots(measured, examples)}
-    pictures = {name: picture for plot in plots.values() for name, picture in folder.draw(plot).items()}
     contents = {name: text.encode() for name, text in measure.files(measured).items()}
-    contents |= folder.files(_page(measured, sheets, plots, pictures), sheets, pictures)
+    contents |= folder.files(_page(measured, sheets, plots), sheets)
     folder.replace_folder(out, contents, KIND)
     return out / folder.INDEX
 
@@ -75,21 +114,14 @@ def _plots(measured: Measurements, examples: Sequence[Sphere]) -> list[Plot]:
     ]
 
 
-def _page(
-    measured: Measurements,
-    sheets: Mapping[str, Sheet],
-    plots: Mapping[str, Plot],
-    pictures: Mapping[str, RenderedPlot],
-) -> Page:
-    layer_plots = ("isotropy", "directions", "dimension", "norms")
-
+def _page(measured: Measurements, sheets: Mapping[str, Sheet], plots: Mapping[str, Plot]) -> Page:
     def plot_section(name: str, sheet: str = "") -> Section:
         plot = plots[name]
         empty = "" if plot.panels else "Not measured."
-        if name in layer_plots and (missing := model_figures.missing_measures(plot)):
+        if missing := model_figures.missing_measures(plot):
             empty = f"Not measured, or not defined in any layer: {', '.join(missing)}."
         table = sheets[sheet] if sheet else None
-        return Section(name, plot.title, [plot.caption], table, folder.pictures_of(plot, pictures), empty)
+        return Section(name, plot.title, [plot.caption], table, folder.draw(plot), empty)
 
     def table_section(name: str, empty: str = "") -> Section:
         text = () if sheets[name].rows else (empty,)
@@ -98,40 +130,28 @@ def _page(
     sections = [
         Section("reading", "How to read this", _READING),
         Section("table-layers", sheets["layers"].title, (), _shortened(sheets["layers"], measured.combined_key)),
-        *map(plot_section, layer_plots),
-        plot_section("spectra"),
-        plot_section("state_norms"),
+        *map(plot_section, ("isotropy", "directions", "dimension", "norms", "spectra", "state_norms")),
         table_section("extremes", "Not measured."),
         plot_section("partition", "matrices"),
-        plot_section("matrix_spectra"),
-        plot_section("projection"),
-        plot_section("row_norms"),
+        *map(plot_section, ("matrix_spectra", "projection", "row_norms")),
         table_section("final_norm", _NO_NORM),
         plot_section("spheres", "spheres"),
         table_section("settings"),
         Section("reproduce", "This page", ("This page and its files:",), commands=[_command(measured)]),
     ]
+    name, revision = measured.model["name"], measured.model["revision"]
     about = f"weights {measured.weights}, measured by istar {version('istar')}"
-    name = measured.model["name"]
-    head = f"at revision {measured.model['revision']}, {about}" if measured.model["revision"] else about
-    return Page(
-        f"Geometry of {PurePath(name).name or name}",
-        ("Model", name, head),
-        KIND.generator,
-        _summary(measured),
-        sections,
-    )
+    head = ("Model", name, f"at revision {revision}, {about}" if revision else about)
+    title = f"Geometry of {PurePath(name).name or name}"
+    return Page(title, head, KIND.generator, _summary(measured), sections)
 
 
 def _shortened(sheet: Sheet, group: str) -> Sheet:
-    """Keep only one group of a sheet with more than 80 rows, and add a note."""
+    """Keep only one group of a sheet with more than `_MAX_ROWS` rows, and add a note."""
     if len(sheet.rows) <= _MAX_ROWS or group not in sheet.groups:
         return sheet
     notes = (*sheet.notes, "All texts together; the files have each text.")
     return replace(sheet, groups={group: sheet.groups[group]}, notes=notes)
-
-
-_MAX_ROWS = 80
 
 
 def _summary(measured: Measurements) -> list[tuple[str, str]]:
@@ -155,195 +175,104 @@ def _command(measured: Measurements) -> str:
     return f"istar measure {shlex.quote(measured.model['name'])} {texts}"
 
 
-_NO_NORM = (
-    "This architecture has no final normalization with a gain. In BERT and similar models, for example, each layer "
-    "normalizes its own output."
-)
-
-_READING = (
-    "The measures are over the hidden states of all tokens of the texts, with special tokens and without padding. They "
-    "are taken at named places: embeddings (the input of the first layer), the output of each layer, and final norm "
-    "(the output of the final normalization, if the model has one).",
-    "No single number captures isotropy. A cloud may have one common direction, which InterSim, I(W) and the norm "
-    "ratio detect, and yet spread evenly around its mean, which only IsoScore detects. A few dimensions may dominate "
-    "the cosine, which the table of extreme dimensions shows. The two spheres at the end are the simplest example.",
-    "IsoScore* and the ranks are too low if there are fewer than about ten tokens per dimension. Compare models over "
-    "the same texts. docs/measures.md defines each measure, cites its papers, and states its limits.",
-)
-
-
-def _sheets(measured: Measurements, examples: Sequence[Sphere]) -> list[Sheet]:
-    return [
-        _layers(measured),
-        _extremes(measured),
-        _matrices(measured),
-        _final_norm(measured),
-        _spheres(examples),
-        _settings(measured),
-    ]
+def _sheet(name: str, title: str, caption: str, shown: pd.DataFrame, frame: pd.DataFrame) -> Sheet:
+    """Return a sheet that shows one data frame, and has the numbers of another in its CSV file."""
+    header = tuple(_HEADERS.get(column, column) for column in map(str, shown))
+    return Sheet(name, title, caption, header, {"": _entries(shown)}, frame)
 
 
 def _layers(measured: Measurements) -> Sheet:
-    by_source = measured.sources.items()
-    keys = [key for key in NAMES if any(key in figures for _, taps in by_source for figures in taps.values())]
-    groups = {
-        source: [
-            [Entry(tap_name(tap)), _count(figures["tokens"]), *(_number(figures.get(key)) for key in keys)]
-            for tap, figures in taps.items()
-        ]
-        for source, taps in by_source
-    }
-    return Sheet(
+    frame = measure.layer_frame(measured)
+    shown = frame[["layer", "tokens", *(key for key in NAMES if key in frame)]]
+    shown = shown.assign(layer=shown["layer"].map(tap_name))
+    sheet = _sheet(
         "layers",
         "All layers",
         "Measures of the hidden states by text and layer; a dash marks an undefined one. The CSV has more columns.",
-        ("layer", "tokens", *(NAMES[key].replace(" ", "\n", 1) for key in keys)),
-        groups if len(groups) > 1 else {"": next(iter(groups.values()))},
-        measure.layer_frame(measured),
-        grouped_by="text",
+        shown,
+        frame,
     )
+    groups = {str(source): _entries(group) for source, group in shown.groupby(frame["source"], sort=False)}
+    return replace(sheet, groups=groups, grouped_by="text") if len(groups) > 1 else sheet
 
 
 def _extremes(measured: Measurements) -> Sheet:
-    by_tap = measured.extremes.get(measured.combined_key, {})
-    count = 3 if len(by_tap) <= _MAX_TAPS_IN_FULL else 1
+    columns = ["layer", "dimension", "mean", "deviation", "mean_by_typical_deviation", "variance_share"]
     rows = [
-        [
-            Entry(tap_name(tap)),
-            Entry(str(extreme["dimension"]), number=True),
-            *(_number(extreme[key]) for key in _EXTREMES),
-        ]
-        for tap, extremes in by_tap.items()
-        for extreme in extremes[:count]
-    ]
-    frame = [
         {"source": source, "layer": tap, **extreme}
         for source, taps in measured.extremes.items()
         for tap, extremes in taps.items()
         for extreme in extremes
     ]
-    return Sheet(
+    frame = pd.DataFrame(rows, columns=["source", *columns])
+    shown = frame.loc[frame["source"] == measured.combined_key, columns]
+    if shown["layer"].nunique() > _MAX_TAPS_IN_FULL:
+        shown = shown.drop_duplicates("layer")
+    # The number of a dimension has no thousands separator.
+    dimensions = shown["dimension"].map(lambda dimension: Entry(str(dimension), number=True))
+    return _sheet(
         "extremes",
         "The most extreme dimensions",
         "Dimensions of each layer whose mean over the tokens is the farthest from 0: mean and standard deviation, the "
         "mean divided by the median deviation of all dimensions (an outlier is above 5), and the share of the summed "
         "variance. All texts together; the CSV has each text, with three dimensions of each layer.",
-        ("layer", "dimension", *_EXTREMES.values()),
-        {"": rows},
-        pd.DataFrame(frame, columns=["source", "layer", "dimension", *_EXTREMES]),
+        shown.assign(layer=shown["layer"].map(tap_name), dimension=dimensions),
+        frame,
     )
 
 
-_MAX_TAPS_IN_FULL = 14
-"""With more taps, the table shows one dimension of each instead of three."""
-_EXTREMES = {
-    "mean": "mean",
-    "deviation": "deviation",
-    "mean_by_typical_deviation": "mean / median\ndeviation",
-    "variance_share": "share of\nvariance",
-}
-
-
 def _matrices(measured: Measurements) -> Sheet:
-    keys = ("rows", "dimensions", *_MATRICES)
-    figures = [
-        {"matrix": which, "form": form, **{key: values[key] for key in keys}}
-        for which, forms in measured.matrices.items()
-        for form, values in forms.items()
-    ]
     rows = [
-        [
-            Entry(row["matrix"]),
-            Entry(model_figures.FORMS.get(row["form"], row["form"])),
-            _count(row["rows"]),
-            _count(row["dimensions"]),
-            *(_number(row[key]) for key in _MATRICES),
-        ]
-        for row in figures
+        {"matrix": which, "form": form, **figures}
+        for which, forms in measured.matrices.items()
+        for form, figures in forms.items()
     ]
-    no_output = ("The model has no output embeddings of its own.",)
-    return Sheet(
+    frame = pd.DataFrame(rows).drop(columns="singular_values")
+    sheet = _sheet(
         "matrices",
         "Embedding matrices",
         "Measures of the embedding matrices raw, centered, and without their first components (all-but-the-top, a "
         "hundredth of the dimensions).",
-        ("matrix", "form", "rows", "dimensions", *_MATRICES.values()),
-        {"": rows},
-        pd.DataFrame(figures),
-        notes=() if "output" in measured.matrices else no_output,
-        row_headers=2,
+        frame.assign(form=frame["form"].map(model_figures.FORMS)),
+        frame,
     )
-
-
-_MATRICES = {
-    "partition_isotropy_as_computed": "I(W), signs\nas computed",
-    "partition_isotropy_both": "I(W),\nboth signs",
-    "average_norm": "average\nnorm",
-    "mean_vector_norm": "norm of\nthe mean",
-    "norm_ratio": "norm\nratio",
-}
+    no_output = ("The model has no output embeddings of its own.",)
+    return replace(sheet, notes=() if "output" in measured.matrices else no_output, row_headers=2)
 
 
 def _final_norm(measured: Measurements) -> Sheet:
     figures = measured.final_norm or {}
     names = [name for name in _NORM if name in figures]
-    return Sheet(
+    frame = pd.DataFrame({"figure": names, "value": [figures[name] for name in names]}, dtype=object)
+    return _sheet(
         "final_norm",
         "The final normalization",
         "Gain g and bias b of the normalization behind the last layer, over d dimensions.",
-        ("figure", "value", "meaning"),
-        {"": [[Entry(tap_name(name)), _norm_entry(figures[name]), Entry(_NORM[name])] for name in names]},
-        pd.DataFrame(
-            [{"figure": name, "value": _to_text(figures[name])} for name in names], columns=["figure", "value"]
-        ),
+        frame.assign(figure=frame["figure"].map(tap_name), meaning=frame["figure"].map(_NORM)),
+        frame.assign(value=frame["value"].map(_to_text)),
     )
-
-
-_NORM = {
-    "gain": "norm of g divided by the square root of d",
-    "bias": "norm of b divided by the square root of d; 0 without a bias",
-    "ratio": "bias divided by gain; small in isotropic models",
-    "bias_over_gain": "sum of b/g; if it is not 0, all outputs lie on one side of a hyperplane through the origin",
-    "zero_gains": "dimensions with g = 0, which that sum leaves out",
-    "outlier_gains": "dimensions whose gain is more than three standard deviations from the mean",
-    "outlier_biases": "dimensions whose bias is more than three standard deviations from the mean",
-}
-
-
-def _norm_entry(value: Any) -> Entry:
-    return Entry(_to_text(value) or "none", number=True) if isinstance(value, Sequence) else _number(value)
 
 
 def _spheres(examples: Sequence[Sphere]) -> Sheet:
-    columns = {
-        "inter_sim": "average\ncosine",
-        "isoscore": "IsoScore",
-        "partition_as_computed": "I(W), signs\nas computed",
-        "partition_both": "I(W),\nboth signs",
-    }
-    rows = [{"sphere": sphere.name, **{key: getattr(sphere, key) for key in columns}} for sphere in examples]
-    return Sheet(
-        "spheres",
-        "Two spheres",
-        "Measures of the two spheres.",
-        ("sphere", *columns.values()),
-        {"": [[Entry(row["sphere"]), *(_number(row[key]) for key in columns)] for row in rows]},
-        pd.DataFrame(rows),
-    )
+    frame = pd.DataFrame(examples).drop(columns=["x", "y"]).rename(columns={"name": "sphere"})
+    shown = frame.rename(columns={"inter_sim": "average\ncosine", "isoscore": "IsoScore"})
+    return _sheet("spheres", "Two spheres", "Measures of the two spheres.", shown, frame)
 
 
 def _settings(measured: Measurements) -> Sheet:
-    model = {f"model {name}" if name != "name" else "model": value for name, value in measured.model.items()}
-    settings = {name: value for name, value in measured.settings.items() if name != "texts"}
-    texts = {f"text {name}": path for name, path in measured.settings["texts"].items()}
-    values = {**model, "weights": measured.weights, **settings, **texts}
-    return Sheet(
+    values = {"model": measured.model["name"]}
+    values |= {f"model {name}": value for name, value in measured.model.items() if name != "name"}
+    values |= {"weights": measured.weights}
+    values |= {name: value for name, value in measured.settings.items() if name != "texts"}
+    values |= {f"text {name}": path for name, path in measured.settings["texts"].items()}
+    frame = pd.DataFrame({"setting": values.keys(), "value": map(_to_text, values.values())})
+    codes = frame["value"].map(lambda text: Entry(text, code=True))
+    return _sheet(
         "settings",
         "Settings",
         "Model, texts and settings of the pass. Equal weights have equal hashes.",
-        ("setting", "value"),
-        {"": [[Entry(name.replace("_", " ")), Entry(_to_text(value), code=True)] for name, value in values.items()]},
-        pd.DataFrame([{"setting": name, "value": _to_text(value)} for name, value in values.items()]),
+        frame.assign(setting=frame["setting"].str.replace("_", " "), value=codes),
+        frame,
     )
 
 
@@ -353,12 +282,19 @@ def _to_text(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def _count(value: float) -> Entry:
-    return Entry(f"{value:,.0f}", number=True)
+def _entries(frame: pd.DataFrame) -> list[list[Entry]]:
+    """Return the cells of a data frame; see `_entry`."""
+    return [[_entry(value) for value in values] for values in frame.itertuples(index=False)]
 
 
-def _number(value: float | None) -> Entry:
-    """Return a cell with four significant digits, whole numbers from 1,000 on, or a dash for None and NaN."""
-    if value is None or math.isnan(value):
+def _entry(value: Any) -> Entry:
+    """Return a cell: texts as they are, numbers with four significant digits or, from 1,000 on, as whole numbers."""
+    if isinstance(value, Entry):
+        return value
+    if isinstance(value, str):
+        return Entry(value)
+    if isinstance(value, Sequence):
+        return Entry(_to_text(value) or "none", number=True)
+    if math.isnan(value):
         return Entry("\u2013", number=True)
-    return Entry(f"{value:,.0f}" if 1_000 <= abs(value) < 1e9 else f"{value:.4g}", number=True)
+    return Entry(f"{value:,.0f}" if 1_000 <= abs(value) < 1e12 else f"{value:.4g}", number=True)

@@ -12,25 +12,15 @@ POINTS, SHIFT, _SEED = 500, 2.0, 0
 
 @dataclass(frozen=True)
 class Sphere:
-    """Points uniformly distributed on a unit sphere in three dimensions, and their measures.
-
-    Attributes:
-        name: "centered" or "off-centre".
-        x: first coordinate of each point.
-        y: second coordinate of each point.
-        inter_sim: average cosine of all pairs of points.
-        isoscore: IsoScore.
-        partition_as_computed: I(W) with the eigenvectors' signs as computed.
-        partition_both: I(W) over both signs of each eigenvector.
-    """
+    """Points uniformly distributed on a unit sphere in three dimensions, and their measures."""
 
     name: str
-    x: tuple[float, ...]
-    y: tuple[float, ...]
-    inter_sim: float
+    x: tuple[float, ...]  # first coordinate of each point
+    y: tuple[float, ...]  # second coordinate of each point
+    inter_sim: float  # average cosine of all pairs of points
     isoscore: float
-    partition_as_computed: float
-    partition_both: float
+    partition_as_computed: float  # I(W) with the eigenvectors' signs as computed
+    partition_both: float  # I(W) over both signs of each eigenvector
 
 
 def spheres() -> tuple[Sphere, Sphere]:
@@ -43,10 +33,11 @@ def spheres() -> tuple[Sphere, Sphere]:
 
 
 def _measure(name: str, points: torch.Tensor) -> Sphere:
+    x, y, _ = points.T.tolist()
     return Sphere(
         name,
-        tuple(points[:, 0].tolist()),
-        tuple(points[:, 1].tolist()),
+        tuple(x),
+        tuple(y),
         average_cosine(points).item(),
         isoscore(points).item(),
         partition_isotropy(points, "as_computed").value,

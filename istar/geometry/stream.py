@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from istar.errors import UserError
 from istar.files import atomic_write
 from istar.geometry.corpus import COMBINED, Packer, Source, batch, chunks, documents
-from istar.geometry.layers import Layer, LayerSettings, Sample
+from istar.geometry.layers import Layer, Sample
 from istar.geometry.taps import Taps
 from istar.measures.moments import full_precision
 
@@ -28,36 +28,24 @@ SECONDS_BETWEEN_SAVES = 300.0
 
 @dataclass(frozen=True)
 class Pass:
-    """Settings of a pass over a corpus.
+    """Settings of a pass over a corpus."""
 
-    Attributes:
-        length: tokens of a block, including special tokens.
-        batch_size: blocks in a batch.
-        sample: number of tokens to keep for TwoNN.
-        seed: seed of that sample.
-        limit: a source is read until it has at least so many tokens; None reads it to its end.
-        intra: whether to compute IntraSim, which needs vocabulary x width x 8 bytes for each layer.
-    """
-
-    length: int
-    batch_size: int = 32
-    sample: int = 5_000
-    seed: int = 0
-    limit: int | None = None
-    intra: bool = True
+    length: int  # tokens of a block, including special tokens
+    batch_size: int = 32  # blocks in a batch
+    sample: int = 5_000  # number of tokens to keep for TwoNN
+    seed: int = 0  # seed of that sample
+    limit: int | None = None  # a source is read until it has at least so many tokens; None reads it to its end
+    intra: bool = True  # whether to compute IntraSim, which needs vocabulary x width x 8 bytes for each layer
 
 
 class Statistics:
-    """Accumulators of all taps over a source.
+    """Accumulators over a source: `layers`, by the names of the taps, and `sample`, a random sample of the tokens."""
 
-    Attributes:
-        layers: accumulators by the names of the taps.
-        sample: random sample of the tokens.
-    """
-
-    def __init__(self, names: Sequence[str], settings: LayerSettings, sample: int, seed: int) -> None:
-        self.layers = {name: Layer(settings) for name in names}
-        self.sample = Sample(names, sample, seed)
+    def __init__(self, model: PreTrainedModel, taps: Sequence[str], settings: Pass) -> None:
+        config = model.config.get_text_config()
+        vocabulary_size = config.vocab_size if settings.intra else 0
+        self.layers = {tap: Layer(config.hidden_size, vocabulary_size, model.device) for tap in taps}
+        self.sample = Sample(taps, settings.sample, settings.seed)
 
     def merge(self, other: "Statistics") -> None:
         """Add the tokens that other accumulators have seen."""
@@ -117,29 +105,21 @@ class Stream:
         is_distributed = dist.is_available() and dist.is_initialized()
         self._rank, self._world = (dist.get_rank(), dist.get_world_size()) if is_distributed else (0, 1)
         if self._world > 1 and state is None:
-            raise UserError(
-                "several processes need a state file to share a pass; give one in a folder that all can see"
-            )
-        self._model = model
-        self.taps = Taps(model)
+            raise UserError("several processes need a state file to share a pass; give one in a folder that all see")
+        self._model, self._taps = model, Taps(model)
         self._packer = Packer(tokenizer, settings.length)
         self._pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-        config = model.config.get_text_config()
-        vocabulary_size = config.vocab_size if settings.intra else 0
-        self._layer_settings = LayerSettings(config.hidden_size, vocabulary_size, model.device)
 
     def __call__(self, sources: Sequence[Source], console: Console | None = None) -> dict[str, Statistics]:
         """Read the sources; returns the statistics by their names and, if there are several, of all as `combined`.
-
-        Args:
-            sources: texts to read.
-            console: console for a progress bar; None shows none.
 
         Raises:
             UserError: if a source cannot be read or holds no text.
         """
         results: dict[str, Statistics] = {}
-        with _ProgressBar(console) as progress:
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[status]}"))
+        disable = console is None
+        with Progress(*columns, TimeElapsedColumn(), console=console, disable=disable, transient=True) as progress:
             for number, source in enumerate(sources):
                 results[source.name] = self._read_source(source, number, progress)
         if len(sources) > 1:
@@ -153,7 +133,7 @@ class Stream:
                 path.unlink()
         return results
 
-    def _read_source(self, source: Source, number: int, progress: "_ProgressBar") -> Statistics:
+    def _read_source(self, source: Source, number: int, progress: Progress) -> Statistics:
         """Accumulate this rank's blocks of a source, save the state every few minutes, and merge the ranks."""
         statistics, done, tokens = self._new_statistics(), 0, 0
         saved = self._load(number, self._rank)
@@ -161,6 +141,7 @@ class Stream:
             statistics.load_state_dict(saved["statistics"])
             done, tokens = saved["blocks"], saved["tokens"]
         last_save = time.monotonic()
+        task = progress.add_task(source.name, total=None, status="")
         for chunk in chunks(self._rank_blocks(source, done), self.settings.batch_size):
             numbers, blocks = zip(*chunk, strict=True)
             lengths = [len(block) for block in blocks]
@@ -168,29 +149,32 @@ class Stream:
             sample_keys = [(number << 32) + block for block in numbers]
             self._update(statistics, batch(blocks, self._pad), sample_keys, lengths)
             done, tokens = numbers[-1] + 1, tokens + sum(lengths)
-            progress.update(source.name, tokens)
-            if self._state is not None and time.monotonic() - last_save > SECONDS_BETWEEN_SAVES:
+            progress.advance(task, sum(lengths))
+            tokens_per_second = progress.tasks[task].speed or 0
+            progress.update(task, status=f"{tokens:,} tokens, {tokens_per_second:,.0f} per second")
+            if time.monotonic() - last_save > SECONDS_BETWEEN_SAVES:
                 self._save(number, statistics, done, tokens)
                 last_save = time.monotonic()
-        if self._state is not None:
-            self._save(number, statistics, done, tokens)
-        self._merge_ranks(number, statistics)
+        self._save(number, statistics, done, tokens)
+        if self._world > 1:
+            self._merge_ranks(number, statistics)
         return statistics
 
     def _rank_blocks(self, source: Source, done: int) -> Iterator[tuple[int, list[int]]]:
-        """Yield the number and the tokens of this rank's blocks, from block number `done` on."""
-        number = -1
-        for number, block in enumerate(self._limited(self._packer(documents(source)))):
+        """Yield the number and the tokens of this rank's blocks, from block number `done` to the limit of tokens."""
+        tokens = 0
+        for number, block in enumerate(self._packer(documents(source))):
+            if self.settings.limit is not None and tokens >= self.settings.limit:
+                return
+            tokens += len(block)
             if number >= done and number % self._world == self._rank:
                 yield number, block
-        if number < 0:
+        if not tokens:
             # Every rank reads all blocks, so that all ranks raise this.
             raise UserError(f"{source.path} holds no text; expected at least one line that is not empty")
 
     def _merge_ranks(self, number: int, statistics: Statistics) -> None:
         """Merge the statistics of all ranks into those of rank 0, through their state files."""
-        if self._world == 1:
-            return
         dist.barrier()
         if self._rank == 0:
             for rank in range(1, self._world):
@@ -209,31 +193,24 @@ class Stream:
         mask = inputs["attention_mask"].bool()
         tokens = inputs["input_ids"][mask]
         with full_precision(self._model.device), torch.inference_mode():
-            states = {name: state[mask] for name, state in self.taps(inputs).items()}
+            states = {name: state[mask] for name, state in self._taps(inputs).items()}
             for name, state in states.items():
                 statistics.layers[name].update(state, tokens)
         statistics.sample.update(sample_keys, lengths, states)
 
-    def _limited(self, blocks: Iterator[list[int]]) -> Iterator[list[int]]:
-        """Yield blocks until `settings.limit` tokens are reached."""
-        tokens = 0
-        for block in blocks:
-            if self.settings.limit is not None and tokens >= self.settings.limit:
-                return
-            tokens += len(block)
-            yield block
-
     def _new_statistics(self) -> Statistics:
-        return Statistics(self.taps.names, self._layer_settings, self.settings.sample, self.settings.seed)
+        return Statistics(self._model, self._taps.names, self.settings)
 
     def _state_file(self, number: int, rank: int) -> Path:
         assert self._state is not None
         return self._state.with_name(f"{self._state.name}.{number}.{rank}-{self._world}")
 
     def _save(self, number: int, statistics: Statistics, done: int, tokens: int) -> None:
-        state = {"identity": self._identity, "statistics": statistics.state_dict(), "blocks": done, "tokens": tokens}
-        with atomic_write(self._state_file(number, self._rank)) as file:
-            torch.save(state, file)
+        """Save this rank's state of a source, unless the pass saves no state."""
+        if self._state is not None:
+            state = {"identity": self._identity, "statistics": statistics.state_dict(), "blocks": done}
+            with atomic_write(self._state_file(number, self._rank)) as file:
+                torch.save({**state, "tokens": tokens}, file)
 
     def _load(self, number: int, rank: int) -> dict[str, Any] | None:
         """Load a rank's state of a source; None if there is none, it is damaged, or it belongs to another pass."""
@@ -273,28 +250,3 @@ def identity(*parts: object) -> str:
         else:
             digest.update(repr(part).encode())
     return digest.hexdigest()
-
-
-class _ProgressBar:
-    """Shows the tokens read and the tokens per second of each source; shows nothing without a console."""
-
-    def __init__(self, console: Console | None) -> None:
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[status]}"))
-        self._bar = Progress(*columns, TimeElapsedColumn(), console=console, disable=console is None, transient=True)
-        self._tasks: dict[str, tuple[Any, float, int]] = {}
-        """Task, start time and tokens at the start, by source."""
-
-    def __enter__(self) -> "_ProgressBar":
-        self._bar.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._bar.__exit__(None, None, None)
-
-    def update(self, source: str, tokens: int) -> None:
-        """Show that so many tokens of a source have been read."""
-        if source not in self._tasks:
-            self._tasks[source] = self._bar.add_task(source, total=None, status=""), time.monotonic(), tokens
-        task, start, start_tokens = self._tasks[source]
-        rate = (tokens - start_tokens) / max(time.monotonic() - start, 1e-3)
-        self._bar.update(task, status=f"{tokens:,} tokens, {rate:,.0f} per second")

@@ -1,7 +1,7 @@
 """Reading a transformer's hidden states under names that are the same for all architectures."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -21,8 +21,7 @@ class Taps:
     last layer. A pass over a single token tells which: the module outside the layers whose output equals the last
     hidden state is the final normalization, and the input of that module is the output of the last layer.
 
-    Args:
-        model: model without a head, in eval mode.
+    The model has no head and is in eval mode.
 
     Attributes:
         names: names of the taps, from the input to the output.
@@ -37,25 +36,21 @@ class Taps:
         # OPT-350m has a projection to the width of the embeddings there, whose output is no tap.
         self._last = _find_last_module(model)
         self.norm = self._last if "norm" in type(self._last).__name__.lower() else None
-        layers = [f"layer_{number}" for number in range(1, _layer_count(model) + 1)]
+        layers = [f"layer_{number}" for number in range(1, model.config.get_text_config().num_hidden_layers + 1)]
         self.names = [EMBEDDINGS, *layers, *([FINAL_NORM] if self.norm is not None else [])]
 
     @torch.inference_mode()
     def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Run the model; returns the hidden states `(batch, tokens, d)` of each tap.
-
-        Args:
-            inputs: inputs of the model, on its device.
-        """
-        with _record_inputs(self._last) as last_inputs:
+        """Run the model on its inputs; returns the hidden states `(batch, tokens, d)` of each tap."""
+        last_inputs: list[Tensor] = []
+        with ExitStack() as hooks:
+            if self._last is not None:
+                hook = self._last.register_forward_pre_hook(lambda _, arguments: last_inputs.append(arguments[0]))
+                hooks.enter_context(hook)
             *states, last = self._model(**inputs, output_hidden_states=True, use_cache=False).hidden_states
         states += last_inputs[-1:] or [last]
         states += [last] if self.norm is not None else []
         return dict(zip(self.names, states, strict=True))
-
-
-def _layer_count(model: PreTrainedModel) -> int:
-    return int(model.config.get_text_config().num_hidden_layers)
 
 
 @torch.no_grad()
@@ -63,38 +58,19 @@ def _find_last_module(model: PreTrainedModel) -> nn.Module | None:
     """Find the module outside the layers whose output is the last hidden state; None if a layer computes that state."""
     inside = {part for module in model.modules() if isinstance(module, nn.ModuleList) for part in module.modules()}
     outputs: dict[nn.Module, Any] = {}
-    outside = [module for module in model.modules() if module not in inside and not list(module.children())]
-    handles = [
-        module.register_forward_hook(lambda module, _, output: outputs.__setitem__(module, output))
-        for module in outside
-    ]
-    try:
+    with ExitStack() as hooks:
+        for module in model.modules():
+            if module not in inside and not list(module.children()):
+                hook = module.register_forward_hook(lambda module, _, output: outputs.__setitem__(module, output))
+                hooks.enter_context(hook)
         token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
         mask = torch.ones_like(token)
         states = model(input_ids=token, attention_mask=mask, output_hidden_states=True, use_cache=False).hidden_states
-    finally:
-        for handle in handles:
-            handle.remove()
-    if states is None or len(states) != _layer_count(model) + 1:
+    if states is None or len(states) != model.config.get_text_config().num_hidden_layers + 1:
         raise UserError(f"{type(model).__name__} does not return one hidden state per layer; choose another model")
-    # Dropout in eval mode returns its input, so that its output equals the state too.
-    matches = (module for module, output in outputs.items() if _equals(output, states[-1]))
-    return next((module for module in matches if not isinstance(module, nn.Dropout)), None)
-
-
-def _equals(output: Any, state: Tensor) -> bool:
-    return isinstance(output, Tensor) and output.shape == state.shape and torch.equal(output, state)
-
-
-@contextmanager
-def _record_inputs(module: nn.Module | None) -> Iterator[list[Tensor]]:
-    """Collect the first argument of each call of a module while the block runs; nothing if the module is None."""
-    recorded: list[Tensor] = []
-    if module is None:
-        yield recorded
-        return
-    handle = module.register_forward_pre_hook(lambda _, inputs: recorded.append(inputs[0]))
-    try:
-        yield recorded
-    finally:
-        handle.remove()
+    for module, output in outputs.items():
+        is_last = isinstance(output, Tensor) and torch.equal(output, states[-1])
+        # Dropout in eval mode returns its input, so that its output equals the state too.
+        if is_last and not isinstance(module, nn.Dropout):
+            return module
+    return None

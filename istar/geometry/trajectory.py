@@ -1,7 +1,4 @@
-"""Measures of a model at several checkpoints of its training.
-
-Implements `istar measure --revisions` and `istar measure --checkpoints`.
-"""
+"""`istar measure --revisions` and `--checkpoints`: measures of a model at several checkpoints of its training."""
 
 import glob
 import math
@@ -32,6 +29,8 @@ from istar.models import load_encoder, load_tokenizer
 TABLE = "trajectory.csv"
 KEYS = ("model", "revision", "step", "weights", "source", "layer")
 """Columns of the table that identify a row; all other columns are measures."""
+_NUMBERS = re.compile(r"(?<![A-Za-z0-9])(?![0-9a-f]{12}(?![A-Za-z0-9]))[A-Za-z]*(\d+)(?![A-Za-z0-9])")
+"""A number, alone or at the end of a word, that is not a part of the twelve-digit hash that names a run."""
 _FINGERPRINT = ".asked"
 """File in a checkpoint's folder with the hash of the settings and texts that its measures were taken with."""
 
@@ -42,23 +41,13 @@ class PartialFailure(UserError):  # noqa: N818
     exit_code = 1
 
 
-_NUMBERS = re.compile(r"(?<![A-Za-z0-9])(?![0-9a-f]{12}(?![A-Za-z0-9]))[A-Za-z]*(\d+)(?![A-Za-z0-9])")
-"""A number, alone or at the end of a word, that is not a part of the twelve-digit hash that names a run."""
-
-
 @dataclass(frozen=True)
 class Checkpoint:
-    """A revision on the hub or a checkpoint on disk.
+    """A revision on the hub or a checkpoint on disk."""
 
-    Attributes:
-        label: the revision, or the part of the checkpoint's path that differs from the other checkpoints.
-        name: hub id, folder, or `.ckpt` file.
-        revision: revision on the hub; None for a folder or a file.
-    """
-
-    label: str
-    name: str
-    revision: str | None = None
+    label: str  # the revision, or the part of the checkpoint's path that differs from the other checkpoints
+    name: str  # hub id, folder, or `.ckpt` file
+    revision: str | None = None  # revision on the hub; None for a folder or a file
 
     @property
     def step(self) -> int | None:
@@ -74,25 +63,15 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Plan:
-    """Settings that all checkpoints of a trajectory share; see `measure.measure`.
+    """Settings that all checkpoints of a trajectory share; see `measure.measure`."""
 
-    Attributes:
-        model: name of the model in the table.
-        texts: texts to measure the model over.
-        settings: how the texts are read.
-        out: folder for the table and for one folder per checkpoint.
-        dtype: dtype of the weights.
-        device: device of the model.
-        command: command line that the page shows.
-    """
-
-    model: str
-    texts: Sequence[Source]
-    settings: Pass
-    out: Path
-    dtype: str = "float32"
-    device: str = "auto"
-    command: str = ""
+    model: str  # name of the model in the table
+    texts: Sequence[Source]  # texts to measure the model over
+    settings: Pass  # how the texts are read
+    out: Path  # folder for the table and for one folder per checkpoint
+    dtype: str = "float32"  # dtype of the weights
+    device: str = "auto"  # device of the model
+    command: str = ""  # command line that the page shows
 
 
 @dataclass
@@ -103,51 +82,45 @@ class Trajectory:
     failures: dict[str, str] = field(default_factory=dict)
 
 
-# ---- checkpoints
-
-
 def revisions(model: str, names: str) -> list[Checkpoint]:
-    """Return the checkpoints of a model on the hub.
-
-    Args:
-        model: hub id.
-        names: revisions, separated by commas.
+    """Return the checkpoints of a model on the hub, from names of revisions that are separated by commas.
 
     Raises:
         UserError: if there are no names, or the model is a folder.
     """
     if Path(model).is_dir():
         raise UserError(f"--revisions needs a model on the hub, but {model} is a folder; use --checkpoints for folders")
-    labels = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
+    labels = dict.fromkeys(name.strip() for name in names.split(",") if name.strip())
     if not labels:
         raise UserError("--revisions is empty; expected names separated by commas, such as step1000,step2000")
     return _check_folders([Checkpoint(label, model, label) for label in labels])
 
 
 def checkpoints(pattern: str) -> list[Checkpoint]:
-    """Find checkpoints on disk and sort them by step.
-
-    Args:
-        pattern: glob pattern of folders that `save_pretrained` wrote, runs of train.py, or their `.ckpt` files.
+    """Find folders of `save_pretrained`, runs of train.py and their `.ckpt` files, and sort them by step.
 
     Raises:
-        UserError: if the pattern matches none of these.
+        UserError: if the glob pattern matches none of these.
     """
     paths = [Path(path) for path in sorted(glob.glob(pattern))]  # noqa: PTH207 (Path.glob refuses absolute patterns)
-    paths = [path for path in paths if path.suffix == ".ckpt" or (_model_folder(path) / "config.json").is_file()]
-    if not paths:
+    models: dict[Path, Path] = {}
+    for path in paths:
+        # Runs of train.py have their model in a folder `model`.
+        folders = [folder for folder in (path / "model", path) if (folder / "config.json").is_file()]
+        if folders or path.suffix == ".ckpt":
+            models[path] = folders[0] if folders else path
+    if not models:
         raise UserError(
             f"--checkpoints {pattern} matches no model; expected folders that save_pretrained wrote, runs of "
             "train.py, or their checkpoints/*.ckpt"
         )
-    common = Path(os.path.commonpath([path.parent for path in paths]))
+    common = os.path.commonpath([path.parent for path in models])
     results = [
-        Checkpoint(path.relative_to(common).as_posix().removesuffix(".ckpt"), str(_model_folder(path)))
-        for path in paths
+        Checkpoint(path.relative_to(common).as_posix().removesuffix(".ckpt"), str(model))
+        for path, model in models.items()
     ]
-    return _check_folders(
-        sorted(results, key=lambda checkpoint: (checkpoint.step is None, checkpoint.step, checkpoint.label))
-    )
+    results.sort(key=lambda checkpoint: (checkpoint.step is None, checkpoint.step, checkpoint.label))
+    return _check_folders(results)
 
 
 def common_name(checkpoints: Sequence[Checkpoint]) -> str:
@@ -155,22 +128,13 @@ def common_name(checkpoints: Sequence[Checkpoint]) -> str:
     return Path(os.path.commonpath([Path(checkpoint.name).absolute().parent for checkpoint in checkpoints])).name
 
 
-def _model_folder(path: Path) -> Path:
-    """Return the folder `model` of a run of train.py; any other path as it is."""
-    return path / "model" if (path / "model" / "config.json").is_file() else path
-
-
 def _check_folders(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
+    """Return the checkpoints; refuse labels that cannot name distinct folders."""
     folders = [checkpoint.folder for checkpoint in checkpoints]
     for checkpoint in checkpoints:
         if folders.count(checkpoint.folder) > 1 or checkpoint.folder in (".", "..", TABLE):
-            raise UserError(
-                f"{checkpoint.label} cannot name a folder for its results; measure this checkpoint separately"
-            )
+            raise UserError(f"{checkpoint.label} cannot name a folder for its results; measure it separately")
     return checkpoints
-
-
-# ---- measuring
 
 
 def follow(plan: Plan, checkpoints: Sequence[Checkpoint], console: Console) -> Trajectory:
@@ -178,12 +142,7 @@ def follow(plan: Plan, checkpoints: Sequence[Checkpoint], console: Console) -> T
 
     A checkpoint that an earlier call has measured with the same texts, settings and weights is read from its folder. A
     checkpoint with the weights of an earlier one gets a copy of its measurements. An error at one checkpoint is
-    recorded, and the next one is measured.
-
-    Args:
-        plan: settings of all checkpoints.
-        checkpoints: checkpoints in the order of the table.
-        console: console for progress, warnings and errors.
+    recorded, and the next one is measured. The console shows progress, warnings and errors.
     """
     trajectory = Trajectory()
     names = [source.name for source in plan.texts]
@@ -197,45 +156,39 @@ def follow(plan: Plan, checkpoints: Sequence[Checkpoint], console: Console) -> T
             trajectory.failures[checkpoint.label] = shorten(error)
             _print_line(console, f"not measured: {checkpoint.label}: {shorten(error)}")
             continue
-        if message:
-            _print_line(console, message)
+        _print_line(console, message)
         trajectory.measured[checkpoint.label] = measured
         write(plan, checkpoints, trajectory)
     return trajectory
 
 
 def _print_line(console: Console, line: str) -> None:
-    console.print(line, highlight=False, soft_wrap=True, markup=False)
+    """Print a line as it is, if it is not empty."""
+    if line:
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
 def _measure(checkpoint: Checkpoint, plan: Plan, fingerprint: str, earlier: Trajectory) -> tuple[Measurements, str]:
     """Read, copy or take the measurements of a checkpoint, and write them to its folder.
 
-    Returns:
-        The measurements, and a message for the user, which may be empty.
+    The second value is a message for the user, which may be empty.
     """
     folder = plan.out / checkpoint.folder
     with _loadable(checkpoint, folder) as name:
         weights = _hash_weights(name, checkpoint.revision, plan.dtype)
         twin = next((label for label, other in earlier.measured.items() if other.weights == weights), None)
         message = "" if twin is None else f"warning: {checkpoint.label} has the same weights as {twin}"
-        cached = _read_cached(folder, fingerprint, weights)
-        if cached is not None:
+        cached = _read_cached(folder, fingerprint)
+        if cached is not None and cached.weights == weights:
             return cached, message or "measured before"
         if twin is not None:
             measured, message = earlier.measured[twin], f"{message}; its figures are copied"
         else:
+            progress = Console(stderr=True)
             measured = measure.measure(
-                name,
-                plan.texts,
-                plan.settings,
-                folder,
-                checkpoint.revision,
-                plan.dtype,
-                plan.device,
-                Console(stderr=True),
+                name, plan.texts, plan.settings, folder, checkpoint.revision, plan.dtype, plan.device, progress,
                 plan.command,
-            )
+            )  # fmt: skip
     measured = replace(measured, model={**measured.model, "name": checkpoint.name, "revision": checkpoint.revision})
     # The fingerprint is written last: after a call that is killed before, the checkpoint is measured again.
     (folder / _FINGERPRINT).unlink(missing_ok=True)
@@ -249,34 +202,28 @@ def _hash_weights(name: str, revision: str | None, dtype: str) -> str:
     return measure.weights_hash(load_encoder(config, load_tokenizer(config), DTYPES[dtype]))
 
 
-def _read_cached(folder: Path, fingerprint: str, weights: str) -> Measurements | None:
-    """Return the measurements of an earlier call with the same fingerprint and weights, if there are any."""
+def _read_cached(folder: Path, fingerprint: str) -> Measurements | None:
+    """Return the measurements of an earlier call with the same fingerprint, if there are any."""
     try:
-        if (folder / _FINGERPRINT).read_text(encoding="utf-8") != fingerprint:
-            return None
-        measured = measure.read(folder / measure.JSON)
+        is_same = (folder / _FINGERPRINT).read_text(encoding="utf-8") == fingerprint
+        return measure.read(folder / measure.JSON) if is_same else None
     except (OSError, ValueError, UserError):  # missing or damaged
         return None
-    return measured if measured.weights == weights else None
 
 
 @contextmanager
 def _loadable(checkpoint: Checkpoint, folder: Path) -> Iterator[str]:
     """Yield a name that from_pretrained accepts; a `.ckpt` file is unpacked for as long as the block runs."""
-    path = Path(checkpoint.name)
-    if path.suffix != ".ckpt":
+    if Path(checkpoint.name).suffix != ".ckpt":
         yield checkpoint.name
         return
     unpacked = folder / ".weights"
     shutil.rmtree(unpacked, ignore_errors=True)
     try:
-        _unpack(path, unpacked)
+        _unpack(Path(checkpoint.name), unpacked)
         yield str(unpacked)
     finally:
         shutil.rmtree(unpacked, ignore_errors=True)
-
-
-_PREFIX = "model."
 
 
 def _unpack(path: Path, folder: Path) -> None:
@@ -286,45 +233,40 @@ def _unpack(path: Path, folder: Path) -> None:
         raise UserError(f"{path}: its run has no model folder; expected one with the config and the tokenizer")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
-        weights = {name.removeprefix(_PREFIX): values for name, values in state.items() if name.startswith(_PREFIX)}
+        # Tied weights are one tensor under two names, which safetensors refuses; the clones share no memory.
+        weights = {
+            name.removeprefix("model."): values.clone().contiguous()
+            for name, values in state.items()
+            if name.startswith("model.")
+        }
     except Exception as error:  # a damaged file can raise any exception
         raise UserError(f"{path} is not a readable checkpoint: {shorten(error)}") from error
     shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors", "*.safetensors.index.json", "*.bin"))
-    # Tied weights are one tensor under two names, which safetensors refuses; the clones share no memory.
-    save_file(
-        {name: values.clone().contiguous() for name, values in weights.items()},
-        folder / "model.safetensors",
-        {"format": "pt"},
-    )
-
-
-# ---- output
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
 def write(plan: Plan, checkpoints: Sequence[Checkpoint], trajectory: Trajectory) -> None:
     """Write `trajectory.csv`: for each checkpoint one row per source and layer and one per embedding matrix."""
-    rows = [
-        {"model": plan.model, "revision": checkpoint.label, "step": checkpoint.step, "weights": measured.weights, **row}
-        for checkpoint in checkpoints
-        if (measured := trajectory.measured.get(checkpoint.label)) is not None
-        for row in _rows(measured)
-    ]
+    rows = []
+    for checkpoint in checkpoints:
+        if checkpoint.label in trajectory.measured:
+            measured = trajectory.measured[checkpoint.label]
+            keys = {"model": plan.model, "revision": checkpoint.label, "step": checkpoint.step}
+            rows += [{**keys, "weights": measured.weights, **row} for row in table_rows(measured)]
     write_text(plan.out / TABLE, pd.DataFrame(rows).convert_dtypes().to_csv(index=False))
 
 
-def _rows(measured: Measurements) -> Iterator[dict[str, Any]]:
+def table_rows(measured: Measurements) -> Iterator[dict[str, Any]]:
     """Yield the table's rows of one checkpoint: layers, embedding matrices, and the final normalization."""
     for source, taps in measured.sources.items():
         for tap, figures in taps.items():
             yield {"source": source, "layer": tap, **figures}
     for which, forms in measured.matrices.items():
-        columns = {
-            name if form == "raw" else f"{form}_{name}": value
-            for form, figures in forms.items()
-            for name, value in figures.items()
-            if isinstance(value, float)
-        }
-        yield {"source": None, "layer": f"{which}_embeddings", **columns}
+        row: dict[str, Any] = {"source": None, "layer": f"{which}_embeddings"}
+        for form, figures in forms.items():
+            prefix = "" if form == "raw" else f"{form}_"
+            row |= {f"{prefix}{name}": value for name, value in figures.items() if isinstance(value, float)}
+        yield row
     if measured.final_norm is not None:
         names = ("gain", "bias", "ratio", "bias_over_gain")
         columns = {f"layer_norm_{name}": measured.final_norm[name] for name in names}
@@ -334,28 +276,21 @@ def _rows(measured: Measurements) -> Iterator[dict[str, Any]]:
 def table(plan: Plan, checkpoints: Sequence[Checkpoint], trajectory: Trajectory) -> Table:
     """Return the terminal table: the last layer over all texts, and I(W) of the matrix nearest to the output."""
     measures = ("isoscore", "inter_sim", "intra_sim", "two_nn", "effective_rank")
-    result = Table(title=f"{plan.model}: the last layer, and I(W)", title_justify="left")
-    for name in ("revision", *measures, "I(W)"):
-        result.add_column(name.replace("_", " "), justify="left" if name == "revision" else "right", overflow="fold")
+    rows = {}
     for checkpoint in checkpoints:
-        measured = trajectory.measured.get(checkpoint.label)
-        if measured is None:
-            result.add_row(checkpoint.label, *["-"] * (len(measures) + 1))
-            continue
-        last_layer = list(measured.all_texts.values())[-1]
-        matrix = measured.matrices.get("output") or measured.matrices["input"]
-        values = [last_layer.get(name, math.nan) for name in measures]
-        values.append(matrix["raw"]["partition_isotropy_as_computed"])
-        result.add_row(checkpoint.label, *("-" if math.isnan(value) else f"{value:.4g}" for value in values))
-    return result
+        rows[checkpoint.label] = [math.nan] * (len(measures) + 1)
+        if checkpoint.label in trajectory.measured:
+            measured = trajectory.measured[checkpoint.label]
+            last_layer = list(measured.all_texts.values())[-1]
+            matrix = measured.matrices.get("output") or measured.matrices["input"]
+            numbers = [last_layer.get(name, math.nan) for name in measures]
+            rows[checkpoint.label] = [*numbers, matrix["raw"]["partition_isotropy_as_computed"]]
+    columns = [name.replace("_", " ") for name in (*measures, "I(W)")]
+    return measure.number_table(f"{plan.model}: the last layer, and I(W)", "revision", columns, rows)
 
 
 def check(trajectory: Trajectory) -> None:
-    """Refuse a trajectory that is incomplete.
-
-    Raises:
-        PartialFailure: if a checkpoint could not be measured.
-    """
+    """Raise `PartialFailure` if a checkpoint could not be measured."""
     if trajectory.failures:
         failures = "; ".join(f"{label} ({reason})" for label, reason in trajectory.failures.items())
         total = len(trajectory.failures) + len(trajectory.measured)

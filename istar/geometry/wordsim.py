@@ -7,7 +7,7 @@ in the formats in which their authors distribute them.
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
@@ -37,14 +37,9 @@ class Pair:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A benchmark of rated word pairs.
+    """A benchmark of rated word pairs, in the file's order."""
 
-    Attributes:
-        name: simlex999, men, rw, wordsim_similarity, wordsim_relatedness, or wordsim353 if the part is unknown.
-        pairs: the pairs in the file's order.
-    """
-
-    name: str
+    name: str  # simlex999, men, rw, wordsim_similarity, wordsim_relatedness, or wordsim353 if the part is unknown
     pairs: tuple[Pair, ...]
 
     def words(self) -> tuple[str, ...]:
@@ -54,15 +49,10 @@ class Benchmark:
 
 @dataclass(frozen=True)
 class WordVectors:
-    """Vectors of words; a word without a vector is absent.
+    """Vectors of words; a word without a vector is absent."""
 
-    Attributes:
-        vectors: vectors `(d,)` by word, float64 (float32 on MPS), on the device of the embeddings.
-        policy: how words of several tokens were handled; see `word_vectors`.
-    """
-
-    vectors: Mapping[str, Tensor]
-    policy: Policy
+    vectors: Mapping[str, Tensor]  # vectors `(d,)` by word, float64 (float32 on MPS), on the embeddings' device
+    policy: Policy  # treatment of words of several tokens; see `word_vectors`
 
 
 @dataclass(frozen=True)
@@ -77,84 +67,45 @@ class Correlation:
 class WordSimilarity:
     """Agreement of an embedding matrix with a benchmark.
 
-    Attributes:
-        benchmark: name of the benchmark.
-        policy: policy of the word vectors. Policies keep different pairs, so their results are not comparable.
-        cosine: correlation of the ratings with the cosines of the vectors; the cosine with a zero vector is 0.
-        inner_product: correlation of the ratings with the inner products of the vectors.
-        kept: pairs that were correlated.
-        left_out: pairs that have a word without a vector.
+    Policies keep different pairs, so results of different policies are not comparable.
     """
 
-    benchmark: str
-    policy: Policy
-    cosine: Correlation
-    inner_product: Correlation
-    kept: tuple[Pair, ...]
-    left_out: tuple[Pair, ...]
+    benchmark: str  # name of the benchmark
+    policy: Policy  # policy of the word vectors
+    cosine: Correlation  # of the ratings with the cosines of the vectors; the cosine with a zero vector is 0
+    inner_product: Correlation  # of the ratings with the inner products of the vectors
+    kept: tuple[Pair, ...]  # pairs that were correlated
+    left_out: tuple[Pair, ...]  # pairs that have a word without a vector
 
 
 @dataclass(frozen=True)
 class _Format:
-    """The line format of a benchmark.
+    """The line format of a benchmark."""
 
-    Attributes:
-        separator: separator of the columns.
-        rating: index of the rating's column.
-        columns: smallest and largest number of columns.
-        scale: smallest and largest rating.
-        header: start of the header line; empty if the format has none.
-        fits: tells from the columns of the first line, which is no header, whether the file has this format.
-        example: a line, for error messages.
-    """
-
-    separator: str
-    rating: int
-    columns: tuple[int, int]
-    scale: tuple[float, float]
-    header: str
-    fits: Callable[[list[str]], bool]
-    example: str
+    separator: str  # separator of the columns
+    rating: int  # index of the rating's column
+    columns: tuple[int, int]  # smallest and largest number of columns
+    highest: float  # largest rating; the smallest is 0
+    example: str  # a line, for error messages
+    header: str = ""  # start of the header line; empty if the format has none
+    third_column: str = ".*"  # pattern that the third column of the first line matches
 
 
-_LEMMA = re.compile(r"(.+)-[nvj]")
 FORMATS = {
     "simlex999": _Format(
-        separator="\t",
+        "\t",
         rating=3,
         columns=(4, 10),
-        scale=(0, 10),
-        header="word1\tword2\tPOS",
-        fits=lambda columns: columns[2] in ("A", "N", "V"),
+        highest=10,
         example="old TAB new TAB A TAB 1.58",
+        header="word1\tword2\tPOS",
+        third_column="[ANV]",
     ),
-    "men": _Format(
-        separator=" ",
-        rating=2,
-        columns=(3, 3),
-        scale=(0, 50),
-        header="",
-        fits=lambda columns: True,
-        example="sun-n sunlight-n 50.0",
-    ),
+    "men": _Format(" ", rating=2, columns=(3, 3), highest=50, example="sun-n sunlight-n 50.0"),
     "wordsim353": _Format(
-        separator="\t",
-        rating=2,
-        columns=(3, 3),
-        scale=(0, 10),
-        header="Word 1\t",
-        fits=lambda columns: True,
-        example="tiger TAB cat TAB 7.35",
+        "\t", rating=2, columns=(3, 3), highest=10, example="tiger TAB cat TAB 7.35", header="Word 1\t"
     ),
-    "rw": _Format(
-        separator="\t",
-        rating=2,
-        columns=(4, 13),
-        scale=(0, 10),
-        header="",
-        fits=lambda columns: all(math.isfinite(_parse_number(column)) for column in columns[2:]),
-        example="squishing TAB squirt TAB 5.88 TAB 7 TAB 7",
-    ),
+    "rw": _Format("\t", rating=2, columns=(4, 13), highest=10, example="squishing TAB squirt TAB 5.88 TAB 7 TAB 7"),
 }
 """Known formats, in the order in which they are tried on the first line of a file."""
 
@@ -167,9 +118,7 @@ def read_benchmark(path: str | Path, format: str | None = None) -> Benchmark:
     - wordsim353: three tab-separated columns, the rating (0 to 10) last; with or without header.
     - rw: tab-separated, the mean rating (0 to 10) in column 3, followed by the individual ratings.
 
-    Args:
-        path: a text file in UTF-8 with any line endings. Empty lines are skipped.
-        format: one of the formats above; by default the one that matches the first line.
+    The format is by default the one that matches the first line. The file is UTF-8; empty lines are skipped.
 
     Raises:
         UserError: if the file cannot be read, its format is unknown, or a line is malformed.
@@ -190,7 +139,11 @@ def read_benchmark(path: str | Path, format: str | None = None) -> Benchmark:
         raise UserError(f"{path}: no lines follow the header; expected pairs of words with ratings")
     if format == "men":
         pairs = _without_classes(pairs)
-    return Benchmark(_benchmark_name(path, format), pairs)
+    # Only the file's name tells the two parts of WordSim-353 apart.
+    for part in ("similarity", "relatedness"):
+        if format == "wordsim353" and part in path.name.lower():
+            return Benchmark(f"wordsim_{part}", pairs)
+    return Benchmark(format, pairs)
 
 
 def word_vectors(
@@ -206,10 +159,7 @@ def word_vectors(
         tokenizer: any tokenizer of transformers; special tokens are not added.
         embeddings: `(rows, d)`, one row per token id, of any floating dtype and on any device.
         policy: "single_token", as in the paper, gives words of several tokens no vector. "mean" gives them the mean of
-            their tokens' rows.
-
-    Returns:
-        Vectors of the words that have one. A word with an unknown token has none under either policy.
+            their tokens' rows. A word with an unknown token has no vector under either policy.
 
     Raises:
         UserError: if the policy is unknown, or the embeddings are not a finite matrix with a row for each token.
@@ -248,13 +198,12 @@ def similarity(vectors: WordVectors, benchmark: Benchmark) -> WordSimilarity:
     first = torch.stack([by_word[pair.first] for pair in kept])
     second = torch.stack([by_word[pair.second] for pair in kept])
     ratings = np.array([pair.rating for pair in kept])
-    products = (first * second).sum(1)
     cosines = (unit_vectors(first)[0] * unit_vectors(second)[0]).sum(1)
     return WordSimilarity(
         benchmark.name,
         vectors.policy,
         cosine=_correlation(cosines, ratings),
-        inner_product=_correlation(products, ratings),
+        inner_product=_correlation((first * second).sum(1), ratings),
         kept=kept,
         left_out=left_out,
     )
@@ -279,11 +228,15 @@ def _detect(path: Path, lines: Sequence[tuple[int, str]]) -> str:
     """Return the name of the first format that the first line fits."""
     number, first = lines[0]
     for name, spec in FORMATS.items():
-        if spec.header and first.startswith(spec.header):
-            return name
         columns = first.split(spec.separator)
         least, most = spec.columns
-        if least <= len(columns) <= most and math.isfinite(_parse_number(columns[spec.rating])) and spec.fits(columns):
+        if spec.header and first.startswith(spec.header):
+            return name
+        if (
+            least <= len(columns) <= most
+            and math.isfinite(_parse_number(columns[spec.rating]))
+            and re.fullmatch(spec.third_column, columns[2])
+        ):
             return name
     examples = "; ".join(f"{name}: {spec.example}" for name, spec in FORMATS.items())
     raise UserError(
@@ -300,17 +253,14 @@ def _parse_pair(path: Path, number: int, line: str, spec: _Format) -> Pair:
         raise UserError(
             f"{location}: {shorten(line, 60)!r} has {len(columns)} columns; expected {expected}: {spec.example}"
         )
-    low, high = spec.scale
-    rating = _parse_number(columns[spec.rating])
-    if not low <= rating <= high:
+    first, second, rating = columns[0].strip(), columns[1].strip(), columns[spec.rating]
+    if not 0 <= _parse_number(rating) <= spec.highest:
         raise UserError(
-            f"{location}: the rating is {shorten(columns[spec.rating], 60)!r}; "
-            f"expected a number from {low:g} to {high:g}"
+            f"{location}: the rating is {shorten(rating, 60)!r}; expected a number from 0 to {spec.highest:g}"
         )
-    first, second = columns[0].strip(), columns[1].strip()
     if not first or not second:
         raise UserError(f"{location}: a word is empty; expected two words and a rating: {spec.example}")
-    return Pair(first, second, rating)
+    return Pair(first, second, _parse_number(rating))
 
 
 def _parse_number(text: str) -> float:
@@ -323,21 +273,13 @@ def _parse_number(text: str) -> float:
 
 def _without_classes(pairs: tuple[Pair, ...]) -> tuple[Pair, ...]:
     """Drop MEN's word classes (`-n`, `-v`, `-j`) if all words have one; natural forms are kept as they are."""
-    matches = [(_LEMMA.fullmatch(pair.first), _LEMMA.fullmatch(pair.second)) for pair in pairs]
-    stripped = [
-        Pair(first[1], second[1], pair.rating)
-        for pair, (first, second) in zip(pairs, matches, strict=True)
-        if first and second
-    ]
-    return tuple(stripped) if len(stripped) == len(pairs) else pairs
-
-
-def _benchmark_name(path: Path, format: str) -> str:
-    """Name the benchmark; only the file's name tells the two parts of WordSim-353 apart."""
-    for part in ("similarity", "relatedness"):
-        if format == "wordsim353" and part in path.name.lower():
-            return f"wordsim_{part}"
-    return format
+    stripped = []
+    for pair in pairs:
+        first, second = (re.fullmatch(r"(.+)-[nvj]", word) for word in (pair.first, pair.second))
+        if first is None or second is None:
+            return pairs
+        stripped.append(Pair(first[1], second[1], pair.rating))
+    return tuple(stripped)
 
 
 def _tokenize_words(words: Sequence[str], tokenizer: "PreTrainedTokenizerBase") -> list[list[int]]:

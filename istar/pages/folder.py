@@ -1,8 +1,9 @@
 """Folder of an HTML page: the files of its figures and tables, and the safe replacement of an earlier page."""
 
+import re
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -20,65 +21,36 @@ _SUFFIXES = {TABLES: (".csv", ".md", ".tex"), FIGURES: (".svg", ".png")}
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of page folder, such as that of `istar report`.
+    """A kind of page folder, such as that of `istar report`."""
 
-    Attributes:
-        noun: name of the folder in error messages.
-        generator: content of the `generator` meta tag that identifies the page.
-        beside: names of further files that belong to the page.
-        kept: name patterns of files that do not belong to the page and are kept when it is replaced.
-    """
-
-    noun: str
-    generator: str
-    beside: tuple[str, ...] = ()
-    kept: tuple[str, ...] = ()
+    noun: str  # name of the folder in error messages
+    generator: str  # content of the `generator` meta tag that identifies the page
+    beside: tuple[str, ...] = ()  # names of further files that belong to the page
+    kept: tuple[str, ...] = ()  # name patterns of other files, which are kept when the page is replaced
 
 
-@dataclass(frozen=True)
-class RenderedPlot:
-    """A plot and its rendered files, by suffix."""
-
-    plot: Plot
-    files: Mapping[str, bytes]
-
-
-def draw(plot: Plot) -> dict[str, RenderedPlot]:
-    """Render a plot, with a picture for each model; returns the pictures by the name of their files."""
+def draw(plot: Plot) -> list[Picture]:
+    """Render a plot, with a picture for each model."""
     models = list(dict.fromkeys(panel.model for panel in plot.panels))
-    pictures = {}
+    pictures = []
     for model in models:
         part = replace(plot, panels=tuple(panel for panel in plot.panels if panel.model == model))
         name = f"{plot.name}-{_file_name(model, models)}" if model else plot.name
-        pictures[name] = RenderedPlot(part, drawing.render(part))
+        rendered = drawing.render(part)
+        svg = drawing.inline(rendered["svg"], name, f"{plot.title} {model}".strip(), drawing.describe(part))
+        pictures.append(Picture(name, model, svg, part.panels, rendered))
     return pictures
 
 
-def pictures_of(plot: Plot, pictures: Mapping[str, RenderedPlot]) -> list[Picture]:
-    """Select the pictures that show a plot, and prepare them to stand in the page."""
-    selected = []
-    for name, rendered in pictures.items():
-        if rendered.plot.name == plot.name:
-            panels = rendered.plot.panels
-            title = f"{plot.title} {panels[0].model}".strip()
-            svg = drawing.inline(rendered.files["svg"], name, title, drawing.describe(rendered.plot))
-            selected.append(Picture(name, panels[0].model, svg, panels))
-    return selected
-
-
-# `istar.reports` uses these names.
-Drawn = RenderedPlot
-of_plot = pictures_of
-
-
-def files(content: Page, tables: Mapping[str, Sheet], pictures: Mapping[str, RenderedPlot]) -> dict[str, bytes]:
+def files(content: Page, tables: Mapping[str, Sheet]) -> dict[str, bytes]:
     """Return all files of a page by their paths in its folder."""
     contents = {INDEX: page.html(content).encode()}
     for name, sheet in tables.items():
         texts = {"csv": sheets.csv(sheet), "md": sheets.markdown(sheet), "tex": sheets.latex(sheet)}
         contents |= {f"{TABLES}/{name}.{suffix}": text.encode() for suffix, text in texts.items()}
-    for name, rendered in pictures.items():
-        contents |= {f"{FIGURES}/{name}.{suffix}": data for suffix, data in rendered.files.items()}
+    for section in content.sections:
+        for picture in section.pictures:
+            contents |= {f"{FIGURES}/{picture.name}.{suffix}": data for suffix, data in picture.files.items()}
     return contents
 
 
@@ -92,21 +64,20 @@ def refuse_foreign(out: Path, kind: Kind) -> None:
         return
     if out.is_symlink() or not out.is_dir():
         raise UserError(f"--out {out} is not a folder; name a new one, or an earlier {kind.noun}")
-    foreign = next(_foreign_files(out, kind), None)
-    if foreign is not None:
-        raise UserError(f"--out {out} holds {foreign}, which is no part of a {kind.noun}; name a new folder")
+    for path in sorted(out.rglob("*")):
+        if not _belongs(path, out, kind):
+            name = path.relative_to(out).as_posix()
+            raise UserError(f"--out {out} holds {name}, which is no part of a {kind.noun}; name a new folder")
     names = {path.name for path in out.iterdir() if not _is_kept(path.name, kind)}
     if names - set(kind.beside) and not _has_generator(out / INDEX, kind):
         raise UserError(f"--out {out} is not an earlier {kind.noun}; name a new folder")
 
 
 def replace_folder(out: Path, contents: Mapping[str, bytes], kind: Kind) -> None:
-    """Replace a folder as a whole: write a draft next to it, then rename the draft to `out`.
+    """Replace or make a folder as a whole: write a draft next to it, then rename the draft to `out`.
 
-    Args:
-        out: folder to replace, or to make.
-        contents: content of each file by its path in the folder.
-        kind: kind of the folder; its `kept` files are moved to the new folder.
+    `contents` has the content of each file by its path in the folder. Files that the kind keeps are moved to the new
+    folder.
 
     Raises:
         UserError: if `out` is not a folder of this kind, or cannot be written. It is then left as it was.
@@ -137,28 +108,21 @@ def replace_folder(out: Path, contents: Mapping[str, bytes], kind: Kind) -> None
 
 def _file_name(model: str, models: list[str]) -> str:
     """Return a model's name fit for a file; a number distinguishes models whose names would otherwise be equal."""
-
-    def plain(name: str) -> str:
-        return "".join(letter if letter.isascii() and (letter.isalnum() or letter in "-.") else "-" for letter in name)
-
-    same = [other for other in models if plain(other).lower() == plain(model).lower()]
-    return plain(model) if len(same) == 1 else f"{plain(model)}-{same.index(model) + 1}"
+    plain = {name: re.sub(r"[^A-Za-z0-9.-]", "-", name) for name in models}
+    same = [name for name in models if plain[name].lower() == plain[model].lower()]
+    return plain[model] if len(same) == 1 else f"{plain[model]}-{same.index(model) + 1}"
 
 
-def _foreign_files(out: Path, kind: Kind) -> Iterator[str]:
-    """Yield the paths in a folder that do not belong to a page of this kind; links never do."""
-    for path in sorted(out.rglob("*")):
-        folder, name = path.parent.relative_to(out).as_posix(), path.name
-        if path.is_symlink():
-            belongs = False
-        elif path.is_dir():
-            belongs = folder == "." and name in _SUFFIXES
-        elif folder == ".":
-            belongs = path.is_file() and (name in (INDEX, *kind.beside) or _is_kept(name, kind))
-        else:
-            belongs = path.is_file() and path.suffix in _SUFFIXES.get(folder, ())
-        if not belongs:
-            yield path.relative_to(out).as_posix()
+def _belongs(path: Path, out: Path, kind: Kind) -> bool:
+    """Return whether a file or folder within `out` is part of a page of this kind; links never are."""
+    if path.is_symlink():
+        return False
+    if path.parent != out:
+        suffixes = _SUFFIXES.get(path.parent.relative_to(out).as_posix(), ())
+        return path.is_file() and path.suffix in suffixes
+    if path.is_dir():
+        return path.name in _SUFFIXES
+    return path.is_file() and (path.name in (INDEX, *kind.beside) or _is_kept(path.name, kind))
 
 
 def _is_kept(name: str, kind: Kind) -> bool:

@@ -1,6 +1,6 @@
 """Rendering a report as a single HTML page."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -12,62 +12,37 @@ from istar.pages.sheets import Sheet
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure of the page.
+    """A figure of the page."""
 
-    Attributes:
-        name: name of its files.
-        model: model whose runs the figure shows; empty for none.
-        svg: SVG from `drawing.inline`. The page includes it without escaping.
-        panels: panels of the figure, whose fixed settings the page lists.
-    """
-
-    name: str
-    model: str
-    svg: str
-    panels: Sequence[Panel]
+    name: str  # name of its files, without suffix
+    model: str  # model whose runs the figure shows; empty for none
+    svg: str  # SVG from `drawing.inline`, which the page includes without escaping
+    panels: Sequence[Panel]  # panels of the figure, whose fixed settings the page lists
+    files: Mapping[str, bytes]  # rendered files by suffix
 
 
 @dataclass(frozen=True)
 class Section:
-    """A section of the page.
+    """A section of the page."""
 
-    Attributes:
-        anchor: id of the heading.
-        title: heading.
-        text: paragraphs.
-        sheet: table; a table without rows is left out.
-        pictures: figures.
-        empty: sentence that explains why there is no table or figure.
-        commands: commands that make the content.
-        wide: whether the section is printed in landscape format.
-    """
-
-    anchor: str
+    anchor: str  # id of the heading
     title: str
-    text: Sequence[str] = ()
-    sheet: Sheet | None = None
+    text: Sequence[str] = ()  # paragraphs
+    sheet: Sheet | None = None  # table; a table without rows is left out
     pictures: Sequence[Picture] = ()
-    empty: str = ""
-    commands: Sequence[str] = ()
-    wide: bool = False
+    empty: str = ""  # sentence that explains why there is no table or figure
+    commands: Sequence[str] = ()  # commands that make the content
+    wide: bool = False  # whether the section is printed in landscape format
 
 
 @dataclass(frozen=True)
 class Page:
-    """The content of a page.
-
-    Attributes:
-        title: title of the page.
-        head: the three parts of the line below the title: a noun, the name of the page's subject, and details.
-        generator: content of the `generator` meta tag, which identifies the page.
-        summary: key figures as (number, label).
-        sections: sections in their order.
-    """
+    """The content of a page."""
 
     title: str
-    head: tuple[str, str, str]
-    generator: str
-    summary: Sequence[tuple[str, str]]
+    head: tuple[str, str, str]  # the line below the title: a noun, the name of the page's subject, and details
+    generator: str  # content of the `generator` meta tag, which identifies the page
+    summary: Sequence[tuple[str, str]]  # key figures as (number, label)
     sections: Sequence[Section]
 
 

@@ -14,8 +14,8 @@ from rich.progress import BarColumn, Progress, TextColumn
 from istar.errors import UserError
 from istar.figures.plot import Plot
 from istar.pages import folder
-from istar.pages.folder import Drawn, Kind
-from istar.pages.page import Page, Section
+from istar.pages.folder import Kind
+from istar.pages.page import Page, Picture, Section
 from istar.pages.sheets import Sheet
 from istar.reports import cells, geometry_file, missing_runs, paper_tables, run_figures, stability
 from istar.reports.cells import Cell
@@ -65,12 +65,12 @@ def write(root: Path, out: Path, console: Console | None = None) -> WrittenRepor
             raise UserError(f"{root} holds no runs{unreadable}; train.py leaves them below run.root")
         next_step("computing tables and figures")
         contents = _compute(runs, root)
-        pictures: dict[str, Drawn] = {}
+        pictures: dict[str, list[Picture]] = {}
         for plot in contents.plots:
             next_step(f"drawing {plot.name}")
-            pictures.update(folder.draw(plot))
+            pictures[plot.name] = folder.draw(plot)
         next_step("writing")
-        folder.replace_folder(out, folder.files(_page(contents, pictures), contents.sheets, pictures), KIND)
+        folder.replace_folder(out, folder.files(_page(contents, pictures), contents.sheets), KIND)
     return WrittenReport(out / folder.INDEX, len(runs.frame), len(contents.missing))
 
 
@@ -154,7 +154,7 @@ def _read_geometries(frame: pd.DataFrame) -> tuple[dict[str, Geometry], dict[str
     return geometries, read_errors
 
 
-def _page(contents: _Contents, pictures: Mapping[str, Drawn]) -> Page:
+def _page(contents: _Contents, pictures: Mapping[str, list[Picture]]) -> Page:
     statuses = contents.frame["status"].value_counts()
     collapsed = int((contents.frame["collapsed"] == True).sum())  # noqa: E712
     summary = [(str(len(contents.frame)), "runs"), *((str(count), str(status)) for status, count in statuses.items())]
@@ -166,7 +166,7 @@ def _page(contents: _Contents, pictures: Mapping[str, Drawn]) -> Page:
         Section("reading", "How to read this", _READING),
         _table_section(contents, "table1", sweep="table1"),
         _table_section(contents, "table2", sweep="table2"),
-        *(_plot_section(contents, plot, pictures) for plot in contents.plots),
+        *(_plot_section(contents, plot, pictures[plot.name]) for plot in contents.plots),
         _table_section(contents, "cost"),
         _missing_section(contents),
         _table_section(contents, "left_out"),
@@ -223,8 +223,7 @@ def _truncate(sheet: Sheet) -> Sheet:
     return replace(sheet, groups={"": sheet.rows[:_MAX_ROWS]}, notes=(*sheet.notes, note))
 
 
-def _plot_section(contents: _Contents, plot: Plot, pictures: Mapping[str, Drawn]) -> Section:
-    plot_pictures = folder.of_plot(plot, pictures)
+def _plot_section(contents: _Contents, plot: Plot, pictures: list[Picture]) -> Section:
     artefact = missing_runs.artefact_name(plot)
     pairs = [(panel.model, panel.task) for panel in plot.panels]
     pairs += [(runs.model, runs.task) for runs in contents.missing if runs.artefact == artefact]
@@ -233,8 +232,8 @@ def _plot_section(contents: _Contents, plot: Plot, pictures: Mapping[str, Drawn]
         plot.name,
         plot.title,
         [plot.caption],
-        pictures=plot_pictures,
-        empty="" if plot_pictures else f"No run for {artefact} yet; the section “What is missing” lists its runs.",
+        pictures=pictures,
+        empty="" if pictures else f"No run for {artefact} yet; the section “What is missing” lists its runs.",
         commands=_commands(contents, sweep, pairs),
     )
 
