@@ -63,7 +63,7 @@ ASSEMBLING = {
 LIBRARIES = {
     "measures": {"torch"},
     "regularizers": {"torch"},
-    "config": {"hydra", "omegaconf"},
+    "config": {"hydra", "lightning", "omegaconf"},
     "errors": set(),
     "files": {"filelock"},
     "results": set(),

@@ -1,6 +1,5 @@
-"""Rendering plots to SVG and PNG in one style, and preparing SVG to stand inside an HTML page."""
+"""Rendering plots to SVG and PNG in one style, and describing them in words."""
 
-import html
 import io
 import itertools
 import math
@@ -21,19 +20,11 @@ from matplotlib.ticker import FuncFormatter, LogFormatter, MaxNLocator
 from istar.figures.plot import Line, Panel, Plot
 
 INK, PAPER, RED = "#101418", "#ffffff", "#c2260c"
-"""Colours that `inline` replaces by those of the page. INK is not pure black, which matplotlib omits from SVG."""
 SCALE = ("#221150", "#5c2a8c", "#a0357f", "#d9564a", "#e98b1e")
 """Scale from dark to light, so that the order is visible without colours too."""
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 """The palette of Okabe and Ito, which colour-blind readers can tell apart."""
 PALETTE = tuple(colour.lower() for colour in (*COLOURS[:6], COLOURS[7]))
-_CSS_COLOURS = {
-    INK: "currentColor",
-    PAPER: "var(--paper)",
-    RED: "var(--red)",
-    **{colour: f"var(--c{number})" for number, colour in enumerate(PALETTE)},
-    **{colour: f"var(--s{number})" for number, colour in enumerate(SCALE)},
-}
 _MARKERS = "osD^vPX*"
 _MAX_MARKERS = 40
 """Most points of a line with markers; more markers would hide the line."""
@@ -79,28 +70,6 @@ def render(plot: Plot) -> dict[str, bytes]:
         svg.print_svg(pictures["svg"], metadata={"Date": None})
         png.print_png(pictures["png"], metadata={"Software": None})
     return {suffix: file.getvalue() for suffix, file in pictures.items()}
-
-
-def inline(svg: bytes, name: str, title: str, description: str) -> str:
-    """Prepare an SVG of `render` to stand inside an HTML page.
-
-    Its ids get the prefix `name`, which must be unique in the page. Its colours become CSS variables, and a title and a
-    description in words are added for screen readers.
-    """
-    text = svg.decode()
-    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
-    text = re.sub(r'(\sid="|url\(#|href="#)', lambda match: f"{match[0]}{name}-", text)
-    text = re.sub("|".join(_CSS_COLOURS), lambda match: _CSS_COLOURS[match[0]], text)
-    # Two decimals of a point are precise enough, and keep a page with thousands of points small.
-    text = re.sub(r'(?<=\s)(?:x|y|d)="[^"]*"', lambda match: re.sub(r"(\.\d\d)\d+", r"\1", match[0]), text)
-    width, height = re.findall(r'(?:width|height)="([\d.]+)pt"', text)[:2]
-    opening = (
-        f'<svg role="img" aria-labelledby="{name}-title {name}-desc" viewBox="0 0 {width} {height}" '
-        f'style="--natural:{float(width) * 4 / 3:.0f}px" xmlns="http://www.w3.org/2000/svg" '
-        f'xmlns:xlink="http://www.w3.org/1999/xlink"><title id="{name}-title">{html.escape(title)}</title>'
-        f'<desc id="{name}-desc">{html.escape(description)}</desc>'
-    )
-    return opening + text[text.index(">", text.index("<svg")) + 1 :]
 
 
 def describe(plot: Plot) -> str:

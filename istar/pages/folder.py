@@ -37,8 +37,7 @@ def draw(plot: Plot) -> list[Picture]:
         part = replace(plot, panels=tuple(panel for panel in plot.panels if panel.model == model))
         name = f"{plot.name}-{_file_name(model, models)}" if model else plot.name
         rendered = drawing.render(part)
-        svg = drawing.inline(rendered["svg"], name, f"{plot.title} {model}".strip(), drawing.describe(part))
-        pictures.append(Picture(name, model, svg, part.panels, rendered))
+        pictures.append(Picture(name, model, drawing.describe(part), part.panels, rendered))
     return pictures
 
 

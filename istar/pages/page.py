@@ -1,10 +1,10 @@
 """Rendering a report as a single HTML page."""
 
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
 
 from istar.figures.plot import Panel
 from istar.pages.sheets import Sheet
@@ -16,9 +16,14 @@ class Picture:
 
     name: str  # name of its files, without suffix
     model: str  # model whose runs the figure shows; empty for none
-    svg: str  # SVG from `drawing.inline`, which the page includes without escaping
+    description: str  # what the figure shows, in words
     panels: Sequence[Panel]  # panels of the figure, whose fixed settings the page lists
     files: Mapping[str, bytes]  # rendered files by suffix
+
+    @property
+    def data_uri(self) -> str:
+        """The SVG as a URI, which makes the page independent of other files."""
+        return "data:image/svg+xml;base64," + b64encode(self.files["svg"]).decode()
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ class Page:
 
 
 def html(page: Page) -> str:
-    """Render the page. All text is escaped; pictures are included as they are."""
+    """Render the page as HTML, which needs no other files."""
     environment = Environment(
         loader=PackageLoader("istar.pages"),
         autoescape=True,
@@ -56,5 +61,4 @@ def html(page: Page) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters["picture"] = Markup
     return environment.get_template("report.html").render(page=page)

@@ -75,4 +75,4 @@ def test_checkpoints_without_steps_keep_their_order(training: Path) -> None:
     page = trajectory_page.write(
         plan, checkpoints, trajectory.Trajectory(dict(zip(("last", "first"), kept, strict=True)))
     )
-    assert "<b>" not in page.read_text(encoding="utf-8").partition("<svg")[0]
+    assert "<b>" not in page.read_text(encoding="utf-8")
