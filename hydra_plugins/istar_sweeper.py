@@ -130,7 +130,5 @@ def _sets_value(override: Override) -> bool:
 
 
 ConfigStore.instance().store(
-    group="hydra/sweeper",
-    name="istar",
-    node={"_target_": f"{__name__}.{IstarSweeper.__name__}", "params": None},
+    group="hydra/sweeper", name="istar", node={"_target_": f"{__name__}.{IstarSweeper.__name__}", "params": None}
 )

@@ -42,34 +42,23 @@ def score(model: str, task: str, metric: str, family: str) -> Score | None:
         model: the last part of a model's name, e.g. `bert-base-cased`.
         task: e.g. `rte`.
         metric: e.g. `accuracy`.
-        family: `base`, `cosreg` or `istar`.
+        family: a key of `FAMILIES`.
     """
-    return _scores().get((MODELS.get(model, ""), task, metric, family))
+    table = _read_table("table1", "model", "task", "metric")
+    key = (MODELS.get(model), task, metric)
+    return Score(table[family][key], table[f"{family}_std"][key]) if key in table.index else None
 
 
 def tuned_penalty(model: str, task: str) -> TunedPenalty | None:
     """Return an entry of Table 2, or None if the table has no such entry; the arguments are as for `score`."""
-    return _tuned_penalties().get((MODELS.get(model, ""), task))
+    table = _read_table("table2", "task")
+    if model not in MODELS or task not in table.index:
+        return None
+    return TunedPenalty(table[f"{MODELS[model]}_lambda"][task], table[f"{MODELS[model]}_zeta"][task])
 
 
 @cache
-def _scores() -> dict[tuple[str, str, str, str], Score]:
-    return {
-        (row["model"], row["task"], row["metric"], family): Score(float(row[family]), float(row[f"{family}_std"]))
-        for row in _read_table("table1").to_dict("records")
-        for family in FAMILIES
-    }
-
-
-@cache
-def _tuned_penalties() -> dict[tuple[str, str], TunedPenalty]:
-    return {
-        (model, row["task"]): TunedPenalty(float(row[f"{model}_lambda"]), float(row[f"{model}_zeta"]))
-        for row in _read_table("table2").to_dict("records")
-        for model in MODELS.values()
-    }
-
-
-def _read_table(name: str) -> pd.DataFrame:
+def _read_table(name: str, *index: str) -> pd.DataFrame:
+    """Read a table of the paper, with the columns `index` as its row labels."""
     with files("istar.reports").joinpath("paper", f"{name}.csv").open(encoding="utf-8") as file:
-        return pd.read_csv(file)
+        return pd.read_csv(file, index_col=list(index)).astype(float)

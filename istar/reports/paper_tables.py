@@ -10,7 +10,7 @@ import pandas as pd
 from istar.pages.sheets import Entry, Sheet
 from istar.reports import paper
 from istar.reports.cells import Cell, describe, differing_keys, is_finite, row_dicts
-from istar.reports.statistics import compare_paired, spread
+from istar.reports.statistics import compare_paired
 
 NONE = "-"
 
@@ -51,14 +51,13 @@ def _table1_rows(group: Sequence[Cell]) -> list[dict[str, Any]]:
     """Return a row per metric and method for the cells of one model and task; without any result, the metric is ''."""
     base = next(cell for cell in group if cell.family == "base")
     rows = []
-    for metric in max((cell.metrics for cell in group), key=len, default=[]) or [""]:
+    for metric in max((cell.metrics for cell in group), key=len) or [""]:
         metric_rows = [_table1_row(cell, base, metric) for cell in group]
         # Means that are equal to the two digits shown are equally good.
-        means = [None if row["mean"] is None else round(row["mean"], 2) for row in metric_rows]
-        best = max((mean for mean in means if mean is not None), default=None)
-        rows += [
-            {**row, "best": mean is not None and mean == best} for row, mean in zip(metric_rows, means, strict=True)
-        ]
+        means = [round(row["mean"], 2) for row in metric_rows if row["mean"] is not None]
+        for row in metric_rows:
+            row["best"] = row["mean"] is not None and round(row["mean"], 2) == max(means)
+        rows += metric_rows
     return rows
 
 
@@ -104,25 +103,7 @@ def _table1_row(cell: Cell, base: Cell, metric: str) -> dict[str, Any]:
 
 
 def _table1_entries(row: Row, common: str) -> list[Entry]:
-    return [
-        Entry(f"{row['task']}, {row['metric']}" if row["metric"] else row["task"]),
-        Entry(row["method"]),
-        Entry(format_number(row["lambda"], "g"), number=True),
-        Entry(format_number(row["zeta"], "g"), number=True),
-        Entry(format_spread(row["mean"], row["std"]), bold=row["best"], number=True),
-        Entry(str(row["seeds"]), number=True),
-        Entry(format_spread(row["paper_mean"], row["paper_std"]), number=True),
-        Entry(format_number(row["minus_paper"], "+.2f"), number=True),
-        Entry(format_number(row["minus_base"], "+.2f"), number=True),
-        Entry(format_number(row["pairs"], "d"), number=True),
-        Entry(format_p_value(row["p_t_test"]), number=True),
-        Entry(format_p_value(row["p_sign_flip"]), number=True),
-        Entry(_remarks(row, common)),
-    ]
-
-
-def _remarks(row: Row, common: str) -> str:
-    """Return what a reader must know about a row; hyperparameters only if they differ from the common ones."""
+    """Format a row of Table 1; the remarks have the hyperparameters only if they differ from the common ones."""
     remarks = [
         "" if row["seeds"] else "no finished run",
         *(f"{row[count]} {count}" if row[count] else "" for count in ("collapsed", "failed", "pruned")),
@@ -131,11 +112,28 @@ def _remarks(row: Row, common: str) -> str:
         f"differs from Base in {row['differs_from_base']}" if row["differs_from_base"] else "",
         row["hyperparameters"] if row["hyperparameters"] != common else "",
     ]
-    return "; ".join(filter(None, remarks))
+    numbers = [
+        str(row["seeds"]),
+        format_spread(row["paper_mean"], row["paper_std"]),
+        format_number(row["minus_paper"], "+.2f"),
+        format_number(row["minus_base"], "+.2f"),
+        format_number(row["pairs"], "d"),
+        format_p_value(row["p_t_test"]),
+        format_p_value(row["p_sign_flip"]),
+    ]
+    return [
+        Entry(f"{row['task']}, {row['metric']}" if row["metric"] else row["task"]),
+        Entry(row["method"]),
+        Entry(format_number(row["lambda"], "g"), number=True),
+        Entry(format_number(row["zeta"], "g"), number=True),
+        Entry(format_spread(row["mean"], row["std"]), bold=row["best"], number=True),
+        *(Entry(number, number=True) for number in numbers),
+        Entry("; ".join(filter(None, remarks))),
+    ]
 
 
 def table2(cells: Sequence[Cell], frame: pd.DataFrame) -> Sheet:
-    """Return Table 2: lambda and zeta of the I-STAR runs in Table 1, beside the paper's best values."""
+    """Return Table 2: lambda and zeta of the I-STAR runs in Table 1, compared with the paper's best values."""
     rows = [_table2_row(cell, len(tried_pairs(frame, cell))) for cell in cells if cell.family == "istar"]
     return Sheet(
         "table2",
@@ -192,16 +190,21 @@ def costs(frame: pd.DataFrame, shrinkage_seconds: Mapping[str, Sequence[float]])
     """
     finished = frame[frame["usable"] & frame["seconds"].notna()]
     finished = finished.assign(
+        method=finished["family"].replace(paper.FAMILIES),
         seconds=finished["seconds"].astype(float),
         shrinkage=[math.fsum(shrinkage_seconds.get(folder, ())) for folder in finished["folder"]],
     )
-    rows = [
-        _cost_row({"model": model, "task": task, "method": paper.FAMILIES.get(str(family), str(family))}, runs)
-        for (model, task, family), runs in finished.groupby(["model", "task", "family"])
-    ]
-    totals: dict[str, float] = {}
-    for row in rows:
-        totals[row["method"]] = totals.get(row["method"], 0.0) + row["seconds_sum"]
+    groups = finished.groupby(["model", "task", "method"], as_index=False)
+    costs_by_method = groups.agg(
+        runs=("seconds", "size"),
+        seconds_mean=("seconds", "mean"),
+        seconds_std=("seconds", "std"),
+        seconds_sum=("seconds", "sum"),
+        shrinkage_seconds_mean=("shrinkage", "mean"),
+    )
+    share = costs_by_method["shrinkage_seconds_mean"] / costs_by_method["seconds_mean"]
+    costs_by_method["shrinkage_share"] = share.fillna(0.0)
+    totals = costs_by_method.groupby("method", sort=False)["seconds_sum"].sum()
     return Sheet(
         "cost",
         "Cost",
@@ -209,24 +212,10 @@ def costs(frame: pd.DataFrame, shrinkage_seconds: Mapping[str, Sequence[float]])
         "for the shrinkage covariance, and its share. The runs do not record their machine: compare only runs that "
         "ran on the same one.",
         ("task", "method", "runs", "seconds a run", "hours:minutes in all", "Σ_S seconds a run", "Σ_S share"),
-        group_by_model(rows, _cost_entries),
-        pd.DataFrame(rows),
+        group_by_model(row_dicts(costs_by_method), _cost_entries),
+        costs_by_method,
         tuple(f"{method}: {format_duration(seconds)} (hours:minutes) in all." for method, seconds in totals.items()),
     )
-
-
-def _cost_row(names: dict[str, Any], runs: pd.DataFrame) -> dict[str, Any]:
-    seconds = spread(runs["seconds"].tolist())
-    total, shrinkage = math.fsum(runs["seconds"]), math.fsum(runs["shrinkage"])
-    return {
-        **names,
-        "runs": seconds.count,
-        "seconds_mean": seconds.mean,
-        "seconds_std": seconds.std,
-        "seconds_sum": total,
-        "shrinkage_seconds_mean": shrinkage / len(runs),
-        "shrinkage_share": shrinkage / total if total else 0.0,
-    }
 
 
 def _cost_entries(row: Row) -> list[Entry]:
@@ -249,7 +238,7 @@ def left_out(frame: pd.DataFrame, read_errors: Mapping[str, str], root: str) -> 
         read_errors: error message by folder.
         root: folder of the runs; the table names folders relative to it.
     """
-    columns = ["folder", "what", "method", "why"]
+    columns = ("folder", "what", "method", "why")
     rows = []
     for run in row_dicts(frame[~frame["usable"]].astype(object)):
         what = run["status"]
@@ -263,7 +252,7 @@ def left_out(frame: pd.DataFrame, read_errors: Mapping[str, str], root: str) -> 
         "left_out",
         "Runs that do not count",
         "Failed, unfinished, pruned (stopped early by a search) and repeated runs, and folders that hold no run.",
-        tuple(columns),
+        columns,
         {"": [[Entry(text) for text in row] for row in rows]},
         pd.DataFrame(rows, columns=columns),
     )
@@ -278,10 +267,10 @@ _EXCLUSION_REASONS = {
 
 
 def format_spread(mean: float | None, std: float | None, format_spec: str = ".2f") -> str:
-    """Format as `62.53 ± 0.70`, without a deviation as `62.53`, and without a mean as a dash."""
+    """Format as `62.53 ± 0.70`, without a deviation (None or NaN) as `62.53`, and without a mean as a dash."""
     if mean is None:
         return NONE
-    return format(mean, format_spec) if std is None else f"{mean:{format_spec}} ± {std:{format_spec}}"
+    return f"{mean:{format_spec}}" if pd.isna(std) else f"{mean:{format_spec}} ± {std:{format_spec}}"
 
 
 def format_p_value(p_value: float | None) -> str:

@@ -20,10 +20,8 @@ from istar.reports.statistics import Spread, spread
 DIMENSIONS = 768
 LEADING = (10.0, 6.0, 4.0, 4.0)
 """First variances of the paper's cloud; all other dimensions have variance 1."""
-SHRINKAGE_POINTS = 75_000
 SIZES = (25, 50, 100, 200, 400, 700, 1_500, 3_000, 6_000)
 ZETAS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
-DRAWS = 3
 _CHUNK = 5_000
 """Points sampled at a time, which bounds the memory."""
 M = TypeVar("M", bound=Moments)
@@ -51,8 +49,8 @@ class Stability:
 def stability(
     sizes: Sequence[int] = SIZES,
     zetas: Sequence[float] = ZETAS,
-    draws: int = DRAWS,
-    shrinkage_points: int = SHRINKAGE_POINTS,
+    draws: int = 3,
+    shrinkage_points: int = 75_000,
     seed: int = 0,
 ) -> Stability:
     """Score random batches of a Gaussian cloud in 768 dimensions with variances 10, 6, 4, 4, 1, ..., 1.

@@ -147,20 +147,6 @@ def launch(config: Config, processes: int, show_trace: bool = False, trial: str 
         raise
 
 
-def is_submitit_job() -> bool:
-    """Whether submitit has started this process."""
-    return "SUBMITIT_EXECUTOR" in os.environ
-
-
-def wait_until_slurm_kills() -> None:
-    """Wait until SLURM kills this job; return at once outside of SLURM.
-
-    SLURM requeues a preempted job only if the job has not exited by itself during the grace time.
-    """
-    while os.environ.get("SUBMITIT_EXECUTOR") == "slurm":
-        time.sleep(1)
-
-
 class Process(Protocol):
     """The interface of a process that `RunProcesses` needs, a part of `subprocess.Popen`."""
 

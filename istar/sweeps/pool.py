@@ -3,8 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -35,18 +34,13 @@ class TrialSource(Protocol):
 
 @dataclass(frozen=True)
 class PoolSettings:
-    """How trials are executed.
-
-    Attributes:
-        jobs: number of trials in parallel.
-        fail_fast: stop all trials when one fails.
-        show_trace: print the stack traces of failed trials.
-        logs: folder for the output of the processes.
-    """
+    """How trials are executed: number in parallel, behaviour after a failure, and the folder for the logs."""
 
     jobs: int
     fail_fast: bool
+    """Stop all trials when one fails."""
     show_trace: bool
+    """Print the stack traces of failed trials."""
     logs: Path
 
 
@@ -57,8 +51,9 @@ def run_trials(source: TrialSource, settings: PoolSettings) -> None:
         StoppedError: if a signal has stopped the sweep; the signal was forwarded to the running trials.
     """
     settings.logs.mkdir(parents=True, exist_ok=True)
-    with _process_starter(settings) as start:
-        pool = _Pool(source, settings, start)
+    with fork_server.ServerPool(settings.logs / "server.log") as servers:
+        # A new interpreter costs seconds for every run; a forked process does not.
+        pool = _Pool(source, settings, servers.spawn if fork_server.is_supported() else spawn)
         with forward_signals(pool.runs) as signals:
             while pool.fill_slots(signals):
                 pool.collect_ended(signals)
@@ -67,16 +62,6 @@ def run_trials(source: TrialSource, settings: PoolSettings) -> None:
     if signals:
         name = signal.Signals(signals[0]).name
         raise StoppedError(f"stopped by {name}; the same command goes on", signals[0])
-
-
-@contextmanager
-def _process_starter(settings: PoolSettings) -> Iterator[Spawn]:
-    """Fork processes where that is supported, since a new interpreter costs seconds for every run."""
-    if not fork_server.is_supported():
-        yield spawn
-        return
-    with fork_server.ServerPool(settings.logs / "server.log") as servers:
-        yield servers.spawn
 
 
 class _Pool:
@@ -181,10 +166,7 @@ def device_count(settings: TrainerConfig) -> int:
     Raises:
         UserError: if `trainer.devices` lists devices or leaves their number to the hardware.
     """
-    if isinstance(settings.devices, int) and settings.devices > 0:
-        return settings.devices
-    if isinstance(settings.devices, str) and settings.devices.isdigit() and int(settings.devices) > 0:
-        return int(settings.devices)
-    raise UserError(
-        f"trainer.devices={settings.devices}: with sweep.jobs above 1 say how many devices a run gets, not which"
-    )
+    count = str(settings.devices)
+    if not count.isdigit() or int(count) == 0:
+        raise UserError(f"trainer.devices={count}: with sweep.jobs above 1 say how many devices a run gets, not which")
+    return int(count)

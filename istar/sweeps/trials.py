@@ -97,9 +97,8 @@ def combinations(space: Space) -> list[Overrides]:
         elif override.is_discrete_sweep():
             choices.append([f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()])
         else:
-            raise UserError(
-                f"{override.input_line}: an interval is for sweep.search=optuna; a grid needs a list of values"
-            )
+            message = "an interval is for sweep.search=optuna; a grid needs a list of values"
+            raise UserError(f"{override.input_line}: {message}")
     return list(dict.fromkeys(itertools.product(*choices)))
 
 
@@ -110,8 +109,7 @@ def with_seed(overrides: Overrides, seed: int) -> Overrides:
 
 def identity(grids: Mapping[str, Space], *settings: Any) -> str:
     """Six hexadecimal digits that identify spaces and settings, so that a repeated command resumes its sweep."""
-    overrides = [
-        [override.input_line for key, override in space.items() if not key.startswith(_NOT_SWEPT)]
-        for space in grids.values()
-    ]
+    overrides = []
+    for space in grids.values():
+        overrides.append([override.input_line for key, override in space.items() if not key.startswith(_NOT_SWEPT)])
     return hashlib.sha256(json.dumps([overrides, *settings]).encode()).hexdigest()[:6]
