@@ -30,8 +30,10 @@ def run(options: argparse.Namespace) -> None:
     check_minima(options, resamples=100, seed=0)
     from istar.geometry import correlate
 
-    filters = (tuple(values) for values in (options.measure, options.layer, options.source, options.omit))
-    selection = correlate.Selection(options.by, *filters, options.resamples, options.seed)
+    measures, layers, sources = tuple(options.measure), tuple(options.layer), tuple(options.source)
+    selection = correlate.Selection(
+        options.by, measures, layers, sources, tuple(options.omit), options.resamples, options.seed
+    )
     correlations = correlate.correlate(options.geometry, options.scores, selection)
     sheet = correlate.sheet(correlations, selection)
     make_folder(options.out)

@@ -21,11 +21,9 @@ from istar.runs.importing import large_imports
 
 
 def main(arguments: Sequence[str], command: str) -> None:
-    """Execute one run, or several with `-m`; after an error, print it in one line and exit the process.
+    """Execute a run, or several with `-m`; after an error, print it in one line and exit the process.
 
-    Args:
-        arguments: overrides and options of Hydra, as on the command line.
-        command: the command that was typed before the arguments, for messages that repeat it.
+    The arguments are overrides and options of Hydra; `command` is what was typed before them.
     """
     # Hydra raises its errors instead of printing them over many lines.
     os.environ["HYDRA_FULL_ERROR"] = "1"
@@ -60,7 +58,7 @@ def start(settings: Config, trial: str | None) -> object:
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         return run_launched_job(settings, processes, trial)
     if processes > 1:
-        return launch.launch(settings, processes, SHOW_TRACE, trial)
+        return launch.launch(settings, processes, trial)
     # The libraries are imported only now, so that `--help` and config errors do not wait for them.
     with large_imports():
         from rich.console import Console
@@ -73,7 +71,7 @@ def start(settings: Config, trial: str | None) -> object:
 def run_launched_job(settings: Config, processes: int, trial: str | None) -> object:
     """Execute one run for a Hydra launcher; returns the record, or the error for the sweep to report."""
     try:
-        return launch.launch(settings, processes, SHOW_TRACE, trial)
+        return launch.launch(settings, processes, trial)
     except StoppedError as error:
         executor = os.environ.get("SUBMITIT_EXECUTOR")
         if executor is None:
@@ -86,7 +84,7 @@ def run_launched_job(settings: Config, processes: int, trial: str | None) -> obj
         return error
 
 
-def exit_with_error(error: BaseException) -> NoReturn:
+def exit_with_error(error: Exception | KeyboardInterrupt) -> NoReturn:
     """Print a one-line error message and exit with the code of the error, which is 2 for mistakes in the config."""
     if isinstance(error, UserError):
         message, code = str(error), error.exit_code

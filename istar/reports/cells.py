@@ -20,28 +20,23 @@ from istar.results import RunRecord, identity
 
 VARIED = {"lambda": "reg.lambda", "zeta": "reg.zeta", "layers": "reg.layers", "method": "reg"}
 """What a figure varies -> the config key in which its runs may differ; `reg` is the whole group."""
-_GROUPS = ("task", "model", "reg", "data", "trainer", "logger", "run")
-"""Config groups that `istar.results.identity` expects."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """The selected configuration of a task, a model and a method family.
-
-    Attributes:
-        runs: its finished runs, one per seed, ordered by seed; empty if no run of the family has finished.
-        configurations: number of configurations among which it was selected.
-        failed: failed runs of this configuration; of the whole family if no run has finished.
-        pruned: runs of the family that a search stopped early.
-    """
+    """The selected configuration of a task, a model and a method family."""
 
     task: str
     model: str
     family: str
     runs: pd.DataFrame
+    """Its finished runs, one per seed, ordered by seed; empty if no run of the family has finished."""
     configurations: int = 0
+    """Number of configurations among which it was selected."""
     failed: int = 0
+    """Number of failed runs of this configuration; of the whole family if no run has finished."""
     pruned: int = 0
+    """Number of runs of the family that a search stopped early."""
 
     @property
     def seeds(self) -> list[int]:
@@ -140,8 +135,7 @@ def config_hash(record: RunRecord, fingerprint: str, ignored_key: str = "") -> s
 
     The hash covers the given fingerprint of the run's data.
     """
-    settings: dict[str, dict[str, Any]] = {group: {} for group in _GROUPS}
-    settings |= {group: dict(values) for group, values in record.config.items() if isinstance(values, Mapping)}
+    settings = {group: dict(values) for group, values in record.config.items() if isinstance(values, Mapping)}
     model = os.path.normpath(str(settings["model"].get("name")))
     revision = settings["model"].get("revision")
     # With weight 0 the penalty's other settings have no effect.

@@ -88,11 +88,7 @@ def for_plot(
 ) -> list[MissingRuns]:
     """List the values that the paper's figure varies and that have no run, or fewer seeds than in the paper.
 
-    Args:
-        plot: the figure, drawn from the existing runs.
-        frame: a frame from `cells.prepare`.
-        layer_counts: number of transformer layers by model.
-        sweep_command: returns the command of a sweep.
+    `plot` is the figure drawn from the existing runs; `layer_counts` are numbers of transformer layers by model.
     """
     panels = {(panel.model, panel.task): panel for panel in plot.panels}
     missing = []
@@ -122,24 +118,22 @@ def for_geometry(
         if task == plot.task or (model, task) in panels:
             count = f"{len(runs)} finished run{'s' * (len(runs) > 1)}"
             text = f"{count} without geometry.json, which run.overwrite=true makes"
-            command = f"{sweep_command(plot.sweep, task, model)} run.overwrite=true"
-            missing.append(MissingRuns(artefact_name(plot), model, task, text, command))
+            command = f"{sweep_command(plot.sweep, str(task), str(model))} run.overwrite=true"
+            missing.append(MissingRuns(artefact_name(plot), str(model), str(task), text, command))
     return missing
 
 
 def for_paper(frame: pd.DataFrame) -> tuple[str, str] | None:
-    """Count the paper's pairs of model and task without any run.
+    """Return a sentence that counts the paper's pairs of model and task without a run, and the command for these runs.
 
-    Returns:
-        A sentence with the count and the command that starts these runs; None if every pair has a run.
+    The result is None if every pair has a run.
     """
-    pairs = list(itertools.product(paper.MODELS, paper.TASKS))
-    existing = set(zip(frame["model"], frame["task"], strict=True))
-    missing = [pair for pair in pairs if pair not in existing]
+    pairs = set(itertools.product(paper.MODELS, paper.TASKS))
+    missing = pairs - set(zip(frame["model"], frame["task"], strict=True))
     if not missing:
         return None
-    missing_models = dict.fromkeys(paper.MODELS[model] for model, _ in missing)
-    missing_tasks = [task for task in paper.TASKS if any(task == name for _, name in missing)]
+    missing_models = [option for model, option in paper.MODELS.items() if any(model == pair[0] for pair in missing)]
+    missing_tasks = [task for task in paper.TASKS if any(task == pair[1] for pair in missing)]
     return (
         f"{len(missing)} of the paper's {len(pairs)} pairs of model and task have no run.",
         f"python train.py -m +sweep=table1 task={','.join(missing_tasks)} model={','.join(missing_models)}",

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 import pandas as pd
 
@@ -38,27 +39,22 @@ class TunedPenalty:
 def score(model: str, task: str, metric: str, family: str) -> Score | None:
     """Return an entry of Table 1, or None if the table has no such entry.
 
-    Args:
-        model: the last part of a model's name, e.g. `bert-base-cased`.
-        task: e.g. `rte`.
-        metric: e.g. `accuracy`.
-        family: a key of `FAMILIES`.
+    `model` is the last part of a model's name, e.g. `bert-base-cased`, and `family` is a key of `FAMILIES`.
     """
-    table = _read_table("table1", "model", "task", "metric")
-    key = (MODELS.get(model), task, metric)
-    return Score(table[family][key], table[f"{family}_std"][key]) if key in table.index else None
+    row = _read_table("table1", "model", "task", "metric").get((MODELS.get(model), task, metric))
+    return Score(row[family], row[f"{family}_std"]) if row is not None else None
 
 
 def tuned_penalty(model: str, task: str) -> TunedPenalty | None:
     """Return an entry of Table 2, or None if the table has no such entry; the arguments are as for `score`."""
-    table = _read_table("table2", "task")
-    if model not in MODELS or task not in table.index:
+    row = _read_table("table2", "task").get(task)
+    if row is None or model not in MODELS:
         return None
-    return TunedPenalty(table[f"{MODELS[model]}_lambda"][task], table[f"{MODELS[model]}_zeta"][task])
+    return TunedPenalty(row[f"{MODELS[model]}_lambda"], row[f"{MODELS[model]}_zeta"])
 
 
 @cache
-def _read_table(name: str, *index: str) -> pd.DataFrame:
-    """Read a table of the paper, with the columns `index` as its row labels."""
+def _read_table(name: str, *index: str) -> dict[Any, dict[str, float]]:
+    """Read a table of the paper; returns its rows by the values of their columns `index`."""
     with files("istar.reports").joinpath("paper", f"{name}.csv").open(encoding="utf-8") as file:
-        return pd.read_csv(file, index_col=list(index)).astype(float)
+        return pd.read_csv(file, index_col=list(index)).astype(float).to_dict("index")  # type: ignore[return-value]

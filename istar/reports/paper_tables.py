@@ -10,6 +10,7 @@ import pandas as pd
 from istar.pages.sheets import Entry, Sheet
 from istar.reports import paper
 from istar.reports.cells import Cell, describe, differing_keys, is_finite, row_dicts
+from istar.reports.run_tables import format_number
 from istar.reports.statistics import compare_paired
 
 NONE = "-"
@@ -184,9 +185,7 @@ def _table2_entries(row: Row) -> list[Entry]:
 def costs(frame: pd.DataFrame, shrinkage_seconds: Mapping[str, Sequence[float]]) -> Sheet:
     """Return the run times of finished runs by model, task and method family.
 
-    Args:
-        frame: a frame from `cells.prepare`.
-        shrinkage_seconds: seconds of each estimation of Sigma_S, by the run's folder.
+    `shrinkage_seconds` are the seconds of each estimation of Sigma_S, by the run's folder.
     """
     finished = frame[frame["usable"] & frame["seconds"].notna()]
     finished = finished.assign(
@@ -231,13 +230,7 @@ def _cost_entries(row: Row) -> list[Entry]:
 
 
 def left_out(frame: pd.DataFrame, read_errors: Mapping[str, str], root: str) -> Sheet:
-    """Return the table of runs that no other table includes, and of folders that could not be read.
-
-    Args:
-        frame: a frame from `cells.prepare`.
-        read_errors: error message by folder.
-        root: folder of the runs; the table names folders relative to it.
-    """
+    """Return the table of runs that no other table includes, and of folders with read errors, relative to `root`."""
     columns = ("folder", "what", "method", "why")
     rows = []
     for run in row_dicts(frame[~frame["usable"]].astype(object)):
@@ -278,14 +271,6 @@ def format_p_value(p_value: float | None) -> str:
     if p_value is None:
         return NONE
     return "<0.001" if p_value < 0.001 else f"{p_value:.4f}"
-
-
-def format_number(value: float | None, format_spec: str) -> str:
-    """Format a number, or None as a dash; a negative number that rounds to zero becomes `+0.00`, not `-0.00`."""
-    if value is None:
-        return NONE
-    text = format(value, format_spec)
-    return text.replace("-", "+", 1) if "+" in format_spec and not text.strip("-0.") else text
 
 
 def format_duration(seconds: float) -> str:

@@ -30,13 +30,7 @@ _PROGRESS_STEPS = 11
 
 @dataclass(frozen=True)
 class WrittenReport:
-    """Summary of a written report.
-
-    Attributes:
-        page: path of the HTML page.
-        runs: number of runs in the report.
-        missing_rows: number of rows in its table of missing runs.
-    """
+    """The HTML page of a report, the number of its runs, and the number of rows in its table of missing runs."""
 
     page: Path
     runs: int
@@ -44,7 +38,7 @@ class WrittenReport:
 
 
 def write(root: Path, out: Path, console: Console | None = None) -> WrittenReport:
-    """Write the report of the runs below a folder; on an error, an earlier report stays as it was.
+    """Write the report of the runs below `root`; on an error, an earlier report stays as it was.
 
     Args:
         root: the folder that `run.root` names.
@@ -138,22 +132,19 @@ def _read_geometries(frame: pd.DataFrame) -> tuple[dict[str, Geometry], dict[str
     geometries, read_errors = {}, {}
     for path in frame[frame["usable"]]["folder"]:
         try:
-            geometry = geometry_file.read(Path(path))
+            if (geometry := geometry_file.read(Path(path))) is not None:
+                geometries[path] = geometry
         except UserError as error:
             read_errors[path] = str(error)
-        else:
-            if geometry is not None:
-                geometries[path] = geometry
     return geometries, read_errors
 
 
 def _page(contents: _Contents, pictures: Mapping[str, Drawn]) -> Page:
-    statuses = contents.frame["status"].value_counts()
-    collapsed = contents.frame["collapsed"].eq(True).sum()
-    summary = [(str(len(contents.frame)), "runs"), *((str(count), str(status)) for status, count in statuses.items())]
-    summary += [(str(collapsed), "collapsed")] if collapsed else []
-    summary += [(str(contents.unreadable), "folders not read")] if contents.unreadable else []
-    summary += [(str(len(contents.missing)), "rows of missing runs")]
+    counts = {"runs": len(contents.frame), **contents.frame["status"].value_counts()}
+    counts |= {"collapsed": contents.frame["collapsed"].eq(True).sum(), "folders not read": contents.unreadable}
+    summary = [(str(count), str(label)) for label, count in counts.items() if count]
+    summary.append((str(len(contents.missing)), "rows of missing runs"))
+    head = "Runs below", str(contents.root), f"read by istar {version('istar')}"
     command = f"istar report {shlex.quote(str(contents.root))} --out report"
     sections = [
         Section("reading", "How to read this", _READING),
@@ -165,13 +156,7 @@ def _page(contents: _Contents, pictures: Mapping[str, Drawn]) -> Page:
         _table_section(contents, "left_out"),
         Section("reproduce", "This page", ("This command writes the page and its files:",), commands=[command]),
     ]
-    return Page(
-        "Isotropy and fine-tuning: report",
-        ("Runs below", str(contents.root), f"read by istar {version('istar')}"),
-        KIND.generator,
-        summary,
-        sections,
-    )
+    return Page("Isotropy and fine-tuning: report", head, KIND.generator, summary, sections)
 
 
 _READING = (
@@ -218,17 +203,11 @@ def _truncate(sheet: Sheet) -> Sheet:
 def _plot_section(contents: _Contents, plot: Plot, pictures: Mapping[str, Drawn]) -> Section:
     plot_pictures = folder.of_plot(plot, pictures)
     artefact = missing_runs.artefact_name(plot)
+    empty = "" if plot_pictures else f"No run for {artefact} yet; the section “What is missing” lists its runs."
     pairs = [(panel.model, panel.task) for panel in plot.panels]
     pairs += [(runs.model, runs.task) for runs in contents.missing if runs.artefact == artefact]
-    sweep = "table1" if plot.name.startswith("curves") else plot.sweep
-    return Section(
-        plot.name,
-        plot.title,
-        [plot.caption],
-        pictures=plot_pictures,
-        empty="" if plot_pictures else f"No run for {artefact} yet; the section “What is missing” lists its runs.",
-        commands=_commands(contents, sweep, pairs),
-    )
+    commands = _commands(contents, "table1" if plot.name.startswith("curves") else plot.sweep, pairs)
+    return Section(plot.name, plot.title, [plot.caption], pictures=plot_pictures, empty=empty, commands=commands)
 
 
 def _commands(contents: _Contents, sweep: str, pairs: list[tuple[str, str]]) -> list[str]:

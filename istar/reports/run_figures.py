@@ -83,11 +83,8 @@ def mean_activations(frame: pd.DataFrame, geometries: Mapping[str, Geometry]) ->
         "line",
         "dimension of the last layer",
         (),
-        "figure4",
-        "qnli",
-        (-1, 1),
-        with_base=True,
-        seeds=1,
+        task="qnli",
+        values=(-1, 1),
     )
     values = {folder: geometry.mean_activation for folder, geometry in geometries.items()}
     return _with_line_per_lambda(plot, frame, values, "cosreg", "last", "mean activation")
@@ -103,11 +100,8 @@ def intrinsic_dimensions(frame: pd.DataFrame, geometries: Mapping[str, Geometry]
         "line",
         "layer (0: embeddings)",
         (),
-        "figure5",
-        "sst2",
-        (-5, -3, 3, 5),
-        with_base=True,
-        seeds=1,
+        task="sst2",
+        values=(-5, -3, 3, 5),
     )
     values = {folder: geometry.two_nn for folder, geometry in geometries.items()}
     return _with_line_per_lambda(plot, frame, values, "istar", "all", "TwoNN dimension")
@@ -123,11 +117,8 @@ def layer_isotropy(frame: pd.DataFrame, records: Mapping[str, RunRecord]) -> Plo
         "line",
         "layer (0: embeddings)",
         (),
-        "figure6",
-        "qnli",
-        (-1, 1),
-        with_base=True,
-        seeds=1,
+        task="qnli",
+        values=(-1, 1),
     )
     values = {folder: _isoscore_by_layer(records[folder]) for folder in frame[frame["usable"]]["folder"]}
     return _with_line_per_lambda(plot, frame, values, "istar", "all", "IsoScore*")
@@ -206,24 +197,14 @@ def curves(cells: Iterable[Cell], records: Mapping[str, RunRecord]) -> tuple[Plo
         headline = group[0].metrics[0]
         losses.append(_curve_panel(group, records, "loss", 1, "validation loss"))
         metrics.append(_curve_panel(group, records, headline, 100, f"{headline}, percent"))
-    averaging = "after each epoch, for the runs in Table 1: mean over seeds, band: standard deviation."
-    loss_plot = Plot(
-        "curves_loss",
-        "Validation loss",
-        f"Loss on the validation set {averaging}",
-        "line",
-        "epoch",
-        tuple(panel for panel in losses if panel.lines),
-    )
-    metric_plot = Plot(
-        "curves_metric",
-        "Validation metric",
-        f"Headline metric on the validation set {averaging}",
-        "line",
-        "epoch",
-        tuple(panel for panel in metrics if panel.lines),
-    )
-    return loss_plot, metric_plot
+
+    def plot(name: str, title: str, quantity: str, panels: Sequence[Panel]) -> Plot:
+        averaging = "after each epoch, for the runs in Table 1: mean over seeds, band: standard deviation."
+        with_lines = tuple(panel for panel in panels if panel.lines)
+        return Plot(name, title, f"{quantity} on the validation set {averaging}", "line", "epoch", with_lines)
+
+    loss_plot = plot("curves_loss", "Validation loss", "Loss", losses)
+    return loss_plot, plot("curves_metric", "Validation metric", "Headline metric", metrics)
 
 
 def _curve_panel(
@@ -277,7 +258,8 @@ def _with_line_per_lambda(
                 lines.append(Line(_lambda_label(value), xs, tuple(means), seeds=_seeds(group)))
         return _make_panel(lines, selected, penalized, "lambda", groups, y_label)
 
-    return replace(plot, panels=_panels(frame[frame["folder"].isin(list(values))], build_panel))
+    panels = _panels(frame[frame["folder"].isin(list(values))], build_panel)
+    return replace(plot, panels=panels, sweep=plot.name, with_base=True, seeds=1)
 
 
 def _panels(frame: pd.DataFrame, build_panel: PanelBuilder) -> tuple[Panel, ...]:
@@ -301,7 +283,7 @@ def _make_panel(
     groups: Mapping[Any, pd.DataFrame],
     y_label: str = "",
 ) -> Panel:
-    """Return a panel with a description of the settings that its runs have in common.
+    """Return a panel of lines with a description of the settings that its runs have in common.
 
     Args:
         lines: the panel's lines.

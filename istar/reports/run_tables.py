@@ -83,7 +83,7 @@ def comparison_row(runs: Sequence[RunRecord]) -> list[str]:
         method(first),
         ",".join(str(run.config["seed"]) for run in runs),
         score,
-        _format_number(first.baseline.get(metric), 100, ".2f"),
+        _format_percent(first.baseline.get(metric)),
         str(epochs[0]) if len(epochs) == 1 else f"{epochs[0]}-{epochs[-1]}",
         f"{before:.4f} → {after:.4f}",
         f"{fmean([run.timing['total'] for run in runs]):.0f}",
@@ -106,18 +106,26 @@ def runs(frame: "pd.DataFrame") -> Table:
             run["model"],
             run["method"],
             str(run["seed"]),
-            _format_number(run["value"], 100, ".2f") + collapsed,
-            _format_number(run["constant"], 100, ".2f"),
-            _format_number(run["epoch"], 1, ".0f"),
-            f"{_format_number(run['isoscore_before'], 1, '.4f')} → {_format_number(run['isoscore_after'], 1, '.4f')}",
-            _format_number(run["seconds"], 1, ".0f"),
+            _format_percent(run["value"]) + collapsed,
+            _format_percent(run["constant"]),
+            format_number(run["epoch"], ".0f"),
+            f"{format_number(run['isoscore_before'], '.4f')} → {format_number(run['isoscore_after'], '.4f')}",
+            format_number(run["seconds"], ".0f"),
             run["status"] if not run["error"] else f"{run['status']}: {run['error']}",
         )
     return table
 
 
-def _format_number(value: float | None, scale: float, format_spec: str) -> str:
-    return "-" if value is None else format(scale * value, format_spec)
+def format_number(value: float | None, format_spec: str) -> str:
+    """Format a number, or None as a dash; a negative number that rounds to zero becomes `+0.00`, not `-0.00`."""
+    if value is None:
+        return "-"
+    text = format(value, format_spec)
+    return text.replace("-", "+", 1) if "+" in format_spec and not text.strip("-0.") else text
+
+
+def _format_percent(fraction: float | None) -> str:
+    return "-" if fraction is None else f"{100 * fraction:.2f}"
 
 
 def by_task(records: Sequence[RunRecord]) -> dict[tuple[str, str], list[list[RunRecord]]]:

@@ -83,5 +83,6 @@ def _sign_flip_test(differences: np.ndarray) -> TestResult:
     if not differences.any():
         return TestResult(None, "no sign-flip test: all differences are 0")
     # SciPy permutes the signs if there is a single sample of this type.
-    test = stats.permutation_test((differences,), np.sum, permutation_type="samples", n_resamples=np.inf)
+    patterns = 2 ** len(differences)
+    test = stats.permutation_test([differences], np.sum, permutation_type="samples", n_resamples=patterns)
     return TestResult(float(test.pvalue))

@@ -22,7 +22,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from istar import models, results
-from istar.config import Config, CosRegConfig, IStarConfig, TaskConfig, TrainerConfig
+from istar.config import Config, CosRegConfig, IStarConfig, TrainerConfig
 from istar.config.schema import to_dict
 from istar.errors import NonFiniteError, StoppedError, UserError, shorten
 from istar.files import atomic_write, remove_drafts, sole_writer, write_text
@@ -112,10 +112,7 @@ def run(config: Config, console: Console | None = None, trial: str | None = None
             finished, checkpoint = _on_rank_zero(job.trainer, lambda: _prepare_folder(job))
             if finished is None:
                 with preserve_signal_handlers():
-                    record = _train_and_record(job, checkpoint, data_fingerprint, started)
-                if console is not None and job.trainer.is_global_zero:
-                    with atomic_write(folder / PICTURE) as file:
-                        file.write(isotropy_picture(record))
+                    record = _train_and_record(job, checkpoint, data_fingerprint, started, console is not None)
                 _print_summary(console, record, f"{folder}{os.sep}, with a picture of the table: {PICTURE}")
                 return record
     log_outcome_to_agent(config, asdict(finished), folder)
@@ -169,16 +166,6 @@ def _first_batch(rows: Dataset, tokens: Dataset, size: int) -> tuple[Dataset, Da
     return rows.select(range(incomplete)), tokens.select(range(example_ids.index(incomplete)))
 
 
-def _evaluators(
-    spec: TaskSpec, config: TaskConfig, examples: list[Dataset], features: list[Dataset]
-) -> dict[str, Evaluator]:
-    """One evaluator for each validation set, by the suffix of its metrics."""
-    return {
-        split.suffix: Evaluator(spec, rows, tokens, config.n_best, config.max_answer_length)
-        for split, rows, tokens in zip(spec.validation, examples, features, strict=True)
-    }
-
-
 def _assemble(
     config: Config,
     spec: TaskSpec,
@@ -197,7 +184,10 @@ def _assemble(
     # From here on, only the initialization of the head and dropout draw from the global random generators.
     L.seed_everything(config.seed, workers=True, verbose=False)
     model = models.load_model(config.model, spec, model_config, tokenizer)
-    evaluators = _evaluators(spec, config.task, examples.validation, features.validation)
+    evaluators = {
+        split.suffix: Evaluator(spec, rows, tokens, config.task.n_best, config.task.max_answer_length)
+        for split, rows, tokens in zip(spec.validation, examples.validation, features.validation, strict=True)
+    }
     skip = config.trainer.nonfinite == "skip"
     penalty = build_penalty(config.reg)
     watch = None if penalty is None else attach(model, penalty)
@@ -337,7 +327,9 @@ def _move_aside(folder: Path) -> None:
     log.warning("%s held another run of the same config; it is kept as %s", folder, backup)
 
 
-def _train_and_record(job: Job, checkpoint: Path | None, data_fingerprint: str, started: float) -> RunRecord:
+def _train_and_record(
+    job: Job, checkpoint: Path | None, data_fingerprint: str, started: float, with_picture: bool
+) -> RunRecord:
     """Train from the checkpoint, if there is one; save the results; write the record of the run, also if it fails.
 
     `started` is `time.perf_counter()` at the start of the run.
@@ -357,6 +349,9 @@ def _train_and_record(job: Job, checkpoint: Path | None, data_fingerprint: str, 
             if job.trainer.is_global_zero:
                 if job.checkpoints is not None:
                     keep_newest(folder / CHECKPOINTS, job.checkpoints.best_path())
+                if with_picture:
+                    with atomic_write(folder / PICTURE) as file:
+                        file.write(isotropy_picture(record))
                 # result.json comes last, because a folder that has it is taken for a finished run.
                 job.metrics.finalize("success")
                 log_outcome(job.trainer, asdict(record))

@@ -31,12 +31,9 @@ class Examples:
 
 
 def load_examples(spec: TaskSpec, config: TaskConfig) -> Examples:
-    """Load the task's splits, cut to `limit_train` and `limit_validation` examples.
+    """Load the task's splits by `load_splits`, cut to `limit_train` and `limit_validation` examples.
 
-    Logs a warning if training data contain validation examples.
-
-    Raises:
-        UserError: see `load_splits`.
+    A warning is logged if the training data contain validation examples.
     """
     test = [split.name for split in spec.test] if config.submission else []
     validation = [split.name for split in spec.validation]

@@ -31,21 +31,7 @@ _ENDED = ("finished", "pruned", "failed", "stopped")
 
 @dataclass
 class Entry:
-    """The state of one run of a sweep.
-
-    Attributes:
-        name: name of the run's folder.
-        overrides: overrides of the run, as on the command line.
-        task: task of the run; `model`, `method` and `seed` describe the run, too.
-        stage: `search` (over the grid or by Optuna) or `seeds` (repetitions of the best configurations).
-        status: `waiting`, `running`, `finished`, `pruned`, `failed`, or `stopped` (the same command resumes it).
-        started: when this command started the run, in seconds since 1970; None if it did not.
-        ended: when the run ended, if this command started it.
-        epochs: number of completed epochs, and of all epochs.
-        metric: name of the headline metric; `value` is its validation score as a fraction.
-        error: why the run failed, in one line.
-        log: file with the output of the run's processes.
-    """
+    """The state of one run of a sweep; `name` is the name of its folder."""
 
     name: str
     overrides: Sequence[str]
@@ -54,15 +40,21 @@ class Entry:
     method: str
     seed: int
     stage: str
+    """`search` (over the grid or by Optuna) or `seeds` (repetitions of the best configurations)."""
     status: str = "waiting"
+    """`waiting`, `running`, `finished`, `pruned`, `failed`, or `stopped` (the same command resumes it)."""
     started: float | None = None
+    """When this command started the run, in seconds since 1970; None if it did not. The same holds for `ended`."""
     ended: float | None = None
     epochs: tuple[int, int] = (0, 0)
+    """Number of completed epochs, and of all epochs."""
     metric: str | None = None
     value: float | None = None
+    """The headline metric on the validation set, as a fraction."""
     collapsed: bool = False
     error: str | None = None
     log: str | None = None
+    """File with the output of the run's processes."""
 
     @property
     def seconds(self) -> float | None:
@@ -89,29 +81,21 @@ class Entry:
 
 @dataclass
 class SweepState:
-    """The state of a sweep, as in `sweep.json`.
-
-    Attributes:
-        name: name of the sweep's folder.
-        command: command that resumes the sweep.
-        root: folder that holds the runs.
-        jobs: number of runs in parallel.
-        to_come: number of planned runs that have no entry yet: those of the second stage, or of a search.
-        begun: when this command began, in seconds since 1970.
-        seen: when the file was last written.
-        is_over: whether the command has ended.
-        expected: estimated seconds of one run, used until one has finished; None without an estimate.
-    """
+    """The state of a sweep, as in `sweep.json`; `name` is the name of its folder, `root` the folder of the runs."""
 
     name: str
     command: str
+    """The command that resumes the sweep."""
     root: str
     jobs: int
     to_come: int = 0
+    """Number of planned runs that have no entry yet: those of the second stage, or of a search."""
     begun: float = 0.0
+    """When this command began, in seconds since 1970; `seen` is when the file was last written."""
     seen: float = 0.0
     is_over: bool = False
     expected: float | None = None
+    """Estimated seconds per run, used until a run has finished; None without an estimate."""
     entries: list[Entry] = field(default_factory=list)
     format: int = FORMAT
 

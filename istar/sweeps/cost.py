@@ -12,15 +12,12 @@ from istar.results import RESULT, RunRecord, read
 
 @dataclass(frozen=True)
 class Estimate:
-    """The estimated duration of a number of runs.
-
-    Attributes:
-        seconds: duration of all runs one after another; None if no finished run is similar enough.
-        basis: the finished runs behind the estimate, in words.
-    """
+    """The estimated duration of a number of runs."""
 
     seconds: float | None
+    """Duration of all runs one after another; None if no finished run is similar enough."""
     basis: str
+    """The finished runs behind the estimate, in words."""
 
 
 def finished_runs(root: Path) -> list[RunRecord]:

@@ -43,13 +43,10 @@ class Study:
         self.name = folder.name
         self._trials, self._spaces, self._folder = settings.trials, spaces, folder
         self._worker = uuid.uuid4().hex
+        pruner = _PRUNERS[settings.pruner]()
         try:
             self._study = optuna.create_study(
-                study_name=self.name,
-                storage=self.storage,
-                pruner=_PRUNERS[settings.pruner](),
-                direction="maximize",
-                load_if_exists=True,
+                study_name=self.name, storage=self.storage, pruner=pruner, direction="maximize", load_if_exists=True
             )
         except Exception as error:
             raise UserError(f"sweep.storage={self.storage} cannot be used: {shorten(error)}") from error

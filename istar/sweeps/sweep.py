@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,34 +38,27 @@ Launcher = Callable[[Sequence[Overrides]], Sequence[RunRecord | UserError]]
 
 @dataclass(frozen=True)
 class SweepRequest:
-    """A sweep as requested on the command line.
-
-    Attributes:
-        settings: the `sweep` group of the config.
-        arguments: overrides of the command line.
-        params: values to sweep over by key, from `hydra.sweeper.params`.
-        command: the command line, for messages that repeat it.
-        root: folder that holds the runs.
-        compose: composes the config of a run from its overrides.
-        launcher: executes the runs; None executes them on this machine.
-        show_trace: print the stack traces of failed runs.
-    """
+    """A sweep as requested on the command line."""
 
     settings: SweepConfig
     arguments: Sequence[str]
+    """Overrides of the command line."""
     params: Mapping[str, Any]
+    """Values to sweep over by key, from `hydra.sweeper.params`."""
     command: str
+    """The command line, for messages that repeat it."""
     root: Path
+    """Folder that holds the runs."""
     compose: Callable[[Overrides], DictConfig]
+    """Composes the config of a run from its overrides."""
     launcher: Launcher | None = None
-    show_trace: bool = False
+    """Executes the runs; None executes them on this machine."""
 
 
 def sweep(request: SweepRequest, console: Console) -> int:
     """Execute the runs of a sweep that are not finished yet, and print a comparison of the results.
 
-    Returns:
-        The exit code: 0 if all runs are finished, 1 if some have failed or were stopped.
+    Returns the exit code: 0 if all runs are finished, 1 if any has failed or was stopped.
 
     Raises:
         UserError: for overrides that do not compose or cannot be searched, before any run has started.
@@ -92,20 +86,12 @@ def sweep(request: SweepRequest, console: Console) -> int:
 
 
 class Runs:
-    """The runs of a sweep with their trials and states.
-
-    Attributes:
-        folder: folder of the sweep.
-        state: state of the sweep, which `Board` writes to disk.
-        spaces: search spaces by the names of the grids.
-        trials: trials by the names of their run folders.
-        entries: entries of `state` by the names of their run folders.
-        folders: finds the folders of the runs.
-    """
+    """The runs of a sweep: a trial and an entry of the sweep's state for each name of a run's folder."""
 
     def __init__(self, request: SweepRequest, console: Console) -> None:
         settings = request.settings
         self.request, self.console = request, console
+        # The search spaces by the names of the grids.
         self.spaces = trials.spaces(request.arguments, request.params, settings.grids or {}, settings.only)
         digest = trials.identity(self.spaces, settings.seeds, settings.search, settings.sampler_seed)
         self.folder = request.root / board.FOLDER / f"{settings.name}-{digest}"
@@ -151,11 +137,7 @@ class Runs:
         return trial
 
     def sample_config(self) -> Config:
-        """A config with only the values that are not swept over.
-
-        Raises:
-            UserError: if the values do not compose, or the data cannot be loaded.
-        """
+        """A config with only the values that are not swept over; raises a `UserError` if its data cannot be loaded."""
         space = next(iter(self.spaces.values()))
         fixed = tuple(override.input_line or "" for override in space.values() if not override.is_sweep_override())
         config = schema.load(self.request.compose(fixed))
@@ -171,9 +153,9 @@ class Runs:
         seeds = self.request.settings.seeds
         return [trials.with_seed(tuple(entry.overrides), seed) for entry in best.values() for seed in seeds]
 
-    def records(self) -> list[RunRecord]:
-        """The records of the finished runs."""
-        return [results.read(self.request.root / entry.name) for entry in self.state.entries_with("finished")]
+    def record(self, entry: Entry) -> RunRecord:
+        """The record of a run that has ended."""
+        return results.read(self.request.root / entry.name)
 
 
 class TrialQueue:
@@ -214,7 +196,8 @@ class SearchQueue(TrialQueue):
                 self._numbers[trial.name] = number
                 return trial
             # The run of these values has ended already, or its data cannot be loaded.
-            self._study.tell(number, self._known_outcome(entry))
+            has_record = entry.status in ("finished", "pruned")
+            self._study.tell(number, self.runs.record(entry) if has_record else UserError(entry.error or entry.status))
         return None
 
     def ended(self, trial: Trial, outcome: RunRecord | UserError, status: str | None = None) -> None:
@@ -225,28 +208,20 @@ class SearchQueue(TrialQueue):
             self._study.tell(number, outcome)
         super().ended(trial, outcome, status)
 
-    def _known_outcome(self, entry: Entry) -> RunRecord | UserError:
-        if entry.status in ("finished", "pruned"):
-            return results.read(self.runs.request.root / entry.name)
-        return UserError(entry.error or entry.status)
-
 
 def search(runs: Runs, live_board: Board) -> None:
     """Execute the trials of an Optuna search; the results of earlier calls count."""
     # Optuna takes seconds to import, and a grid does not need it.
     from istar.sweeps.study import Study
 
-    study = Study(runs.request.settings, runs.spaces, runs.folder)
-    try:
+    with closing(Study(runs.request.settings, runs.spaces, runs.folder)) as study:
         for _, overrides in study.ended_trials():
             trial = runs.add(overrides, SEARCH)
             entry = runs.entries[trial.name]
             if entry.status == "waiting":
-                entry.apply_record(results.read(runs.request.root / trial.name))
+                entry.apply_record(runs.record(entry))
         runs.state.to_come = study.to_come()
         run_queue(SearchQueue(runs, live_board, study))
-    finally:
-        study.close()
 
 
 def run_queue(queue: TrialQueue) -> None:
@@ -254,8 +229,7 @@ def run_queue(queue: TrialQueue) -> None:
     request = queue.runs.request
     settings = request.settings
     if request.launcher is None:
-        logs = queue.runs.folder / "logs"
-        pool.run_trials(queue, pool.PoolSettings(settings.jobs, settings.fail_fast, request.show_trace, logs))
+        pool.run_trials(queue, settings.jobs, settings.fail_fast, queue.runs.folder / "logs")
         return
     # A grid is launched as a whole; a search in batches, because later trials depend on earlier results.
     limit = settings.jobs if isinstance(queue, SearchQueue) else math.inf
@@ -314,7 +288,7 @@ def print_plan(runs: Runs) -> None:
 
 def print_results(runs: Runs) -> int:
     """Write and print the comparison of the finished runs, list the failed runs, and return the exit code."""
-    console, records = runs.console, runs.records()
+    console, records = runs.console, [runs.record(entry) for entry in runs.state.entries_with("finished")]
     if records:
         configurations = sum(map(len, run_tables.by_task(records).values()))
         if configurations > _MAX_COMPARED or runs.request.settings.seeds:

@@ -23,19 +23,16 @@ Space = dict[str, Override]
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of a sweep.
-
-    Attributes:
-        overrides: the overrides of the run, as on the command line.
-        config: the config that the overrides compose.
-        name: the name of the run's folder.
-        study: the trial of an Optuna search, as `istar.training.pruning` reads it; None in a grid.
-    """
+    """One run of a sweep."""
 
     overrides: Overrides
+    """The overrides of the run, as on the command line."""
     config: Config
+    """The config that the overrides compose."""
     name: str
+    """The name of the run's folder."""
     study: str | None = None
+    """The trial of an Optuna search, as `istar.training.pruning` reads it; None in a grid."""
 
 
 def spaces(
@@ -87,8 +84,7 @@ def _override_value(value: Any) -> str:
 def combinations(space: Space) -> list[Overrides]:
     """All combinations of a space's values without duplicates; the last key changes fastest.
 
-    Raises:
-        UserError: if a key has a continuous interval instead of a list of values.
+    Raises a `UserError` if a key has a continuous interval instead of a list of values.
     """
     choices = []
     for override in space.values():

@@ -16,17 +16,11 @@ _SILENT_SECONDS = 60.0
 """A sweep writes its state every ten seconds. After this time it has probably died, or the file system is slow."""
 
 
-def watch(root: Path, console: Console, name: str | None = None, once: bool = False, interval: float = 2.0) -> None:
-    """Show the sweeps of a folder until all of them are over; Ctrl-C ends the display, not the sweeps.
+def watch(root: Path, console: Console, name: str | None = None, once: bool = False) -> None:
+    """Show the sweeps of a folder of runs until all of them are over; Ctrl-C ends the display, not the sweeps.
 
-    Args:
-        root: folder that holds the runs.
-        name: name of one sweep; None shows those that are not over, or else the latest one.
-        once: show the current state and return.
-        interval: seconds between two updates.
-
-    Raises:
-        UserError: if there is no sweep, or none of that name.
+    Without the name of a sweep, those that are not over are shown, or else the latest. With `once`, or if the console
+    is no terminal, only the current state is shown. A `UserError` says if there is no such sweep.
     """
     states = find(root, name)
     if once or not console.is_terminal:
@@ -34,7 +28,7 @@ def watch(root: Path, console: Console, name: str | None = None, once: bool = Fa
         return
     with Live(render(states), console=console, auto_refresh=False) as live, suppress(KeyboardInterrupt):
         while not all(state.is_over for state in states):
-            time.sleep(interval)
+            time.sleep(2)
             states = find(root, name)
             live.update(render(states), refresh=True)
 

@@ -21,6 +21,7 @@ from istar.results import RunRecord
 from istar.runs import fork_server
 from istar.sweeps.board import read
 from istar.sweeps.sweep import Runs, SweepRequest
+from istar.sweeps.trials import combinations
 from tests.jobs import Done, Job, Start, at_once, starting
 from tests.outcomes import assert_same
 
@@ -171,7 +172,7 @@ def test_runs_are_grouped_by_sweep_in_wandb(runs: Callable[..., Runs]) -> None:
     plain, grouped = runs("seed=1,2", *TINY), runs("seed=1,2", "logger=wandb", *TINY)
     own = runs("seed=1,2", "logger=wandb", "logger.group=mine", *TINY)
     for found in (plain, grouped, own):
-        found.add_all(found.combinations(), "search")
+        found_again(found)
     assert {trial.config.logger.group for trial in grouped.trials.values()} == {grouped.folder.name}
     assert {trial.config.logger.group for trial in own.trials.values()} == {"mine"}
     # Wherever they are logged, they are the same runs of the same sweep.
@@ -193,7 +194,7 @@ def test_finished_runs_are_run_again_only_if_asked(runs: Callable[..., Runs], tm
 
 
 def found_again(found: Runs) -> Runs:
-    found.add_all(found.combinations(), "search")
+    found.add_all([overrides for space in found.spaces.values() for overrides in combinations(space)], "search")
     return found
 
 
@@ -216,7 +217,7 @@ def test_data_that_cannot_be_loaded_fail_their_runs_alone(runs: Callable[..., Ru
         (("sweep.search=optna",), "sweep.search=optna is not known; did you mean optuna?"),
         (("sweep.name=a/b",), "sweep.name='a/b' is not a folder name"),
         (("sweep.only=[x]",), "sweep.only=x is not known"),
-        (("sweep.grids={a: 1}",), "is not a grid by its name"),
+        (("sweep.grids={a: 1}",), "does not map names to grids"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_started(
