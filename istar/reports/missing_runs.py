@@ -11,7 +11,7 @@ from istar.figures.plot import BASE, Panel, Plot
 from istar.pages.sheets import Entry, Sheet
 from istar.reports import paper, rerun_commands
 from istar.reports.cells import Cell, models, tasks
-from istar.reports.paper_tables import Row, group_by_model, tried_pairs
+from istar.reports.paper_tables import tried_pairs
 from istar.results import RunRecord
 
 
@@ -62,8 +62,8 @@ def for_table1(
         for family, name in paper.FAMILIES.items():
             cell = filled.get((model, task, family))
             if cell is not None and (seeds := missing_seeds(cell.seeds)):
-                command = rerun_commands.repeat(records[cell.runs["folder"].iloc[0]].config, seeds)
-                command = " ".join([command, *rerun_commands.root_override(root)])
+                repeated = rerun_commands.repeat(records[cell.runs["folder"].iloc[0]].config, seeds)
+                command = " ".join([repeated, *rerun_commands.root_override(root)])
                 text = f"{name}: {describe_missing_seeds(cell.seeds)}"
                 missing.append(MissingRuns("Table 1", model, task, text, command))
     return missing
@@ -142,17 +142,16 @@ def for_paper(frame: pd.DataFrame) -> tuple[str, str] | None:
 
 def sheet(missing: Sequence[MissingRuns]) -> Sheet:
     """Return the table of missing runs, grouped by model."""
-
-    def to_entries(row: Row) -> list[Entry]:
-        texts = [Entry(row[column]) for column in ("artefact", "task", "missing")]
-        return [*texts, Entry(row["command"], code=True)]
-
+    groups: dict[str, list[list[Entry]]] = {}
+    for runs in missing:
+        row = [Entry(runs.artefact), Entry(runs.task), Entry(runs.missing), Entry(runs.command, code=True)]
+        groups.setdefault(runs.model, []).append(row)
     return Sheet(
         "missing",
         "What is missing",
         "Runs that the tables and figures need, and the command that starts them.",
         ("artefact", "task", "missing", "command"),
-        group_by_model(map(vars, missing), to_entries),
+        groups,
         pd.DataFrame(missing, columns=["artefact", "model", "task", "missing", "command"]),
         row_headers=2,
     )

@@ -33,14 +33,14 @@ def table1(cells: Sequence[Cell]) -> Sheet:
         "Minus Base: mean difference from Base over the seeds that both have; p: two-sided, paired over these seeds.",
         ("task, metric", "method", "λ", "ζ", "mean ± std", "seeds", "paper", "minus\npaper", "minus\nBase", "pairs",
          "p,\nt-test", "p,\nsign-flip", "remarks"),
-        group_by_model(rows, lambda row: _table1_entries(row, common)),
+        _group_by_model(rows, lambda row: _table1_entries(row, common)),
         pd.DataFrame(rows).drop(columns="best"),
         (f"All runs: {common}.",) if common else (),
         row_headers=2,
     )  # fmt: skip
 
 
-def group_by_model(rows: Iterable[Row], to_entries: Callable[[Row], list[Entry]]) -> dict[str, list[list[Entry]]]:
+def _group_by_model(rows: Iterable[Row], to_entries: Callable[[Row], list[Entry]]) -> dict[str, list[list[Entry]]]:
     """Convert rows to table entries and group these by model, in order of appearance."""
     groups: dict[str, list[list[Entry]]] = {}
     for row in rows:
@@ -142,7 +142,7 @@ def table2(cells: Sequence[Cell], frame: pd.DataFrame) -> Sheet:
         "λ | ζ of I-STAR with the most seeds, among these with the best mean on the validation set, and the number of "
         "pairs tried. Paper: Table 2, searched over λ in -5, -3, -1, 1, 3, 5 and ζ in 0.2, 0.4, 0.6, 0.8.",
         ("task", "λ | ζ", "seeds", "mean, percent", "pairs tried", "paper", "agreement"),
-        group_by_model(rows, _table2_entries),
+        _group_by_model(rows, _table2_entries),
         pd.DataFrame(rows),
     )
 
@@ -211,7 +211,7 @@ def costs(frame: pd.DataFrame, shrinkage_seconds: Mapping[str, Sequence[float]])
         "for the shrinkage covariance, and its share. The runs do not record their machine: compare only runs that "
         "ran on the same one.",
         ("task", "method", "runs", "seconds a run", "hours:minutes in all", "Σ_S seconds a run", "Σ_S share"),
-        group_by_model(row_dicts(costs_by_method), _cost_entries),
+        _group_by_model(row_dicts(costs_by_method), _cost_entries),
         costs_by_method,
         tuple(f"{method}: {format_duration(seconds)} (hours:minutes) in all." for method, seconds in totals.items()),
     )
