@@ -22,8 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 class IstarSweeper(Sweeper):
     """Runs a sweep; see `istar.sweeps.sweep`.
 
-    Args:
-        params: values to sweep over by key, as in Hydra's own sweeper. The command line takes precedence.
+    `params` are values to sweep over by key, as in Hydra's basic sweeper. The command line takes precedence.
     """
 
     def __init__(self, params: Mapping[str, Any] | None = None) -> None:
@@ -44,7 +43,7 @@ class IstarSweeper(Sweeper):
         from rich.console import Console
 
         from istar.config import schema
-        from istar.errors import SHOW_TRACE, UserError
+        from istar.errors import UserError
         from istar.runs import launch
         from istar.sweeps.sweep import SweepRequest, sweep
 
@@ -59,7 +58,6 @@ class IstarSweeper(Sweeper):
             root=Path(self.config.run.root).expanduser(),
             compose=self.compose,
             launcher=self._launch if self.launcher is not None else None,
-            show_trace=SHOW_TRACE,
         )
         sys.exit(sweep(request, Console()))
 
@@ -89,8 +87,7 @@ class IstarSweeper(Sweeper):
     def _launch(self, jobs: Sequence[Sequence[str]]) -> list[Any]:
         """Execute runs through Hydra's launcher; returns the record or the error of each.
 
-        Raises:
-            UserError: if the launcher fails as a whole.
+        Raises a `UserError` if the launcher fails as a whole.
         """
         from istar.errors import UserError, shorten
 
@@ -123,14 +120,10 @@ def _parse(override: str) -> Override:
 def _sets_value(override: Override) -> bool:
     """Whether an override changes a value, rather than choosing an option of a group, or adding or deleting a key."""
     key = override.key_or_group
-    is_value = "." in key or key == "seed"
-    return (
-        override.type == OverrideType.CHANGE and is_value and override.package is None and not key.startswith("hydra.")
-    )
+    is_value = ("." in key or key == "seed") and not key.startswith("hydra.")
+    return is_value and override.type == OverrideType.CHANGE and override.package is None
 
 
 ConfigStore.instance().store(
-    group="hydra/sweeper",
-    name="istar",
-    node={"_target_": f"{__name__}.{IstarSweeper.__name__}", "params": None},
+    group="hydra/sweeper", name="istar", node={"_target_": f"{__name__}.{IstarSweeper.__name__}", "params": None}
 )

@@ -1,5 +1,6 @@
-"""Helpers that the commands share: the console and the output folder."""
+"""Helpers that the commands share: the console, the output folder and checks of options."""
 
+import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +18,16 @@ def make_console(**options: Any) -> "Console":
 
 
 def make_folder(folder: Path) -> None:
-    """Create the folder that `--out` names.
-
-    Raises:
-        UserError: if the folder cannot be created.
-    """
+    """Create the folder that `--out` names, or raise a `UserError` if that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out {folder} cannot be made: {error.strerror or error}") from error
+
+
+def check_minima(options: argparse.Namespace, **minima: int) -> None:
+    """Raise a `UserError` if an option has a value below its minimum; options that are None are not checked."""
+    for name, minimum in minima.items():
+        value = getattr(options, name)
+        if value is not None and value < minimum:
+            raise UserError(f"--{name.replace('_', '-')} {value} is too small; expected {minimum} or more")

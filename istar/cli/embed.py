@@ -6,40 +6,28 @@ from typing import Any
 
 from istar.cli.console import make_console, make_folder
 
+_FORMS = ("raw", "centered", "scaled_centered", "all_but_the_top", "all_but_the_top_published")
+
 
 def add_parser(commands: Any) -> None:
     """Add the command to the parser of `istar`."""
     parser = commands.add_parser(
         "embed", help="measure an embedding matrix, raw and post-processed, and its word similarity"
     )
-    parser.add_argument("model", help="hub id, or a folder that save_pretrained wrote")
-    parser.add_argument("--out", type=Path, default=Path("embeddings"), help="output folder (default: embeddings)")
-    parser.add_argument("--revision", help="branch, tag or commit on the hub")
-    parser.add_argument(
-        "--matrix", choices=("input", "output"), default="input", help="which embedding matrix (default: input)"
-    )
-    forms = ("raw", "centered", "scaled_centered", "all_but_the_top", "all_but_the_top_published")
-    parser.add_argument("--form", choices=forms, default="raw", help="how to post-process the matrix (default: raw)")
-    parser.add_argument(
-        "--components",
-        type=int,
-        help="number of directions that all_but_the_top removes (default: a hundredth of the dimensions)",
-    )
-    parser.add_argument(
-        "--save", choices=("matrix", "model"), help="write the processed matrix, alone or within its model"
-    )
-    parser.add_argument(
-        "--wordsim", action="append", default=[], type=Path, help="word similarity benchmark file; repeatable"
-    )
-    parser.add_argument(
-        "--policy",
-        choices=("single_token", "mean"),
-        default="single_token",
-        help="for words of several tokens: leave them out, or average their tokens (default: single_token)",
-    )
-    parser.add_argument(
-        "--text", action="append", default=[], help="text in which tokens are counted, as for istar measure; repeatable"
-    )
+    add = parser.add_argument
+    add("model", help="hub id, or a folder that save_pretrained wrote")
+    add("--out", type=Path, default=Path("embeddings"), help="output folder (default: embeddings)")
+    add("--revision", help="branch, tag or commit on the hub")
+    add("--matrix", choices=("input", "output"), default="input", help="which embedding matrix (default: input)")
+    add("--form", choices=_FORMS, default="raw", help="how to post-process the matrix (default: raw)")
+    components = "number of directions that all_but_the_top removes (default: a hundredth of the dimensions)"
+    add("--components", type=int, help=components)
+    add("--save", choices=("matrix", "model"), help="write the processed matrix, alone or within its model")
+    add("--wordsim", action="append", default=[], type=Path, help="word similarity benchmark file; repeatable")
+    policy = "for words of several tokens: leave them out, or average their tokens (default: single_token)"
+    add("--policy", choices=("single_token", "mean"), default="single_token", help=policy)
+    text = "text in which tokens are counted, as for istar measure; repeatable"
+    add("--text", action="append", default=[], help=text)
     parser.set_defaults(command=run, extra="train")
 
 
@@ -61,4 +49,4 @@ def run(options: argparse.Namespace) -> None:
     for table in embed.tables(embedding):
         console.print(table)
     for line in (*embed.remarks(embedding), ", ".join(map(str, paths))):
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
+        console.out(line, highlight=False)

@@ -12,11 +12,7 @@ from istar.runs import extras
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Execute the command `istar`; returns its exit code.
-
-    Args:
-        arguments: command-line arguments; None takes those of the process.
-    """
+    """Execute the command `istar` with these arguments, by default those of the process; returns its exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments[:1] == ["train"]:
         # Hydra parses the options of `istar train`, including `--help`.

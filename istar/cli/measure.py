@@ -6,58 +6,41 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from istar.cli.console import make_console, make_folder
+from istar.cli.console import check_minima, make_console, make_folder
 from istar.errors import UserError
 
 if TYPE_CHECKING:
     from istar.geometry.corpus import Source
     from istar.geometry.stream import Pass
 
+_DTYPES = ("float32", "float64", "bfloat16", "float16")
+
 
 def add_parser(commands: Any) -> None:
     """Add the command to the parser of `istar`."""
     parser = commands.add_parser("measure", help="measure the geometry of a model's layers on texts")
-    parser.add_argument("model", nargs="?", help="hub id, or a folder that save_pretrained wrote")
-    parser.add_argument(
-        "--text",
-        action="append",
-        required=True,
-        help="text file with one document per line, or .jsonl file; name=<file> names it; repeatable",
-    )
-    parser.add_argument("--out", type=Path, default=Path("geometry"), help="output folder (default: geometry)")
-    parser.add_argument("--revision", help="branch, tag or commit on the hub")
-    parser.add_argument("--revisions", help="several revisions to measure one after another, separated by commas")
-    parser.add_argument(
-        "--checkpoints", help="instead of a model: a pattern 'folder/*' of saved models, runs or .ckpt files"
-    )
-    parser.add_argument(
-        "--length", type=int, default=0, help="tokens per block (default: the model's maximum, at most 512)"
-    )
-    parser.add_argument("--batch-size", type=int, default=32, help="blocks per batch (default: 32)")
-    parser.add_argument("--max-tokens", type=int, help="maximum number of tokens of each text")
-    parser.add_argument(
-        "--sample", type=int, default=5_000, help="tokens to keep for TwoNN; 0 leaves TwoNN out (default: 5000)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of that sample (default: 0)")
-    parser.add_argument(
-        "--no-intra", action="store_true", help="leave out IntraSim, whose memory grows with the number of words"
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "float64", "bfloat16", "float16"),
-        default="float32",
-        help="data type of the weights (default: float32)",
-    )
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 ... (default: auto)")
+    add = parser.add_argument
+    add("model", nargs="?", help="hub id, or a folder that save_pretrained wrote")
+    text = "text file with one document per line, or .jsonl file; name=<file> names it; repeatable"
+    add("--text", action="append", required=True, help=text)
+    add("--out", type=Path, default=Path("geometry"), help="output folder (default: geometry)")
+    add("--revision", help="branch, tag or commit on the hub")
+    add("--revisions", help="several revisions to measure one after another, separated by commas")
+    add("--checkpoints", help="instead of a model: a pattern 'folder/*' of saved models, runs or .ckpt files")
+    add("--length", type=int, default=0, help="tokens per block (default: the model's maximum, at most 512)")
+    add("--batch-size", type=int, default=32, help="blocks per batch (default: 32)")
+    add("--max-tokens", type=int, help="maximum number of tokens of each text")
+    add("--sample", type=int, default=5_000, help="tokens to keep for TwoNN; 0 leaves TwoNN out (default: 5000)")
+    add("--seed", type=int, default=0, help="seed of that sample (default: 0)")
+    add("--no-intra", action="store_true", help="leave out IntraSim, whose memory grows with the number of words")
+    add("--dtype", choices=_DTYPES, default="float32", help="data type of the weights (default: float32)")
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:1 ... (default: auto)")
     parser.set_defaults(command=run, extra="train")
 
 
 def run(options: argparse.Namespace) -> None:
     """Measure one model, or several revisions or checkpoints, and write pages, figures and tables."""
-    for name, minimum in (("length", 0), ("batch_size", 1), ("sample", 0), ("seed", 0), ("max_tokens", 1)):
-        value = getattr(options, name)
-        if value is not None and value < minimum:
-            raise UserError(f"--{name.replace('_', '-')} {value} is too small; expected {minimum} or more")
+    check_minima(options, length=0, batch_size=1, sample=0, seed=0, max_tokens=1)
     from istar.geometry import corpus, stream
 
     settings = stream.Pass(
@@ -80,24 +63,16 @@ def _measure_one(options: argparse.Namespace, sources: Sequence["Source"], setti
         raise UserError("model is missing; expected a hub id or a folder, or --checkpoints")
     model_page.check(options.out)
     progress = make_console(stderr=True) if rank == 0 else None
+    hardware = options.dtype, options.device
     measured = measure.measure(
-        options.model,
-        sources,
-        settings,
-        options.out,
-        options.revision,
-        options.dtype,
-        options.device,
-        progress,
-        options.typed,
+        options.model, sources, settings, options.out, options.revision, *hardware, progress, options.typed
     )
     if rank > 0:
         return
     console = make_console()
     console.print(measure.table(measured))
     page = model_page.write(measured, options.out)
-    message = f"{page}, and figures, tables, {measure.CSV} and {measure.JSON} beside it"
-    console.print(message, highlight=False, soft_wrap=True, markup=False)
+    console.out(f"{page}, and figures, tables, {measure.CSV} and {measure.JSON} beside it", highlight=False)
 
 
 def _measure_trajectory(options: argparse.Namespace, sources: Sequence["Source"], settings: "Pass") -> None:
@@ -120,6 +95,5 @@ def _measure_trajectory(options: argparse.Namespace, sources: Sequence["Source"]
         console = make_console()
         console.print(trajectory.table(plan, stops, followed))
         page = trajectory_page.write(plan, stops, followed)
-        message = f"{page}, and figures, {trajectory.TABLE} beside it"
-        console.print(message, highlight=False, soft_wrap=True, markup=False)
+        console.out(f"{page}, and figures, {trajectory.TABLE} beside it", highlight=False)
     trajectory.check(followed)

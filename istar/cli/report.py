@@ -21,5 +21,4 @@ def run(options: argparse.Namespace) -> None:
 
     written = report.write(options.folder, options.out, make_console(stderr=True))
     runs = f"{written.runs} run{'s' * (written.runs != 1)}"
-    message = f"{written.page}: {runs}, {written.missing_rows} rows of missing ones"
-    make_console().print(message, highlight=False, soft_wrap=True, markup=False)
+    make_console().out(f"{written.page}: {runs}, {written.missing_rows} rows of missing ones", highlight=False)

@@ -24,15 +24,14 @@ def run(options: argparse.Namespace) -> None:
 
     runs = run_frame.load_runs(options.folder)
     if options.sort not in runs.frame:
-        raise UserError(
-            f"--sort {options.sort}: there is no such column{did_you_mean(options.sort, map(str, runs.frame))}"
-        )
+        hint = did_you_mean(options.sort, map(str, runs.frame))
+        raise UserError(f"--sort {options.sort}: there is no such column{hint}")
     is_number = runs.frame[options.sort].dtype.kind in "if"
     frame = runs.frame.sort_values(options.sort, ascending=not is_number, na_position="last", kind="stable")
     console = make_console()
     console.print(run_tables.runs(frame))
     for error in runs.read_errors.values():
-        console.print(f"not read: {error}", highlight=False, soft_wrap=True)
+        console.out(f"not read: {error}", highlight=False)
     if options.out is not None:
         run_frame.export(frame, options.out)
-        console.print(str(options.out), highlight=False, soft_wrap=True)
+        console.out(str(options.out), highlight=False)

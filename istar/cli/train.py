@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -20,11 +21,9 @@ from istar.runs.importing import large_imports
 
 
 def main(arguments: Sequence[str], command: str) -> None:
-    """Execute one run, or several with `-m`; after an error, print it in one line and exit the process.
+    """Execute a run, or several with `-m`; after an error, print it in one line and exit the process.
 
-    Args:
-        arguments: overrides and options of Hydra, as on the command line.
-        command: the command that was typed before the arguments, for messages that repeat it.
+    The arguments are overrides and options of Hydra; `command` is what was typed before them.
     """
     # Hydra raises its errors instead of printing them over many lines.
     os.environ["HYDRA_FULL_ERROR"] = "1"
@@ -33,23 +32,10 @@ def main(arguments: Sequence[str], command: str) -> None:
     schema.register()
     try:
         hydra.main(version_base="1.3", config_path=str(schema.config_folder()), config_name="config")(compose_and_run)()
-    except UserError as error:
+    except (UserError, HydraException, OmegaConfBaseException, ValueError, KeyboardInterrupt) as error:
         if SHOW_TRACE:
             raise
-        exit_with_error(str(error), error.exit_code)
-    except (HydraException, OmegaConfBaseException) as error:
-        if SHOW_TRACE:
-            raise
-        exit_with_error(schema.explain(error))
-    except KeyboardInterrupt:
-        if SHOW_TRACE:
-            raise
-        exit_with_error("stopped by SIGINT", 130)
-    except ValueError as error:
-        # Hydra raises a plain ValueError for some mistakes on the command line, for example `task=null`.
-        if SHOW_TRACE:
-            raise
-        exit_with_error(f"{schema.explain(error)} (HYDRA_FULL_ERROR=1 shows where)")
+        exit_with_error(error)
 
 
 def compose_and_run(config: DictConfig) -> object:
@@ -60,7 +46,7 @@ def compose_and_run(config: DictConfig) -> object:
         if SHOW_TRACE:
             raise
         # Exit here, because Hydra would catch the exception and print comments on it.
-        exit_with_error(str(error), error.exit_code)
+        exit_with_error(error)
 
 
 def start(settings: Config, trial: str | None) -> object:
@@ -72,7 +58,7 @@ def start(settings: Config, trial: str | None) -> object:
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         return run_launched_job(settings, processes, trial)
     if processes > 1:
-        return launch.launch(settings, processes, SHOW_TRACE, trial)
+        return launch.launch(settings, processes, trial)
     # The libraries are imported only now, so that `--help` and config errors do not wait for them.
     with large_imports():
         from rich.console import Console
@@ -85,19 +71,30 @@ def start(settings: Config, trial: str | None) -> object:
 def run_launched_job(settings: Config, processes: int, trial: str | None) -> object:
     """Execute one run for a Hydra launcher; returns the record, or the error for the sweep to report."""
     try:
-        return launch.launch(settings, processes, SHOW_TRACE, trial)
+        return launch.launch(settings, processes, trial)
     except StoppedError as error:
-        if not launch.is_submitit_job():
+        executor = os.environ.get("SUBMITIT_EXECUTOR")
+        if executor is None:
             raise
-        if error.exit_code == StoppedError.exit_code + signal.SIGTERM:
-            launch.wait_until_slurm_kills()
+        # SLURM requeues a preempted job only if the job has not exited by itself before SLURM kills it.
+        while executor == "slurm" and error.exit_code == StoppedError.exit_code + signal.SIGTERM:
+            time.sleep(1)
         return error
     except UserError as error:
         return error
 
 
-def exit_with_error(message: str, code: int = 2) -> NoReturn:
-    """Print a one-line error message and exit with the given code."""
+def exit_with_error(error: Exception | KeyboardInterrupt) -> NoReturn:
+    """Print a one-line error message and exit with the code of the error, which is 2 for mistakes in the config."""
+    if isinstance(error, UserError):
+        message, code = str(error), error.exit_code
+    elif isinstance(error, KeyboardInterrupt):
+        message, code = "stopped by SIGINT", 130
+    else:
+        message, code = schema.explain(error), 2
+        # Hydra raises a plain ValueError for some mistakes on the command line, for example `task=null`.
+        if not isinstance(error, HydraException | OmegaConfBaseException):
+            message += " (HYDRA_FULL_ERROR=1 shows where)"
     # Under torchrun or srun, only rank 0 prints it.
     if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
         print(f"error: {message}", file=sys.stderr)

@@ -20,28 +20,23 @@ from istar.results import RunRecord, identity
 
 VARIED = {"lambda": "reg.lambda", "zeta": "reg.zeta", "layers": "reg.layers", "method": "reg"}
 """What a figure varies -> the config key in which its runs may differ; `reg` is the whole group."""
-_GROUPS = ("task", "model", "reg", "data", "trainer", "logger", "run")
-"""Config groups that `istar.results.identity` expects."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """The selected configuration of a task, a model and a method family.
-
-    Attributes:
-        runs: its finished runs, one per seed, ordered by seed; empty if no run of the family has finished.
-        configurations: number of configurations among which it was selected.
-        failed: failed runs of this configuration; of the whole family if no run has finished.
-        pruned: runs of the family that a search stopped early.
-    """
+    """The selected configuration of a task, a model and a method family."""
 
     task: str
     model: str
     family: str
     runs: pd.DataFrame
+    """Its finished runs, one per seed, ordered by seed; empty if no run of the family has finished."""
     configurations: int = 0
+    """Number of configurations among which it was selected."""
     failed: int = 0
+    """Number of failed runs of this configuration; of the whole family if no run has finished."""
     pruned: int = 0
+    """Number of runs of the family that a search stopped early."""
 
     @property
     def seeds(self) -> list[int]:
@@ -60,7 +55,7 @@ class Cell:
     @property
     def collapsed(self) -> int:
         """Number of finished runs whose predictions are constant; the mean includes them."""
-        return int((self.runs["collapsed"] == True).sum())  # noqa: E712
+        return int(self.runs["collapsed"].eq(True).sum())
 
     @property
     def first_run(self) -> dict[str, Any]:
@@ -92,23 +87,17 @@ def prepare(runs: Runs) -> pd.DataFrame:
         repeated: a second finished run of the same configuration and seed.
         usable: a finished run with a finite headline value that is not repeated.
         candidate: see `is_candidate`.
-
-    Args:
-        runs: the runs with their records.
     """
     frame = runs.frame.copy()
     records = [runs.records[folder] for folder in frame["folder"]]
-    fingerprints = [record.data.get("fingerprint", "") for record in records]
-
-    def hashes(ignored_key: str = "") -> pd.Series:
-        pairs = zip(records, fingerprints, strict=True)
-        return pd.Series([config_hash(record, fingerprint, ignored_key) for record, fingerprint in pairs], dtype=object)
-
-    frame["family"] = pd.Series(map(method_family, records), dtype=object)
-    frame["settings_hash"] = pd.Series([config_hash(record, "") for record in records], dtype=object)
-    frame["config_hash"] = hashes()
+    frame["family"] = [method_family(record) for record in records]
+    frame["settings_hash"] = [config_hash(record, "") for record in records]
+    fingerprints = [(record, record.data.get("fingerprint", "")) for record in records]
+    frame["config_hash"] = [config_hash(record, fingerprint) for record, fingerprint in fingerprints]
     for varied, key in VARIED.items():
-        frame[f"hash_without_{varied}"] = hashes(key)
+        frame[f"hash_without_{varied}"] = [
+            config_hash(record, fingerprint, key) for record, fingerprint in fingerprints
+        ]
     valid = (frame["status"] == "finished") & frame["value"].map(is_finite).astype(bool)
     frame["repeated"] = frame[valid].duplicated(["config_hash", "seed"]).reindex(frame.index).eq(True)
     frame["usable"] = valid & ~frame["repeated"]
@@ -142,15 +131,11 @@ def method_family(record: RunRecord) -> str:
 
 
 def config_hash(record: RunRecord, fingerprint: str, ignored_key: str = "") -> str:
-    """Return a hash that is equal for runs that differ only in the seed and the ignored key.
+    """Return a hash that is equal for runs that differ only in the seed and the ignored key (`group.key` or `group`).
 
-    Args:
-        record: the run.
-        fingerprint: fingerprint of its data.
-        ignored_key: a config key (`group.key`) or a whole group.
+    The hash covers the given fingerprint of the run's data.
     """
-    settings: dict[str, dict[str, Any]] = {group: {} for group in _GROUPS}
-    settings |= {group: dict(values) for group, values in record.config.items() if isinstance(values, Mapping)}
+    settings = {group: dict(values) for group, values in record.config.items() if isinstance(values, Mapping)}
     model = os.path.normpath(str(settings["model"].get("name")))
     revision = settings["model"].get("revision")
     # With weight 0 the penalty's other settings have no effect.
@@ -183,14 +168,7 @@ def has_zeta(frame: pd.DataFrame) -> pd.Series:
 
 
 def select_cell(frame: pd.DataFrame, task: str, model: str, family: str) -> Cell:
-    """Select the configuration of a task, model and method family by `best_group`.
-
-    Args:
-        frame: a frame from `prepare`.
-        task: e.g. `rte`.
-        model: the last part of a model's name.
-        family: `base`, `cosreg` or `istar`.
-    """
+    """Select the configuration of a task, model and method family, by `best_group`, from a frame of `prepare`."""
     runs = frame[(frame["task"] == task) & (frame["model"] == model) & (frame["family"] == family) & frame["candidate"]]
     failed = runs[runs["status"] == "failed"]
     pruned = int((runs["status"] == "pruned").sum())
@@ -232,8 +210,8 @@ def models(frame: pd.DataFrame) -> list[str]:
 
 def tasks(frame: pd.DataFrame) -> list[str]:
     """Return the tasks in the frame: the paper's in the order of Table 1, then the others by name."""
-    order = {name: number for number, name in enumerate(paper.TASKS)}
-    return sorted(frame["task"].unique(), key=lambda name: (order.get(name, len(order)), name))
+    names = set(frame["task"])
+    return [name for name in paper.TASKS if name in names] + sorted(names - set(paper.TASKS))
 
 
 _DESCRIBED = {

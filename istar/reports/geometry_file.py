@@ -1,10 +1,10 @@
 """Reader of a run's `geometry.json`, which holds geometric measures of its representations other than IsoScore*."""
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+import numpy as np
 
 from istar.errors import UserError, shorten
 
@@ -33,14 +33,10 @@ def read(folder: Path) -> Geometry | None:
     path = folder / NAME
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        return Geometry(_parse_numbers(values["mean_activation"]), _parse_numbers(values["two_nn"]))
+        # NumPy turns None, which JSON has in place of NaN, into NaN.
+        mean_activation, two_nn = (np.array(values[name], dtype=float) for name in ("mean_activation", "two_nn"))
+        return Geometry(tuple(mean_activation.tolist()), tuple(two_nn.tolist()))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"{path} is not a geometry that istar wrote: {shorten(repr(error))}") from error
-
-
-def _parse_numbers(values: Any) -> tuple[float, ...]:
-    if not isinstance(values, list):
-        raise ValueError("a list of numbers was expected")
-    return tuple(math.nan if value is None else float(value) for value in values)

@@ -11,7 +11,7 @@ from istar.figures.plot import BASE, Panel, Plot
 from istar.pages.sheets import Entry, Sheet
 from istar.reports import paper, rerun_commands
 from istar.reports.cells import Cell, models, tasks
-from istar.reports.paper_tables import group_by_model, tried_pairs
+from istar.reports.paper_tables import tried_pairs
 from istar.results import RunRecord
 
 
@@ -49,25 +49,21 @@ def sweep_command_builder(frame: pd.DataFrame, records: Mapping[str, RunRecord],
 
 
 def for_table1(
-    cells: Iterable[Cell],
-    frame: pd.DataFrame,
-    records: Mapping[str, RunRecord],
-    sweep_command: SweepCommand,
-    root: str,
+    cells: Iterable[Cell], frame: pd.DataFrame, records: Mapping[str, RunRecord], sweep_command: SweepCommand, root: str
 ) -> list[MissingRuns]:
     """List methods without a run or with too few seeds, for every combination of a model and a task in the frame."""
-    cell_of = {(cell.model, cell.task, cell.family): cell for cell in cells if cell.seeds}
+    filled = {(cell.model, cell.task, cell.family): cell for cell in cells if cell.seeds}
     missing = []
     for model, task in itertools.product(models(frame), tasks(frame)):
-        absent = [name for family, name in paper.FAMILIES.items() if (model, task, family) not in cell_of]
+        absent = [name for family, name in paper.FAMILIES.items() if (model, task, family) not in filled]
         if absent:
             text = "; ".join(f"{name}: no run" for name in absent)
             missing.append(MissingRuns("Table 1", model, task, text, sweep_command("table1", task, model)))
         for family, name in paper.FAMILIES.items():
-            cell = cell_of.get((model, task, family))
+            cell = filled.get((model, task, family))
             if cell is not None and (seeds := missing_seeds(cell.seeds)):
-                command = rerun_commands.repeat(records[cell.runs["folder"].iloc[0]].config, seeds)
-                command = " ".join([command, *rerun_commands.root_override(root)])
+                repeated = rerun_commands.repeat(records[cell.runs["folder"].iloc[0]].config, seeds)
+                command = " ".join([repeated, *rerun_commands.root_override(root)])
                 text = f"{name}: {describe_missing_seeds(cell.seeds)}"
                 missing.append(MissingRuns("Table 1", model, task, text, command))
     return missing
@@ -92,11 +88,7 @@ def for_plot(
 ) -> list[MissingRuns]:
     """List the values that the paper's figure varies and that have no run, or fewer seeds than in the paper.
 
-    Args:
-        plot: the figure, drawn from the existing runs.
-        frame: a frame from `cells.prepare`.
-        layer_counts: number of transformer layers by model.
-        sweep_command: builds the command of a sweep.
+    `plot` is the figure drawn from the existing runs; `layer_counts` are numbers of transformer layers by model.
     """
     panels = {(panel.model, panel.task): panel for panel in plot.panels}
     missing = []
@@ -114,43 +106,34 @@ def for_plot(
 def for_geometry(
     plot: Plot, frame: pd.DataFrame, measured: Iterable[str], sweep_command: SweepCommand
 ) -> list[MissingRuns]:
-    """List finished runs that a figure could show if they had a `geometry.json`.
+    """List finished runs that Figure 4 or 5 could show if they had a `geometry.json`.
 
-    Args:
-        plot: Figure 4 or 5.
-        frame: a frame from `cells.prepare`.
-        measured: folders of the runs that have the file.
-        sweep_command: builds the command of a sweep.
+    `measured` are the folders of the runs that have this file.
     """
     family = "cosreg" if plot.name == "figure4" else "istar"
     unmeasured = frame[frame["usable"] & frame["family"].isin(("base", family)) & ~frame["folder"].isin(list(measured))]
     panels = {(panel.model, panel.task) for panel in plot.panels}
-    return [
-        MissingRuns(
-            artefact_name(plot),
-            str(model),
-            str(task),
-            f"{len(runs)} finished run{'s' * (len(runs) > 1)} without geometry.json, which run.overwrite=true makes",
-            f"{sweep_command(plot.sweep, str(task), str(model))} run.overwrite=true",
-        )
-        for (model, task), runs in unmeasured.groupby(["model", "task"])
-        if plot.task in ("", task) or (model, task) in panels
-    ]
+    missing = []
+    for (model, task), runs in unmeasured.groupby(["model", "task"]):
+        if task == plot.task or (model, task) in panels:
+            count = f"{len(runs)} finished run{'s' * (len(runs) > 1)}"
+            text = f"{count} without geometry.json, which run.overwrite=true makes"
+            command = f"{sweep_command(plot.sweep, str(task), str(model))} run.overwrite=true"
+            missing.append(MissingRuns(artefact_name(plot), str(model), str(task), text, command))
+    return missing
 
 
 def for_paper(frame: pd.DataFrame) -> tuple[str, str] | None:
-    """Count the paper's pairs of model and task without any run.
+    """Return a sentence that counts the paper's pairs of model and task without a run, and the command for these runs.
 
-    Returns:
-        A sentence with the count and the command that starts these runs; None if every pair has a run.
+    The result is None if every pair has a run.
     """
-    pairs = list(itertools.product(paper.MODELS, paper.TASKS))
-    existing = set(zip(frame["model"], frame["task"], strict=True))
-    missing = [pair for pair in pairs if pair not in existing]
+    pairs = set(itertools.product(paper.MODELS, paper.TASKS))
+    missing = pairs - set(zip(frame["model"], frame["task"], strict=True))
     if not missing:
         return None
-    missing_models = dict.fromkeys(paper.MODELS[model] for model, _ in missing)
-    missing_tasks = [task for task in paper.TASKS if any(task == name for _, name in missing)]
+    missing_models = [option for model, option in paper.MODELS.items() if any(model == pair[0] for pair in missing)]
+    missing_tasks = [task for task in paper.TASKS if any(task == pair[1] for pair in missing)]
     return (
         f"{len(missing)} of the paper's {len(pairs)} pairs of model and task have no run.",
         f"python train.py -m +sweep=table1 task={','.join(missing_tasks)} model={','.join(missing_models)}",
@@ -159,22 +142,17 @@ def for_paper(frame: pd.DataFrame) -> tuple[str, str] | None:
 
 def sheet(missing: Sequence[MissingRuns]) -> Sheet:
     """Return the table of missing runs, grouped by model."""
-    frame = pd.DataFrame([vars(runs) for runs in missing], columns=["artefact", "model", "task", "missing", "command"])
+    groups: dict[str, list[list[Entry]]] = {}
+    for runs in missing:
+        row = [Entry(runs.artefact), Entry(runs.task), Entry(runs.missing), Entry(runs.command, code=True)]
+        groups.setdefault(runs.model, []).append(row)
     return Sheet(
         "missing",
         "What is missing",
         "Runs that the tables and figures need, and the command that starts them.",
         ("artefact", "task", "missing", "command"),
-        group_by_model(
-            map(vars, missing),
-            lambda row: [
-                Entry(row["artefact"]),
-                Entry(row["task"]),
-                Entry(row["missing"]),
-                Entry(row["command"], code=True),
-            ],
-        ),
-        frame,
+        groups,
+        pd.DataFrame(missing, columns=["artefact", "model", "task", "missing", "command"]),
         row_headers=2,
     )
 
@@ -191,9 +169,9 @@ def missing_seeds(seeds: Sequence[int], expected: int = len(paper.SEEDS)) -> lis
 
 def describe_missing_seeds(seeds: Sequence[int], expected: int = len(paper.SEEDS)) -> str:
     """Return e.g. `seeds 4, 5`, `no run` if there is no seed at all, or an empty string if none is missing."""
-    absent = missing_seeds(seeds, expected)
-    if not seeds and absent:
+    if not seeds:
         return "no run"
+    absent = missing_seeds(seeds, expected)
     return f"seed{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}" if absent else ""
 
 
@@ -214,7 +192,7 @@ def _expected_tasks(plot: Plot, frame: pd.DataFrame, model: str) -> list[str]:
 
 
 def _plot_overrides(plot: Plot, panel: Panel | None, model: str, task: str, layer_count: int) -> list[str]:
-    """Return the overrides that depend on the model: its own lambdas, or for single layers Table 2's penalty."""
+    """Return the overrides that depend on the model: its other lambdas, or for single layers Table 2's penalty."""
     if plot.name == "figure3":
         weights = _other_values(plot, panel)
         return [f"reg.lambda={','.join(f'{weight:g}' for weight in weights)}"] if weights else []
@@ -228,16 +206,16 @@ def _plot_overrides(plot: Plot, panel: Panel | None, model: str, task: str, laye
 
 def _describe_missing_values(plot: Plot, panel: Panel | None) -> str:
     """Return e.g. `Base and λ = -1, 1: seeds 4, 5; λ = 3: no run`, or an empty string if nothing is missing."""
-    seeds: dict[Any, tuple[int, ...]] = dict(panel.seeds or {}) if panel is not None else {}
+    if plot.symbol == "layer" and panel is None:
+        return "no run with a single layer"
+    seeds: Mapping[Any, tuple[int, ...]] = (panel.seeds if panel is not None else None) or {}
     if plot.symbol == "layer":
-        if panel is None:
-            return "no run with a single layer"
+        expected: list[Any] = list(seeds)
     else:
-        base = [BASE] if plot.with_base else []
-        seeds = {value: seeds.get(value, ()) for value in [*base, *(_other_values(plot, panel) or plot.values)]}
+        expected = [*([BASE] if plot.with_base else []), *(_other_values(plot, panel) or plot.values)]
     values_by_lack: dict[str, list[Any]] = {}
-    for value, present in seeds.items():
-        if lack := describe_missing_seeds(present, plot.seeds):
+    for value in expected:
+        if lack := describe_missing_seeds(seeds.get(value, ()), plot.seeds):
             values_by_lack.setdefault(lack, []).append(value)
     parts = []
     for lack, values in values_by_lack.items():

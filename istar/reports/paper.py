@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 import pandas as pd
 
@@ -38,38 +39,22 @@ class TunedPenalty:
 def score(model: str, task: str, metric: str, family: str) -> Score | None:
     """Return an entry of Table 1, or None if the table has no such entry.
 
-    Args:
-        model: the last part of a model's name, e.g. `bert-base-cased`.
-        task: e.g. `rte`.
-        metric: e.g. `accuracy`.
-        family: `base`, `cosreg` or `istar`.
+    `model` is the last part of a model's name, e.g. `bert-base-cased`, and `family` is a key of `FAMILIES`.
     """
-    return _scores().get((MODELS.get(model, ""), task, metric, family))
+    row = _read_table("table1", "model", "task", "metric").get((MODELS.get(model), task, metric))
+    return Score(row[family], row[f"{family}_std"]) if row is not None else None
 
 
 def tuned_penalty(model: str, task: str) -> TunedPenalty | None:
     """Return an entry of Table 2, or None if the table has no such entry; the arguments are as for `score`."""
-    return _tuned_penalties().get((MODELS.get(model, ""), task))
+    row = _read_table("table2", "task").get(task)
+    if row is None or model not in MODELS:
+        return None
+    return TunedPenalty(row[f"{MODELS[model]}_lambda"], row[f"{MODELS[model]}_zeta"])
 
 
 @cache
-def _scores() -> dict[tuple[str, str, str, str], Score]:
-    return {
-        (row["model"], row["task"], row["metric"], family): Score(float(row[family]), float(row[f"{family}_std"]))
-        for row in _read_table("table1").to_dict("records")
-        for family in FAMILIES
-    }
-
-
-@cache
-def _tuned_penalties() -> dict[tuple[str, str], TunedPenalty]:
-    return {
-        (model, row["task"]): TunedPenalty(float(row[f"{model}_lambda"]), float(row[f"{model}_zeta"]))
-        for row in _read_table("table2").to_dict("records")
-        for model in MODELS.values()
-    }
-
-
-def _read_table(name: str) -> pd.DataFrame:
+def _read_table(name: str, *index: str) -> dict[Any, dict[str, float]]:
+    """Read a table of the paper; returns its rows by the values of their columns `index`."""
     with files("istar.reports").joinpath("paper", f"{name}.csv").open(encoding="utf-8") as file:
-        return pd.read_csv(file)
+        return pd.read_csv(file, index_col=list(index)).astype(float).to_dict("index")  # type: ignore[return-value]

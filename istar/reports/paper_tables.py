@@ -10,7 +10,8 @@ import pandas as pd
 from istar.pages.sheets import Entry, Sheet
 from istar.reports import paper
 from istar.reports.cells import Cell, describe, differing_keys, is_finite, row_dicts
-from istar.reports.statistics import compare_paired, spread
+from istar.reports.run_tables import format_number
+from istar.reports.statistics import compare_paired
 
 NONE = "-"
 
@@ -32,14 +33,14 @@ def table1(cells: Sequence[Cell]) -> Sheet:
         "Minus Base: mean difference from Base over the seeds that both have; p: two-sided, paired over these seeds.",
         ("task, metric", "method", "λ", "ζ", "mean ± std", "seeds", "paper", "minus\npaper", "minus\nBase", "pairs",
          "p,\nt-test", "p,\nsign-flip", "remarks"),
-        group_by_model(rows, lambda row: _table1_entries(row, common)),
+        _group_by_model(rows, lambda row: _table1_entries(row, common)),
         pd.DataFrame(rows).drop(columns="best"),
         (f"All runs: {common}.",) if common else (),
         row_headers=2,
     )  # fmt: skip
 
 
-def group_by_model(rows: Iterable[Row], to_entries: Callable[[Row], list[Entry]]) -> dict[str, list[list[Entry]]]:
+def _group_by_model(rows: Iterable[Row], to_entries: Callable[[Row], list[Entry]]) -> dict[str, list[list[Entry]]]:
     """Convert rows to table entries and group these by model, in order of appearance."""
     groups: dict[str, list[list[Entry]]] = {}
     for row in rows:
@@ -51,14 +52,13 @@ def _table1_rows(group: Sequence[Cell]) -> list[dict[str, Any]]:
     """Return a row per metric and method for the cells of one model and task; without any result, the metric is ''."""
     base = next(cell for cell in group if cell.family == "base")
     rows = []
-    for metric in max((cell.metrics for cell in group), key=len, default=[]) or [""]:
+    for metric in max((cell.metrics for cell in group), key=len) or [""]:
         metric_rows = [_table1_row(cell, base, metric) for cell in group]
         # Means that are equal to the two digits shown are equally good.
-        means = [None if row["mean"] is None else round(row["mean"], 2) for row in metric_rows]
-        best = max((mean for mean in means if mean is not None), default=None)
-        rows += [
-            {**row, "best": mean is not None and mean == best} for row, mean in zip(metric_rows, means, strict=True)
-        ]
+        means = [round(row["mean"], 2) for row in metric_rows if row["mean"] is not None]
+        for row in metric_rows:
+            row["best"] = row["mean"] is not None and round(row["mean"], 2) == max(means)
+        rows += metric_rows
     return rows
 
 
@@ -104,25 +104,7 @@ def _table1_row(cell: Cell, base: Cell, metric: str) -> dict[str, Any]:
 
 
 def _table1_entries(row: Row, common: str) -> list[Entry]:
-    return [
-        Entry(f"{row['task']}, {row['metric']}" if row["metric"] else row["task"]),
-        Entry(row["method"]),
-        Entry(format_number(row["lambda"], "g"), number=True),
-        Entry(format_number(row["zeta"], "g"), number=True),
-        Entry(format_spread(row["mean"], row["std"]), bold=row["best"], number=True),
-        Entry(str(row["seeds"]), number=True),
-        Entry(format_spread(row["paper_mean"], row["paper_std"]), number=True),
-        Entry(format_number(row["minus_paper"], "+.2f"), number=True),
-        Entry(format_number(row["minus_base"], "+.2f"), number=True),
-        Entry(format_number(row["pairs"], "d"), number=True),
-        Entry(format_p_value(row["p_t_test"]), number=True),
-        Entry(format_p_value(row["p_sign_flip"]), number=True),
-        Entry(_remarks(row, common)),
-    ]
-
-
-def _remarks(row: Row, common: str) -> str:
-    """Return what a reader must know about a row; hyperparameters only if they differ from the common ones."""
+    """Format a row of Table 1; the remarks have the hyperparameters only if they differ from the common ones."""
     remarks = [
         "" if row["seeds"] else "no finished run",
         *(f"{row[count]} {count}" if row[count] else "" for count in ("collapsed", "failed", "pruned")),
@@ -131,11 +113,28 @@ def _remarks(row: Row, common: str) -> str:
         f"differs from Base in {row['differs_from_base']}" if row["differs_from_base"] else "",
         row["hyperparameters"] if row["hyperparameters"] != common else "",
     ]
-    return "; ".join(filter(None, remarks))
+    numbers = [
+        str(row["seeds"]),
+        format_spread(row["paper_mean"], row["paper_std"]),
+        format_number(row["minus_paper"], "+.2f"),
+        format_number(row["minus_base"], "+.2f"),
+        format_number(row["pairs"], "d"),
+        format_p_value(row["p_t_test"]),
+        format_p_value(row["p_sign_flip"]),
+    ]
+    return [
+        Entry(f"{row['task']}, {row['metric']}" if row["metric"] else row["task"]),
+        Entry(row["method"]),
+        Entry(format_number(row["lambda"], "g"), number=True),
+        Entry(format_number(row["zeta"], "g"), number=True),
+        Entry(format_spread(row["mean"], row["std"]), bold=row["best"], number=True),
+        *(Entry(number, number=True) for number in numbers),
+        Entry("; ".join(filter(None, remarks))),
+    ]
 
 
 def table2(cells: Sequence[Cell], frame: pd.DataFrame) -> Sheet:
-    """Return Table 2: lambda and zeta of the I-STAR runs in Table 1, beside the paper's best values."""
+    """Return Table 2: lambda and zeta of the I-STAR runs in Table 1, compared with the paper's best values."""
     rows = [_table2_row(cell, len(tried_pairs(frame, cell))) for cell in cells if cell.family == "istar"]
     return Sheet(
         "table2",
@@ -143,7 +142,7 @@ def table2(cells: Sequence[Cell], frame: pd.DataFrame) -> Sheet:
         "λ | ζ of I-STAR with the most seeds, among these with the best mean on the validation set, and the number of "
         "pairs tried. Paper: Table 2, searched over λ in -5, -3, -1, 1, 3, 5 and ζ in 0.2, 0.4, 0.6, 0.8.",
         ("task", "λ | ζ", "seeds", "mean, percent", "pairs tried", "paper", "agreement"),
-        group_by_model(rows, _table2_entries),
+        _group_by_model(rows, _table2_entries),
         pd.DataFrame(rows),
     )
 
@@ -186,22 +185,25 @@ def _table2_entries(row: Row) -> list[Entry]:
 def costs(frame: pd.DataFrame, shrinkage_seconds: Mapping[str, Sequence[float]]) -> Sheet:
     """Return the run times of finished runs by model, task and method family.
 
-    Args:
-        frame: a frame from `cells.prepare`.
-        shrinkage_seconds: seconds of each estimation of Sigma_S, by the run's folder.
+    `shrinkage_seconds` are the seconds of each estimation of Sigma_S, by the run's folder.
     """
     finished = frame[frame["usable"] & frame["seconds"].notna()]
     finished = finished.assign(
+        method=finished["family"].replace(paper.FAMILIES),
         seconds=finished["seconds"].astype(float),
         shrinkage=[math.fsum(shrinkage_seconds.get(folder, ())) for folder in finished["folder"]],
     )
-    rows = [
-        _cost_row({"model": model, "task": task, "method": paper.FAMILIES.get(str(family), str(family))}, runs)
-        for (model, task, family), runs in finished.groupby(["model", "task", "family"])
-    ]
-    totals: dict[str, float] = {}
-    for row in rows:
-        totals[row["method"]] = totals.get(row["method"], 0.0) + row["seconds_sum"]
+    groups = finished.groupby(["model", "task", "method"], as_index=False)
+    costs_by_method = groups.agg(
+        runs=("seconds", "size"),
+        seconds_mean=("seconds", "mean"),
+        seconds_std=("seconds", "std"),
+        seconds_sum=("seconds", "sum"),
+        shrinkage_seconds_mean=("shrinkage", "mean"),
+    )
+    share = costs_by_method["shrinkage_seconds_mean"] / costs_by_method["seconds_mean"]
+    costs_by_method["shrinkage_share"] = share.fillna(0.0)
+    totals = costs_by_method.groupby("method", sort=False)["seconds_sum"].sum()
     return Sheet(
         "cost",
         "Cost",
@@ -209,24 +211,10 @@ def costs(frame: pd.DataFrame, shrinkage_seconds: Mapping[str, Sequence[float]])
         "for the shrinkage covariance, and its share. The runs do not record their machine: compare only runs that "
         "ran on the same one.",
         ("task", "method", "runs", "seconds a run", "hours:minutes in all", "Σ_S seconds a run", "Σ_S share"),
-        group_by_model(rows, _cost_entries),
-        pd.DataFrame(rows),
+        _group_by_model(row_dicts(costs_by_method), _cost_entries),
+        costs_by_method,
         tuple(f"{method}: {format_duration(seconds)} (hours:minutes) in all." for method, seconds in totals.items()),
     )
-
-
-def _cost_row(names: dict[str, Any], runs: pd.DataFrame) -> dict[str, Any]:
-    seconds = spread(runs["seconds"].tolist())
-    total, shrinkage = math.fsum(runs["seconds"]), math.fsum(runs["shrinkage"])
-    return {
-        **names,
-        "runs": seconds.count,
-        "seconds_mean": seconds.mean,
-        "seconds_std": seconds.std,
-        "seconds_sum": total,
-        "shrinkage_seconds_mean": shrinkage / len(runs),
-        "shrinkage_share": shrinkage / total if total else 0.0,
-    }
 
 
 def _cost_entries(row: Row) -> list[Entry]:
@@ -242,14 +230,8 @@ def _cost_entries(row: Row) -> list[Entry]:
 
 
 def left_out(frame: pd.DataFrame, read_errors: Mapping[str, str], root: str) -> Sheet:
-    """Return the table of runs that no other table includes, and of folders that could not be read.
-
-    Args:
-        frame: a frame from `cells.prepare`.
-        read_errors: error message by folder.
-        root: folder of the runs; the table names folders relative to it.
-    """
-    columns = ["folder", "what", "method", "why"]
+    """Return the table of runs that no other table includes, and of folders with read errors, relative to `root`."""
+    columns = ("folder", "what", "method", "why")
     rows = []
     for run in row_dicts(frame[~frame["usable"]].astype(object)):
         what = run["status"]
@@ -263,7 +245,7 @@ def left_out(frame: pd.DataFrame, read_errors: Mapping[str, str], root: str) -> 
         "left_out",
         "Runs that do not count",
         "Failed, unfinished, pruned (stopped early by a search) and repeated runs, and folders that hold no run.",
-        tuple(columns),
+        columns,
         {"": [[Entry(text) for text in row] for row in rows]},
         pd.DataFrame(rows, columns=columns),
     )
@@ -278,10 +260,10 @@ _EXCLUSION_REASONS = {
 
 
 def format_spread(mean: float | None, std: float | None, format_spec: str = ".2f") -> str:
-    """Format as `62.53 ± 0.70`, without a deviation as `62.53`, and without a mean as a dash."""
+    """Format as `62.53 ± 0.70`, without a deviation (None or NaN) as `62.53`, and without a mean as a dash."""
     if mean is None:
         return NONE
-    return format(mean, format_spec) if std is None else f"{mean:{format_spec}} ± {std:{format_spec}}"
+    return f"{mean:{format_spec}}" if pd.isna(std) else f"{mean:{format_spec}} ± {std:{format_spec}}"
 
 
 def format_p_value(p_value: float | None) -> str:
@@ -289,14 +271,6 @@ def format_p_value(p_value: float | None) -> str:
     if p_value is None:
         return NONE
     return "<0.001" if p_value < 0.001 else f"{p_value:.4f}"
-
-
-def format_number(value: float | None, format_spec: str) -> str:
-    """Format a number, or None as a dash; a negative number that rounds to zero becomes `+0.00`, not `-0.00`."""
-    if value is None:
-        return NONE
-    text = format(value, format_spec)
-    return text.replace("-", "+", 1) if "+" in format_spec and not text.strip("-0.") else text
 
 
 def format_duration(seconds: float) -> str:

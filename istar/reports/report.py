@@ -1,8 +1,7 @@
 """`istar report`: writes an HTML page with the paper's tables and figures for the runs in a folder."""
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -26,18 +25,12 @@ from istar.reports.run_frame import Runs, load_runs
 KIND = Kind("report", "istar report")
 _MAX_ROWS = 300
 """Rows that the page shows of an ungrouped table; the files have all rows."""
-_PROGRESS_STEPS = 12
+_PROGRESS_STEPS = 11
 
 
 @dataclass(frozen=True)
 class WrittenReport:
-    """Summary of a written report.
-
-    Attributes:
-        page: path of the HTML page.
-        runs: number of runs in the report.
-        missing_rows: number of rows in its table of missing runs.
-    """
+    """The HTML page of a report, the number of its runs, and the number of rows in its table of missing runs."""
 
     page: Path
     runs: int
@@ -45,7 +38,7 @@ class WrittenReport:
 
 
 def write(root: Path, out: Path, console: Console | None = None) -> WrittenReport:
-    """Write the report of the runs below a folder; on an error, an earlier report stays as it was.
+    """Write the report of the runs below `root`; on an error, an earlier report stays as it was.
 
     Args:
         root: the folder that `run.root` names.
@@ -56,20 +49,22 @@ def write(root: Path, out: Path, console: Console | None = None) -> WrittenRepor
         UserError: if there are no runs, if `out` holds files that are no report, or if it cannot be written.
     """
     folder.refuse_foreign(out, KIND)
-    with _progress(console) as next_step:
-        next_step("reading runs")
+    columns = TextColumn("{task.description}"), BarColumn()
+    is_hidden = console is None or not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=is_hidden) as progress:
+        task = progress.add_task("reading runs", total=_PROGRESS_STEPS)
         runs = _exclude_invalid(load_runs(root, keep_records=True), out)
         if runs.frame.empty:
             count = len(runs.read_errors)
             unreadable = f"; {count} folder{'s' * (count > 1)} could not be read as one" if count else ""
             raise UserError(f"{root} holds no runs{unreadable}; train.py leaves them below run.root")
-        next_step("computing tables and figures")
+        progress.update(task, description="computing tables and figures", advance=1)
         contents = _compute(runs, root)
         pictures: dict[str, list[Picture]] = {}
         for plot in contents.plots:
-            next_step(f"drawing {plot.name}")
+            progress.update(task, description=f"drawing {plot.name}", advance=1)
             pictures[plot.name] = folder.draw(plot)
-        next_step("writing")
+        progress.update(task, description="writing", advance=1)
         folder.replace_folder(out, folder.files(_page(contents, pictures), contents.sheets), KIND)
     return WrittenReport(out / folder.INDEX, len(runs.frame), len(contents.missing))
 
@@ -128,16 +123,8 @@ def _compute(runs: Runs, root: Path) -> _Contents:
         missing_runs.sheet(missing),
         paper_tables.left_out(frame, {**runs.read_errors, **geometry_errors}, str(root)),
     )
-    return _Contents(
-        root,
-        frame,
-        len(runs.read_errors),
-        selected,
-        {sheet.name: sheet for sheet in sheets},
-        plots,
-        missing,
-        sweep_command,
-    )
+    tables = {sheet.name: sheet for sheet in sheets}
+    return _Contents(root, frame, len(runs.read_errors), selected, tables, plots, missing, sweep_command)
 
 
 def _read_geometries(frame: pd.DataFrame) -> tuple[dict[str, Geometry], dict[str, str]]:
@@ -145,22 +132,19 @@ def _read_geometries(frame: pd.DataFrame) -> tuple[dict[str, Geometry], dict[str
     geometries, read_errors = {}, {}
     for path in frame[frame["usable"]]["folder"]:
         try:
-            geometry = geometry_file.read(Path(path))
+            if (geometry := geometry_file.read(Path(path))) is not None:
+                geometries[path] = geometry
         except UserError as error:
             read_errors[path] = str(error)
-        else:
-            if geometry is not None:
-                geometries[path] = geometry
     return geometries, read_errors
 
 
 def _page(contents: _Contents, pictures: Mapping[str, list[Picture]]) -> Page:
-    statuses = contents.frame["status"].value_counts()
-    collapsed = int((contents.frame["collapsed"] == True).sum())  # noqa: E712
-    summary = [(str(len(contents.frame)), "runs"), *((str(count), str(status)) for status, count in statuses.items())]
-    summary += [(str(collapsed), "collapsed")] if collapsed else []
-    summary += [(str(contents.unreadable), "folders not read")] if contents.unreadable else []
-    summary += [(str(len(contents.missing)), "rows of missing runs")]
+    counts = {"runs": len(contents.frame), **contents.frame["status"].value_counts()}
+    counts |= {"collapsed": contents.frame["collapsed"].eq(True).sum(), "folders not read": contents.unreadable}
+    summary = [(str(count), str(label)) for label, count in counts.items() if count]
+    summary.append((str(len(contents.missing)), "rows of missing runs"))
+    head = "Runs below", str(contents.root), f"read by istar {version('istar')}"
     command = f"istar report {shlex.quote(str(contents.root))} --out report"
     sections = [
         Section("reading", "How to read this", _READING),
@@ -172,13 +156,7 @@ def _page(contents: _Contents, pictures: Mapping[str, list[Picture]]) -> Page:
         _table_section(contents, "left_out"),
         Section("reproduce", "This page", ("This command writes the page and its files:",), commands=[command]),
     ]
-    return Page(
-        "Isotropy and fine-tuning: report",
-        ("Runs below", str(contents.root), f"read by istar {version('istar')}"),
-        KIND.generator,
-        summary,
-        sections,
-    )
+    return Page("Isotropy and fine-tuning: report", head, KIND.generator, summary, sections)
 
 
 _READING = (
@@ -209,9 +187,8 @@ def _table_section(contents: _Contents, name: str, sweep: str = "") -> Section:
     sheet = contents.sheets[name]
     empty = "" if sheet.rows else _EMPTY_TEXTS.get(name, "Nothing to show yet.")
     commands = _commands(contents, sweep, [(cell.model, cell.task) for cell in contents.cells])
-    return Section(
-        name, sheet.title, sheet=_truncate(sheet), empty=empty, commands=commands, wide=name == "table1"
-    )  # fmt: skip
+    is_wide = name in ("table1", "missing")
+    return Section(name, sheet.title, sheet=_truncate(sheet), empty=empty, commands=commands, wide=is_wide)
 
 
 def _truncate(sheet: Sheet) -> Sheet:
@@ -225,17 +202,11 @@ def _truncate(sheet: Sheet) -> Sheet:
 
 def _plot_section(contents: _Contents, plot: Plot, pictures: list[Picture]) -> Section:
     artefact = missing_runs.artefact_name(plot)
+    empty = "" if pictures else f"No run for {artefact} yet; the section “What is missing” lists its runs."
     pairs = [(panel.model, panel.task) for panel in plot.panels]
     pairs += [(runs.model, runs.task) for runs in contents.missing if runs.artefact == artefact]
-    sweep = "table1" if plot.name.startswith("curves") else plot.sweep
-    return Section(
-        plot.name,
-        plot.title,
-        [plot.caption],
-        pictures=pictures,
-        empty="" if pictures else f"No run for {artefact} yet; the section “What is missing” lists its runs.",
-        commands=_commands(contents, sweep, pairs),
-    )
+    commands = _commands(contents, "table1" if plot.name.startswith("curves") else plot.sweep, pairs)
+    return Section(plot.name, plot.title, [plot.caption], pictures=pictures, empty=empty, commands=commands)
 
 
 def _commands(contents: _Contents, sweep: str, pairs: list[tuple[str, str]]) -> list[str]:
@@ -253,18 +224,4 @@ def _missing_section(contents: _Contents) -> Section:
     if (missing := missing_runs.for_paper(contents.frame)) is not None:
         text.append(missing[0])
         commands.append(missing[1])
-    return replace(_table_section(contents, "missing"), text=text, commands=commands, wide=True)
-
-
-@contextmanager
-def _progress(console: Console | None) -> Iterator[Callable[[str], None]]:
-    """Show a progress bar if the console is a terminal.
-
-    Yields:
-        A function that takes the description of the next step.
-    """
-    columns = TextColumn("{task.description}"), BarColumn()
-    disable = console is None or not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=disable) as progress:
-        task = progress.add_task("", total=_PROGRESS_STEPS)
-        yield lambda description: progress.update(task, description=description, advance=1)
+    return replace(_table_section(contents, "missing"), text=text, commands=commands)

@@ -8,27 +8,20 @@ from dataclasses import fields
 from typing import Any
 
 from istar import config
-from istar.reports.paper import MODELS
 
 _MODEL_OPTIONS = {
-    f"{owner}/{name}": MODELS[name]
-    for owner, name in (
-        ("albert", "albert-base-v2"),
-        ("google-bert", "bert-base-cased"),
-        ("distilbert", "distilbert-base-cased"),
-    )
+    "albert/albert-base-v2": "albert",
+    "google-bert/bert-base-cased": "bert",
+    "distilbert/distilbert-base-cased": "distilbert",
 }
 """`model.name` -> `model` option, for the models that have an option."""
 
 
 def _defaults(config_class: Any, *excluded: str) -> dict[str, Any]:
     """Return the default values of a config group by key, without the excluded keys."""
-    defaults = {}
-    for field in fields(config_class):
-        key = str(field.metadata.get("key", field.name))
-        if key not in excluded:
-            defaults[key] = field.default_factory() if callable(field.default_factory) else field.default
-    return defaults
+    instance = config_class()
+    keys = {field.name: str(field.metadata.get("key", field.name)) for field in fields(instance)}
+    return {key: getattr(instance, name) for name, key in keys.items() if key not in excluded}
 
 
 _GROUP_DEFAULTS = {
@@ -47,22 +40,13 @@ _REG_DEFAULTS = {"istar": _defaults(config.IStarConfig, "name"), "cosreg": _defa
 def sweep(name: str, task: str, model: str, *overrides: str) -> str:
     """Return the command of a sweep: `python train.py -m +sweep=<name> task=<task> <model> <overrides>`.
 
-    Args:
-        name: name of a file in conf/sweep/.
-        task: task name, as on the command line.
-        model: model overrides, as `model_option` returns them.
-        overrides: further overrides.
+    `name` is the name of a file in conf/sweep/, and `model` is what `model_option` returns.
     """
     return " ".join(["python train.py -m", f"+sweep={name}", shlex.quote(f"task={task}"), model, *overrides])
 
 
 def repeat(run_config: Mapping[str, Any], seeds: Sequence[int]) -> str:
-    """Return the command that repeats a run with other seeds and otherwise the same settings.
-
-    Args:
-        run_config: the run's config from `result.json`.
-        seeds: seeds of the new runs.
-    """
+    """Return the command that repeats the run of this config with other seeds and otherwise the same settings."""
     reg = run_config["reg"]
     overrides = [
         shlex.quote(f"task={run_config['task']['name']}"),
@@ -76,11 +60,7 @@ def repeat(run_config: Mapping[str, Any], seeds: Sequence[int]) -> str:
 
 
 def model_option(model_config: Mapping[str, Any]) -> str:
-    """Return `model=<option>` if the model has an option on the command line, else `model=auto model.name=<name>`.
-
-    Args:
-        model_config: the `model` group of a run's config.
-    """
+    """Return `model=<option>` if the model has an option on the command line, else `model=auto model.name=<name>`."""
     name = str(model_config["name"])
     if not model_config.get("pretrained", True) and name == "tiny":
         return "model=tiny"

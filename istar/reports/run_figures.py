@@ -6,8 +6,10 @@ The runs of a line differ only in the seed and in what the axis or the legend of
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from istar.figures.plot import BASE, Line, Panel, Plot
@@ -15,7 +17,6 @@ from istar.reports import paper
 from istar.reports.cells import Cell, best_group, describe, has_zeta, is_finite, models, row_dicts, tasks
 from istar.reports.geometry_file import Geometry
 from istar.reports.stability import Stability
-from istar.reports.statistics import Spread, spread
 from istar.results import RunRecord
 
 PanelBuilder = Callable[[pd.DataFrame], Panel | None]
@@ -24,9 +25,13 @@ PanelBuilder = Callable[[pd.DataFrame], Panel | None]
 
 def minibatch_stability(scores: Stability) -> Plot:
     """Return Figure 2: scores of batches of a synthetic cloud by batch size."""
-    labels = {f"ζ = {zeta:g}": spreads for zeta, spreads in scores.scores.items()}
-    labels |= {"ζ = auto": scores.auto, "unbiased": scores.unbiased}
-    lines = [_spread_line(label, dict(zip(scores.sizes, spreads, strict=True))) for label, spreads in labels.items()]
+    spreads = {f"ζ = {zeta:g}": by_size for zeta, by_size in scores.scores.items()}
+    spreads |= {"ζ = auto": scores.auto, "unbiased": scores.unbiased}
+    lines = []
+    for label, by_size in spreads.items():
+        means = tuple(score.mean or 0.0 for score in by_size)
+        deviations = tuple(score.std or 0.0 for score in by_size)
+        lines.append(Line(label, scores.sizes, means, y_error=deviations))
     panel = Panel("", "", tuple(lines), "", "IsoScore*", level=(scores.truth, f"truth ({scores.truth:.2f})"))
     return Plot(
         "figure2",
@@ -47,12 +52,12 @@ def isotropy_and_performance(frame: pd.DataFrame) -> Plot:
 
     def build_panel(runs: pd.DataFrame) -> Panel | None:
         istar_runs = _all_layer_istar(runs)
-        selected = _select_varied(istar_runs, "lambda", at_least=1)
-        if selected is None:
+        if istar_runs.empty:
             return None
+        selected = _select(istar_runs, "lambda")
         groups = _by_lambda_with_base(runs, selected)
         lines = [_mean_point(_lambda_label(value), group) for value, group in groups.items()]
-        return _make_panel(lines, selected, istar_runs, "lambda", _seeds_by_value(groups))
+        return _make_panel(lines, selected, istar_runs, "lambda", groups)
 
     return Plot(
         "figure3",
@@ -69,12 +74,7 @@ def isotropy_and_performance(frame: pd.DataFrame) -> Plot:
 
 
 def mean_activations(frame: pd.DataFrame, geometries: Mapping[str, Geometry]) -> Plot:
-    """Return Figure 4: mean activation of each dimension of the last layer, for Base and CosReg.
-
-    Args:
-        frame: a frame from `cells.prepare`.
-        geometries: geometry by the run's folder; other runs are not shown.
-    """
+    """Return Figure 4: mean activation of each dimension of the last layer, for the runs with a geometry."""
     plot = Plot(
         "figure4",
         "Figure 4: mean activations and CosReg",
@@ -83,18 +83,15 @@ def mean_activations(frame: pd.DataFrame, geometries: Mapping[str, Geometry]) ->
         "line",
         "dimension of the last layer",
         (),
-        "figure4",
-        "qnli",
-        (-1, 1),
-        with_base=True,
-        seeds=1,
+        task="qnli",
+        values=(-1, 1),
     )
     values = {folder: geometry.mean_activation for folder, geometry in geometries.items()}
     return _with_line_per_lambda(plot, frame, values, "cosreg", "last", "mean activation")
 
 
 def intrinsic_dimensions(frame: pd.DataFrame, geometries: Mapping[str, Geometry]) -> Plot:
-    """Return Figure 5: TwoNN intrinsic dimension by layer, for Base and I-STAR; the arguments as for Figure 4."""
+    """Return Figure 5: TwoNN intrinsic dimension by layer, for the runs with a geometry."""
     plot = Plot(
         "figure5",
         "Figure 5: intrinsic dimension",
@@ -103,11 +100,8 @@ def intrinsic_dimensions(frame: pd.DataFrame, geometries: Mapping[str, Geometry]
         "line",
         "layer (0: embeddings)",
         (),
-        "figure5",
-        "sst2",
-        (-5, -3, 3, 5),
-        with_base=True,
-        seeds=1,
+        task="sst2",
+        values=(-5, -3, 3, 5),
     )
     values = {folder: geometry.two_nn for folder, geometry in geometries.items()}
     return _with_line_per_lambda(plot, frame, values, "istar", "all", "TwoNN dimension")
@@ -123,11 +117,8 @@ def layer_isotropy(frame: pd.DataFrame, records: Mapping[str, RunRecord]) -> Plo
         "line",
         "layer (0: embeddings)",
         (),
-        "figure6",
-        "qnli",
-        (-1, 1),
-        with_base=True,
-        seeds=1,
+        task="qnli",
+        values=(-1, 1),
     )
     values = {folder: _isoscore_by_layer(records[folder]) for folder in frame[frame["usable"]]["folder"]}
     return _with_line_per_lambda(plot, frame, values, "istar", "all", "IsoScore*")
@@ -138,14 +129,16 @@ def zeta_ablation(frame: pd.DataFrame) -> Plot:
 
     def build_panel(runs: pd.DataFrame) -> Panel | None:
         istar_runs = _all_layer_istar(runs)
-        selected = _select_varied(istar_runs, "zeta", at_least=2)
-        if selected is None:
+        if istar_runs.empty:
             return None
-        groups = _by_value(selected, "reg.zeta")
-        best = max(groups, key=lambda zeta: float(groups[zeta]["value"].mean()))
-        alternatives = _with_values(istar_runs, "zeta", at_least=2)
-        panel = _make_panel([_metric_line(groups)], selected, alternatives, "zeta", _seeds_by_value(groups))
-        return replace(panel, mark=(best, "best ζ"))
+        zetas = istar_runs.groupby("hash_without_zeta")["reg.zeta"].transform("nunique")
+        alternatives = istar_runs[zetas > 1]
+        if alternatives.empty:
+            return None
+        selected = _select(alternatives, "zeta")
+        line = _metric_line(selected, "reg.zeta")
+        panel = _make_panel([line], selected, alternatives, "zeta", _by_value(selected, "reg.zeta"))
+        return replace(panel, mark=(line.x[np.argmax(line.y)], "best ζ"))
 
     return Plot(
         "figure7",
@@ -174,12 +167,12 @@ def layer_ablation(frame: pd.DataFrame, records: Mapping[str, RunRecord]) -> Plo
         runs = runs[runs["layer"].notna() | runs["reg.layers"].eq("all")]
         selected = runs[runs["hash_without_layers"] == best_group(single, "hash_without_layers")]
         all_layers = selected[selected["layer"].isna()]
-        groups = {int(layer): group for layer, group in _by_value(selected, "layer").items()}
         count = layer_count(records[selected["folder"].iloc[0]])
-        seeds: dict[Any, tuple[int, ...]] = dict.fromkeys(range(1, count + 1), ())
-        seeds |= {**_seeds_by_value(groups), "all": _seeds(all_layers)}
+        groups: dict[Any, pd.DataFrame] = dict.fromkeys(range(1, count + 1), selected.head(0))
+        groups |= {**_by_value(selected, "layer"), "all": all_layers}
+        panel = _make_panel([_metric_line(selected, "layer")], selected, single, "layers", groups)
         level = (100 * float(all_layers["value"].mean()), "all layers") if len(all_layers) else None
-        return replace(_make_panel([_metric_line(groups)], selected, single, "layers", seeds), level=level)
+        return replace(panel, level=level)
 
     return Plot(
         "figure8",
@@ -197,29 +190,21 @@ def layer_ablation(frame: pd.DataFrame, records: Mapping[str, RunRecord]) -> Plo
 
 def curves(cells: Iterable[Cell], records: Mapping[str, RunRecord]) -> tuple[Plot, Plot]:
     """Return validation loss and headline metric by epoch, for the runs in Table 1."""
-    groups: dict[tuple[str, str], list[Cell]] = {}
-    for cell in cells:
-        if cell.seeds:
-            groups.setdefault((cell.model, cell.task), []).append(cell)
+    finished = [cell for cell in cells if cell.seeds]
     losses, metrics = [], []
-    for group in groups.values():
+    for _, cells_of_task in groupby(finished, key=lambda cell: (cell.model, cell.task)):
+        group = list(cells_of_task)
         headline = group[0].metrics[0]
         losses.append(_curve_panel(group, records, "loss", 1, "validation loss"))
         metrics.append(_curve_panel(group, records, headline, 100, f"{headline}, percent"))
-    averaging = "after each epoch, for the runs in Table 1: mean over seeds, band: standard deviation."
-    loss_plot = Plot(
-        "curves_loss",
-        "Validation loss",
-        f"Loss on the validation set {averaging}",
-        "line",
-        "epoch",
-        tuple(panel for panel in losses if panel.lines),
-    )
-    metric_panels = tuple(panel for panel in metrics if panel.lines)
-    caption = f"Headline metric on the validation set {averaging}"
-    return loss_plot, replace(
-        loss_plot, name="curves_metric", title="Validation metric", caption=caption, panels=metric_panels
-    )
+
+    def plot(name: str, title: str, quantity: str, panels: Sequence[Panel]) -> Plot:
+        averaging = "after each epoch, for the runs in Table 1: mean over seeds, band: standard deviation."
+        with_lines = tuple(panel for panel in panels if panel.lines)
+        return Plot(name, title, f"{quantity} on the validation set {averaging}", "line", "epoch", with_lines)
+
+    loss_plot = plot("curves_loss", "Validation loss", "Loss", losses)
+    return loss_plot, plot("curves_metric", "Validation metric", "Headline metric", metrics)
 
 
 def _curve_panel(
@@ -228,25 +213,20 @@ def _curve_panel(
     """Return a panel with a line per method; it has no lines if no epoch recorded the metric."""
     lines = []
     for cell in group:
-        by_epoch: dict[int, list[float]] = {}
-        for folder in cell.runs["folder"]:
-            for entry in records[folder].epochs:
-                value = entry["metrics"].get(metric)
-                if value is not None and math.isfinite(value):
-                    by_epoch.setdefault(int(entry["epoch"]), []).append(scale * value)
-        if by_epoch:
-            spreads = {epoch: spread(values) for epoch, values in by_epoch.items()}
-            lines.append(_spread_line(paper.FAMILIES[cell.family], spreads, tuple(cell.seeds)))
+        epochs = [entry for folder in cell.runs["folder"] for entry in records[folder].epochs]
+        values = pd.Series(
+            [scale * entry["metrics"].get(metric, math.nan) for entry in epochs],
+            index=[int(entry["epoch"]) for entry in epochs],
+            dtype=float,
+        )
+        values = values[np.isfinite(values)]
+        if not values.empty:
+            lines.append(_mean_line(paper.FAMILIES[cell.family], values, values.index, tuple(cell.seeds)))
     return Panel(group[0].model, group[0].task, tuple(lines), "", y_label)
 
 
 def _with_line_per_lambda(
-    plot: Plot,
-    frame: pd.DataFrame,
-    values: Mapping[str, Sequence[float]],
-    family: str,
-    layers: str,
-    y_label: str,
+    plot: Plot, frame: pd.DataFrame, values: Mapping[str, Sequence[float]], family: str, layers: str, y_label: str
 ) -> Plot:
     """Return the plot with panels that have a line for Base and for each lambda, averaged over seeds.
 
@@ -254,19 +234,19 @@ def _with_line_per_lambda(
         plot: the figure without panels.
         frame: a frame from `cells.prepare`.
         values: y values of a run's line, by its folder; runs without an entry are not shown.
-        family: method family beside Base.
+        family: method family that is compared with Base.
         layers: `reg.layers` of that family's runs.
         y_label: label of the y axis.
     """
 
     def build_panel(runs: pd.DataFrame) -> Panel | None:
         penalized = runs[(runs["family"] == family) & runs["reg.layers"].eq(layers)]
+        if penalized.empty:
+            return None
         of_paper = penalized[penalized["reg.lambda"].isin(plot.values)]
         # Small models are trained with other lambdas than the paper's.
         penalized = penalized if of_paper.empty else of_paper
-        selected = _select_varied(penalized, "lambda", at_least=1)
-        if selected is None:
-            return None
+        selected = _select(penalized, "lambda")
         groups = _by_lambda_with_base(runs, selected)
         lines = []
         for value, group in groups.items():
@@ -275,10 +255,11 @@ def _with_line_per_lambda(
             if rows:
                 means = pd.DataFrame(rows, dtype=float).replace([math.inf, -math.inf], math.nan).mean()
                 xs = tuple(map(float, range(len(means))))
-                lines.append(Line(_lambda_label(value), xs, tuple(means.tolist()), seeds=_seeds(group)))
-        return _make_panel(lines, selected, penalized, "lambda", _seeds_by_value(groups), y_label)
+                lines.append(Line(_lambda_label(value), xs, tuple(means), seeds=_seeds(group)))
+        return _make_panel(lines, selected, penalized, "lambda", groups, y_label)
 
-    return replace(plot, panels=_panels(frame[frame["folder"].isin(list(values))], build_panel))
+    panels = _panels(frame[frame["folder"].isin(list(values))], build_panel)
+    return replace(plot, panels=panels, sweep=plot.name, with_base=True, seeds=1)
 
 
 def _panels(frame: pd.DataFrame, build_panel: PanelBuilder) -> tuple[Panel, ...]:
@@ -299,17 +280,17 @@ def _make_panel(
     selected: pd.DataFrame,
     alternatives: pd.DataFrame,
     varied: str,
-    seeds: Mapping[Any, tuple[int, ...]],
+    groups: Mapping[Any, pd.DataFrame],
     y_label: str = "",
 ) -> Panel:
-    """Return a panel with a description of the settings that its runs have in common.
+    """Return a panel of lines with a description of the settings that its runs have in common.
 
     Args:
         lines: the panel's lines.
         selected: the runs that the lines show.
         alternatives: the runs from which they were selected.
         varied: what the runs vary, a key of `cells.VARIED`.
-        seeds: seeds of the runs by the value that varies.
+        groups: the runs by the value that varies.
         y_label: label of the y axis; by default the headline metric.
     """
     first = row_dicts(selected.head(1))[0]
@@ -323,6 +304,7 @@ def _make_panel(
     runs = f"{len(selected)} run{'s' * (len(selected) > 1)}"
     held = f"{', '.join([*settings, describe(first)])}; {runs}{hidden}"
     y_label = y_label or f"{first['metric']}, percent"
+    seeds = {value: _seeds(group) for value, group in groups.items()}
     return Panel(first["model"], first["task"], tuple(lines), held, y_label, seeds=seeds)
 
 
@@ -330,25 +312,10 @@ def _all_layer_istar(runs: pd.DataFrame) -> pd.DataFrame:
     return runs[(runs["family"] == "istar") & runs["reg.layers"].eq("all") & has_zeta(runs)]
 
 
-def _select_varied(runs: pd.DataFrame, varied: str, at_least: int) -> pd.DataFrame | None:
-    """Select, by `best_group`, runs that have the same settings except `varied`; None if there are none.
-
-    Args:
-        runs: runs of one task, model and method.
-        varied: a key of `cells.VARIED`.
-        at_least: minimum number of different values of `varied`.
-    """
+def _select(runs: pd.DataFrame, varied: str) -> pd.DataFrame:
+    """Select, by `best_group`, runs of a task, model and method that have the same settings except `varied`."""
     column = f"hash_without_{varied}"
-    runs = _with_values(runs, varied, at_least)
-    return None if runs.empty else runs[runs[column] == best_group(runs, column)]
-
-
-def _with_values(runs: pd.DataFrame, varied: str, at_least: int) -> pd.DataFrame:
-    """Keep the runs whose group has at least this many different values of `varied`."""
-    if runs.empty:
-        return runs
-    counts = runs.groupby(f"hash_without_{varied}")[f"reg.{varied}"].transform("nunique")
-    return runs[counts >= at_least]
+    return runs[runs[column] == best_group(runs, column)]
 
 
 def _by_lambda_with_base(runs: pd.DataFrame, selected: pd.DataFrame) -> dict[Any, pd.DataFrame]:
@@ -365,37 +332,22 @@ def _by_value(runs: pd.DataFrame, column: str) -> dict[Any, pd.DataFrame]:
 
 def _mean_point(label: str, runs: pd.DataFrame) -> Line:
     """Return a point at the mean IsoScore* and the mean headline metric, with standard deviations of both."""
-    x = spread([float(value) for value in runs["isoscore_after"] if math.isfinite(value)])
-    y = _metric_spread(runs)
-    return Line(
-        label,
-        (math.nan if x.mean is None else x.mean,),
-        (math.nan if y.mean is None else y.mean,),
-        (x.std or 0.0,),
-        (y.std or 0.0,),
-        _seeds(runs),
-    )
+    x, y = runs["isoscore_after"].astype(float), 100 * runs["value"].astype(float)
+    # A single run has no standard deviation.
+    x_error, y_error = np.nan_to_num([x.std(), y.std()])
+    return Line(label, (x.mean(),), (y.mean(),), (x_error,), (y_error,), _seeds(runs))
 
 
-def _metric_line(groups: Mapping[Any, pd.DataFrame]) -> Line:
-    return _spread_line("mean ± std", {value: _metric_spread(runs) for value, runs in groups.items()})
+def _metric_line(runs: pd.DataFrame, column: str) -> Line:
+    """Return a line of the headline metric, in percent, by the numbers in a column."""
+    return _mean_line("mean ± std", 100 * runs["value"].astype(float), runs[column].astype(float))
 
 
-def _metric_spread(runs: pd.DataFrame) -> Spread:
-    """Return mean and standard deviation of the headline metric in percent."""
-    return spread([100 * float(value) for value in runs["value"]])
-
-
-def _spread_line(label: str, spreads: Mapping[Any, Spread], seeds: tuple[int, ...] = ()) -> Line:
-    """Return a line of means with standard deviations as errors, ordered by x."""
-    xs = sorted(spreads)
-    means = tuple(spreads[x].mean or 0.0 for x in xs)
-    deviations = tuple(spreads[x].std or 0.0 for x in xs)
-    return Line(label, tuple(map(float, xs)), means, y_error=deviations, seeds=seeds)
-
-
-def _seeds_by_value(groups: Mapping[Any, pd.DataFrame]) -> dict[Any, tuple[int, ...]]:
-    return {value: _seeds(runs) for value, runs in groups.items()}
+def _mean_line(label: str, values: pd.Series, xs: Any, seeds: tuple[int, ...] = ()) -> Line:
+    """Return a line through the means of the values at each x, with standard deviations as errors."""
+    groups = values.groupby(xs)
+    means, deviations = groups.mean(), groups.std().fillna(0.0)
+    return Line(label, tuple(map(float, means.index)), tuple(means), y_error=tuple(deviations), seeds=seeds)
 
 
 def _seeds(runs: pd.DataFrame) -> tuple[int, ...]:
@@ -418,4 +370,4 @@ def _isoscore_by_layer(record: RunRecord) -> list[float]:
 
 def layer_count(record: RunRecord) -> int:
     """Return the number of transformer layers that a finished run has measured."""
-    return max(map(int, filter(str.isdigit, record.isotropy.get("after", {}))), default=0)
+    return max(0, len(_isoscore_by_layer(record)) - 1)

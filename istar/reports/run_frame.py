@@ -46,11 +46,9 @@ class Runs:
 
 
 def load_runs(root: Path, keep_records: bool = False) -> Runs:
-    """Read every run below a folder, except runs that `run.overwrite=true` has replaced.
+    """Read every run below a folder, also in nested folders, except runs that `run.overwrite=true` has replaced.
 
-    Args:
-        root: the folder that `run.root` names; runs may lie in nested folders.
-        keep_records: also return the complete records with all epochs and layers, about 50 kB per run.
+    With `keep_records`, the result includes the complete records with all epochs and layers, about 50 kB per run.
 
     Raises:
         UserError: if `root` is not a folder.
@@ -102,12 +100,8 @@ def row(record: RunRecord) -> dict[str, Any]:
         record.data.get("fingerprint"),
     )
     metrics = {f"validation.{name}": value for name, value in record.metrics.items()}
-    settings = {
-        f"{group}.{key}": value
-        for group, keys in config.items()
-        if isinstance(keys, dict)
-        for key, value in keys.items()
-    }
+    groups = {group: keys for group, keys in config.items() if isinstance(keys, dict)}
+    settings = {f"{group}.{key}": value for group, keys in groups.items() for key, value in keys.items()}
     return {**dict(zip(_COLUMNS, values, strict=True)), **metrics, **settings}
 
 

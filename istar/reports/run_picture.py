@@ -10,29 +10,20 @@ from istar.results import RunRecord
 def isotropy_plot(record: RunRecord) -> Plot:
     r"""IsoScore\* on the validation set of the embeddings and of each layer, before and after training."""
     layers = sorted(int(layer) for layer in record.isotropy["after"] if layer != "union")
+    xs = tuple(map(float, layers))
     lines = tuple(
-        Line(
-            label=f"{moment} training",
-            x=tuple(float(layer) for layer in layers),
-            y=tuple(record.isotropy[moment][str(layer)] for layer in layers),
-        )
+        Line(f"{moment} training", xs, tuple(record.isotropy[moment][str(layer)] for layer in layers))
         for moment in ("before", "after")
     )
-    headline = record.headline
-    panel = Panel(
-        model=Path(record.config["model"]["name"]).name,
-        task=record.config["task"]["name"],
-        lines=lines,
-        held=f"{headline['metric']} {100 * headline['value']:.2f}",
-        y_label="IsoScore*",
-    )
+    model, task = Path(record.config["model"]["name"]).name, record.config["task"]["name"]
+    score = f"{record.headline['metric']} {100 * record.headline['value']:.2f}"
     return Plot(
-        name="isotropy",
-        title="Isotropy of each layer before and after training",
-        caption="IsoScore* of the hidden states of the validation set.",
+        "isotropy",
+        "Isotropy of each layer before and after training",
+        "IsoScore* of the hidden states of the validation set.",
         kind="line",
         x_label="layer",
-        panels=(panel,),
+        panels=(Panel(model, task, lines, score, "IsoScore*"),),
         x_names={float(layer): str(layer) if layer else "emb." for layer in layers},
     )
 

@@ -27,9 +27,11 @@ def summary(record: RunRecord) -> Table:
             table.add_row(name, "", f"{100 * value:.2f}", "")
     table.add_section()
     before, after = record.isotropy["before"], record.isotropy["after"]
+    names = {"0": "embeddings", "union": "layers 1 to L"}
     for layer in after:
         change = after[layer] - before[layer]
-        table.add_row(_layer_name(layer), f"{before[layer]:.4f}", f"{after[layer]:.4f}", f"{change:+.4f}")
+        name = f"IsoScore* {names.get(layer, f'layer {layer}')}"
+        table.add_row(name, f"{before[layer]:.4f}", f"{after[layer]:.4f}", f"{change:+.4f}")
     return table
 
 
@@ -68,28 +70,24 @@ def comparison_row(runs: Sequence[RunRecord]) -> list[str]:
     """
     first = runs[0]
     metric = first.headline["metric"]
-    baseline = first.baseline.get(metric)
-    before, after = (fmean([run.isotropy[when]["union"] for run in runs]) for when in ("before", "after"))
+    values = [100 * run.headline["value"] for run in runs]
+    score = f"{fmean(values):.2f}" + (f" ± {stdev(values):.2f}" if len(runs) > 1 else "")
     collapsed = sum(any(run.collapsed.values()) for run in runs)
-    collapsed_count = f"{collapsed} " if len(runs) > 1 else ""
+    if collapsed:
+        score += f" ({collapsed} collapsed)" if len(runs) > 1 else " (collapsed)"
+    before, after = (fmean([run.isotropy[when]["union"] for run in runs]) for when in ("before", "after"))
     epochs = sorted({run.headline["epoch"] for run in runs})
     return [
         f"{first.config['task']['name']}, {metric}",
         Path(first.config["model"]["name"]).name,
         method(first),
         ",".join(str(run.config["seed"]) for run in runs),
-        _format_spread([100 * run.headline["value"] for run in runs])
-        + (f" ({collapsed_count}collapsed)" if collapsed else ""),
-        "-" if baseline is None else f"{100 * baseline:.2f}",
-        "-".join(map(str, (epochs[0], epochs[-1]) if len(epochs) > 1 else epochs)),
+        score,
+        _format_percent(first.baseline.get(metric)),
+        str(epochs[0]) if len(epochs) == 1 else f"{epochs[0]}-{epochs[-1]}",
         f"{before:.4f} → {after:.4f}",
         f"{fmean([run.timing['total'] for run in runs]):.0f}",
     ]
-
-
-def _format_spread(values: Sequence[float]) -> str:
-    """Format mean and sample standard deviation as `62.53 ± 0.70`, or a single value as `62.53`."""
-    return f"{values[0]:.2f}" if len(values) == 1 else f"{fmean(values):.2f} ± {stdev(values):.2f}"
 
 
 def runs(frame: "pd.DataFrame") -> Table:
@@ -97,7 +95,7 @@ def runs(frame: "pd.DataFrame") -> Table:
     counts = frame["status"].value_counts()
     title = f"{len(frame)} runs: " + ", ".join(f"{count} {status}" for status, count in counts.items())
     table = Table(title=title, title_justify="left", caption=_COMPARISON_CAPTION, caption_justify="left")
-    for column in ("task", "model", "method", "seed", "value", "constant", "epoch", "IsoScore*", "seconds", "status"):
+    for column in (*COLUMNS, "status"):
         table.add_column(column, justify="left" if column in ("task", "model", "method", "status") else "right")
     # pandas marks missing values as NaN, which would be printed as a word.
     for run in frame.astype(object).where(frame.notna(), None).to_dict("records"):
@@ -108,18 +106,26 @@ def runs(frame: "pd.DataFrame") -> Table:
             run["model"],
             run["method"],
             str(run["seed"]),
-            _format_number(run["value"], 100, ".2f") + collapsed,
-            _format_number(run["constant"], 100, ".2f"),
-            _format_number(run["epoch"], 1, ".0f"),
-            f"{_format_number(run['isoscore_before'], 1, '.4f')} → {_format_number(run['isoscore_after'], 1, '.4f')}",
-            _format_number(run["seconds"], 1, ".0f"),
+            _format_percent(run["value"]) + collapsed,
+            _format_percent(run["constant"]),
+            format_number(run["epoch"], ".0f"),
+            f"{format_number(run['isoscore_before'], '.4f')} → {format_number(run['isoscore_after'], '.4f')}",
+            format_number(run["seconds"], ".0f"),
             run["status"] if not run["error"] else f"{run['status']}: {run['error']}",
         )
     return table
 
 
-def _format_number(value: float | None, scale: float, format_spec: str) -> str:
-    return "-" if value is None else format(scale * value, format_spec)
+def format_number(value: float | None, format_spec: str) -> str:
+    """Format a number, or None as a dash; a negative number that rounds to zero becomes `+0.00`, not `-0.00`."""
+    if value is None:
+        return "-"
+    text = format(value, format_spec)
+    return text.replace("-", "+", 1) if "+" in format_spec and not text.strip("-0.") else text
+
+
+def _format_percent(fraction: float | None) -> str:
+    return "-" if fraction is None else f"{100 * fraction:.2f}"
 
 
 def by_task(records: Sequence[RunRecord]) -> dict[tuple[str, str], list[list[RunRecord]]]:
@@ -130,22 +136,14 @@ def by_task(records: Sequence[RunRecord]) -> dict[tuple[str, str], list[list[Run
     groups: dict[tuple[str, str], dict[str, list[RunRecord]]] = {}
     for record in records:
         key = (record.config["task"]["name"], Path(record.config["model"]["name"]).name)
-        groups.setdefault(key, {}).setdefault(_config_without_seed(record), []).append(record)
+        settings = {name: value for name, value in record.config.items() if name not in ("seed", "logger", "run")}
+        groups.setdefault(key, {}).setdefault(json.dumps(settings, sort_keys=True), []).append(record)
     return {key: list(group.values()) for key, group in groups.items()}
 
 
 def selection_rank(values: Sequence[float]) -> tuple[int, float]:
-    """Return the rank of a configuration when the best one is selected: most seeds first, then the highest mean.
-
-    Args:
-        values: headline metric on the validation set, one value per seed.
-    """
+    """Return the rank of a configuration, from its headline metric by seed: most seeds first, then the highest mean."""
     return len(values), fmean(values)
-
-
-def _config_without_seed(record: RunRecord) -> str:
-    config = {key: value for key, value in record.config.items() if key not in ("seed", "logger", "run")}
-    return json.dumps(config, sort_keys=True)
 
 
 def markdown(records: Sequence[RunRecord]) -> str:
@@ -178,7 +176,3 @@ def _caption(record: RunRecord) -> str:
     lines += [f"Collapsed on {name}: all predictions are the same." for name in collapsed]
     lines.append(f"IsoScore* of {record.isotropy['points']} validation tokens; metrics in percent.")
     return "\n".join(lines)
-
-
-def _layer_name(layer: str) -> str:
-    return {"0": "IsoScore* embeddings", "union": "IsoScore* layers 1 to L"}.get(layer, f"IsoScore* layer {layer}")

@@ -20,10 +20,8 @@ from istar.reports.statistics import Spread, spread
 DIMENSIONS = 768
 LEADING = (10.0, 6.0, 4.0, 4.0)
 """First variances of the paper's cloud; all other dimensions have variance 1."""
-SHRINKAGE_POINTS = 75_000
 SIZES = (25, 50, 100, 200, 400, 700, 1_500, 3_000, 6_000)
 ZETAS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
-DRAWS = 3
 _CHUNK = 5_000
 """Points sampled at a time, which bounds the memory."""
 M = TypeVar("M", bound=Moments)
@@ -31,42 +29,37 @@ M = TypeVar("M", bound=Moments)
 
 @dataclass(frozen=True)
 class Stability:
-    """Scores of random batches by batch size, as mean and standard deviation over the draws of each size.
-
-    Attributes:
-        truth: IsoScore of the distribution itself.
-        sizes: points per batch.
-        scores: IsoScore* for each zeta, one spread per size.
-        auto: IsoScore* with the zeta estimated from each batch, one spread per size.
-        unbiased: `isoscore_unbiased`, one spread per size.
-    """
+    """Scores of random batches: for each batch size, mean and standard deviation over the draws."""
 
     truth: float
+    """IsoScore of the distribution itself."""
     sizes: tuple[int, ...]
+    """Points per batch."""
     scores: dict[float, list[Spread]]
+    """IsoScore* by zeta."""
     auto: list[Spread]
+    """IsoScore* with the zeta estimated from each batch."""
     unbiased: list[Spread]
+    """Values of `isoscore_unbiased`."""
 
 
 def stability(
     sizes: Sequence[int] = SIZES,
     zetas: Sequence[float] = ZETAS,
-    draws: int = DRAWS,
-    shrinkage_points: int = SHRINKAGE_POINTS,
-    seed: int = 0,
+    draws: int = 3,
+    shrinkage_points: int = 75_000,
 ) -> Stability:
     """Score random batches of a Gaussian cloud in 768 dimensions with variances 10, 6, 4, 4, 1, ..., 1.
 
-    The batches and the points behind the shrinkage covariance Sigma_S are sampled independently.
+    The batches and the points behind the shrinkage covariance Sigma_S are sampled independently, by a seeded generator.
 
     Args:
         sizes: points per batch, at least 4.
         zetas: shrinkage weights of Sigma_S.
         draws: batches per size.
         shrinkage_points: points from which Sigma_S is estimated.
-        seed: seed of a local generator; the global random state does not change.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     variances = torch.ones(DIMENSIONS)
     variances[: len(LEADING)] = torch.tensor(LEADING)
     sigma_s = _sample_moments(Moments, shrinkage_points, variances.sqrt(), generator).covariance()

@@ -1,7 +1,5 @@
 """Statistics over seeds: mean and standard deviation, and paired significance tests of two methods."""
 
-import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -53,46 +51,38 @@ def spread(values: Sequence[float]) -> Spread:
     """Return the mean and the sample standard deviation of the values."""
     if not values:
         return Spread(None, None, 0)
-    array = np.asarray(values, dtype=np.float64)
-    return Spread(float(array.mean()), float(array.std(ddof=1)) if len(array) > 1 else None, len(array))
+    std = float(np.std(values, ddof=1)) if len(values) > 1 else None
+    return Spread(float(np.mean(values)), std, len(values))
 
 
 def compare_paired(method: Mapping[int, float], reference: Mapping[int, float]) -> PairedComparison:
-    """Compare two methods seed by seed; seeds that only one of them has are ignored.
-
-    Args:
-        method: metric by seed.
-        reference: metric by seed of the method to compare with.
-    """
+    """Compare the metrics of two methods, given by seed; seeds that only one of them has are ignored."""
     seeds = sorted(method.keys() & reference.keys())
-    differences = [method[seed] - reference[seed] for seed in seeds]
+    values = np.array([method[seed] for seed in seeds])
+    references = np.array([reference[seed] for seed in seeds])
+    differences = values - references
     if len(seeds) < 2:
         no_test = TestResult(None, "no test: one pair of seeds" if seeds else "no test: no common seed")
-        return PairedComparison(len(seeds), differences[0] if seeds else None, no_test, no_test)
-    return PairedComparison(
-        len(seeds),
-        float(np.mean(differences)),
-        _t_test([method[seed] for seed in seeds], [reference[seed] for seed in seeds]),
-        _sign_flip_test(differences),
-    )
+        return PairedComparison(len(seeds), float(differences[0]) if seeds else None, no_test, no_test)
+    t_test, sign_flip = _t_test(values, references), _sign_flip_test(differences)
+    return PairedComparison(len(seeds), float(differences.mean()), t_test, sign_flip)
 
 
-def _t_test(method: Sequence[float], reference: Sequence[float]) -> TestResult:
-    differences = np.asarray(method) - np.asarray(reference)
+def _t_test(values: np.ndarray, references: np.ndarray) -> TestResult:
+    differences = values - references
     # If the differences vary by rounding errors only, the t statistic divides by noise.
-    if np.ptp(differences) <= 1e-12 * max(1.0, float(np.abs(differences).max())):
+    if np.ptp(differences) <= 1e-12 * max(1.0, np.abs(differences).max()):
         return TestResult(None, "no t-test: all differences are equal")
-    return TestResult(float(stats.ttest_rel(method, reference).pvalue))
+    return TestResult(float(stats.ttest_rel(values, references).pvalue))
 
 
-def _sign_flip_test(differences: Sequence[float]) -> TestResult:
-    """Return the share of the 2^n sign patterns whose sum is at least as far from 0 as the observed sum."""
+def _sign_flip_test(differences: np.ndarray) -> TestResult:
+    """Compare the sum of the differences with the sums for all 2^n patterns of their signs."""
     if len(differences) > _MAX_SIGN_FLIP_PAIRS:
         return TestResult(None, f"no sign-flip test: more than {_MAX_SIGN_FLIP_PAIRS} pairs")
-    magnitudes = np.abs(np.asarray(differences, dtype=np.float64))
-    if not magnitudes.any():
+    if not differences.any():
         return TestResult(None, "no sign-flip test: all differences are 0")
-    signs = np.array(list(itertools.product((1.0, -1.0), repeat=len(magnitudes))))
-    # The tolerance counts sums that equal the observed one up to rounding.
-    observed = abs(math.fsum(differences)) - 1e-12 * float(magnitudes.sum())
-    return TestResult(float((np.abs(signs @ magnitudes) >= observed).mean()))
+    # SciPy permutes the signs if there is a single sample of this type.
+    patterns = 2 ** len(differences)
+    test = stats.permutation_test([differences], np.sum, permutation_type="samples", n_resamples=patterns)
+    return TestResult(float(test.pvalue))

@@ -20,14 +20,10 @@ MODULES = {
 
 
 def require(feature: str, extra: str) -> None:
-    """Check that all modules of an extra are installed, without importing them.
-
-    Args:
-        feature: what needs the extra, in the user's words: `istar report` or `sweep.search=optuna`.
-        extra: a key of `MODULES`.
+    """Check that all modules of an extra, a key of `MODULES`, are installed, without importing them.
 
     Raises:
-        UserError: if some are missing; the message names them and the extra.
+        UserError: if any is missing; the message names the feature, such as `istar report`, the modules and the extra.
     """
     missing = [module for module in MODULES[extra] if not is_installed(module)]
     if missing:

@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -49,8 +50,7 @@ def is_supported() -> bool:
 class ServerPool:
     """Starts the processes of runs like `launch.spawn`, through one server for each set of `IMPORT_TIME_VARIABLES`.
 
-    Args:
-        log: file for stdout and stderr of the servers.
+    The servers write their stdout and stderr to the file `log`.
     """
 
     def __init__(self, log: Path) -> None:
@@ -73,11 +73,9 @@ class ServerPool:
 
 
 class Server:
-    """The client side of a fork server: starts the server and talks to it through a pipe.
+    """The client side of a fork server: starts the server and sends requests to it through a pipe.
 
-    Args:
-        environment: the environment variables of the server.
-        log: file for stdout and stderr of the server.
+    The server has the given environment variables, without a rank, and writes stdout and stderr to the file `log`.
     """
 
     def __init__(self, environment: Mapping[str, str], log: Path) -> None:
@@ -85,15 +83,12 @@ class Server:
         self._log = log
         environment = {name: value for name, value in environment.items() if name not in launch.RANK_VARIABLES}
         with remote, log.open("ab") as output:
+            command, files = [*COMMAND, str(remote.fileno())], [remote.fileno()]
             self._process = subprocess.Popen(
-                [*COMMAND, str(remote.fileno())],
-                env=environment,
-                pass_fds=[remote.fileno()],
-                start_new_session=True,
-                stdout=output,
-                stderr=output,
+                command, env=environment, pass_fds=files, start_new_session=True, stdout=output, stderr=output
             )
-        self._results: dict[int, int | str] = {}
+        self.results: dict[int, int | str] = {}
+        """The exit codes of the processes that have ended, or error messages of those that have not started."""
         self._started = 0
 
     def spawn(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path | None) -> "ForkedProcess":
@@ -103,36 +98,20 @@ class Server:
         return ForkedProcess(self, self._started)
 
     def send(self, key: int, request: object) -> None:
-        """Send a request for a process, or a signal number; if the server is gone, `exit_code` reports it."""
-        try:
+        """Send a request for a process, or a signal number; if the server is gone, `failure` reports it."""
+        with suppress(OSError):
             self._connection.send((key, request))
-        except OSError:
-            return
-
-    def exit_code(self, key: int) -> int | None:
-        """The exit code of a process, negative for a signal; None while the process runs.
-
-        Raises:
-            UserError: if the process could not be started, or the server is gone and the exit code is unknown.
-        """
-        failure = self.failure()
-        result = self._results.get(key)
-        if isinstance(result, str):
-            raise UserError(f"the process of the run could not be started: {result}")
-        if result is None and failure:
-            raise UserError(f"{failure}; the same command goes on from the last checkpoint")
-        return result
 
     def failure(self) -> str:
         """Receive pending results; returns why the server has ended, or an empty string while it runs."""
         try:
             while self._connection.poll():
                 key, result = self._connection.recv()
-                self._results[key] = result
-            return ""
+                self.results[key] = result
         except (EOFError, OSError):
             code = self._process.wait()
-        return f"the process that starts the runs {launch.describe_exit(code)} ({self._log})"
+            return f"the process that starts the runs {launch.describe_exit(code)} ({self._log})"
+        return ""
 
     def close(self) -> None:
         """Close the pipe, whereupon the server and its processes end."""
@@ -152,13 +131,19 @@ class ForkedProcess:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """The exit code; None while the process runs.
+        """The exit code, negative for a signal; None while the process runs.
 
         Raises:
-            UserError: see `Server.exit_code`.
+            UserError: if the process could not be started, or the server is gone and the exit code is unknown.
         """
         if self.returncode is None:
-            self.returncode = self._server.exit_code(self._key)
+            failure = self._server.failure()
+            result = self._server.results.get(self._key)
+            if isinstance(result, str):
+                raise UserError(f"the process of the run could not be started: {result}")
+            if result is None and failure:
+                raise UserError(f"{failure}; the same command goes on from the last checkpoint")
+            self.returncode = result
         return self.returncode
 
     def send_signal(self, number: int) -> None:
@@ -226,17 +211,12 @@ def preload() -> None:
 
 def _reap() -> Iterator[tuple[int, int]]:
     """PID and exit code of each child that has ended since the last call."""
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if pid == 0:
-            return
-        yield pid, os.waitstatus_to_exitcode(status)
+    with suppress(ChildProcessError):
+        while (child := os.waitpid(-1, os.WNOHANG)) != (0, 0):
+            yield child[0], os.waitstatus_to_exitcode(child[1])
 
 
-def _fork(connection: Connection, server_environment: Mapping[str, str], *request: Any) -> int:
+def _fork(connection: Connection, server_environment: dict[str, str], *request: Any) -> int:
     """Fork. Returns the child's PID in the parent; the child executes the run and exits."""
     server = os.getpid()
     # The child starts with blocked signals, like a process of `launch.spawn`, and unblocks them when it is ready.
@@ -254,11 +234,7 @@ def _fork(connection: Connection, server_environment: Mapping[str, str], *reques
 
 
 def _run_in_child(
-    server: int,
-    server_environment: Mapping[str, str],
-    arguments: Sequence[str],
-    environment: Mapping[str, str],
-    log: str | None,
+    server: int, server_environment: dict[str, str], arguments: list[str], environment: dict[str, str], log: str | None
 ) -> NoReturn:
     """Give the child the session, output, environment, rank and random state of a new process; then execute the run."""
     from lightning.fabric.utilities.rank_zero import rank_zero_only

@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,7 +28,7 @@ from rich.console import Console
 
 from istar import results
 from istar.config import Config, TrainerConfig, schema
-from istar.errors import StoppedError, UserError, shorten
+from istar.errors import SHOW_TRACE, StoppedError, UserError, shorten
 from istar.files import write_text
 from istar.results import RunRecord
 from istar.runs.importing import large_imports
@@ -80,7 +80,8 @@ def processes_to_start(settings: TrainerConfig) -> int:
         return 1
     if settings.devices in (1, "1") and settings.num_nodes == 1:
         return 1
-    if not _may_have_other_launcher():
+    # A process with these variables, or with MPI, may have been started by hand, by LSF or by mpirun.
+    if not {"LOCAL_RANK", "LSB_JOBID"} & os.environ.keys() and find_spec("mpi4py") is None:
         _check_rendezvous(settings)
         # Asking Lightning takes seconds; only the hardware or a scheduler makes it necessary.
         if isinstance(settings.devices, int) and settings.devices > 0:
@@ -101,11 +102,6 @@ def _check_process_count(settings: TrainerConfig) -> None:
         )
 
 
-def _may_have_other_launcher() -> bool:
-    """Whether the process may have been started by hand, by LSF or by MPI, rather than by torchrun or srun."""
-    return bool({"LOCAL_RANK", "LSB_JOBID"} & os.environ.keys()) or find_spec("mpi4py") is not None
-
-
 def _check_rendezvous(settings: TrainerConfig) -> None:
     """Refuse to run on several nodes without the address of rank 0, where every node would wait for itself."""
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK") if name not in os.environ]
@@ -116,14 +112,12 @@ def _check_rendezvous(settings: TrainerConfig) -> None:
         )
 
 
-def launch(config: Config, processes: int, show_trace: bool = False, trial: str | None = None) -> RunRecord:
-    """Execute a run in new processes, wait for them, and return its record.
-
-    Signals are forwarded to the processes.
+def launch(config: Config, processes: int, trial: str | None = None) -> RunRecord:
+    """Execute a run in new processes, forward signals to them, wait for them, and return the record of the run.
 
     Args:
+        config: settings of the run.
         processes: number of processes on this machine.
-        show_trace: print the stack trace if the run fails.
         trial: the trial of a search that may prune the run, as `istar.training.pruning` reads it.
 
     Raises:
@@ -139,7 +133,7 @@ def launch(config: Config, processes: int, show_trace: bool = False, trial: str 
         while not runs[0].has_ended():
             time.sleep(0.05)
     try:
-        return runs[0].record(signals, show_trace)
+        return runs[0].record(signals)
     except StoppedError:
         if signal.SIGUSR2 in signals and callable(signal.getsignal(signal.SIGUSR2)):
             # submitit's handler requeues the job; this must wait until the run has saved its checkpoint.
@@ -147,27 +141,12 @@ def launch(config: Config, processes: int, show_trace: bool = False, trial: str 
         raise
 
 
-def is_submitit_job() -> bool:
-    """Whether submitit has started this process."""
-    return "SUBMITIT_EXECUTOR" in os.environ
-
-
-def wait_until_slurm_kills() -> None:
-    """Wait until SLURM kills this job; return at once outside of SLURM.
-
-    SLURM requeues a preempted job only if the job has not exited by itself during the grace time.
-    """
-    while os.environ.get("SUBMITIT_EXECUTOR") == "slurm":
-        time.sleep(1)
-
-
 class Process(Protocol):
     """The interface of a process that `RunProcesses` needs, a part of `subprocess.Popen`."""
 
     returncode: int | Any
 
-    def poll(self) -> int | None:
-        """The exit code; None while the process runs."""
+    def poll(self) -> int | None: ...
 
     def send_signal(self, number: int, /) -> None: ...
 
@@ -176,35 +155,26 @@ class Process(Protocol):
     def wait(self) -> int: ...
 
 
-class Spawn(Protocol):
-    """A function that starts a process which calls `main`: `spawn` or `istar.runs.fork_server.ServerPool.spawn`."""
+Spawn = Callable[[Sequence[str], Mapping[str, str], Path | None], Process]
+"""Starts a process which calls `main`: `spawn` or `istar.runs.fork_server.ServerPool.spawn`.
 
-    def __call__(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path | None) -> Process:
-        """Start the process.
-
-        Args:
-            arguments: the arguments of `main` after the parent's PID.
-            environment: the environment variables of the process.
-            log: file for stdout and stderr; None inherits them.
-        """
+It takes the arguments of `main` after the parent's PID, the environment variables of the process, and the file for
+stdout and stderr, where None inherits them.
+"""
 
 
 def spawn(arguments: Sequence[str], environment: Mapping[str, str], log: Path | None) -> "subprocess.Popen[bytes]":
-    """Start `main` in a new Python interpreter, which takes some seconds to import the libraries."""
+    """Start `main`, as `Spawn` describes, in a new Python interpreter, which takes seconds to import the libraries."""
     command = [sys.executable, "-m", "istar.runs.launch", str(os.getpid()), *arguments]
     with log.open("ab") if log is not None else nullcontext() as output:
         return subprocess.Popen(command, env=environment, start_new_session=True, stdout=output, stderr=output)
 
 
 class RunProcesses:
-    """The processes of one run. Create it within `blocked_signals()`, poll `has_ended`, then call `record`.
+    """The processes of a run. Create it within `blocked_signals()`, poll `has_ended`, then call `record`.
 
-    Args:
-        processes: number of processes on this machine.
-        trial: see `launch`.
-        variables: environment variables to add to those of this process.
-        log: file for stdout and stderr of the processes; None inherits them.
-        spawn: starts a process.
+    The processes have the environment of this process and `variables`. They write stdout and stderr to the file `log`,
+    or inherit both without it.
     """
 
     def __init__(
@@ -221,9 +191,12 @@ class RunProcesses:
         self._deadline = float("inf")
         self._failed_ranks: list[int] = []
         self._server_error: UserError | None = None
-        write_text(self._folder / "config.yaml", yaml.safe_dump(schema.to_dict(config)))
-        arguments = [str(self._folder / "config.yaml"), str(self._folder), *([trial] if trial else [])]
-        port = _free_port()
+        settings = self._folder / "config.yaml"
+        write_text(settings, yaml.safe_dump(schema.to_dict(config)))
+        arguments = [str(settings), str(self._folder), *([trial] if trial else [])]
+        with socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
         self._processes: list[Process] = []
         for rank in range(processes):
             environment = _environment(rank, processes, config.trainer, port) | dict(variables or {})
@@ -236,45 +209,32 @@ class RunProcesses:
     def has_ended(self) -> bool:
         """Whether all processes have exited; kills the others `GRACE_SECONDS` after one has failed."""
         try:
-            return self._poll()
+            codes = [process.poll() for process in self._processes]
+            failed = [rank for rank, code in enumerate(codes) if code]
+            # A process that waits for a dead one in a collective would wait until the timeout of the process group.
+            if failed and self._deadline == float("inf"):
+                self._deadline = time.monotonic() + GRACE_SECONDS
+            if None not in codes or time.monotonic() > self._deadline:
+                self._failed_ranks = failed
+                for process in self._processes:
+                    process.kill()
+                    process.wait()
+                return True
         except UserError as error:
             # The fork server is gone, so the exit codes will never be known.
             self._server_error = error
             self.send_signal(signal.SIGKILL)
             return True
+        return False
 
-    def _poll(self) -> bool:
-        codes = [process.poll() for process in self._processes]
-        failed = [rank for rank, code in enumerate(codes) if code]
-        if None not in codes:
-            self._failed_ranks = self._failed_ranks or failed
-            return True
-        # A process that waits for a dead one in a collective would wait until the timeout of the process group.
-        if failed and self._deadline == float("inf"):
-            self._deadline = time.monotonic() + GRACE_SECONDS
-        if time.monotonic() > self._deadline:
-            self._failed_ranks = failed
-            for process in self._processes:
-                process.kill()
-                process.wait()
-        return bool(self._failed_ranks)
-
-    def record(self, signals: Sequence[int], show_trace: bool = False) -> RunRecord:
-        """Return the record of the ended run.
-
-        Args:
-            signals: the signals that were sent to the processes.
-            show_trace: print the stack trace if the run failed.
-
-        Raises:
-            UserError: see `launch`.
-        """
+    def record(self, signals: Sequence[int]) -> RunRecord:
+        """Return the record of the ended run, which was sent these signals, or raise its error as `launch` does."""
         with self._exchange:
             if self._server_error is not None:
                 raise self._server_error
             if self._failed_ranks:
                 codes = {rank: self._processes[rank].returncode for rank in self._failed_ranks}
-                raise _run_error(self._folder, codes, len(self._processes), signals, show_trace)
+                raise _run_error(self._folder, codes, len(self._processes), signals)
             return results.read(self._folder)
 
 
@@ -332,21 +292,17 @@ def _environment(rank: int, processes: int, settings: TrainerConfig, port: int) 
     return environment
 
 
-def _run_error(
-    folder: Path, codes: dict[int, int], processes: int, signals: Sequence[int], show_trace: bool
-) -> UserError:
+def _run_error(folder: Path, codes: dict[int, int], processes: int, signals: Sequence[int]) -> UserError:
     """The error that ended a run: a `UserError`, else the signal that killed a process, else an unexpected exception.
 
-    The order matters because the other processes fail, too, once one is gone.
-
-    Args:
-        codes: exit codes of the failed processes by rank.
+    The order matters because the other processes fail, too, once one is gone. `codes` are the exit codes of the failed
+    processes by rank.
     """
     errors = {rank: json.loads(path.read_text()) for rank in codes if (path := folder / f"error-{rank}.json").exists()}
-    for error in sorted(errors.values(), key=lambda error: error["code"] == UNEXPECTED_ERROR):
-        if error["code"] == UNEXPECTED_ERROR and len(errors) < len(codes):
-            break
-        if show_trace or error["code"] == UNEXPECTED_ERROR:
+    known = [error for error in errors.values() if error["code"] != UNEXPECTED_ERROR]
+    if known or len(errors) == len(codes):
+        error = (known or list(errors.values()))[0]
+        if SHOW_TRACE or not known:
             print(error["trace"], file=sys.stderr, end="")
         return _user_error(error["message"], error["code"])
     rank = min(codes.keys() - errors.keys())
@@ -410,12 +366,6 @@ def _terminate_with_parent(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, daemon=True).start()
-
-
-def _free_port() -> int:
-    with socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +22,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from istar import models, results
-from istar.config import Config, TaskConfig, TrainerConfig
+from istar.config import Config, TrainerConfig
 from istar.config.schema import to_dict
 from istar.errors import NonFiniteError, StoppedError, UserError, shorten
 from istar.files import atomic_write, remove_drafts, sole_writer, write_text
@@ -43,13 +44,7 @@ from istar.training.metrics_file import MetricsFile
 from istar.training.module import all_gather_object
 from istar.training.monitor import IsotropyMonitor
 from istar.training.signals import StopSignal, preserve_signal_handlers
-from istar.training.trainer import (
-    build_trainer,
-    check_hardware,
-    keeps_checkpoints,
-    processes_to_start,
-    quiet_lightning,
-)
+from istar.training.trainer import build_trainer, check_hardware, keeps_checkpoints, processes_to_start, quiet_lightning
 from istar.training.validation_geometry import geometry
 
 CHECKPOINTS = "checkpoints"
@@ -79,19 +74,6 @@ class Job:
     checkpoints: Checkpoints | None
     metrics: MetricsFile
     stop: StopSignal
-
-
-@dataclass(frozen=True)
-class Start:
-    """The state in which a run was found.
-
-    Attributes:
-        checkpoint: the checkpoint to resume from; None starts from the beginning.
-        finished: the record of the run if it is finished already.
-    """
-
-    checkpoint: Path | None = None
-    finished: RunRecord | None = None
 
 
 def run(config: Config, console: Console | None = None, trial: str | None = None) -> RunRecord:
@@ -127,13 +109,12 @@ def run(config: Config, console: Console | None = None, trial: str | None = None
         job = _assemble(config, spec, folder, examples, tokenizer, trial)
         _check_processes(job)
         with _process_group(job.trainer), sole_writer(folder) if job.trainer.is_global_zero else nullcontext():
-            start = _on_rank_zero(job.trainer, lambda: _prepare_folder(job))
-            if start.finished is None:
+            finished, checkpoint = _on_rank_zero(job.trainer, lambda: _prepare_folder(job))
+            if finished is None:
                 with preserve_signal_handlers():
-                    record = _train_and_record(job, start.checkpoint, data_fingerprint, started)
+                    record = _train_and_record(job, checkpoint, data_fingerprint, started)
                 _print_summary(console, record, f"{folder}{os.sep}, with a picture of the table: {PICTURE}")
                 return record
-        finished = start.finished
     log_outcome_to_agent(config, asdict(finished), folder)
     _print_summary(console, finished, f"{folder} is finished; run.overwrite=true runs it again")
     return finished
@@ -145,16 +126,13 @@ def _featurize(
     """Tokenize all splits, using the cache of tokenized data."""
     length = max_length_for(tokenizer, model_config, config.task.max_length or spec.max_length)
     cache = Path(config.data.cache_dir or os.environ.get("ISTAR_CACHE", "~/.cache/istar")).expanduser()
-
-    def tokenized(split: Dataset, training: bool) -> Dataset:
-        return featurize(
-            spec, split, tokenizer, length, training=training, doc_stride=config.task.doc_stride, cache_dir=cache
-        )
-
+    tokenize = partial(
+        featurize, spec, tokenizer=tokenizer, max_length=length, doc_stride=config.task.doc_stride, cache_dir=cache
+    )
     return Examples(
-        tokenized(examples.train, True),
-        [tokenized(split, False) for split in examples.validation],
-        [tokenized(split, False) for split in examples.test],
+        tokenize(examples.train, training=True),
+        [tokenize(split, training=False) for split in examples.validation],
+        [tokenize(split, training=False) for split in examples.test],
     )
 
 
@@ -188,16 +166,6 @@ def _first_features(rows: Dataset, tokens: Dataset, size: int) -> tuple[Dataset,
     return rows.select(range(incomplete)), tokens.select(range(example_ids.index(incomplete)))
 
 
-def _evaluators(
-    spec: TaskSpec, config: TaskConfig, examples: list[Dataset], features: list[Dataset]
-) -> dict[str, Evaluator]:
-    """One evaluator for each validation set, by the suffix of its metrics."""
-    return {
-        split.suffix: Evaluator(spec, rows, tokens, config.n_best, config.max_answer_length)
-        for split, rows, tokens in zip(spec.validation, examples, features, strict=True)
-    }
-
-
 def _assemble(
     config: Config,
     spec: TaskSpec,
@@ -215,7 +183,10 @@ def _assemble(
     # From here on, only the initialization of the head and dropout draw from the global random generators.
     L.seed_everything(config.seed, workers=True, verbose=False)
     model = models.load_model(config.model, spec, model_config, tokenizer)
-    evaluators = _evaluators(spec, config.task, examples.validation, features.validation)
+    evaluators = {
+        split.suffix: Evaluator(spec, rows, tokens, config.task.n_best, config.task.max_answer_length)
+        for split, rows, tokens in zip(spec.validation, examples.validation, features.validation, strict=True)
+    }
     skip = config.trainer.nonfinite == "skip"
     penalty = config.reg.build()
     watch = None if penalty is None else attach(model, penalty)
@@ -243,15 +214,8 @@ def _checkpoints(
 ) -> Checkpoints | None:
     if not keeps_checkpoints(settings):
         return None
-    return Checkpoints(
-        folder / CHECKPOINTS,
-        folder.name,
-        history,
-        metrics,
-        stop,
-        settings.checkpoint_every_n_steps,
-        settings.checkpoint_every_n_minutes,
-    )
+    steps, minutes = settings.checkpoint_every_n_steps, settings.checkpoint_every_n_minutes
+    return Checkpoints(folder / CHECKPOINTS, folder.name, history, metrics, stop, steps, minutes)
 
 
 def _monitor(settings: TrainerConfig) -> list[L.Callback]:
@@ -271,19 +235,13 @@ def _pruning(trial: str | None, history: History) -> list[L.Callback]:
 def _refresh(config: Config, module: FineTuner, data: FineTuningData, stop: StopSignal) -> ShrinkageCovariance | None:
     """The callback that refreshes the shrinkage covariance; None if the penalty does not need it."""
     watch = module.watch
-    if watch is None or not isinstance(watch.penalty, IStar) or not watch.penalty.needs_shrinkage_covariance:
+    if watch is None or not isinstance(watch.penalty, IStar) or watch.penalty.weight == 0:
         return None
-    if watch.penalty.weight == 0:
+    if not watch.penalty.needs_shrinkage_covariance:
         return None
+    points, batch_size, progress_bar = config.reg.num_points, config.data.eval_batch_size, config.trainer.progress_bar
     return ShrinkageCovariance(
-        watch,
-        data.train,
-        data.collate,
-        config.reg.num_points,
-        config.data.eval_batch_size,
-        config.seed,
-        progress_bar=config.trainer.progress_bar,
-        stop=stop,
+        watch, data.train, data.collate, points, batch_size, config.seed, progress_bar=progress_bar, stop=stop
     )
 
 
@@ -332,8 +290,8 @@ def _on_rank_zero(trainer: L.Trainer, function: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
-def _prepare_folder(job: Job) -> Start:
-    """Find the checkpoint to resume from, or the finished run, and write the config into the folder.
+def _prepare_folder(job: Job) -> tuple[RunRecord | None, Path | None]:
+    """Write the config into the folder; return the record of the finished run, or the checkpoint to resume from.
 
     Raises:
         UserError: if the folder cannot be written, or the checkpoint is from another number of processes.
@@ -344,7 +302,7 @@ def _prepare_folder(job: Job) -> Start:
             _move_aside(folder)
         # Another process may have finished the run while this one was loading.
         elif (finished := finished_run(folder, config)) is not None:
-            return Start(finished=finished)
+            return finished, None
         remove_drafts(folder)
         checkpoint = None
         if job.checkpoints is not None:
@@ -354,7 +312,7 @@ def _prepare_folder(job: Job) -> Start:
         write_text(folder / results.CONFIG, yaml.safe_dump(to_dict(config), sort_keys=False))
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {shorten(error)}") from error
-    return Start(checkpoint=checkpoint)
+    return None, checkpoint
 
 
 def _move_aside(folder: Path) -> None:
@@ -369,15 +327,12 @@ def _move_aside(folder: Path) -> None:
 
 
 def _train_and_record(job: Job, checkpoint: Path | None, data_fingerprint: str, started: float) -> RunRecord:
-    """Train, save the model and its predictions, and write the record of the run, also if it fails.
+    """Train from the checkpoint, if there is one; save the results; write the record of the run, also if it fails.
 
-    Args:
-        checkpoint: to resume from; None starts from the beginning.
-        data_fingerprint: fingerprint of the training and validation examples.
-        started: `time.perf_counter()` at the start of the run.
+    `started` is `time.perf_counter()` at the start of the run.
 
     Raises:
-        UserError: if the run fails for a known reason; the message says how to continue.
+        UserError: if the run fails for a known reason; the message has advice.
     """
     folder = job.folder
     record = RunRecord(folder.name, "failed", to_dict(job.config), versions=results.versions())
@@ -418,9 +373,8 @@ def _with_advice(error: Exception, job: Job) -> Exception:
     checkpoint = f"the last good state is {last}" if last else "there is no checkpoint yet"
     consequence = "goes on from there" if last else "starts anew"
     if isinstance(error, NonFiniteError):
-        return NonFiniteError(
-            f"{error}; {checkpoint}; lower optim.lr or reg.lambda, or skip such steps with trainer.nonfinite=skip"
-        )
+        advice = "lower optim.lr or reg.lambda, or skip such steps with trainer.nonfinite=skip"
+        return NonFiniteError(f"{error}; {checkpoint}; {advice}")
     if isinstance(error, OSError):
         return UserError(f"{shorten(error)}; {checkpoint}; mend it and send the same command, which {consequence}")
     if is_compile_error(error):
@@ -480,24 +434,17 @@ def _results(job: Job, data_fingerprint: str) -> dict[str, Any]:
     spec, history, train = job.spec, job.history, job.examples.train
     best = history.epochs[history.best - 1]
     validation = {split.name: rows for split, rows in zip(spec.validation, job.examples.validation, strict=True)}
+    sizes = {name: len(rows) for name, rows in validation.items()}
+    overlaps = {name: overlap(spec, train, rows) for name, rows in validation.items()}
     return {
         "headline": {"metric": spec.headline, "value": best["metrics"][spec.headline], "epoch": best["epoch"]},
         "metrics": best["metrics"],
         "baseline": constant_baseline(spec, train, job.examples.validation[0]),
         "collapsed": {split.name: history.best_evaluations[split.suffix].collapsed for split in spec.validation},
-        "isotropy": {
-            "before": history.before["isotropy"],
-            "after": best["isotropy"],
-            "points": job.isotropy.points,
-        },
+        "isotropy": {"before": history.before["isotropy"], "after": best["isotropy"], "points": job.isotropy.points},
         "epochs": history.epochs,
         "skipped_steps": job.module.guard.skipped,
-        "data": {
-            "fingerprint": data_fingerprint,
-            "train": len(train),
-            "validation": {name: len(rows) for name, rows in validation.items()},
-            "overlap": {name: overlap(spec, train, rows) for name, rows in validation.items()},
-        },
+        "data": {"fingerprint": data_fingerprint, "train": len(train), "validation": sizes, "overlap": overlaps},
     }
 
 
@@ -505,4 +452,4 @@ def _results(job: Job, data_fingerprint: str) -> dict[str, Any]:
 def _print_summary(console: Console | None, record: RunRecord, note: str) -> None:
     if console is not None:
         console.print(summary(record))
-        console.print(note, highlight=False, soft_wrap=True)
+        console.out(note, highlight=False)

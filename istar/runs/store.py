@@ -31,12 +31,9 @@ class Examples:
 
 
 def load_examples(spec: TaskSpec, config: TaskConfig) -> Examples:
-    """Load the task's splits, cut to `limit_train` and `limit_validation` examples.
+    """Load the task's splits by `load_splits`, cut to `limit_train` and `limit_validation` examples.
 
-    Logs a warning if training data contain validation examples.
-
-    Raises:
-        UserError: see `load_splits`.
+    A warning is logged if the training data contain validation examples.
     """
     test = [split.name for split in spec.test] if config.submission else []
     validation = [split.name for split in spec.validation]
@@ -47,14 +44,9 @@ def load_examples(spec: TaskSpec, config: TaskConfig) -> Examples:
         [splits[name] for name in test],
     )
     for name, split in zip(validation, examples.validation, strict=True):
-        shared = overlap(spec, examples.train, split)
-        if shared:
-            log.warning(
-                "%d of the %d examples of %s are also in the training data, word for word: the score is inflated",
-                shared,
-                len(split),
-                name,
-            )
+        if shared := overlap(spec, examples.train, split):
+            message = "%d of the %d examples of %s are also in the training data, word for word: the score is inflated"
+            log.warning(message, shared, len(split), name)
     return examples
 
 
@@ -66,9 +58,8 @@ def task_spec(config: TaskConfig) -> TaskSpec:
     """
     spec = TASKS.get(config.name)
     if spec is None:
-        raise UserError(
-            f"task.name={config.name} is not known{did_you_mean(config.name, TASKS)}; one of {', '.join(TASKS)}"
-        )
+        hint = did_you_mean(config.name, TASKS)
+        raise UserError(f"task.name={config.name} is not known{hint}; one of {', '.join(TASKS)}")
     if config.submission and not any(split.submission for split in spec.test):
         raise UserError(f"task.submission=true, but {spec.name} is not one of GLUE's tasks and has no submission file")
     return spec
@@ -81,9 +72,7 @@ def _first(dataset: Dataset, limit: int | None) -> Dataset:
 def run_folder(config: Config, data: str, model: str) -> Path:
     """The folder of a run, whose name ends with a hash of config, data and model.
 
-    Args:
-        data: fingerprint of the training and validation examples.
-        model: see `model_identity`.
+    `data` is the fingerprint of the training and validation examples, `model` is what `model_identity` returns.
     """
     values = to_dict(config)
     # Only the number of devices changes the result, because it multiplies the batch size.
@@ -103,14 +92,10 @@ def _device_count(settings: TrainerConfig) -> int:
 
 
 class RunFolders:
-    """Finds the folders of many runs; loads each data set and hashes each model only once.
-
-    Attributes:
-        sizes: number of training examples, by `data_key`.
-    """
+    """Finds the folders of many runs; loads each data set and hashes each model only once."""
 
     def __init__(self) -> None:
-        self.sizes: dict[str, int] = {}
+        self._sizes: dict[str, int] = {}
         self._fingerprints: dict[str, str] = {}
         self._model_identities: dict[str, str] = {}
 
@@ -120,19 +105,23 @@ class RunFolders:
         Raises:
             UserError: if the run's data cannot be loaded.
         """
-        data, model = self.data_key(config), repr(config.model)
-        if data not in self._fingerprints:
+        data, model = _data_key(config.task), repr(config.model)
+        if data not in self._sizes:
             examples = load_examples(task_spec(config.task), config.task)
-            self.sizes[data] = len(examples.train)
             self._fingerprints[data] = fingerprint(examples.train, *examples.validation)
+            self._sizes[data] = len(examples.train)
         if model not in self._model_identities:
             self._model_identities[model] = model_identity(config.model)
         return run_folder(config, self._fingerprints[data], self._model_identities[model])
 
-    @staticmethod
-    def data_key(config: Config) -> str:
-        """A key that is equal for runs on the same examples."""
-        return repr(replace(config.task, max_length=None, submission=False))
+    def size(self, config: Config) -> int:
+        """The number of training examples of a run whose folder is known; 0 if its data cannot be loaded."""
+        return self._sizes.get(_data_key(config.task), 0)
+
+
+def _data_key(task: TaskConfig) -> str:
+    """A key that is equal for runs on the same examples."""
+    return repr(replace(task, max_length=None, submission=False))
 
 
 def model_identity(config: ModelConfig) -> str:
@@ -164,8 +153,7 @@ def finished_run(folder: Path, config: Config) -> RunRecord | None:
     record = results.read(folder)
     if record.status != "finished":
         return None
-    requested = {"submission": config.task.submission, "model": config.run.save_model}
-    for name, is_requested in requested.items():
+    for name, is_requested in (("submission", config.task.submission), ("model", config.run.save_model)):
         if is_requested and not (folder / name).is_dir():
             raise UserError(f"{folder} is finished but was run without {name}/; run.overwrite=true runs it again")
     return record

@@ -1,5 +1,6 @@
 """The state of a sweep: a JSON file that `istar watch` reads, and a live table on the terminal."""
 
+import csv
 import json
 import threading
 import time
@@ -30,21 +31,7 @@ _ENDED = ("finished", "pruned", "failed", "stopped")
 
 @dataclass
 class Entry:
-    """The state of one run of a sweep.
-
-    Attributes:
-        name: name of the run's folder.
-        overrides: overrides of the run, as on the command line.
-        task: task of the run; `model`, `method` and `seed` describe the run, too.
-        stage: `search` (over the grid or by Optuna) or `seeds` (repetitions of the best configurations).
-        status: `waiting`, `running`, `finished`, `pruned`, `failed`, or `stopped` (the same command resumes it).
-        started: when this command started the run, in seconds since 1970; None if it did not.
-        ended: when the run ended, if this command started it.
-        epochs: number of completed epochs, and of all epochs.
-        metric: name of the headline metric; `value` is its validation score as a fraction.
-        error: why the run failed, in one line.
-        log: file with the output of the run's processes.
-    """
+    """The state of one run of a sweep; `name` is the name of its folder."""
 
     name: str
     overrides: Sequence[str]
@@ -53,15 +40,21 @@ class Entry:
     method: str
     seed: int
     stage: str
+    """`search` (over the grid or by Optuna) or `seeds` (repetitions of the best configurations)."""
     status: str = "waiting"
+    """`waiting`, `running`, `finished`, `pruned`, `failed`, or `stopped` (the same command resumes it)."""
     started: float | None = None
+    """When this command started the run, in seconds since 1970; None if it did not. The same holds for `ended`."""
     ended: float | None = None
     epochs: tuple[int, int] = (0, 0)
+    """Number of completed epochs, and of all epochs."""
     metric: str | None = None
     value: float | None = None
+    """The headline metric on the validation set, as a fraction."""
     collapsed: bool = False
     error: str | None = None
     log: str | None = None
+    """File with the output of the run's processes."""
 
     @property
     def seconds(self) -> float | None:
@@ -74,9 +67,9 @@ class Entry:
         return f"{self.task} · {self.model} · {self.method} · seed {self.seed}"
 
     @property
-    def method_family(self) -> str:
-        """The method without its hyperparameters: Base, I-STAR or CosReg."""
-        return self.method.split(" ")[0]
+    def group(self) -> tuple[str, str, str]:
+        """Task, model and method without its hyperparameters (Base, I-STAR or CosReg)."""
+        return self.task, self.model, self.method.split(" ")[0]
 
     def apply_record(self, record: RunRecord) -> None:
         """Copy status, score and epochs from the record of the ended run."""
@@ -88,29 +81,21 @@ class Entry:
 
 @dataclass
 class SweepState:
-    """The state of a sweep, as in `sweep.json`.
-
-    Attributes:
-        name: name of the sweep's folder.
-        command: command that resumes the sweep.
-        root: folder that holds the runs.
-        jobs: number of runs in parallel.
-        to_come: number of planned runs that have no entry yet: those of the second stage, or of a search.
-        begun: when this command began, in seconds since 1970.
-        seen: when the file was last written.
-        is_over: whether the command has ended.
-        expected: estimated seconds of one run, used until one has finished; None without an estimate.
-    """
+    """The state of a sweep, as in `sweep.json`; `name` is the name of its folder, `root` the folder of the runs."""
 
     name: str
     command: str
+    """The command that resumes the sweep."""
     root: str
     jobs: int
     to_come: int = 0
+    """Number of planned runs that have no entry yet: those of the second stage, or of a search."""
     begun: float = 0.0
+    """When this command began, in seconds since 1970; `seen` is when the file was last written."""
     seen: float = 0.0
     is_over: bool = False
     expected: float | None = None
+    """Estimated seconds per run, used until a run has finished; None without an estimate."""
     entries: list[Entry] = field(default_factory=list)
     format: int = FORMAT
 
@@ -130,10 +115,7 @@ def make_entry(trial: Trial, stage: str) -> Entry:
 class Board:
     """Keeps `sweep.json` and the screen up to date: a live table on a terminal, else one line for each ended run.
 
-    Args:
-        folder: folder of the sweep.
-        state: initial state; the board changes it.
-        console: where the table or the lines are printed.
+    The board changes `state`; `folder` is the folder of the sweep.
     """
 
     def __init__(self, folder: Path, state: SweepState, console: Console) -> None:
@@ -163,12 +145,7 @@ class Board:
         self._write()
 
     def ended(self, entry: Entry, outcome: RunRecord | UserError, status: str | None = None) -> None:
-        """Record how a run has ended.
-
-        Args:
-            outcome: the record of the run, or its error.
-            status: status of a run that ended with an error, `failed` by default.
-        """
+        """Record the outcome of a run; after an error, its status is `status`, by default `failed`."""
         if isinstance(outcome, RunRecord):
             entry.apply_record(outcome)
         else:
@@ -176,7 +153,7 @@ class Board:
         entry.ended = time.time()
         self._write()
         if self._live is None:
-            self.console.print(result_line(self.state, entry), highlight=False, soft_wrap=True, markup=False)
+            self.console.out(result_line(self.state, entry), highlight=False)
 
     def tick(self) -> None:
         """Update epochs, screen and file, each only if its interval has passed; call this many times a second."""
@@ -227,24 +204,22 @@ def read(path: Path) -> SweepState:
         values = json.loads(path.read_text(encoding="utf-8"))
         if values["format"] != FORMAT:
             raise UserError(f"{path} has format {values['format']}; this version reads {FORMAT}")
-        entries = [_read_entry(**entry) for entry in values.pop("entries")]
-        return SweepState(**values, entries=entries)
+        for entry in values["entries"]:
+            entry |= {"overrides": tuple(entry["overrides"]), "epochs": tuple(entry["epochs"])}
+        return SweepState(**values | {"entries": [Entry(**entry) for entry in values["entries"]]})
     except (OSError, ValueError, TypeError, LookupError) as error:
         raise UserError(f"{path} is not a sweep that istar wrote: {shorten(error)}") from error
-
-
-def _read_entry(overrides: Sequence[str], epochs: Sequence[int], **values: Any) -> Entry:
-    return Entry(overrides=tuple(overrides), epochs=(epochs[0], epochs[1]), **values)
 
 
 def epochs_done(folder: Path) -> int:
     """The number of epochs that a run has validated, from its `metrics.csv`."""
     try:
-        header, *rows = (folder / "metrics.csv").read_text(encoding="utf-8").splitlines()
+        with (folder / "metrics.csv").open(encoding="utf-8", newline="") as file:
+            reader = csv.DictReader(file)
+            metrics = [name for name in reader.fieldnames or () if name.startswith("val/")]
+            validations = [row for row in reader if any(row[name] for name in metrics)]
     except (OSError, ValueError):
         return 0
-    columns = [index for index, name in enumerate(header.split(",")) if name.startswith("val/")]
-    validations = [cells for cells in (row.split(",") for row in rows) if any(cells[index] for index in columns)]
     # The first validation takes place before the training.
     return max(0, len(validations) - 1)
 
@@ -252,8 +227,7 @@ def epochs_done(folder: Path) -> int:
 def seconds_left(state: SweepState) -> float | None:
     """Estimate the seconds until all runs are done, from the mean duration of the finished runs.
 
-    Returns:
-        None if no run has finished under this command and the state has no estimate.
+    Without any finished run, the mean is `state.expected`; without an expectation, the result is None.
     """
     durations = [entry.seconds for entry in state.entries_with("finished") if entry.seconds]
     mean = sum(durations) / len(durations) if durations else state.expected
@@ -294,17 +268,23 @@ def render(state: SweepState) -> Group:
     table.add_column("by")
     groups: dict[tuple[str, str, str], list[Entry]] = {}
     for entry in state.entries:
-        groups.setdefault((entry.task, entry.model, entry.method_family), []).append(entry)
+        groups.setdefault(entry.group, []).append(entry)
     for names, group in groups.items():
         counts = [str(sum(entry.status in statuses for entry in group)) for statuses in _COLUMNS.values()]
         scored = [entry for entry in group if entry.value is not None and entry.status == "finished"]
         best = max(scored, key=lambda entry: entry.value or 0.0, default=None)
         score, origin = "-", "-"
         if best is not None:
-            score, origin = f"{best.metric} {100 * (best.value or 0):.2f}", _distinctive_overrides(best, group)
+            score = f"{best.metric} {100 * (best.value or 0):.2f}"
+            distinctive = [text for text in best.overrides if not all(text in entry.overrides for entry in group)]
+            origin = " ".join(distinctive) or best.method
         table.add_row(*names, *counts, score, origin)
-    running = [Text(f"  {entry.label}: {_progress(entry)}") for entry in state.entries_with("running")]
-    return Group(Text(headline(state)), table, *([Text("running:")] if running else []), *running)
+    lines = []
+    for entry in state.entries_with("running"):
+        epoch = f"epoch {min(entry.epochs[0] + 1, entry.epochs[1])} of {entry.epochs[1]}"
+        elapsed = f", {duration(time.time() - entry.started)}" if entry.started else ""
+        lines.append(f"  {entry.label}: {epoch}{elapsed}")
+    return Group(Text(headline(state)), table, *map(Text, ["running:", *lines] if lines else []))
 
 
 def headline(state: SweepState) -> str:
@@ -333,14 +313,3 @@ def duration(seconds: float | None) -> str:
     if minutes < 48 * 60:
         return f"{minutes // 60} h {minutes % 60} min"
     return f"{minutes // 1440} d {minutes % 1440 // 60} h"
-
-
-def _distinctive_overrides(entry: Entry, group: Sequence[Entry]) -> str:
-    """The overrides of a run that not all runs of its group have; the method if there are none."""
-    overrides = [text for text in entry.overrides if not all(text in other.overrides for other in group)]
-    return " ".join(overrides) or entry.method
-
-
-def _progress(entry: Entry) -> str:
-    elapsed = f", {duration(time.time() - entry.started)}" if entry.started else ""
-    return f"epoch {min(entry.epochs[0] + 1, entry.epochs[1])} of {entry.epochs[1]}{elapsed}"

@@ -12,15 +12,12 @@ from istar.results import RESULT, RunRecord, read
 
 @dataclass(frozen=True)
 class Estimate:
-    """The estimated duration of a number of runs.
-
-    Attributes:
-        seconds: duration of all runs one after another; None if no finished run is similar enough.
-        basis: the finished runs behind the estimate, in words.
-    """
+    """The estimated duration of a number of runs."""
 
     seconds: float | None
+    """Duration of all runs one after another; None if no finished run is similar enough."""
     basis: str
+    """The finished runs behind the estimate, in words."""
 
 
 def finished_runs(root: Path) -> list[RunRecord]:
@@ -35,14 +32,10 @@ def finished_runs(root: Path) -> list[RunRecord]:
 
 
 def estimate(planned: Sequence[tuple[Config, int]], finished: Iterable[RunRecord]) -> Estimate:
-    """Estimate the duration of planned runs from the seconds per training example and epoch of similar finished runs.
+    """Estimate the duration of planned runs, given as configs with their numbers of training examples.
 
-    Each planned run uses the median rate of the runs with the same model, task and method; if there are none, of those
-    with the same model and task; if there are none, of those with the same model.
-
-    Args:
-        planned: configs with their numbers of training examples.
-        finished: records of finished runs.
+    Each planned run uses the median of the seconds per training example and epoch of the finished runs with the same
+    model, task and method; if there are none, of those with the same model and task, or else with the same model.
     """
     rates: dict[tuple[str, ...], dict[int, float]] = {}
     for number, record in enumerate(finished):

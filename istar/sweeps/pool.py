@@ -3,9 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -33,32 +31,22 @@ class TrialSource(Protocol):
         """Called many times a second while trials run."""
 
 
-@dataclass(frozen=True)
-class PoolSettings:
-    """How trials are executed.
-
-    Attributes:
-        jobs: number of trials in parallel.
-        fail_fast: stop all trials when one fails.
-        show_trace: print the stack traces of failed trials.
-        logs: folder for the output of the processes.
-    """
-
-    jobs: int
-    fail_fast: bool
-    show_trace: bool
-    logs: Path
-
-
-def run_trials(source: TrialSource, settings: PoolSettings) -> None:
+def run_trials(source: TrialSource, jobs: int, fail_fast: bool, logs: Path) -> None:
     """Execute trials until the source has no more and all have ended.
+
+    Args:
+        source: supplies the trials and receives their results.
+        jobs: number of trials in parallel.
+        fail_fast: stop all trials when any of them fails.
+        logs: folder for the output of the processes.
 
     Raises:
         StoppedError: if a signal has stopped the sweep; the signal was forwarded to the running trials.
     """
-    settings.logs.mkdir(parents=True, exist_ok=True)
-    with _process_starter(settings) as start:
-        pool = _Pool(source, settings, start)
+    logs.mkdir(parents=True, exist_ok=True)
+    with fork_server.ServerPool(logs / "server.log") as servers:
+        # A new interpreter costs seconds for every run; a forked process does not.
+        pool = _Pool(source, jobs, fail_fast, logs, servers.spawn if fork_server.is_supported() else spawn)
         with forward_signals(pool.runs) as signals:
             while pool.fill_slots(signals):
                 pool.collect_ended(signals)
@@ -69,33 +57,19 @@ def run_trials(source: TrialSource, settings: PoolSettings) -> None:
         raise StoppedError(f"stopped by {name}; the same command goes on", signals[0])
 
 
-@contextmanager
-def _process_starter(settings: PoolSettings) -> Iterator[Spawn]:
-    """Fork processes where that is supported, since a new interpreter costs seconds for every run."""
-    if not fork_server.is_supported():
-        yield spawn
-        return
-    with fork_server.ServerPool(settings.logs / "server.log") as servers:
-        yield servers.spawn
-
-
 class _Pool:
-    """The running trials, each in one of `settings.jobs` slots.
+    """The running trials, each in a slot of its own, and their processes (`runs`)."""
 
-    Attributes:
-        runs: the processes of the running trials.
-    """
-
-    def __init__(self, source: TrialSource, settings: PoolSettings, start: Spawn) -> None:
+    def __init__(self, source: TrialSource, jobs: int, fail_fast: bool, logs: Path, start: Spawn) -> None:
         self.runs: list[RunProcesses] = []
-        self._source, self._settings, self._spawn = source, settings, start
+        self._source, self._jobs, self._fail_fast, self._logs, self._spawn = source, jobs, fail_fast, logs, start
         self._slots: dict[int, tuple[Trial, RunProcesses]] = {}
-        self._gpus = visible_gpus() if settings.jobs > 1 else []
+        self._gpus = visible_gpus() if jobs > 1 else []
         self._is_stopping = False
 
     def fill_slots(self, signals: Sequence[int]) -> bool:
         """Start a trial in each free slot; returns whether any trial is running."""
-        for slot in range(self._settings.jobs):
+        for slot in range(self._jobs):
             while slot not in self._slots and not signals and not self._is_stopping:
                 trial = self._source.next()
                 if trial is None:
@@ -112,9 +86,9 @@ class _Pool:
                 self._report(trial, run, signals)
 
     def _start(self, slot: int, trial: Trial) -> None:
-        log = self._settings.logs / f"{trial.name}.log"
+        log = self._logs / f"{trial.name}.log"
         try:
-            variables = slot_environment(slot, self._settings.jobs, trial.config.trainer, self._gpus)
+            variables = slot_environment(slot, self._jobs, trial.config.trainer, self._gpus)
             processes = processes_to_start(trial.config.trainer)
         except UserError as error:
             self._fail(trial, error)
@@ -127,19 +101,17 @@ class _Pool:
 
     def _report(self, trial: Trial, run: RunProcesses, signals: Sequence[int]) -> None:
         try:
-            self._source.ended(trial, run.record(signals, self._settings.show_trace))
-        except StoppedError as error:
-            if signals or self._is_stopping:
+            self._source.ended(trial, run.record(signals))
+        except UserError as error:
+            # Without a signal to the sweep, a trial that was stopped has failed, and the sweep goes on.
+            if isinstance(error, StoppedError) and (signals or self._is_stopping):
                 self._source.ended(trial, error, "stopped")
             else:
-                # The sweep goes on: the signal was sent to this trial alone.
                 self._fail(trial, error)
-        except UserError as error:
-            self._fail(trial, error)
 
     def _fail(self, trial: Trial, error: UserError) -> None:
         self._source.ended(trial, error)
-        if self._settings.fail_fast:
+        if self._fail_fast:
             self._is_stopping = True
             for run in self.runs:
                 run.send_signal(signal.SIGTERM)
@@ -158,10 +130,7 @@ def visible_gpus() -> list[str]:
 def slot_environment(slot: int, jobs: int, settings: TrainerConfig, gpus: Sequence[str]) -> dict[str, str]:
     """Environment variables that give a slot its share of the machine: of the GPUs, or else of the CPU threads.
 
-    With more jobs than GPUs, several jobs share a GPU.
-
-    Raises:
-        UserError: if `trainer.devices` is not a number of devices.
+    With more jobs than GPUs, several jobs share a GPU. A `UserError` says if `trainer.devices` is not a number.
     """
     if jobs == 1:
         return {}
@@ -176,15 +145,8 @@ def slot_environment(slot: int, jobs: int, settings: TrainerConfig, gpus: Sequen
 
 
 def device_count(settings: TrainerConfig) -> int:
-    """The number of devices of a run, according to `trainer.devices`.
-
-    Raises:
-        UserError: if `trainer.devices` lists devices or leaves their number to the hardware.
-    """
-    if isinstance(settings.devices, int) and settings.devices > 0:
-        return settings.devices
-    if isinstance(settings.devices, str) and settings.devices.isdigit() and int(settings.devices) > 0:
-        return int(settings.devices)
-    raise UserError(
-        f"trainer.devices={settings.devices}: with sweep.jobs above 1 say how many devices a run gets, not which"
-    )
+    """The value of `trainer.devices`; raises a `UserError` unless it is a number of devices."""
+    count = str(settings.devices)
+    if not count.isdigit() or int(count) == 0:
+        raise UserError(f"trainer.devices={count}: with sweep.jobs above 1 say how many devices a run gets, not which")
+    return int(count)

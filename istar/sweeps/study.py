@@ -43,21 +43,18 @@ class Study:
         self.name = folder.name
         self._trials, self._spaces, self._folder = settings.trials, spaces, folder
         self._worker = uuid.uuid4().hex
+        pruner = _PRUNERS[settings.pruner]()
         try:
             self._study = optuna.create_study(
-                study_name=self.name,
-                storage=self.storage,
-                pruner=_PRUNERS[settings.pruner](),
-                direction="maximize",
-                load_if_exists=True,
+                study_name=self.name, storage=self.storage, pruner=pruner, direction="maximize", load_if_exists=True
             )
         except Exception as error:
             raise UserError(f"sweep.storage={self.storage} cannot be used: {shorten(error)}") from error
         # A sampler with the same seed as before would suggest the same values again.
         begun = len(self._study.get_trials(deepcopy=False))
         self._study.sampler = _SAMPLERS[settings.sampler](seed=settings.sampler_seed + begun)
+        (folder / "workers").mkdir(parents=True, exist_ok=True)
         self._lock = FileLock(self._lock_path(self._worker))
-        Path(self._lock.lock_file).parent.mkdir(parents=True, exist_ok=True)
         self._lock.acquire()
         self._running: set[int] = set()
         self._attempts = self.to_come()
@@ -65,7 +62,7 @@ class Study:
     def close(self) -> None:
         """Let other workers take over the unfinished trials of this one."""
         self._lock.release()
-        Path(self._lock.lock_file).unlink(missing_ok=True)
+        self._lock_path(self._worker).unlink(missing_ok=True)
 
     def to_come(self) -> int:
         """The number of trials that no worker has started."""
@@ -118,20 +115,18 @@ class Study:
     def _trials_in(self, *states: TrialState) -> list[FrozenTrial]:
         return self._study.get_trials(deepcopy=False, states=states)
 
-    def _lock_path(self, worker: str) -> str:
-        return str(self._folder / "workers" / f"{worker}.lock")
+    def _lock_path(self, worker: str) -> Path:
+        return self._folder / "workers" / f"{worker}.lock"
 
     def _is_alive(self, worker: str) -> bool:
         """Whether a worker still runs: the operating system releases its file lock when it dies."""
-        if not worker or not Path(self._lock_path(worker)).exists():
+        if not self._lock_path(worker).exists():
             return False
-        lock = FileLock(self._lock_path(worker))
         try:
-            lock.acquire(timeout=0)
+            with FileLock(self._lock_path(worker), timeout=0):
+                return False
         except Timeout:
             return True
-        lock.release()
-        return False
 
 
 def suggest(trial: optuna.trial.Trial, spaces: Mapping[str, Space]) -> Overrides:
@@ -141,6 +136,7 @@ def suggest(trial: optuna.trial.Trial, spaces: Mapping[str, Space]) -> Overrides
 
 
 def _suggest(trial: optuna.trial.Trial, override: Override) -> str:
+    """Let Optuna choose a value for a key that is swept over; return other overrides as they are."""
     if not override.is_sweep_override():
         return override.input_line or ""
     key, sweep = override.get_key_element(), override.value()

@@ -1,6 +1,8 @@
 """Runs a sweep, which `train.py -m` calls: expands the trials, executes the missing ones and compares the results."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,34 +38,27 @@ Launcher = Callable[[Sequence[Overrides]], Sequence[RunRecord | UserError]]
 
 @dataclass(frozen=True)
 class SweepRequest:
-    """A sweep as requested on the command line.
-
-    Attributes:
-        settings: the `sweep` group of the config.
-        arguments: overrides of the command line.
-        params: values to sweep over by key, from `hydra.sweeper.params`.
-        command: the command line, for messages that repeat it.
-        root: folder that holds the runs.
-        compose: composes the config of a run from its overrides.
-        launcher: executes the runs; None executes them on this machine.
-        show_trace: print the stack traces of failed runs.
-    """
+    """A sweep as requested on the command line."""
 
     settings: SweepConfig
     arguments: Sequence[str]
+    """Overrides of the command line."""
     params: Mapping[str, Any]
+    """Values to sweep over by key, from `hydra.sweeper.params`."""
     command: str
+    """The command line, for messages that repeat it."""
     root: Path
+    """Folder that holds the runs."""
     compose: Callable[[Overrides], DictConfig]
+    """Composes the config of a run from its overrides."""
     launcher: Launcher | None = None
-    show_trace: bool = False
+    """Executes the runs; None executes them on this machine."""
 
 
 def sweep(request: SweepRequest, console: Console) -> int:
     """Execute the runs of a sweep that are not finished yet, and print a comparison of the results.
 
-    Returns:
-        The exit code: 0 if all runs are finished, 1 if some have failed or were stopped.
+    Returns the exit code: 0 if all runs are finished, 1 if any has failed or was stopped.
 
     Raises:
         UserError: for overrides that do not compose or cannot be searched, before any run has started.
@@ -91,20 +86,12 @@ def sweep(request: SweepRequest, console: Console) -> int:
 
 
 class Runs:
-    """The runs of a sweep with their trials and states.
-
-    Attributes:
-        folder: folder of the sweep.
-        state: state of the sweep, which `Board` writes to disk.
-        spaces: search spaces by the names of the grids.
-        trials: trials by the names of their run folders.
-        entries: entries of `state` by the names of their run folders.
-        folders: finds the folders of the runs.
-    """
+    """The runs of a sweep: a trial and an entry of the sweep's state for each name of a run's folder."""
 
     def __init__(self, request: SweepRequest, console: Console) -> None:
         settings = request.settings
         self.request, self.console = request, console
+        # The search spaces by the names of the grids.
         self.spaces = trials.spaces(request.arguments, request.params, settings.grids or {}, settings.only)
         digest = trials.identity(self.spaces, settings.seeds, settings.search, settings.sampler_seed)
         self.folder = request.root / board.FOLDER / f"{settings.name}-{digest}"
@@ -149,36 +136,26 @@ class Runs:
             entry.status, entry.error = "failed", message
         return trial
 
-    def config_and_size(self, name: str) -> tuple[Config, int]:
-        """The config of a run and its number of training examples."""
-        config = self.trials[name].config
-        return config, self.folders.sizes.get(RunFolders.data_key(config), 0)
-
-    def sample_config_and_size(self) -> tuple[Config, int]:
-        """A config with only the values that are not swept over, and its number of training examples.
-
-        Raises:
-            UserError: if the values do not compose, or the data cannot be loaded.
-        """
+    def sample_config(self) -> Config:
+        """A config with only the values that are not swept over; raises a `UserError` if its data cannot be loaded."""
         space = next(iter(self.spaces.values()))
         fixed = tuple(override.input_line or "" for override in space.values() if not override.is_sweep_override())
         config = schema.load(self.request.compose(fixed))
         self.folders(config)
-        return config, self.folders.sizes[RunFolders.data_key(config)]
+        return config
 
     def best_with_seeds(self) -> list[Overrides]:
         """The overrides of the best finished run of each task, model and method, once with each of `sweep.seeds`."""
         best: dict[tuple[str, str, str], Entry] = {}
         for entry in self.state.entries_with("finished"):
-            key = (entry.task, entry.model, entry.method_family)
-            if key not in best or (entry.value or 0) > (best[key].value or 0):
-                best[key] = entry
+            if entry.group not in best or (entry.value or 0) > (best[entry.group].value or 0):
+                best[entry.group] = entry
         seeds = self.request.settings.seeds
         return [trials.with_seed(tuple(entry.overrides), seed) for entry in best.values() for seed in seeds]
 
-    def records(self) -> list[RunRecord]:
-        """The records of the finished runs."""
-        return [results.read(self.request.root / entry.name) for entry in self.state.entries_with("finished")]
+    def record(self, entry: Entry) -> RunRecord:
+        """The record of a run that has ended."""
+        return results.read(self.request.root / entry.name)
 
 
 class TrialQueue:
@@ -219,7 +196,8 @@ class SearchQueue(TrialQueue):
                 self._numbers[trial.name] = number
                 return trial
             # The run of these values has ended already, or its data cannot be loaded.
-            self._study.tell(number, self._known_outcome(entry))
+            has_record = entry.status in ("finished", "pruned")
+            self._study.tell(number, self.runs.record(entry) if has_record else UserError(entry.error or entry.status))
         return None
 
     def ended(self, trial: Trial, outcome: RunRecord | UserError, status: str | None = None) -> None:
@@ -230,28 +208,20 @@ class SearchQueue(TrialQueue):
             self._study.tell(number, outcome)
         super().ended(trial, outcome, status)
 
-    def _known_outcome(self, entry: Entry) -> RunRecord | UserError:
-        if entry.status in ("finished", "pruned"):
-            return results.read(self.runs.request.root / entry.name)
-        return UserError(entry.error or entry.status)
-
 
 def search(runs: Runs, live_board: Board) -> None:
     """Execute the trials of an Optuna search; the results of earlier calls count."""
     # Optuna takes seconds to import, and a grid does not need it.
     from istar.sweeps.study import Study
 
-    study = Study(runs.request.settings, runs.spaces, runs.folder)
-    try:
+    with closing(Study(runs.request.settings, runs.spaces, runs.folder)) as study:
         for _, overrides in study.ended_trials():
             trial = runs.add(overrides, SEARCH)
             entry = runs.entries[trial.name]
             if entry.status == "waiting":
-                entry.apply_record(results.read(runs.request.root / trial.name))
+                entry.apply_record(runs.record(entry))
         runs.state.to_come = study.to_come()
         run_queue(SearchQueue(runs, live_board, study))
-    finally:
-        study.close()
 
 
 def run_queue(queue: TrialQueue) -> None:
@@ -259,69 +229,66 @@ def run_queue(queue: TrialQueue) -> None:
     request = queue.runs.request
     settings = request.settings
     if request.launcher is None:
-        logs = queue.runs.folder / "logs"
-        pool.run_trials(queue, pool.PoolSettings(settings.jobs, settings.fail_fast, request.show_trace, logs))
+        pool.run_trials(queue, settings.jobs, settings.fail_fast, queue.runs.folder / "logs")
         return
     # A grid is launched as a whole; a search in batches, because later trials depend on earlier results.
-    limit = settings.jobs if isinstance(queue, SearchQueue) else None
-    while batch := _next_batch(queue, limit):
-        jobs = [(*trial.overrides, *_launcher_overrides(trial)) for trial in batch]
+    limit = settings.jobs if isinstance(queue, SearchQueue) else math.inf
+    while True:
+        batch: list[Trial] = []
+        while len(batch) < limit and (trial := queue.next()) is not None:
+            queue.started(trial, None)
+            batch.append(trial)
+        if not batch:
+            return
         with queue.board.ticking():
-            outcomes = request.launcher(jobs)
+            outcomes = request.launcher([_launcher_overrides(trial) for trial in batch])
         for trial, outcome in zip(batch, outcomes, strict=True):
             queue.ended(trial, outcome, "stopped" if isinstance(outcome, StoppedError) else None)
 
 
-def _next_batch(queue: TrialQueue, limit: int | None) -> list[Trial]:
-    batch: list[Trial] = []
-    while (limit is None or len(batch) < limit) and (trial := queue.next()) is not None:
-        queue.started(trial, None)
-        batch.append(trial)
-    return batch
-
-
-def _launcher_overrides(trial: Trial) -> list[str]:
-    """Overrides that a launched run needs beside its own, because only the config of this process has these values."""
+def _launcher_overrides(trial: Trial) -> Overrides:
+    """The overrides of a trial, with those whose values only the config of this process has."""
     logger = trial.config.logger
-    overrides = [f"logger.group={logger.group}"] if isinstance(logger, WandbConfig) else []
-    return overrides + ([f"sweep.trial='{trial.study}'"] if trial.study else [])
+    group = (f"logger.group={logger.group}",) if isinstance(logger, WandbConfig) else ()
+    study = (f"sweep.trial='{trial.study}'",) if trial.study else ()
+    return (*trial.overrides, *group, *study)
 
 
 def print_plan(runs: Runs) -> None:
     """Print the number of runs and their estimated duration; in a dry run also the overrides of each run."""
     settings, state = runs.request.settings, runs.state
     waiting = state.entries_with("waiting")
-    planned = [runs.config_and_size(entry.name) for entry in waiting]
-    names = {(entry.task, entry.model, entry.method_family): entry.name for entry in state.entries}
+    planned = [runs.trials[entry.name].config for entry in waiting]
+    names = {entry.group: entry.name for entry in state.entries}
     parts = [f"{state.name}: {len(state.entries)} runs, {len(waiting)} of them to do"]
     if settings.search == "optuna":
         parts = [f"{state.name}: a search of {settings.trials} trials"]
-        planned = [runs.sample_config_and_size()] * settings.trials
+        planned = [runs.sample_config()] * settings.trials
     if settings.seeds:
         parts.append(f"then {len(settings.seeds)} seeds of the best of each of {len(names) or 'the'} methods")
-        # The search has run the best configuration with its own seed already.
+        # The search has run the best configuration with its first seed already.
         other_seeds = set(settings.seeds) - {entry.seed for entry in state.entries}
-        planned += [runs.config_and_size(name) for name in names.values() for _ in other_seeds]
+        planned += [runs.trials[name].config for name in names.values() for _ in other_seeds]
         state.to_come = len(names) * len(other_seeds)
     # Finding the finished runs reads every record of the folder, so it is left out if nothing is planned.
-    estimate = cost.estimate(planned, cost.finished_runs(runs.request.root) if planned else ())
-    if estimate.seconds is not None and planned:
-        state.expected = estimate.seconds / len(planned)
-        parts.append(
-            f"about {duration(estimate.seconds / settings.jobs)}, {settings.jobs} at a time ({estimate.basis})"
-        )
-    elif planned:
-        parts.append(f"duration unknown: {estimate.basis}")
-    runs.console.print("; ".join(parts), highlight=False, soft_wrap=True, markup=False)
+    if planned:
+        sizes = [(config, runs.folders.size(config)) for config in planned]
+        estimate = cost.estimate(sizes, cost.finished_runs(runs.request.root))
+        if estimate.seconds is None:
+            parts.append(f"duration unknown: {estimate.basis}")
+        else:
+            state.expected = estimate.seconds / len(planned)
+            time = duration(estimate.seconds / settings.jobs)
+            parts.append(f"about {time}, {settings.jobs} at a time ({estimate.basis})")
+    runs.console.out("; ".join(parts), highlight=False)
     if settings.dry_run:
         for entry in state.entries:
-            line = f"  {entry.status}: {' '.join(entry.overrides)}"
-            runs.console.print(line, highlight=False, soft_wrap=True, markup=False)
+            runs.console.out(f"  {entry.status}: {' '.join(entry.overrides)}", highlight=False)
 
 
 def print_results(runs: Runs) -> int:
     """Write and print the comparison of the finished runs, list the failed runs, and return the exit code."""
-    console, records = runs.console, runs.records()
+    console, records = runs.console, [runs.record(entry) for entry in runs.state.entries_with("finished")]
     if records:
         configurations = sum(map(len, run_tables.by_task(records).values()))
         if configurations > _MAX_COMPARED or runs.request.settings.seeds:
@@ -330,18 +297,15 @@ def print_results(runs: Runs) -> int:
         for suffix in ("png", "svg"):
             comparison.comparison(records, runs.folder / f"comparison.{suffix}")
         console.print(run_tables.comparison(records))
-        console.print(f"{runs.folder / 'comparison.png'} and .svg, .md", highlight=False, soft_wrap=True)
-    failed = runs.state.entries_with("failed")
+        console.out(f"{runs.folder / 'comparison.png'} and .svg, .md", highlight=False)
+    count = len(runs.state.entries)
+    failed, stopped = runs.state.entries_with("failed"), runs.state.entries_with("waiting", "stopped")
     if failed:
-        console.print(f"{len(failed)} of {len(runs.state.entries)} runs failed; the same command runs them again:")
+        console.out(f"{len(failed)} of {count} runs failed; the same command runs them again:")
         for entry in failed:
-            line = f"  {' '.join(entry.overrides)}: {entry.error}"
-            console.print(line, highlight=False, soft_wrap=True, markup=False)
-    stopped = runs.state.entries_with("waiting", "stopped")
-    if stopped and not failed:
-        console.print(
-            f"{len(stopped)} of {len(runs.state.entries)} runs are not done; the same command goes on with them"
-        )
+            console.out(f"  {' '.join(entry.overrides)}: {entry.error}", highlight=False)
+    elif stopped:
+        console.out(f"{len(stopped)} of {count} runs are not done; the same command goes on with them")
     return 1 if failed or stopped else 0
 
 

@@ -23,19 +23,16 @@ Space = dict[str, Override]
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of a sweep.
-
-    Attributes:
-        overrides: the overrides of the run, as on the command line.
-        config: the config that the overrides compose.
-        name: the name of the run's folder.
-        study: the trial of an Optuna search, as `istar.training.pruning` reads it; None in a grid.
-    """
+    """One run of a sweep."""
 
     overrides: Overrides
+    """The overrides of the run, as on the command line."""
     config: Config
+    """The config that the overrides compose."""
     name: str
+    """The name of the run's folder."""
     study: str | None = None
+    """The trial of an Optuna search, as `istar.training.pruning` reads it; None in a grid."""
 
 
 def spaces(
@@ -87,8 +84,7 @@ def _override_value(value: Any) -> str:
 def combinations(space: Space) -> list[Overrides]:
     """All combinations of a space's values without duplicates; the last key changes fastest.
 
-    Raises:
-        UserError: if a key has a continuous interval instead of a list of values.
+    Raises a `UserError` if a key has a continuous interval instead of a list of values.
     """
     choices = []
     for override in space.values():
@@ -97,9 +93,8 @@ def combinations(space: Space) -> list[Overrides]:
         elif override.is_discrete_sweep():
             choices.append([f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()])
         else:
-            raise UserError(
-                f"{override.input_line}: an interval is for sweep.search=optuna; a grid needs a list of values"
-            )
+            message = "an interval is for sweep.search=optuna; a grid needs a list of values"
+            raise UserError(f"{override.input_line}: {message}")
     return list(dict.fromkeys(itertools.product(*choices)))
 
 
@@ -110,8 +105,7 @@ def with_seed(overrides: Overrides, seed: int) -> Overrides:
 
 def identity(grids: Mapping[str, Space], *settings: Any) -> str:
     """Six hexadecimal digits that identify spaces and settings, so that a repeated command resumes its sweep."""
-    overrides = [
-        [override.input_line for key, override in space.items() if not key.startswith(_NOT_SWEPT)]
-        for space in grids.values()
-    ]
+    overrides = []
+    for space in grids.values():
+        overrides.append([override.input_line for key, override in space.items() if not key.startswith(_NOT_SWEPT)])
     return hashlib.sha256(json.dumps([overrides, *settings]).encode()).hexdigest()[:6]

@@ -1,6 +1,7 @@
 """Implements `istar watch`: the live table of sweeps that other processes run, read from their state files."""
 
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console, Group
@@ -15,39 +16,25 @@ _SILENT_SECONDS = 60.0
 """A sweep writes its state every ten seconds. After this time it has probably died, or the file system is slow."""
 
 
-def watch(root: Path, console: Console, name: str | None = None, once: bool = False, interval: float = 2.0) -> None:
-    """Show the sweeps of a folder until all of them are over; Ctrl-C ends the display, not the sweeps.
+def watch(root: Path, console: Console, name: str | None = None, once: bool = False) -> None:
+    """Show the sweeps of a folder of runs until all of them are over; Ctrl-C ends the display, not the sweeps.
 
-    Args:
-        root: folder that holds the runs.
-        name: name of one sweep; None shows those that are not over, or else the latest one.
-        once: show the current state and return.
-        interval: seconds between two updates.
-
-    Raises:
-        UserError: if there is no sweep, or none of that name.
+    Without the name of a sweep, those that are not over are shown, or else the latest. With `once`, or if the console
+    is no terminal, only the current state is shown. A `UserError` says if there is no such sweep.
     """
+    states = find(root, name)
     if once or not console.is_terminal:
-        console.print(render(find(root, name)))
+        console.print(render(states))
         return
-    with Live(render(find(root, name)), console=console, auto_refresh=False) as live:
-        try:
-            while True:
-                states = find(root, name)
-                live.update(render(states), refresh=True)
-                if all(state.is_over for state in states):
-                    return
-                time.sleep(interval)
-        except KeyboardInterrupt:
-            return
+    with Live(render(states), console=console, auto_refresh=False) as live, suppress(KeyboardInterrupt):
+        while not all(state.is_over for state in states):
+            time.sleep(2)
+            states = find(root, name)
+            live.update(render(states), refresh=True)
 
 
 def find(root: Path, name: str | None = None) -> list[SweepState]:
-    """Read the states of the sweeps that `watch` shows.
-
-    Raises:
-        UserError: if there are none.
-    """
+    """Read the states of the sweeps that `watch` shows; raises a `UserError` if there are none."""
     paths = sorted((root / FOLDER).glob(f"{name or '*'}/{STATE}"), key=lambda path: path.stat().st_mtime)
     if not paths:
         names = sorted(path.name for path in (root / FOLDER).glob("*") if (path / STATE).exists())
@@ -67,10 +54,6 @@ def render(states: list[SweepState]) -> Group:
         parts.append(board.render(state))
         silent = time.time() - state.seen
         if not state.is_over and silent > _SILENT_SECONDS:
-            parts.append(
-                Text(
-                    f"no update for {duration(silent)}; if the sweep was killed, this command resumes it: "
-                    f"{state.command}"
-                )
-            )
+            note = f"no update for {duration(silent)}; if the sweep was killed, this command resumes it:"
+            parts.append(Text(f"{note} {state.command}"))
     return Group(*parts)

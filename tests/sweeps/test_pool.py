@@ -10,7 +10,7 @@ from istar.config import Config, TrainerConfig
 from istar.errors import StoppedError, UserError
 from istar.results import RunRecord
 from istar.sweeps import pool
-from istar.sweeps.pool import PoolSettings, run_trials, slot_environment
+from istar.sweeps.pool import run_trials, slot_environment
 from istar.sweeps.trials import Trial
 
 
@@ -38,7 +38,7 @@ class Run:
             Run.alive.remove(self)
         return ended
 
-    def record(self, signals: Any, show_trace: bool) -> RunRecord:
+    def record(self, signals: Any) -> RunRecord:
         if self.signals:
             raise StoppedError("stopped by SIGTERM: saved", signal.SIGTERM)
         if self.name.startswith("bad"):
@@ -73,15 +73,15 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "visible_gpus", list)
 
 
-def settings(tmp_path: Path, jobs: int = 2, fail_fast: bool = False) -> PoolSettings:
-    return PoolSettings(jobs, fail_fast, False, tmp_path / "logs")
+def execute(source: Source, tmp_path: Path, jobs: int = 2, fail_fast: bool = False) -> None:
+    run_trials(source, jobs, fail_fast, tmp_path / "logs")
 
 
 @pytest.mark.parametrize("jobs", [1, 2, 3, 20])
 def test_so_many_at_a_time_and_each_of_them_once(composed: Any, tmp_path: Path, jobs: int) -> None:
     names = [f"run{number}" for number in range(7)]
     source = Source(composed(), *names)
-    run_trials(source, settings(tmp_path, jobs))
+    execute(source, tmp_path, jobs)
     assert source.told == dict.fromkeys(names, "finished")
     assert sorted(source.running) == names
     assert Run.most == min(jobs, 7)
@@ -89,7 +89,7 @@ def test_so_many_at_a_time_and_each_of_them_once(composed: Any, tmp_path: Path, 
 
 def test_one_that_fails_does_not_stop_the_others(composed: Any, tmp_path: Path) -> None:
     source = Source(composed(), "a", "bad1", "b", "bad2", "c")
-    run_trials(source, settings(tmp_path))
+    execute(source, tmp_path)
     assert source.told == {"a": "finished", "b": "finished", "c": "finished"} | dict.fromkeys(
         ("bad1", "bad2"), "failed: it broke"
     )
@@ -97,7 +97,7 @@ def test_one_that_fails_does_not_stop_the_others(composed: Any, tmp_path: Path) 
 
 def test_fail_fast(composed: Any, tmp_path: Path) -> None:
     source = Source(composed(), "bad", "b", "c", "d")
-    run_trials(source, settings(tmp_path, fail_fast=True))
+    execute(source, tmp_path, fail_fast=True)
     # Its neighbour is stopped, or was done at the same moment; what waits is not begun.
     assert source.told["bad"] == "failed: it broke"
     assert source.told.keys() == {"bad", "b"}
@@ -106,7 +106,7 @@ def test_fail_fast(composed: Any, tmp_path: Path) -> None:
 
 def test_one_that_cannot_be_started(composed: Any, tmp_path: Path) -> None:
     source = Source(composed("trainer.devices=[0,1]"), "a", "b")
-    run_trials(source, settings(tmp_path))
+    execute(source, tmp_path)
     assert all("say how many devices a run gets" in told for told in source.told.values())
     assert source.running == []
 
@@ -120,7 +120,7 @@ def test_a_signal_stops_all_and_begins_no_other(composed: Any, tmp_path: Path) -
     source = Stopping(composed(), "a", "b", "c")
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(StoppedError, match=r"stopped by SIGINT; the same command goes on") as error:
-        run_trials(source, settings(tmp_path))
+        execute(source, tmp_path)
     assert error.value.exit_code == 128 + signal.SIGINT
     assert source.told == {"a": "stopped", "b": "stopped"}
     assert signal.getsignal(signal.SIGINT) is before
