@@ -1,6 +1,7 @@
 """A Lightning callback that attaches a penalty to the model of any LightningModule."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import lightning as L
@@ -16,52 +17,39 @@ from istar.regularizers import IStar, Penalty, Watch, attach
 from istar.regularizers.shrinkage import NUM_POINTS
 
 
+@dataclass(eq=False)
 class PenaltyCallback(L.Callback):
     """Attaches a penalty to the model of a LightningModule, computes its Sigma_S, and logs and saves the penalty.
 
     Callbacks cannot change the loss, so `training_step` must add the penalty:
 
-    >>> import istar, lightning, torch, transformers
-    >>> class Classifier(lightning.LightningModule):
-    ...     def __init__(self, penalty):
-    ...         super().__init__()
-    ...         self.penalty = penalty
-    ...         config = transformers.BertConfig(
-    ...             hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=50
-    ...         )
-    ...         self.model = transformers.BertForSequenceClassification(config)
-    ...
-    ...     def training_step(self, batch, batch_idx):
-    ...         return self.model(**batch).loss + self.penalty.loss()
-    ...
-    ...     def configure_optimizers(self):
-    ...         return torch.optim.AdamW(self.parameters(), lr=1e-3)
-    >>> penalty = PenaltyCallback(istar.IStar(weight=-1.0, zeta=0.4))
-    >>> rows = [{"input_ids": torch.randint(50, (12,)), "labels": torch.tensor(i % 2)} for i in range(16)]
-    >>> loader = torch.utils.data.DataLoader(rows, batch_size=4, shuffle=True)
-    >>> quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
-    >>> trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", callbacks=[penalty], **quiet)
-    >>> trainer.fit(Classifier(penalty), loader)
-    >>> sorted(trainer.callback_metrics)
-    ['train/isoscore_star', 'train/penalty', 'train/points']
+        class Classifier(lightning.LightningModule):
+            def __init__(self, model, penalty):
+                super().__init__()
+                self.model, self.penalty = model, penalty
+
+            def training_step(self, batch, batch_idx):
+                return self.model(**batch).loss + self.penalty.loss()
+
+        penalty = PenaltyCallback(istar.IStar(weight=-1.0, zeta=0.4))
+        trainer = lightning.Trainer(callbacks=[penalty])
+        trainer.fit(Classifier(model, penalty), loader)
 
     On the trainer's logging steps, the callback logs `train/penalty` (weighted, as in the loss), the score,
     `train/points` (the number of points) and, if zeta is estimated, `train/zeta`. With gradient accumulation, the
     penalty is computed per micro-batch, and the gradient is the mean over the micro-batches of task loss and penalty.
-    Checkpoints contain Sigma_S. With `sync=False`, they contain one Sigma_S per process, so that all processes must
-    save together, as Lightning's checkpointing does.
+    Checkpoints contain Sigma_S, with `sync=False` one for each process, so that all processes must save together.
 
     Args:
         penalty: `IStar`, `CosReg` or any other `Penalty`.
         model: name of the LightningModule's attribute that holds the model, or a function that returns the model for a
             LightningModule; see `istar.attach`.
-        loader: batches for Sigma_S in random order, see `istar.Watch.refresh`. By default, an additional pass over the
-            trainer's train dataloader in a different order, which affects neither the batches of the training nor the
-            global random number generators.
+        loader: batches for Sigma_S in random order; by default an additional pass over the trainer's train dataloader
+            in a different order, which affects neither the training's batches nor its random numbers.
         refresh: when to compute Sigma_S: `epoch`, before each epoch; a number n, every n optimizer steps; None, never,
             so that `penalty.shrinkage_covariance` must be set before. Sigma_S is not computed if the penalty does not
             use it: `CosReg`, zeta 0 or lambda 0.
-        num_points: number of points in Sigma_S.
+        num_points: number of points in Sigma_S; see `istar.Watch.refresh`.
         momentum: weight of the previous Sigma_S in the new one, in [0, 1).
         weight_schedule: function that returns lambda for the number of completed optimizer steps.
         modules: for models that are not transformers models, a function that returns, for a LightningModule, the
@@ -71,29 +59,21 @@ class PenaltyCallback(L.Callback):
         UserError: if `refresh` has another value.
     """
 
-    def __init__(
-        self,
-        penalty: Penalty,
-        model: str | Callable[[L.LightningModule], nn.Module] = "model",
-        loader: Iterable[Any] | None = None,
-        refresh: str | int | None = "epoch",
-        num_points: int = NUM_POINTS,
-        momentum: float = 0.0,
-        weight_schedule: Callable[[int], float] | None = None,
-        modules: Callable[[L.LightningModule], Sequence[nn.Module]] | None = None,
-    ) -> None:
-        if not (refresh in ("epoch", None) or (type(refresh) is int and refresh > 0)):
-            raise UserError(f"refresh is {refresh!r}; expected 'epoch', a number of optimizer steps, or None")
-        self.penalty = penalty
-        self.model = model
-        self.loader = loader
-        self.refresh = refresh
-        self.num_points = num_points
-        self.momentum = momentum
-        self.weight_schedule = weight_schedule
-        self.modules = modules
-        self._watch: Watch | None = None
-        self._last_refresh_step: int | None = None
+    penalty: Penalty
+    model: str | Callable[[L.LightningModule], nn.Module] = "model"
+    loader: Iterable[Any] | None = None
+    refresh: str | int | None = "epoch"
+    num_points: int = NUM_POINTS
+    momentum: float = 0.0
+    weight_schedule: Callable[[int], float] | None = None
+    modules: Callable[[L.LightningModule], Sequence[nn.Module]] | None = None
+    _watch: Watch | None = field(default=None, init=False)
+    _last_refresh_step: int | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        is_count = type(self.refresh) is int and self.refresh > 0
+        if self.refresh not in ("epoch", None) and not is_count:
+            raise UserError(f"refresh is {self.refresh!r}; expected 'epoch', a number of optimizer steps, or None")
 
     def loss(self) -> Tensor:
         """Compute the weighted penalty of the latest forward pass, for `training_step`; see `istar.Watch.loss`.
@@ -128,7 +108,9 @@ class PenaltyCallback(L.Callback):
             self.penalty.weight = self.weight_schedule(step)
         if self._is_refresh_due(step, batch_idx):
             self._last_refresh_step = step
-            self._refresh(trainer)
+            assert self._watch is not None
+            with trainer.precision_plugin.train_step_context():
+                self._watch.refresh(self._batches(trainer), self.num_points, self.momentum)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -146,9 +128,9 @@ class PenaltyCallback(L.Callback):
     def state_dict(self) -> dict[str, Any]:
         state = {name: value.cpu() for name, value in self.penalty.state_dict().items()}
         states: list[Any] = [state]
-        is_per_process = world_size() > 1 and (not self.penalty.sync or self.penalty.group is not None)
-        if is_per_process:
-            states = [None] * world_size()
+        if world_size() > 1 and (not self.penalty.sync or self.penalty.group is not None):
+            # The processes have different states.
+            states *= world_size()
             dist.all_gather_object(states, state)
         return {"penalties": states}
 
@@ -189,11 +171,6 @@ class PenaltyCallback(L.Callback):
             return batch_idx == 0
         # All micro-batches of an optimizer step have the same step number; refresh before the first one only.
         return step % int(self.refresh) == 0 and step != self._last_refresh_step
-
-    def _refresh(self, trainer: L.Trainer) -> None:
-        assert self._watch is not None
-        with trainer.precision_plugin.train_step_context():
-            self._watch.refresh(self._batches(trainer), self.num_points, self.momentum)
 
     def _batches(self, trainer: L.Trainer) -> Iterator[Any]:
         """Yield the batches for Sigma_S in the precision of the training."""

@@ -13,16 +13,15 @@ from torch.utils.data import DataLoader, IterableDataset
 def second_pass(loader: Any, seed: int) -> Iterator[Any]:
     """Yield the batches of a loader in a different order, without side effects on the loader.
 
-    Trainers use this generator for `istar.Watch.refresh`. Two iterators of one DataLoader are not independent: they
-    share persistent workers, and a sampler may hold a random generator or an epoch number. This pass copies samplers
-    and generators, starts its own workers, and shares the dataset and the collate function. It seeds the global CPU
-    generators, because collate functions may draw from them; `refresh` restores the generators afterwards.
+    Two iterators of one DataLoader are not independent: they share persistent workers, and a sampler may hold a random
+    generator or an epoch number. This pass copies samplers and generators, starts new workers, and shares the dataset
+    and the collate function. It seeds the global CPU generators, because collate functions may draw from them;
+    `istar.Watch.refresh`, for which the batches are, restores the generators afterwards.
 
     Args:
         loader: a DataLoader, possibly prepared by accelerate, in which case each process gets its share of the data.
             Any other iterable is iterated as it is.
-        seed: seed of the order of a shuffling loader, equal on all processes. The number of optimizer steps, for
-            example, gives the same order after resuming as without the interruption.
+        seed: seed of the order of a shuffling loader, equal on all processes, such as the number of optimizer steps.
     """
     random.seed(seed)
     np.random.seed(seed % 2**32)

@@ -11,11 +11,9 @@ from istar.regularizers.base import Penalty
 
 def save_penalty(penalty: Penalty, path: Path) -> None:
     """Save the penalty's `state_dict` to a safetensors file atomically; write no file if the state is empty."""
-    state = penalty.state_dict()
-    if not state:
-        return
-    with atomic_write(path) as file:
-        file.write(save({name: tensor.contiguous() for name, tensor in state.items()}))
+    if state := penalty.state_dict():
+        with atomic_write(path) as file:
+            file.write(save({name: tensor.contiguous() for name, tensor in state.items()}))
 
 
 def load_penalty(penalty: Penalty, path: Path, device: torch.device) -> None:

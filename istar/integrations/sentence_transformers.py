@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,31 +26,9 @@ POINT_TYPES = ("tokens", "pooled")
 class PenaltyLoss(nn.Module):
     """Adds a penalty on the hidden states or the sentence embeddings of all text columns to another loss.
 
-    >>> import datasets, istar, tempfile, transformers
-    >>> from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
-    >>> from sentence_transformers import SentenceTransformerTrainingArguments
-    >>> from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
-    >>> from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
-    >>> folder = tempfile.mkdtemp()
-    >>> words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "dog", "sat", "ran", "away"]
-    >>> tokenizer = transformers.BertTokenizer(vocab={word: i for i, word in enumerate(words)})
-    >>> config = transformers.BertConfig(
-    ...     hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=11
-    ... )
-    >>> _ = tokenizer.save_pretrained(folder), transformers.BertModel(config).save_pretrained(folder)
-    >>> model = SentenceTransformer(modules=[Transformer(folder), Pooling(16)], device="cpu")
-    >>> pairs = {"anchor": ["the cat sat", "the dog ran"] * 4, "positive": ["a cat", "dog"] * 4}
-    >>> loss = PenaltyLoss(model, MultipleNegativesRankingLoss(model), istar.IStar(weight=-1.0, zeta=0.4))
-    >>> args = SentenceTransformerTrainingArguments(
-    ...     folder, per_device_train_batch_size=4, max_steps=2, report_to="none", use_cpu=True
-    ... )
-    >>> trainer = SentenceTransformerTrainer(
-    ...     model, args, train_dataset=datasets.Dataset.from_dict(pairs), loss=loss, callbacks=[RefreshCallback(loss)]
-    ... )
-    >>> _ = trainer.train()  # doctest: +ELLIPSIS
-    {'train_runtime': ...}
-    >>> loss.penalty.last.points.item() > 0
-    True
+        loss = PenaltyLoss(model, MultipleNegativesRankingLoss(model), istar.IStar(weight=-1.0, zeta=0.4))
+        trainer = SentenceTransformerTrainer(model, loss=loss, callbacks=[RefreshCallback(loss)], train_dataset=pairs)
+        trainer.train()
 
     The loss returns its components by name; the trainer adds them up and logs each. With gradient accumulation, the
     penalty is computed per micro-batch, and the gradient is the mean over the micro-batches of loss and penalty. In
@@ -78,8 +57,7 @@ class PenaltyLoss(nn.Module):
         self.on = on
         # The tuple keeps this reference from being a submodule, which the trainer would replace, too.
         self._unwrapped = (model,)
-        self._is_reading = False
-        # Summaries of all forward passes of the current loss; None before the first one.
+        # Summaries of all forward passes of the current loss; None if no penalty is computed.
         self._summaries: list[Any] | None = None
         if on == "pooled":
             model[-1].register_forward_hook(self._read_sentence_embeddings)
@@ -101,17 +79,15 @@ class PenaltyLoss(nn.Module):
         Raises:
             UserError: if the wrapped loss did not run the model with gradients.
         """
-        self._is_reading = torch.is_grad_enabled() and self.penalty.weight != 0
-        self._summaries = None
+        self._summaries = [] if torch.is_grad_enabled() and self.penalty.weight != 0 else None
         try:
             loss = self.loss(sentence_features, labels)
         finally:
-            is_penalized, self._is_reading = self._is_reading, False
             summaries, self._summaries = self._summaries, None
         components = dict(loss) if isinstance(loss, Mapping) else {"task_loss": loss}
-        if not is_penalized:
-            return components
         if summaries is None:
+            return components
+        if not summaries:
             raise UserError(
                 f"{type(self.loss).__name__} does not run the model with gradients, like all losses that compute "
                 "embeddings again in the backward pass; wrap its counterpart without a cache"
@@ -133,28 +109,21 @@ class PenaltyLoss(nn.Module):
         with watch:
             return watch.refresh(self._column_inputs(loader), num_points, momentum)
 
-    def _is_active(self) -> bool:
-        return self._is_reading and torch.is_grad_enabled()
-
     def _request_hidden_states(self, module: Transformer, args: Any) -> None:
         self._config_before = module.model.config.output_hidden_states
-        if self._is_active():
+        if self._summaries is not None and torch.is_grad_enabled():
             module.model.config.output_hidden_states = True
 
     def _read_hidden_states(self, module: Transformer, args: Any, output: dict[str, Any] | None) -> None:
         module.model.config.output_hidden_states = self._config_before
         # The output is None if the pass failed.
-        if self._is_active() and output is not None:
+        if self._summaries is not None and torch.is_grad_enabled() and output is not None:
             for state in select_layers(output["all_layer_embeddings"], self.penalty.layers):
-                self._summarize(state, output.get("attention_mask"))
+                self._summaries.append(self.penalty.summarize(state, Tokens(output.get("attention_mask"))))
 
     def _read_sentence_embeddings(self, module: nn.Module, args: Any, output: dict[str, Any]) -> None:
-        if self._is_active():
-            self._summarize(output["sentence_embedding"], None)
-
-    def _summarize(self, points: Tensor, mask: Tensor | None) -> None:
-        # Append, because a loss may call the model once per column.
-        self._summaries = [*(self._summaries or []), self.penalty.summarize(points, Tokens(mask))]
+        if self._summaries is not None and torch.is_grad_enabled():
+            self._summaries.append(self.penalty.summarize(output["sentence_embedding"], Tokens(None)))
 
     def _column_inputs(self, loader: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
         """Yield the model's inputs for each text column.
@@ -184,11 +153,12 @@ class _Pooled(nn.Module):
         return embeddings
 
 
+@dataclass(eq=False)
 class RefreshCallback(TrainerCallback):
-    """Computes the Sigma_S of a `PenaltyLoss` before each epoch, and saves it beside the trainer's checkpoints.
+    """Computes the Sigma_S of a `PenaltyLoss` before each epoch, and saves it in the trainer's checkpoints.
 
     Sigma_S is computed in an additional pass over the trainer's train dataloader in a different order, which affects
-    neither the batches of the training nor the global random number generators.
+    neither the training's batches nor its random numbers.
 
     Args:
         loss: the trainer's loss.
@@ -196,10 +166,9 @@ class RefreshCallback(TrainerCallback):
         momentum: weight of the previous Sigma_S in the new one, in [0, 1).
     """
 
-    def __init__(self, loss: PenaltyLoss, num_points: int = NUM_POINTS, momentum: float = 0.0) -> None:
-        self.loss = loss
-        self.num_points = num_points
-        self.momentum = momentum
+    loss: PenaltyLoss
+    num_points: int = NUM_POINTS
+    momentum: float = 0.0
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

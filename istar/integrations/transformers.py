@@ -37,15 +37,14 @@ class PenaltyMixin(_Base):
 
     **Gradient accumulation.** The gradient of an optimizer step is the mean, over the step's micro-batches, of the
     gradients of task loss and weighted penalty. With several processes, each penalty is computed from the union of
-    their micro-batches. There is an exception: for models that accept `num_items_in_batch` but do not use it (currently
-    including sequence classification and question answering), `Trainer` sums the task loss over the micro-batches
-    instead of averaging it, and over the processes if `average_tokens_across_devices` is set. The penalty is then
-    summed in the same way, so that lambda keeps its meaning relative to the task loss.
+    their micro-batches. For models that accept `num_items_in_batch` but do not use it (currently including sequence
+    classification and question answering), `Trainer` sums the task loss over the micro-batches instead, and over the
+    processes if `average_tokens_across_devices` is set. The penalty is then summed in the same way, so that lambda
+    keeps its meaning relative to the task loss.
 
     **Shrinkage covariance.** Sigma_S is computed from batches of the training data, in eval mode and in the precision
     of the training, without changing the random numbers of the training. Checkpoints contain the penalty's state, and
-    training that resumes from a checkpoint loads it. If a checkpoint has no such state, a warning is issued; Sigma_S is
-    then recomputed if `refresh` is set, and otherwise keeps its current value.
+    training that resumes loads it. Without it, a warning is issued, and Sigma_S is recomputed if `refresh` is set.
 
     **Logs.** The logged `loss` includes the penalty. The trainer also logs the means since the last log of `penalty`
     (weighted, as in the loss), of the score under its name (`isoscore_star`), of `points` (number of points in one
@@ -154,6 +153,7 @@ class PenaltyMixin(_Base):
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Call `Trainer.log`, with the means of the penalty's terms added to logs of the training loss."""
+        # In a callback's `on_log`, the terms would miss the log history and the reporters that are called earlier.
         if "loss" in logs:
             logs.update(self._mean_terms())
         super().log(logs, *args, **kwargs)
@@ -166,7 +166,7 @@ class PenaltyMixin(_Base):
             save_penalty(self.penalty, self._penalty_file(Path(str(folder))))
 
     def load_penalty(self) -> bool:
-        """Load the penalty's state from the checkpoint that training resumes from; return whether it has one."""
+        """Load the penalty's state from the checkpoint that training resumes from; return whether it has the state."""
         if self._checkpoint is None:
             return False
         path = self._penalty_file(self._checkpoint)
@@ -248,34 +248,13 @@ class PenaltyMixin(_Base):
 class PenaltyTrainer(PenaltyMixin, Trainer):
     """transformers' `Trainer` with a penalty on hidden states; see `PenaltyMixin` for the arguments.
 
-    >>> import istar, tempfile
-    >>> from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
-    >>> config = BertConfig(
-    ...     vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
-    ... )
-    >>> examples = [{"input_ids": [i, 7, i + 1, 9], "attention_mask": [1] * 4, "labels": i % 2} for i in range(16)]
-    >>> folder = tempfile.TemporaryDirectory()
-    >>> trainer = PenaltyTrainer(
-    ...     model=BertForSequenceClassification(config),
-    ...     args=TrainingArguments(folder.name, max_steps=2, logging_steps=2, use_cpu=True, report_to="none"),
-    ...     train_dataset=examples,
-    ...     penalty=istar.IStar(weight=-1.0, zeta=0.4),
-    ... )
-    >>> output = trainer.train()  # doctest: +ELLIPSIS
-    {...'loss': ...'penalty': ...'isoscore_star': ...'points': ...}
-    ...
-    >>> trainer.penalty.shrinkage_covariance.shape
-    torch.Size([16, 16])
-    >>> folder.cleanup()
+    trainer = PenaltyTrainer(model, args, train_dataset=examples, penalty=istar.IStar(weight=-1.0, zeta=0.4))
+    trainer.train()
     """
 
 
 class _PenaltyCallback(TrainerCallback):
-    """Attaches the penalty of a trainer, computes its Sigma_S and sets its weight.
-
-    The trainer logs the penalty itself: in a callback's `on_log`, the terms would miss the trainer's log history and
-    the reporters that are called earlier.
-    """
+    """Attaches the penalty of a trainer, computes its Sigma_S and sets its weight."""
 
     def __init__(self, trainer: PenaltyMixin) -> None:
         self.trainer = trainer
