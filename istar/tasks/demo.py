@@ -115,7 +115,9 @@ def generate(name: str, split: str) -> Dataset:
     while len(rows) < SIZES[split]:
         row = _GENERATORS[name](rng, len(rows))
         text = "\n".join(row[column] for column in spec.text_columns)
-        if _split_of(text) == split:
+        # A hash determines the only split that may contain a text, so that splits are disjoint.
+        text_split = {0: "validation", 1: "test"}.get(zlib.crc32(text.encode()) % 10, "train")
+        if text_split == split:
             rows.setdefault(text, row)
     shuffled = rng.sample(list(rows.values()), len(rows))
     if spec.kind == "span":
@@ -128,11 +130,6 @@ def vocabulary() -> list[str]:
     """Return all words that the grammar can produce, in lower case and sorted."""
     expansions = " ".join(text for texts in GRAMMAR.values() for text in texts)
     return sorted(set(re.findall(r"[a-z]+", _SYMBOL.sub(" ", expansions).lower())))
-
-
-def _split_of(text: str) -> str:
-    """Return the only split that may contain a text. A hash of the text decides, so that splits are disjoint."""
-    return {0: "validation", 1: "test"}.get(zlib.crc32(text.encode()) % 10, "train")
 
 
 def _expand(rng: random.Random, template: str, **values: str) -> str:

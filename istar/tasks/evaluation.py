@@ -119,8 +119,15 @@ class Evaluator:
     def _decode_spans(self, logits: list[NDArray[np.float64]], rows_by_example: list[list[int]]) -> list[Any]:
         """Return the best answer text of each example."""
         offsets = _offsets(self.features)
-        left_padded = self.features["left_padded"][:]
-        unpadded = [_unpad(*window) for window in zip(logits, map(len, offsets), left_padded, strict=True)]
+        unpadded = []
+        for window, positions, left_padded in zip(logits, offsets, self.features["left_padded"][:], strict=True):
+            tokens = len(positions)
+            if window.ndim != 2 or len(window) != 2 or window.shape[1] < tokens:
+                raise ValueError(
+                    f"a feature of {tokens} tokens needs logits of shape (2, {tokens}), not {window.shape}"
+                )
+            first = window.shape[1] - tokens if left_padded else 0
+            unpadded.append(window[:, first : first + tokens])
         _check_finite(unpadded)
         contexts = self.examples[self.spec.text_columns[1]]
         return [
@@ -209,10 +216,3 @@ def _offsets(features: datasets.Dataset) -> list[NDArray[np.int32]]:
     column = table["offset_mapping"].chunk(0)
     pairs = column.flatten().flatten().to_numpy().reshape(-1, 2)
     return np.split(pairs, np.cumsum(column.value_lengths().to_numpy())[:-1])
-
-
-def _unpad(logits: NDArray[np.float64], tokens: int, left_padded: bool) -> NDArray[np.float64]:
-    """Return start and end logits without padding, (2, tokens)."""
-    if logits.ndim != 2 or len(logits) != 2 or logits.shape[1] < tokens:
-        raise ValueError(f"a feature of {tokens} tokens needs logits of shape (2, {tokens}), not {logits.shape}")
-    return logits[:, logits.shape[1] - tokens :] if left_padded else logits[:, :tokens]

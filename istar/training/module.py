@@ -91,8 +91,7 @@ class FineTuner(L.LightningModule):
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
         norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
         # A gradient scaler skips steps that overflow by design, so its norm is not checked.
-        is_skipped = self.guard.must_skip(self.trainer.global_step + 1, None if scaler is not None else norm)
-        if is_skipped:
+        if self.guard.must_skip(self.trainer.global_step + 1, None if scaler is not None else norm):
             # Without a gradient, AdamW leaves a parameter, its weight decay, its moments and its step count alone.
             optimizer.zero_grad(set_to_none=True)
         elif gradient_clip_val is not None and gradient_clip_algorithm == "value":
@@ -150,11 +149,6 @@ class FineTuner(L.LightningModule):
 
     def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Outputs:
         return _logits_by_feature(batch, self.model(**_model_inputs(batch)))
-
-    def hidden_states(self, batch: Batch) -> tuple[Tensor, ...]:
-        """Return the embedding output and the output of every layer, each of shape `(batch, tokens, d)`."""
-        outputs = self.model.base_model(**inputs_of(batch), output_hidden_states=True)
-        return tuple(outputs.hidden_states)
 
     def configure_optimizers(self) -> Any:
         optimizer = AdamW(

@@ -1,6 +1,5 @@
 """Geometry of a run's final model on the validation data: mean activation and intrinsic dimension of each layer."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import lightning as L
@@ -12,7 +11,7 @@ from istar.errors import NonFiniteError, UserError
 from istar.measures import Moments, two_nn
 from istar.regularizers.shrinkage import eval_mode
 from istar.training.data import Collate, evaluation_loader, longest_first
-from istar.training.module import FineTuner
+from istar.training.module import FineTuner, inputs_of
 
 MAX_EXAMPLES = 1_000
 """Maximum number of validation features that are used."""
@@ -45,26 +44,21 @@ def geometry(
         for batch in evaluation_loader(features, collate, batch_size, order):
             batch = module.transfer_batch_to_device(batch, module.device, 0)
             mask = batch["attention_mask"]
-            states = module.hidden_states(batch)
+            states = module.model.base_model(**inputs_of(batch), output_hidden_states=True).hidden_states
             moments.update(states[-1], mask)
             # With padding on the left, the first token is not at position 0.
             rows, positions = torch.arange(len(mask), device=mask.device), mask.argmax(1)
             first_tokens.append(tuple(state[rows, positions].cpu() for state in states))
     module.to(device)
-    distinct = _distinct_texts(features, order)
+    # TwoNN needs distinct points: the states of equal texts in different batches differ by rounding only.
+    texts = features["input_ids"][:]
+    distinct = list({tuple(texts[number]): position for position, number in enumerate(order)}.values())
     return {
         "examples": len(features),
         "tokens": int(moments.count),
         "mean_activation": moments.mean.tolist(),
         "two_nn": [_dimension(torch.cat(layer)[distinct]) for layer in zip(*first_tokens, strict=True)],
     }
-
-
-def _distinct_texts(features: Dataset, order: Sequence[int]) -> list[int]:
-    """Return positions in `order` such that each distinct text occurs once."""
-    # The states of equal texts in different batches differ by rounding only, and would be nearest neighbours in TwoNN.
-    texts = features["input_ids"][:]
-    return list({tuple(texts[number]): position for position, number in enumerate(order)}.values())
 
 
 def _dimension(states: Tensor) -> float | None:
