@@ -3,16 +3,6 @@
 A split has exactly the columns `spec.text_columns` (strings) and `spec.label_column` (int64 class ids, float64 scores),
 or `id, question, context, answers` for spans. A test set without labels has no label column. Rows keep the order of the
 source, because the row number identifies the example.
-
-A folder may contain the splits in one of these layouts:
-
-1. a data set that `DatasetDict.save_to_disk` wrote;
-2. the benchmark's own files: `train.tsv`, `dev.tsv`, ... of GLUE; the trees `train.txt`, `dev.txt`,
-   `test.txt` of SST; `train-v1.1.json`, `dev-v1.1.json` of SQuAD;
-3. `train.csv`, `.jsonl`, `.json` or `.parquet`, and likewise for the other splits, with the hub's column names and
-   labels as ids or class names.
-
-It may also be the parent of such a folder (`glue_data/` with `RTE/` inside).
 """
 
 import hashlib
@@ -37,8 +27,8 @@ _HASH_BATCH_ROWS = 10_000
 def load_splits(spec: TaskSpec, data_dir: str | Path | None, splits: Sequence[str]) -> dict[str, Dataset]:
     """Load and validate splits of a task, such as `train` or `validation_matched`, and return them by name.
 
-    The folder `data_dir` is as described above; without it, splits are loaded from the hub or, for demo tasks,
-    generated.
+    The folder `data_dir` has a layout of `istar.tasks.sources`. Without it, splits are loaded from the hub or, for demo
+    tasks, generated.
 
     Raises:
         UserError: if no suitable files are found, the hub cannot be reached, or the data do not fit the task.

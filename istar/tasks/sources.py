@@ -15,7 +15,7 @@ from istar.tasks.specs import Files, TaskSpec
 
 Reader = Callable[[Path, TaskSpec, str], RawSplit]
 Layout = Mapping[str, Reader]
-"""Readers by file name pattern, in which `{}` stands for the name of the split."""
+"""Readers by file name pattern, in which `{}` stands for the name of the split; `dev` may stand for `validation`."""
 
 _SAVED: Layout = {"{}/state.json": readers.read_saved}
 _BENCHMARK_FILES: Mapping[Files, Layout] = {
