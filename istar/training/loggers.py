@@ -87,7 +87,7 @@ class Wandb(WandbLogger):
         thread.start()
         thread.join(_FINISH_SECONDS)
         if thread.is_alive():
-            log.warning("Weights & Biases does not answer; the tables of this run are missing")
+            log.warning("Weights & Biases does not answer; the run there has its metrics, but lacks its tables")
 
     def finish(self, exit_code: int) -> None:
         """Close the W&B run; an exit code other than 0 marks it as failed."""

@@ -180,7 +180,7 @@ def test_wandb_that_fails_behind_the_start(
     assert patience.starts == [("online", SECONDS, 2.0)]
     assert wandb.run is None
     [warning] = warnings_in(caplog)
-    assert "does not answer; the tables of this run are missing" in warning
+    assert "does not answer; the run there has its metrics, but lacks its tables" in warning
     folder = only_folder(config)
     wandb.teardown()  # as at the end of the process
     [path] = (folder / "wandb").glob("run-*/run-*.wandb")
