@@ -150,6 +150,11 @@ class FineTuner(L.LightningModule):
     def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Outputs:
         return _logits_by_feature(batch, self.model(**_model_inputs(batch)))
 
+    def hidden_states(self, batch: Batch) -> tuple[Tensor, ...]:
+        """Return the embedding output and the output of every layer, each of shape `(batch, tokens, d)`."""
+        outputs = self.model.base_model(**inputs_of(batch), output_hidden_states=True)
+        return tuple(outputs.hidden_states)
+
     def configure_optimizers(self) -> Any:
         optimizer = AdamW(
             parameter_groups(self.model, self.optim.weight_decay),

@@ -11,7 +11,7 @@ from istar.errors import NonFiniteError, UserError
 from istar.measures import Moments, two_nn
 from istar.regularizers.shrinkage import eval_mode
 from istar.training.data import Collate, evaluation_loader, longest_first
-from istar.training.module import FineTuner, inputs_of
+from istar.training.module import FineTuner
 
 MAX_EXAMPLES = 1_000
 """Maximum number of validation features that are used."""
@@ -44,7 +44,7 @@ def geometry(
         for batch in evaluation_loader(features, collate, batch_size, order):
             batch = module.transfer_batch_to_device(batch, module.device, 0)
             mask = batch["attention_mask"]
-            states = module.model.base_model(**inputs_of(batch), output_hidden_states=True).hidden_states
+            states = module.hidden_states(batch)
             moments.update(states[-1], mask)
             # With padding on the left, the first token is not at position 0.
             rows, positions = torch.arange(len(mask), device=mask.device), mask.argmax(1)
