@@ -29,13 +29,7 @@ from istar.models import tiny
 from istar.tasks import demo
 from istar.tasks.hub import hub_problem
 from istar.tasks.readers import parse_json, read_text
-from istar.tasks.specs import Kind, TaskSpec
-
-_HEADS: dict[Kind, Any] = {
-    "classification": AutoModelForSequenceClassification,
-    "regression": AutoModelForSequenceClassification,
-    "span": AutoModelForQuestionAnswering,
-}
+from istar.tasks.specs import TaskSpec
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
@@ -88,13 +82,11 @@ def load_config(config: ModelConfig, spec: TaskSpec, tokenizer: PreTrainedTokeni
             f"model.name={config.name}: {model_config.model_type} models are encoder-decoders, which have two sets of "
             "hidden states; expected an encoder or a decoder"
         )
-    if spec.kind == "classification":
-        model_config.problem_type = "single_label_classification"
-        model_config.id2label = dict(enumerate(spec.labels))
-        model_config.label2id = {name: id_ for id_, name in enumerate(spec.labels)}
-    elif spec.kind == "regression":
-        model_config.problem_type = "regression"
-        model_config.id2label, model_config.label2id = {0: "score"}, {"score": 0}
+    if spec.kind != "span":
+        labels = spec.labels or ("score",)
+        model_config.problem_type = "single_label_classification" if spec.labels else "regression"
+        model_config.id2label = dict(enumerate(labels))
+        model_config.label2id = {name: id_ for id_, name in enumerate(labels)}
     return model_config
 
 
@@ -106,22 +98,22 @@ def load_model(
     The head has random weights, unless the checkpoint contains a head of the same kind and number of labels.
 
     Raises:
-        UserError: if the model is not found, lacks encoder weights, has no head of this kind, does not match its
-            tokenizer, or computes non-finite outputs.
+        UserError: if the model is not found, has no head of this kind, or fails a check of `_load_checked`.
     """
-    head = _HEADS[spec.kind]
+    head: Any = AutoModelForQuestionAnswering if spec.kind == "span" else AutoModelForSequenceClassification
+    model: PreTrainedModel
     if config.pretrained:
-        # A head for other labels may have mismatched sizes; `_check_weights` rejects all other mismatches.
-        options = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-        model, info = load_pretrained(config, head, config=model_config, dtype=torch.float32, **options)
-        _check_weights(config.name, model, info)
+        inputs = tokenizer(*["a"] * len(spec.text_columns), return_tensors="pt")
+        model = _load_checked(config, head, tokenizer, inputs, config=model_config, dtype=torch.float32)
     else:
         model = head.from_config(model_config)
-    _check_embedding_size(config.name, model, tokenizer)
-    if config.pretrained:
-        _check_forward_pass(config.name, model, tokenizer(*["a"] * len(spec.text_columns), return_tensors="pt"))
     if config.gradient_checkpointing:
-        _enable_gradient_checkpointing(model)
+        # `gradient_checkpointing_enable` is deprecated since transformers 5.23, which introduced the other name.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        try:
+            enable({"use_reentrant": False})
+        except ValueError as error:
+            raise UserError(f"model.gradient_checkpointing=true: {shorten(error)}") from error
     if config.compile:
         # `Module.compile` works in place and keeps the names of the weights. `dynamic` because batches differ in
         # length. Without `fallback_random`, compiled dropout would draw other random numbers than eager dropout.
@@ -131,33 +123,17 @@ def load_model(
 
 
 def load_encoder(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype) -> PreTrainedModel:
-    """Load a model without a head, of any architecture that reads text, in eval mode.
-
-    Args:
-        config: name and revision of the model; options for training are ignored.
-        tokenizer: the tokenizer of the model.
-        dtype: data type of the weights; the default of transformers would be that of the checkpoint.
+    """Load a model without a head, of any architecture that reads text, in eval mode and the given data type.
 
     Raises:
-        UserError: if the model is not found, lacks weights, does not match its tokenizer, or computes non-finite
-            outputs.
+        UserError: if the model is not found, or fails a check of `_load_checked`.
     """
-    model, info = load_pretrained(
-        config, AutoModel, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
-    )
-    _check_weights(config.name, model, info)
-    _check_embedding_size(config.name, model, tokenizer)
-    _check_forward_pass(config.name, model, tokenizer("a", return_tensors="pt", return_token_type_ids=False))
-    return model.eval()
+    inputs = tokenizer("a", return_tensors="pt", return_token_type_ids=False)
+    return _load_checked(config, AutoModel, tokenizer, inputs, dtype=dtype).eval()
 
 
 def load_pretrained(config: ModelConfig, auto_class: Any, /, **options: Any) -> Any:
     """Call `auto_class.from_pretrained` for a model, without log output and without network retries.
-
-    Args:
-        config: name and revision of the model.
-        auto_class: a class of transformers with `from_pretrained`.
-        **options: further arguments of `from_pretrained`.
 
     Raises:
         UserError: if the files are not found or cannot be read.
@@ -185,9 +161,6 @@ def find_file(config: ModelConfig, name: str) -> Path | None:
     """Return the path of a file of a model, or None if the model has no such file.
 
     The file is searched in the model's folder, or else in the local cache and on the hub. It is downloaded if needed.
-
-    Raises:
-        UserError: if the hub is needed but cannot be reached.
     """
     if _is_folder(config.name):
         path = Path(config.name) / name
@@ -206,11 +179,7 @@ def find_file(config: ModelConfig, name: str) -> Path | None:
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a model and its tokenizer to a folder that `from_pretrained` can load.
-
-    Raises:
-        OSError: if the folder cannot be written.
-    """
+    """Write a model and its tokenizer to a folder that `from_pretrained` can load; raise an OSError on failure."""
     try:
         with _quiet():
             model.save_pretrained(folder)
@@ -223,25 +192,42 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Pat
 
 
 def _hub_options(config: ModelConfig) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained` that control access to the hub.
-
-    An unreachable hub is not contacted, because retries would take a minute. Code from model repositories is never
-    run; without this setting, transformers would ask at the terminal.
-    """
+    """Return the arguments of `from_pretrained` that control access to the hub."""
+    # The retries of an unreachable hub would take a minute. Without `trust_remote_code`, transformers would ask at the
+    # terminal whether to run code of the repository.
     is_local = _is_folder(config.name) or bool(hub_problem())
     return {"revision": config.revision or "main", "local_files_only": is_local, "trust_remote_code": False}
 
 
-def _enable_gradient_checkpointing(model: PreTrainedModel) -> None:
-    # `gradient_checkpointing_enable` is deprecated since transformers 5.23, which introduced the other name.
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    try:
-        enable({"use_reentrant": False})
-    except ValueError as error:
-        raise UserError(f"model.gradient_checkpointing=true: {shorten(error)}") from error
-
-
 # --- checks -------------------------------------------------------------------------------------------------
+
+
+def _load_checked(
+    config: ModelConfig, auto_class: Any, tokenizer: PreTrainedTokenizerBase, inputs: Any, /, **options: Any
+) -> PreTrainedModel:
+    """Load a model; refuse missing encoder weights, a foreign tokenizer and non-finite outputs for the inputs."""
+    # A head for other labels may have mismatched sizes; `_check_weights` rejects all other mismatches.
+    model, info = load_pretrained(config, auto_class, output_loading_info=True, ignore_mismatched_sizes=True, **options)
+    _check_weights(config.name, model, info)
+    rows = int(model.get_input_embeddings().num_embeddings)
+    tokens = max(tokenizer.get_vocab().values()) + 1
+    if tokens > rows:
+        raise UserError(
+            f"model.name={config.name}: its tokenizer has {tokens} tokens, but its embedding has only {rows} rows; "
+            "they belong to different models"
+        )
+    try:
+        with torch.no_grad():
+            outputs = model(**inputs)[0]
+    except Exception as error:  # the types depend on the architecture
+        raise UserError(
+            f"model.name={config.name} cannot process the output of its tokenizer ({shorten(error)}); "
+            "they belong to different models"
+        ) from error
+    if not outputs.isfinite().all():
+        raise UserError(f"model.name={config.name} computes non-finite numbers; its weights are damaged")
+    checked: PreTrainedModel = model
+    return checked
 
 
 def _check_json_files(folder: Path) -> None:
@@ -252,15 +238,10 @@ def _check_json_files(folder: Path) -> None:
 
 
 def _check_weights(name: str, model: PreTrainedModel, info: dict[str, Any]) -> None:
-    """Check that all weights of the encoder were loaded.
+    """Check that all weights of the encoder were loaded, given the loading info of `from_pretrained`.
 
     Only the head and the pooler may have random weights: the head is new for each task, and pretraining often has no
     pooler.
-
-    Args:
-        name: name of the model, for error messages.
-        model: the model.
-        info: what `from_pretrained` returns with `output_loading_info`.
     """
     # The weights of a model without a head have no prefix.
     prefix = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix) else ""
@@ -275,30 +256,6 @@ def _check_weights(name: str, model: PreTrainedModel, info: dict[str, Any]) -> N
         raise UserError(
             f"model.name={name} lacks {len(missing)} of the encoder's weights, e.g. {missing[0]}; they would be random"
         )
-
-
-def _check_embedding_size(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    rows = int(model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
-    tokens = max(tokenizer.get_vocab().values()) + 1
-    if tokens > rows:
-        raise UserError(
-            f"model.name={name}: its tokenizer has {tokens} tokens, but its embedding has only {rows} rows; "
-            "they belong to different models"
-        )
-
-
-def _check_forward_pass(name: str, model: PreTrainedModel, inputs: Any) -> None:
-    """Run the model on a short text, to find incompatible parts and damaged weights before training."""
-    try:
-        with torch.no_grad():
-            outputs = model(**inputs)[0]
-    except Exception as error:  # the types depend on the architecture
-        raise UserError(
-            f"model.name={name} cannot process the output of its tokenizer ({shorten(error)}); "
-            "they belong to different models"
-        ) from error
-    if not outputs.isfinite().all():
-        raise UserError(f"model.name={name} computes non-finite numbers; its weights are damaged")
 
 
 # --- errors -------------------------------------------------------------------------------------------------

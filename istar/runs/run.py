@@ -30,7 +30,7 @@ from istar.regularizers import IStar, attach, layer_numbers
 from istar.reports.run_picture import isotropy_picture
 from istar.reports.run_tables import summary
 from istar.results import RunRecord
-from istar.runs.private_names import is_compile_error
+from istar.runs.private_names import is_compile_error, load_trial
 from istar.runs.store import Examples, finished_run, load_examples, model_identity, run_folder, task_spec
 from istar.tasks.evaluation import Evaluator, constant_baseline, write_submission
 from istar.tasks.features import Collator, featurize, max_length_for
@@ -229,7 +229,7 @@ def _pruning(trial: str | None, history: History) -> list[L.Callback]:
         return []
     from istar.training.pruning import Pruning, TrialOfStudy
 
-    return [Pruning(TrialOfStudy.parse(trial), history)]
+    return [Pruning(TrialOfStudy.parse(trial), history, load_trial)]
 
 
 def _refresh(config: Config, module: FineTuner, data: FineTuningData, stop: StopSignal) -> ShrinkageCovariance | None:

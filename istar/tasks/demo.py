@@ -1,7 +1,6 @@
-"""Synthetic data sets of English sentences for the `demo*` tasks, which need no network and no download.
+"""Synthetic data sets of English sentences for the `demo*` tasks, expanded at random from a context-free grammar.
 
-Sentences are expanded at random from a context-free grammar, `GRAMMAR`. The symbols that determine the label are
-chosen first, so labels are balanced by construction.
+The symbols that determine the label are chosen first, so labels are balanced by construction.
 """
 
 import random
@@ -10,10 +9,10 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
-from datasets import Dataset, Features, List, Value
+from datasets import Dataset
 
 from istar.errors import UserError
-from istar.tasks.specs import TASKS, Kind
+from istar.tasks.specs import TASKS
 
 Row = dict[str, Any]
 
@@ -100,14 +99,8 @@ _SYMBOL = re.compile(r"{(\w+)}")
 def generate(name: str, split: str) -> Dataset:
     """Generate one split of a demo task.
 
-    The result depends on the arguments only. No text occurs twice in a split or in two splits.
-
-    Args:
-        name: `demo`, `demo_sentence`, `demo_regression` or `demo_span`.
-        split: `train`, `validation` or `test`. Test sets have no labels; `demo_span` has no test set.
-
-    Returns:
-        The task's text columns and `label`; for spans `id`, `question`, `context` and `answers` as in SQuAD.
+    The columns are the task's text columns and `label`, or those of SQuAD for spans; test sets have no labels. The
+    result depends on the arguments only. No text occurs twice in a split or in two splits.
 
     Raises:
         UserError: if the task or the split is unknown.
@@ -122,14 +115,14 @@ def generate(name: str, split: str) -> Dataset:
     while len(rows) < SIZES[split]:
         row = _GENERATORS[name](rng, len(rows))
         text = "\n".join(row[column] for column in spec.text_columns)
-        if _split_of(text) == split:
+        # A hash determines the only split that may contain a text, so that splits are disjoint.
+        text_split = {0: "validation", 1: "test"}.get(zlib.crc32(text.encode()) % 10, "train")
+        if text_split == split:
             rows.setdefault(text, row)
     shuffled = rng.sample(list(rows.values()), len(rows))
     if spec.kind == "span":
         shuffled = [{"id": f"{name}-{split}-{index}", **row} for index, row in enumerate(shuffled)]
-    features = {column: Value("string") for column in shuffled[0]}
-    features[spec.label_column] = _LABEL_TYPES[spec.kind]
-    data = Dataset.from_list(shuffled, features=Features(features))
+    data = Dataset.from_list(shuffled)
     return data.remove_columns(spec.label_column) if split == "test" else data
 
 
@@ -137,18 +130,6 @@ def vocabulary() -> list[str]:
     """Return all words that the grammar can produce, in lower case and sorted."""
     expansions = " ".join(text for texts in GRAMMAR.values() for text in texts)
     return sorted(set(re.findall(r"[a-z]+", _SYMBOL.sub(" ", expansions).lower())))
-
-
-_LABEL_TYPES: dict[Kind, Any] = {
-    "classification": Value("int64"),
-    "regression": Value("float64"),
-    "span": {"text": List(Value("string")), "answer_start": List(Value("int64"))},
-}
-
-
-def _split_of(text: str) -> str:
-    """Return the only split that may contain a text. A hash of the text decides, so that splits are disjoint."""
-    return {0: "validation", 1: "test"}.get(zlib.crc32(text.encode()) % 10, "train")
 
 
 def _expand(rng: random.Random, template: str, **values: str) -> str:

@@ -15,12 +15,6 @@ from istar.files import write_text
 from istar.tasks import metrics, squad
 from istar.tasks.specs import Split, TaskSpec
 
-_MIN_RELATIVE_SPREAD = 0.01
-"""Standard deviation of predictions, relative to that of the labels, at or below which they count as constant."""
-
-_SCORE_RANGE = (0.0, 5.0)
-"""Range of STS-B's similarity scores. STS-B is GLUE's only regression task."""
-
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -28,11 +22,10 @@ class Evaluation:
 
     Attributes:
         metrics: the task's metrics; empty if the data set has no labels.
-        predictions: one dict per example, in the order of the examples. `id` is the example's row number, or for
-            spans the data set's own id; `prediction` and `label` (if known) are class names, numbers, or an answer
-            text and the list of gold texts. Classification adds `scores`, the probability of each class.
-        collapsed: whether the labels vary but the predictions do not. For regression, predictions do not vary if
-            their standard deviation is at most a hundredth of that of the labels. False without labels.
+        predictions: one dict per example, in the order of the examples. `id` is the row number, or for spans the id
+            in the data set; `prediction` and `label` (if known) are class names, numbers, or an answer text and the
+            list of gold texts. Classification adds `scores`, the probability of each class.
+        collapsed: whether the labels vary but the predictions do not; False without labels.
     """
 
     metrics: dict[str, float]
@@ -42,14 +35,10 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Evaluates the logits that a model computes for the features of one split.
+    """Evaluates the logits that a model computes for the features of one split, with or without labels.
 
-    Attributes:
-        spec: the task.
-        examples: the split, with or without labels.
-        features: the result of `featurize(..., training=False)` for these examples.
-        n_best: number of start and of end positions per window that are combined; for spans only.
-        max_answer_length: maximum length of an answer in tokens; for spans only.
+    The features are the result of `featurize(..., training=False)` for the examples. For spans, `n_best` is the number
+    of start and of end positions per window that are combined, and `max_answer_length` is in tokens.
     """
 
     spec: TaskSpec
@@ -69,15 +58,19 @@ class Evaluator:
             ValueError: if the ids differ from those of the features, the logits have a wrong shape or are not
                 finite, or the features belong to other examples.
         """
-        is_span = self.spec.kind == "span"
         logits = self._logits_by_row(outputs)
         rows_by_example = self._rows_by_example()
         extras: list[dict[str, Any]] = [{}] * len(rows_by_example)
-        if is_span:
-            values = self._decode_spans(logits, rows_by_example)
+        if self.spec.kind == "span":
+            ids, values = self.examples["id"][:], self._decode_spans(logits, rows_by_example)
         else:
-            values, extras = self._decode_vectors(logits, rows_by_example)
-        ids = self.examples["id"][:] if is_span else range(len(self.examples))
+            vectors = self._stack_vectors(logits, rows_by_example)
+            ids = range(len(vectors))
+            if self.spec.kind == "regression":
+                values = vectors[:, 0].tolist()
+            else:
+                values = vectors.argmax(axis=1).tolist()
+                extras = [{"scores": scores} for scores in scipy.special.softmax(vectors, axis=1).tolist()]
         predictions = [
             {"id": id_, "prediction": self._readable(value), **extra}
             for id_, value, extra in zip(ids, values, extras, strict=True)
@@ -112,26 +105,29 @@ class Evaluator:
             raise ValueError(f"{rows.count([])} of {len(rows)} examples have no feature")
         return rows
 
-    def _decode_vectors(
+    def _stack_vectors(
         self, logits: list[NDArray[np.float64]], rows_by_example: list[list[int]]
-    ) -> tuple[list[Any], list[dict[str, Any]]]:
-        """Return class ids or numbers, and further fields of each prediction."""
+    ) -> NDArray[np.float64]:
+        """Return the logits of all examples, (examples, classes or 1)."""
         width = len(self.spec.labels) or 1
         shapes = {vector.shape for vector in logits}
         if shapes != {(width,)}:
             raise ValueError(f"task {self.spec.name} expects logits of shape ({width},), not {sorted(shapes)}")
         _check_finite(logits)
-        stacked = np.stack([logits[rows[0]] for rows in rows_by_example])
-        if self.spec.kind == "regression":
-            return stacked[:, 0].tolist(), [{}] * len(stacked)
-        probabilities = scipy.special.softmax(stacked, axis=1).tolist()
-        return stacked.argmax(axis=1).tolist(), [{"scores": scores} for scores in probabilities]
+        return np.stack([logits[rows[0]] for rows in rows_by_example])
 
     def _decode_spans(self, logits: list[NDArray[np.float64]], rows_by_example: list[list[int]]) -> list[Any]:
         """Return the best answer text of each example."""
         offsets = _offsets(self.features)
-        left_padded = self.features["left_padded"][:]
-        unpadded = [_unpad(*window) for window in zip(logits, map(len, offsets), left_padded, strict=True)]
+        unpadded = []
+        for window, positions, left_padded in zip(logits, offsets, self.features["left_padded"][:], strict=True):
+            tokens = len(positions)
+            if window.ndim != 2 or len(window) != 2 or window.shape[1] < tokens:
+                raise ValueError(
+                    f"a feature of {tokens} tokens needs logits of shape (2, {tokens}), not {window.shape}"
+                )
+            first = window.shape[1] - tokens if left_padded else 0
+            unpadded.append(window[:, first : first + tokens])
         _check_finite(unpadded)
         contexts = self.examples[self.spec.text_columns[1]]
         return [
@@ -147,13 +143,10 @@ class Evaluator:
 
 
 def constant_baseline(spec: TaskSpec, train_examples: datasets.Dataset, examples: datasets.Dataset) -> dict[str, float]:
-    """Return the metrics of the best constant predictor.
+    """Return the metrics on `examples` of a constant prediction; empty for spans, or if either set has no labels.
 
-    The predictor always returns the majority class of the training labels (the lowest id in case of a tie), or for
-    regression their mean.
-
-    Returns:
-        The task's metrics on `examples`; empty for spans, or if either set has no labels.
+    The constant is the majority class of the training labels (the lowest id in case of a tie), or for regression
+    their mean.
     """
     references, train_labels = _references(spec, examples), _references(spec, train_examples)
     if spec.kind == "span" or not references or not train_labels:
@@ -164,19 +157,10 @@ def constant_baseline(spec: TaskSpec, train_examples: datasets.Dataset, examples
 
 
 def write_submission(spec: TaskSpec, split: Split, predictions: Sequence[Mapping[str, Any]], folder: Path) -> Path:
-    """Write the predictions for a test set as a submission file of the GLUE benchmark.
+    """Write the `predictions` of an `Evaluation` as a submission file of the GLUE benchmark; return its path.
 
     The file has a header and one line `index<TAB>prediction` per example. Predictions are class names or ids,
-    depending on `spec.submit_labels`, or scores clipped to [0, 5].
-
-    Args:
-        spec: the task.
-        split: the test set, which determines the file name.
-        predictions: the `predictions` of an `Evaluation`.
-        folder: output folder; created if absent.
-
-    Returns:
-        Path of the file.
+    depending on `spec.submit_labels`, or scores clipped to [0, 5]. The folder is created if absent.
 
     Raises:
         UserError: if GLUE accepts no submission for this split.
@@ -186,7 +170,7 @@ def write_submission(spec: TaskSpec, split: Split, predictions: Sequence[Mapping
 
     def formatted(prediction: Any) -> str:
         if spec.kind == "regression":
-            return f"{np.clip(prediction, *_SCORE_RANGE):.3f}"
+            return f"{np.clip(prediction, 0, 5):.3f}"  # STS-B, GLUE's only regression task, has scores from 0 to 5
         by_name = spec.submit_labels or spec.kind == "span"
         return str(prediction if by_name else spec.labels.index(prediction))
 
@@ -207,9 +191,13 @@ def _references(spec: TaskSpec, examples: datasets.Dataset) -> list[Any] | None:
 
 
 def _is_collapsed(spec: TaskSpec, values: Sequence[Any], references: Sequence[Any]) -> bool:
+    """Return whether the references vary but the predicted values do not.
+
+    Numbers count as constant if their standard deviation is at most a hundredth of that of the references.
+    """
     if spec.kind == "regression":
         spread = float(np.std(references))
-        return spread > 0 and float(np.std(values)) <= _MIN_RELATIVE_SPREAD * spread
+        return spread > 0 and float(np.std(values)) <= 0.01 * spread
     return len(set(values)) == 1 and any(reference != references[0] for reference in references)
 
 
@@ -224,17 +212,7 @@ def _check_finite(logits: list[NDArray[np.float64]]) -> None:
 
 def _offsets(features: datasets.Dataset) -> list[NDArray[np.int32]]:
     """Return the offsets of each feature, (tokens, 2), converted from Arrow without Python lists."""
-    column = features.select_columns(["offset_mapping"]).with_format("arrow")[:]["offset_mapping"]
-    offsets: list[NDArray[np.int32]] = []
-    for chunk in column.chunks:
-        pairs = chunk.flatten().flatten().to_numpy().reshape(-1, 2)
-        ends = np.cumsum(chunk.value_lengths().to_numpy())
-        offsets += np.split(pairs, ends[:-1])
-    return offsets
-
-
-def _unpad(logits: NDArray[np.float64], tokens: int, left_padded: bool) -> NDArray[np.float64]:
-    """Return start and end logits without padding, (2, tokens)."""
-    if logits.ndim != 2 or len(logits) != 2 or logits.shape[1] < tokens:
-        raise ValueError(f"a feature of {tokens} tokens needs logits of shape (2, {tokens}), not {logits.shape}")
-    return logits[:, logits.shape[1] - tokens :] if left_padded else logits[:, :tokens]
+    table = features.select_columns(["offset_mapping"]).with_format("arrow")[:].combine_chunks()
+    column = table["offset_mapping"].chunk(0)
+    pairs = column.flatten().flatten().to_numpy().reshape(-1, 2)
+    return np.split(pairs, np.cumsum(column.value_lengths().to_numpy())[:-1])

@@ -1,17 +1,13 @@
 """Tokenized features of a split, with a cache that runs share, and their collation into padded batches.
 
-The cache stores each feature set in a folder that is named by a hash of everything that determines the features. A
-folder is written under a temporary name, with a checksum of every file, and then renamed, so that readers never see
-an incomplete one.
+The cache stores each feature set in a folder that is named by a hash of everything that determines the features. The
+folder holds an Arrow file and its checksum.
 """
 
 import hashlib
 import json
 import logging
-import shutil
-import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,15 +22,15 @@ from datasets.table import InMemoryTable
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from istar.errors import UserError
+from istar.files import atomic_write, write_text
 from istar.tasks import squad
 from istar.tasks.loading import fingerprint
-from istar.tasks.specs import Kind, TaskSpec
+from istar.tasks.specs import TaskSpec
 
 MIN_LENGTH = 8
 """Smallest accepted maximum length of a feature, in tokens."""
 
-_CACHE_VERSION = 1  # increase when the features of the same inputs change
-_CHECKSUMS = "checksums.json"
+_CACHE_VERSION = 2  # increase when the format or the features of the same inputs change
 _BATCH_ROWS = 1_000
 _PROGRESS_MIN_ROWS = 4_000  # smaller splits are tokenized too quickly for a progress bar
 # Like RoBERTa, these models number positions from pad_token_id + 1, so that the first entries of the position
@@ -56,10 +52,6 @@ _COLUMN_TYPES: dict[str, Any] = {
     "left_padded": datasets.Value("bool"),
 }
 _BATCH_COLUMNS = (*squad.INPUTS, "labels", "start_positions", "end_positions", "feature_id")
-_LABEL_TYPES: dict[Kind, Any] = {
-    "classification": datasets.Value("int64"),
-    "regression": datasets.Value("float32"),
-}
 
 logger = logging.getLogger(__name__)
 
@@ -80,8 +72,7 @@ def featurize(
         spec: the task.
         dataset: a split with the task's text columns, and labels if it has any.
         tokenizer: a fast tokenizer.
-        max_length: maximum length of a feature in tokens. Longer texts are truncated; for spans, they are split into
-            several windows.
+        max_length: maximum length of a feature in tokens. Longer texts are truncated, or for spans split into windows.
         training: whether features for spans contain answer positions (otherwise, offsets). Features of other tasks
             do not depend on it.
         doc_stride: number of tokens shared by neighbouring windows, for spans only; see `istar.tasks.squad.windows`.
@@ -95,18 +86,13 @@ def featurize(
         pads on the left.
 
     Raises:
-        UserError: if the split is empty, a column is missing, a label is out of range, the tokenizer is slow or
-            `max_length` is below `MIN_LENGTH`.
+        UserError: if the split is empty, a column is missing, a label is out of range or `max_length` is too small.
     """
     _check_length(max_length)
-    squad.require_fast(tokenizer)
     if not len(dataset):
         raise UserError(f"task {spec.name}: this split has no rows")
     rows = dataset.with_format(None).select_columns(_used_columns(spec, dataset, training))
-    if spec.kind == "span":
-        encode = partial(_encode_spans, spec, tokenizer, max_length, doc_stride, training)
-    else:
-        encode = partial(_encode_texts, spec, tokenizer, max_length)
+    encode = partial(_encode, spec, tokenizer, max_length, doc_stride, training)
     if cache_dir is None:
         return _tokenize(spec, rows, encode)
     parameters: dict[str, Any] = {"kind": spec.kind, "labels": len(spec.labels), "max_length": max_length}
@@ -117,11 +103,7 @@ def featurize(
 
 
 def max_length_for(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, requested: int) -> int:
-    """Return the requested maximum length, reduced to what both the tokenizer and the model accept, in tokens.
-
-    Raises:
-        UserError: if the result is below `MIN_LENGTH`.
-    """
+    """Return the requested maximum length in tokens, reduced to what both the tokenizer and the model accept."""
     _check_length(requested)
     # Models with relative positions have no `max_position_embeddings`, or -1; their input length is unlimited.
     positions = getattr(config, "max_position_embeddings", None) or 0
@@ -137,57 +119,35 @@ def max_length_for(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig,
 
 
 class FeatureRows(torch.utils.data.Dataset[dict[str, Any]]):
-    """The rows of a feature set for a `DataLoader` with a `Collator`.
+    """The rows of a feature set, the result of `featurize`, for a `DataLoader` with a `Collator`.
 
     Tokens are returned as NumPy views of the memory-mapped file, without the Python lists that a `datasets.Dataset`
     creates. Columns that batches do not contain are omitted.
-
-    Args:
-        features: the result of `featurize`, or a selection of its rows.
     """
 
     def __init__(self, features: datasets.Dataset) -> None:
         names = [name for name in _BATCH_COLUMNS if name in features.column_names]
-        table = features.select_columns(names).with_format("arrow")[:]
-        self._tokens = {name: _values_and_offsets(table[name]) for name in names if name in squad.INPUTS}
+        # The cache stores a single chunk, for which `combine_chunks` makes no copy.
+        table = features.select_columns(names).with_format("arrow")[:].combine_chunks()
         self._numbers = {name: table[name].to_numpy() for name in names if name not in squad.INPUTS}
-        # The row at which each chunk starts, and the number of rows. All columns of a table have the same chunks.
-        self._starts = np.cumsum([0, *(len(offsets) - 1 for _, offsets in self._tokens["input_ids"])])
+        # The concatenated tokens of all rows, and the position at which each row starts.
+        lists = {name: table[name].chunk(0) for name in names if name in squad.INPUTS}
+        self._tokens = {name: (column.values.to_numpy(), column.offsets.to_numpy()) for name, column in lists.items()}
 
     def __len__(self) -> int:
-        return int(self._starts[-1])
+        return len(self._numbers["feature_id"])
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        return self.__getitems__([row])[0]
-
-    def __getitems__(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """Return the rows of a batch. A `DataLoader` prefers this method to `__getitem__`."""
-        chunks = np.searchsorted(self._starts, rows, side="right") - 1
-        indices = np.asarray(rows) - self._starts[chunks]
-        batch: list[dict[str, Any]] = [{} for _ in rows]
-        for name, numbers in self._numbers.items():
-            for features, number in zip(batch, numbers[rows], strict=True):
-                features[name] = number
-        for name, tokens in self._tokens.items():
-            for features, chunk, index in zip(batch, chunks.tolist(), indices.tolist(), strict=True):
-                values, offsets = tokens[chunk]
-                features[name] = values[offsets[index] : offsets[index + 1]]
-        return batch
-
-
-def _values_and_offsets(column: pa.ChunkedArray) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return, for each chunk of a list column, the concatenated lists and their offsets, without copying."""
-    return [(chunk.values.to_numpy(), chunk.offsets.to_numpy()) for chunk in column.chunks]
+        features = {name: numbers[row] for name, numbers in self._numbers.items()}
+        for name, (tokens, starts) in self._tokens.items():
+            features[name] = tokens[starts[row] : starts[row + 1]]
+        return features
 
 
 class Collator:
     """Pads the features of a batch to their maximum length, on the tokenizer's padding side, and converts to tensors.
 
-    A collator stores the padding ids instead of the tokenizer, so that it is fast to pickle and safe in forked
-    `DataLoader` workers.
-
-    Raises:
-        UserError: if the tokenizer has no padding token.
+    It stores padding ids instead of the tokenizer, to be fast to pickle and safe in forked `DataLoader` workers.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -205,19 +165,22 @@ class Collator:
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         """Collate feature rows into a batch.
 
-        Args:
-            rows: rows of a feature set.
-
         Returns:
             The tensors `input_ids`, `attention_mask`, `token_type_ids`, (batch, tokens) long; `labels`, (batch,)
             long or float32; `start_positions`, `end_positions`, `feature_id`, (batch,) long; each only if the rows
             contain it. Positions are shifted by the padding on the left.
         """
-        lengths = [len(row["input_ids"]) for row in rows]
-        width = max(lengths)
         first = rows[0]
-        batch = {name: self._pad(name, rows, width) for name in self.padding if name in first}
-        shifts = np.array([width - length if self.left else 0 for length in lengths])
+        lengths = np.array([len(row["input_ids"]) for row in rows])
+        width = lengths.max()
+        shifts = width - lengths if self.left else np.zeros_like(lengths)
+        batch = {}
+        for name, padding in self.padding.items():
+            if name in first:
+                padded = np.full((len(rows), width), padding, dtype=np.int64)
+                for line, row, shift, length in zip(padded, rows, shifts, lengths, strict=True):
+                    line[shift : shift + length] = row[name]
+                batch[name] = torch.from_numpy(padded)
         for name in ("start_positions", "end_positions"):
             if name in first:
                 batch[name] = torch.from_numpy(shifts + [row[name] for row in rows])
@@ -226,13 +189,6 @@ class Collator:
             batch["labels"] = torch.tensor([row["labels"] for row in rows], dtype=dtype)
         batch["feature_id"] = torch.tensor([row["feature_id"] for row in rows], dtype=torch.long)
         return batch
-
-    def _pad(self, name: str, rows: Sequence[Mapping[str, Any]], width: int) -> torch.Tensor:
-        padded = np.full((len(rows), width), self.padding[name], dtype=np.int64)
-        for line, row in zip(padded, rows, strict=True):
-            values = row[name]
-            line[width - len(values) if self.left else 0 :][: len(values)] = values
-        return torch.from_numpy(padded)
 
 
 def _check_length(max_length: int) -> None:
@@ -255,26 +211,8 @@ def _used_columns(spec: TaskSpec, dataset: datasets.Dataset, training: bool) -> 
 
 # --- tokenization -------------------------------------------------------------------------------------------
 
-# Both encoders tokenize a batch of examples and return the columns of their features. `example_id` counts the
-# examples from the start of the batch.
 
-
-def _encode_texts(
-    spec: TaskSpec, tokenizer: PreTrainedTokenizerBase, max_length: int, examples: Mapping[str, Sequence[Any]]
-) -> dict[str, Any]:
-    encoded = tokenizer(
-        *(list(examples[name]) for name in spec.text_columns),
-        truncation=True,
-        max_length=max_length,
-        return_attention_mask=True,
-    )
-    columns = {name: encoded[name] for name in squad.INPUTS if name in encoded}
-    if spec.label_column in examples:
-        columns["labels"] = examples[spec.label_column]
-    return columns | {"example_id": np.arange(len(encoded["input_ids"]))}
-
-
-def _encode_spans(
+def _encode(
     spec: TaskSpec,
     tokenizer: PreTrainedTokenizerBase,
     max_length: int,
@@ -282,13 +220,23 @@ def _encode_spans(
     training: bool,
     examples: Mapping[str, Sequence[Any]],
 ) -> dict[str, Any]:
-    questions, contexts = (examples[name] for name in spec.text_columns)
-    if training:
+    """Return the columns of the features of a batch of examples; `example_id` counts from the start of the batch."""
+    texts = [list(examples[name]) for name in spec.text_columns]
+    columns: dict[str, Any]
+    if spec.kind != "span":
+        encoded = tokenizer(*texts, truncation=True, max_length=max_length, return_attention_mask=True)
+        columns = {name: encoded[name] for name in squad.INPUTS if name in encoded}
+        columns["example_id"] = np.arange(len(encoded["input_ids"]))
+        if spec.label_column in examples:
+            columns["labels"] = examples[spec.label_column]
+    elif training:
         answers, ids = examples[spec.label_column], examples["id"]
-        return squad.training_features(questions, contexts, answers, ids, tokenizer, max_length, doc_stride)
-    columns = squad.windows(questions, contexts, tokenizer, max_length, doc_stride)
-    columns["offset_mapping"] = [offsets.tolist() for offsets in columns["offset_mapping"]]
-    return columns | {"left_padded": [tokenizer.padding_side == "left"] * len(columns["input_ids"])}
+        columns = squad.training_features(texts[0], texts[1], answers, ids, tokenizer, max_length, doc_stride)
+    else:
+        columns = squad.windows(texts[0], texts[1], tokenizer, max_length, doc_stride)
+        columns["offset_mapping"] = [offsets.tolist() for offsets in columns["offset_mapping"]]
+        columns["left_padded"] = [tokenizer.padding_side == "left"] * len(columns["input_ids"])
+    return columns
 
 
 def _tokenize(
@@ -308,7 +256,7 @@ def _tokenize(
             columns["feature_id"] = np.arange(feature_count, feature_count + len(columns["length"]))
             if "labels" in columns:
                 _check_labels(spec, columns["labels"], first)
-            types = {**_COLUMN_TYPES, "labels": _LABEL_TYPES.get(spec.kind)}
+            types = {**_COLUMN_TYPES, "labels": datasets.Value("int64" if spec.labels else "float32")}
             features = datasets.Features({name: type_ for name, type_ in types.items() if name in columns})
             tables.append(pa.Table.from_pydict(columns, schema=features.arrow_schema))
             feature_count += len(columns["length"])
@@ -317,11 +265,7 @@ def _tokenize(
 
 
 def _check_labels(spec: TaskSpec, labels: Sequence[Any], first_row: int) -> None:
-    """Check that the labels of a batch are class ids or finite numbers.
-
-    Raises:
-        UserError: names the row, counted from `first_row`, and its label.
-    """
+    """Check that the labels of a batch, whose first row is `first_row`, are class ids or finite numbers."""
     values = np.asarray(labels, dtype=np.float64)  # None becomes NaN
     is_valid = np.isin(values, range(len(spec.labels))) if spec.labels else np.isfinite(values)
     if not is_valid.all():
@@ -352,75 +296,37 @@ def _cache_key(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, param
 
 
 def _load_or_build(folder: Path, build: Callable[[], datasets.Dataset]) -> datasets.Dataset:
-    """Return the features in a folder of the cache; if there are none, build and store them first."""
-    cached = _load(folder)
-    if cached is not None:
-        return cached
-    features = build()
-    try:
-        _store(features, folder)
-    except OSError as error:
-        logger.warning("the features stay in memory, because %s could not be written: %s", folder, error)
-    # The folder may be missing for a moment while another process replaces it.
-    cached = _load(folder)
-    return features if cached is None else cached
+    """Return the memory-mapped features in a folder of the cache; if there are none, build and store them first.
 
-
-def _load(folder: Path) -> datasets.Dataset | None:
-    """Return the memory-mapped features in a folder, or None if the folder is missing or damaged."""
-    if not folder.exists():
-        return None
-    try:
-        if json.loads((folder / _CHECKSUMS).read_text()) == _checksums(folder):
-            return datasets.Dataset.load_from_disk(str(folder), keep_in_memory=False)
-    except (OSError, ValueError) as error:
-        logger.debug("%s: %s", folder, error)
-    logger.warning("the cached features in %s are damaged and will be rebuilt", folder)
-    return None
-
-
-def _store(features: datasets.Dataset, folder: Path) -> None:
-    """Write features to a temporary folder and rename it to `folder`, replacing a damaged one.
-
-    If another process has stored intact features in the meantime, those remain.
+    Processes that store the same features at the same time write equal files, and each write is atomic.
     """
-    draft = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
-    damaged = draft.with_name(f"{draft.name}.damaged")
+    data, checksum = folder / "features.arrow", folder / "features.sha256"
+    if not _is_intact(data, checksum):
+        features = build()
+        try:
+            table = features.data.table.combine_chunks()
+            with atomic_write(data) as file, pa.ipc.new_stream(file, table.schema) as stream:
+                stream.write_table(table)
+            write_text(checksum, _sha256(data))
+        except OSError as error:
+            logger.warning("the features stay in memory, because %s could not be written: %s", folder, error)
+            return features
+    return datasets.Dataset.from_file(str(data))
+
+
+def _is_intact(data: Path, checksum: Path) -> bool:
+    """Return whether a file of the cache exists and has its checksum; warn if it is damaged."""
+    if not checksum.exists():
+        return False
     try:
-        with _no_progress_bars():
-            features.save_to_disk(str(draft))
-        (draft / _CHECKSUMS).write_text(json.dumps(_checksums(draft)))
-        if _load(folder) is None:
-            with suppress(FileNotFoundError):
-                folder.rename(damaged)
-        draft.rename(folder)
-    except OSError:
-        if _load(folder) is None:
-            raise
-    finally:
-        for leftover in (draft, damaged):
-            shutil.rmtree(leftover, ignore_errors=True)
+        if checksum.read_text() == _sha256(data):
+            return True
+    except (OSError, ValueError) as error:
+        logger.debug("%s: %s", data, error)
+    logger.warning("the cached features in %s are damaged and will be rebuilt", data.parent)
+    return False
 
 
-def _checksums(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 digest of each file in a folder, by name."""
-    checksums = {}
-    for path in sorted(folder.iterdir()):
-        if path.name != _CHECKSUMS:
-            with path.open("rb") as file:
-                checksums[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return checksums
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Disable the progress bars of `datasets` in this block."""
-    # If the environment variable is set, it takes precedence, and the calls below would only emit a warning.
-    if datasets.config.HF_DATASETS_DISABLE_PROGRESS_BARS is not None or not datasets.is_progress_bar_enabled():
-        yield
-        return
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        datasets.enable_progress_bars()
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -30,10 +30,6 @@ def probe(request: Callable[[], int], seconds: float = PROBE_SECONDS) -> tuple[i
 
     The thread bounds the total time: the timeouts of HTTP libraries cover neither name resolution nor attempts at
     several addresses.
-
-    Args:
-        request: sends the request and returns the HTTP status.
-        seconds: timeout.
     """
     results: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
 

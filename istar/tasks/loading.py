@@ -1,19 +1,8 @@
 """Loading of a task's splits as data sets with uniform columns, from a folder, the hub or the demo generator.
 
-Whatever the source, a split has exactly the columns `spec.text_columns` (strings) and `spec.label_column`
-(int64 class ids, float64 scores), or `id, question, context, answers` for spans. A test set without labels has no
-label column. Rows keep the order of the source, because the row number identifies the example.
-
-A folder may contain the splits in one of these layouts; the layout that has most of the requested splits is used, the
-earlier one if there are several:
-
-1. a data set that `DatasetDict.save_to_disk` wrote;
-2. the benchmark's own files: `train.tsv`, `dev.tsv`, ... of GLUE; the trees `train.txt`, `dev.txt`,
-   `test.txt` of SST; `train-v1.1.json`, `dev-v1.1.json` of SQuAD;
-3. `train.csv`, `.jsonl`, `.json` or `.parquet`, and likewise for the other splits, with the hub's column names and
-   labels as ids or class names.
-
-It may also be the parent of such a folder (`glue_data/` with `RTE/` inside). It is never written to.
+A split has exactly the columns `spec.text_columns` (strings) and `spec.label_column` (int64 class ids, float64 scores),
+or `id, question, context, answers` for spans. A test set without labels has no label column. Rows keep the order of the
+source, because the row number identifies the example.
 """
 
 import hashlib
@@ -36,13 +25,10 @@ _HASH_BATCH_ROWS = 10_000
 
 
 def load_splits(spec: TaskSpec, data_dir: str | Path | None, splits: Sequence[str]) -> dict[str, Dataset]:
-    """Load and validate splits of a task, and return them by name.
+    """Load and validate splits of a task, such as `train` or `validation_matched`, and return them by name.
 
-    Args:
-        spec: the task.
-        data_dir: a folder with the task's files in one of the layouts above, or the parent of that folder. None
-            loads from the hub, or generates the examples of a demo task.
-        splits: names of the splits on the hub, such as `train`, `validation_matched`, `test`.
+    The folder `data_dir` has a layout of `istar.tasks.sources`. Without it, splits are loaded from the hub or, for demo
+    tasks, generated.
 
     Raises:
         UserError: if no suitable files are found, the hub cannot be reached, or the data do not fit the task.
@@ -77,8 +63,7 @@ def fingerprint(*splits: Dataset) -> str:
 
 
 def _texts(spec: TaskSpec, dataset: Dataset) -> Iterator[tuple[str, ...]]:
-    table = dataset.select_columns(list(spec.text_columns)).with_format("arrow")[:]
-    return zip(*(table.column(column).to_pylist() for column in spec.text_columns), strict=True)
+    return zip(*(dataset[column][:] for column in spec.text_columns), strict=True)
 
 
 # --- validation ---------------------------------------------------------------------------------------------
@@ -86,7 +71,6 @@ def _texts(spec: TaskSpec, dataset: Dataset) -> Iterator[tuple[str, ...]]:
 _UNLABELLED = {"-1", "-1.0", "", "None"}
 """Label values, as strings, that mean "no label" in test sets."""
 
-_INT64_END = 2**63
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -115,15 +99,14 @@ def _is_text(value: Any) -> bool:
 def _class_ids(raw: RawSplit, spec: TaskSpec) -> list[int]:
     """Convert class names or ids to ids. Ids may be numbers or strings, and floats such as `1.0` as in pandas."""
     ids = {key: id_ for id_, name in enumerate(spec.labels) for key in (name, str(id_), f"{id_}.0")}
-    converted = []
-    for row, value in enumerate(raw.columns[spec.label_column]):
-        if str(value) not in ids:
+    labels = raw.columns[spec.label_column]
+    for row, label in enumerate(labels):
+        if str(label) not in ids:
             allowed = ", ".join(f"{name} ({id_})" for id_, name in enumerate(spec.labels))
             raise UserError(
-                f"{raw.location(row)}: label {shorten(repr(value))} is none of task {spec.name}'s: {allowed}"
+                f"{raw.location(row)}: label {shorten(repr(label))} is none of task {spec.name}'s: {allowed}"
             )
-        converted.append(ids[str(value)])
-    return converted
+    return [ids[str(label)] for label in labels]
 
 
 def _scores(raw: RawSplit, spec: TaskSpec) -> list[float]:
@@ -159,16 +142,12 @@ def _answers(raw: RawSplit, spec: TaskSpec) -> list[dict[str, list[Any]]]:
 
 
 def _is_answer(answer: Any) -> bool:
-    if not isinstance(answer, dict):
-        return False
-    texts, starts = answer.get("text"), answer.get("answer_start")
-    return (
-        isinstance(texts, list)
-        and isinstance(starts, list)
-        and 0 < len(texts) == len(starts)
-        and all(map(_is_text, texts))
-        and all(isinstance(start, int) and 0 <= start < _INT64_END for start in starts)
-    )
+    """Return whether a value has the form `{"text": [texts], "answer_start": [numbers]}`, with at least one answer."""
+    match answer:
+        case {"text": [_, *_] as texts, "answer_start": [*starts]} if len(texts) == len(starts):
+            are_positions = all(isinstance(start, int) and 0 <= start < 2**63 for start in starts)
+            return are_positions and all(map(_is_text, texts))
+    return False
 
 
 _LABELS: dict[Kind, tuple[Callable[[RawSplit, TaskSpec], list[Any]], Any]] = {

@@ -18,14 +18,10 @@ import sklearn.metrics
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
-# Values whose range is below this fraction of their magnitude differ by float64 rounding only.
-_CONSTANT_TOLERANCE = 1e-12
 
 
 def normalize_answer(text: str) -> str:
-    """Return SQuAD v1.1's normal form of an answer.
-
-    Lowercases the text, then removes ASCII punctuation, then articles, then superfluous white space.
+    """Return SQuAD v1.1's normal form of an answer: lower case, without punctuation, articles and extra white space.
 
     >>> normalize_answer("The  U.S. of an A!")
     'us of'
@@ -80,7 +76,8 @@ def _correlation(function: Callable[..., Any], predictions: Sequence[float], ref
     values = np.asarray([predictions, references], dtype=np.float64)
     if not np.isfinite(values).all():
         raise ValueError("a correlation needs finite predictions and references; they contain NaN or infinity")
-    if (np.ptp(values, axis=1) <= _CONSTANT_TOLERANCE * np.abs(values).max(axis=1)).any():
+    # Values with a relative range below 1e-12 differ by float64 rounding only.
+    if (np.ptp(values, axis=1) <= 1e-12 * np.abs(values).max(axis=1)).any():
         return 0.0
     return float(function(*values).statistic)
 
@@ -88,9 +85,7 @@ def _correlation(function: Callable[..., Any], predictions: Sequence[float], ref
 def squad(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
     """Return SQuAD v1.1's mean exact match and mean token F1, fractions in [0, 1].
 
-    Args:
-        predictions: answer texts.
-        references: the gold texts of each question; the one that scores highest counts.
+    `references` has the gold texts of each question; the one that scores highest counts.
     """
     if not all(references):
         raise ValueError("SQuAD's metrics need at least one gold answer for each prediction")
@@ -102,12 +97,7 @@ def squad(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> di
 
 
 METRICS: dict[str, Callable[[Sequence[Any], Sequence[Any]], dict[str, float]]] = {
-    "accuracy": accuracy,
-    "f1": f1,
-    "matthews_correlation": matthews_correlation,
-    "pearson": pearson,
-    "spearman": spearman,
-    "squad": squad,
+    metric.__name__: metric for metric in (accuracy, f1, matthews_correlation, pearson, spearman, squad)
 }
 """Metric functions by name. Each maps predictions and references to one or more named values."""
 
@@ -142,9 +132,7 @@ def compute(names: Iterable[str], predictions: Sequence[Any], references: Sequen
 class EvaluateMetric(evaluate.Metric):
     """An entry of `METRICS` as an `evaluate.Metric`, for libraries and loops that need `add_batch`.
 
-    Args:
-        name: key of `METRICS`.
-        **options: arguments of `evaluate.Metric`. Data stay in memory unless `keep_in_memory=False`.
+    Data stay in memory unless `keep_in_memory=False`. `options` are further arguments of `evaluate.Metric`.
     """
 
     def __init__(self, name: str, **options: Any) -> None:

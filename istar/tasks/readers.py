@@ -28,12 +28,9 @@ MAX_MALFORMED_SHARE = 0.01
 
 @dataclass(frozen=True)
 class RawSplit:
-    """One split before validation.
+    """The columns of a split before validation, by their names on the hub.
 
-    Attributes:
-        source: the file, or another description of the origin, for error messages.
-        columns: values in the order of the source, by column name on the hub.
-        lines: line number of each row, if the source has lines.
+    For error messages, `source` is the file or another origin, and `lines` has the line number of each row, if known.
     """
 
     source: str
@@ -48,17 +45,9 @@ class RawSplit:
 def source_columns(
     spec: TaskSpec, split: str, available: Sequence[str], source: str, renamed: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Return the source's name of each column that a split needs, by its name on the hub.
+    """Return the source's name of each column that a split needs, by its name on the hub; refuse a missing column.
 
-    Args:
-        spec: the task.
-        split: the split; a test set does not need labels.
-        available: column names of the source.
-        source: description of the source, for error messages.
-        renamed: names in the source that differ from those on the hub.
-
-    Raises:
-        UserError: if a column is missing.
+    A test set does not need labels. `renamed` maps names on the hub to different names in the source.
     """
     ids = ("id",) if spec.kind == "span" else ()
     columns = {name: (renamed or {}).get(name, name) for name in (*ids, *spec.text_columns, spec.label_column)}
@@ -81,21 +70,18 @@ def read_tsv(path: Path, spec: TaskSpec, split: str) -> RawSplit:
 
 def read_csv(path: Path, spec: TaskSpec, split: str) -> RawSplit:
     """Read comma-separated values with a header of the hub's column names."""
-    return _read_table(path, spec, split, _csv_records(path))
-
-
-def _csv_records(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yield the fields of each record, and the line on which the record starts."""
     # Without `strict`, an unclosed quote would silently absorb the rest of the file.
     reader = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)
+    records = []
     line = 1
     try:
         for fields in reader:
             if fields:
-                yield line, fields
+                records.append((line, fields))
             line = reader.line_num + 1  # quoted fields may span several lines
     except csv.Error as error:
         raise UserError(f"{path}, line {line}: not CSV: {error}") from error
+    return _read_table(path, spec, split, iter(records))
 
 
 def _read_table(
@@ -108,15 +94,7 @@ def _read_table(
 ) -> RawSplit:
     """Select the columns of a split from numbered records; skip a few records of wrong length with a warning.
 
-    Test sets must be complete, since the rows of a submission are counted.
-
-    Args:
-        path: the file, for error messages.
-        spec: the task.
-        split: the split.
-        records: line number and fields of each record.
-        header: column names; by default the first record.
-        renamed: see `source_columns`.
+    Test sets must be complete, since the rows of a submission are counted. The header is by default the first record.
     """
     header = header or next(records, (0, []))[1]
     if not header:
@@ -147,9 +125,9 @@ def read_json(path: Path, spec: TaskSpec, split: str) -> RawSplit:
     if text.lstrip().startswith("["):
         lines, records = [], parse_json(text, str(path))
     else:
-        numbered = [(line, text) for line, text in enumerate(text.split("\n"), start=1) if text.strip()]
-        lines = [line for line, _ in numbered]
-        records = [parse_json(text, f"{path}, line {line}") for line, text in numbered]
+        numbered = {line: text for line, text in enumerate(text.split("\n"), start=1) if text.strip()}
+        lines = list(numbered)
+        records = [parse_json(text, f"{path}, line {line}") for line, text in numbered.items()]
     if not records:
         return RawSplit(str(path), {})
     location = RawSplit(str(path), {}, lines).location
@@ -190,8 +168,7 @@ def from_dataset(dataset: Dataset, spec: TaskSpec, split: str, source: str) -> R
     Ids of a `ClassLabel` column become class names, because the ids may be ordered differently in the spec.
     """
     names = list(source_columns(spec, split, dataset.column_names, source))
-    table = dataset.select_columns(names).with_format("arrow")[:]
-    columns = {name: table.column(name).to_pylist() for name in names}
+    columns = dataset.select_columns(names).with_format("arrow")[:].to_pydict()
     for name, values in columns.items():
         feature = dataset.features[name]
         if isinstance(feature, ClassLabel):
@@ -204,9 +181,6 @@ def _decoded_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the numbered lines of a UTF-8 file, including their line feeds.
 
     Only a line feed ends a line, because texts may contain other Unicode line separators.
-
-    Raises:
-        UserError: if the file cannot be read, is not UTF-8, or contains null bytes.
     """
     try:
         with path.open("rb") as file:

@@ -1,7 +1,4 @@
-"""Sources of a task's splits: a local folder, the Hugging Face hub, or the demo generator.
-
-Each source is a function that returns a reader of single splits, `split name -> RawSplit`.
-"""
+"""Sources of a task's splits. Each is a function that returns a reader of single splits, `split name -> RawSplit`."""
 
 import contextlib
 import itertools
@@ -18,7 +15,7 @@ from istar.tasks.specs import Files, TaskSpec
 
 Reader = Callable[[Path, TaskSpec, str], RawSplit]
 Layout = Mapping[str, Reader]
-"""Readers by file name pattern, in which `{}` stands for the name of the split."""
+"""Readers by file name pattern, in which `{}` stands for the name of the split; `dev` may stand for `validation`."""
 
 _SAVED: Layout = {"{}/state.json": readers.read_saved}
 _BENCHMARK_FILES: Mapping[Files, Layout] = {
@@ -45,15 +42,19 @@ def from_folder(spec: TaskSpec, data_dir: Path, splits: Sequence[str]) -> Callab
         UserError: if the folder cannot be read or contains no file of the task.
     """
     option = f"task.data_dir={data_dir}"
-    if problem := _folder_problem(data_dir):
-        raise UserError(f"{option} {problem}; name the folder that holds the files of task {spec.name}")
+    try:
+        next(data_dir.iterdir(), None)
+    except OSError as error:  # e.g. permission denied, or the name is too long
+        reasons = {FileNotFoundError: "does not exist", NotADirectoryError: "is not a folder"}
+        reason = reasons.get(type(error), f"cannot be read ({error.strerror})")
+        raise UserError(f"{option} {reason}; name the folder that holds the files of task {spec.name}") from error
     layouts = [_SAVED, _BENCHMARK_FILES[spec.files], _TABLES]
     subfolders = [*spec.folders, spec.name]
     candidates = itertools.product([data_dir, *(data_dir / name for name in subfolders)], layouts)
 
     def split_counts(candidate: tuple[Path, Layout]) -> tuple[int, int]:
-        found = {split for split in {*splits, *spec.splits} if _find_file(*candidate, split)}
-        return len(found & set(splits)), len(found)
+        available = {split for split in {*splits, *spec.splits} if _find_file(*candidate, split)}
+        return len(available & set(splits)), len(available)
 
     folder, layout = best = max(candidates, key=split_counts)
     if not any(split_counts(best)):
@@ -118,19 +119,6 @@ def _find_file(folder: Path, layout: Layout, split: str) -> tuple[Path, Reader] 
 def _file_names(pattern: str, split: str) -> list[str]:
     """Return the possible file names of a split; the benchmarks' files say `dev` instead of `validation`."""
     return [pattern.format(stem) for stem in dict.fromkeys((split, split.replace("validation", "dev")))]
-
-
-def _folder_problem(path: Path) -> str:
-    """Return why a folder cannot be read, or "" if it can."""
-    try:
-        next(path.iterdir(), None)
-    except FileNotFoundError:
-        return "does not exist"
-    except NotADirectoryError:
-        return "is not a folder"
-    except OSError as error:  # e.g. permission denied, or the name is too long
-        return f"cannot be read ({error.strerror})"
-    return ""
 
 
 @contextlib.contextmanager

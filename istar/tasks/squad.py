@@ -16,19 +16,6 @@ from istar.errors import UserError
 INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 
 
-def require_fast(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that a tokenizer is a fast one, which can return character offsets.
-
-    Raises:
-        UserError: if the tokenizer is slow.
-    """
-    if not tokenizer.is_fast:
-        raise UserError(
-            f"{type(tokenizer).__name__} is a slow tokenizer, which cannot return offsets; "
-            "choose a model with a fast one (a tokenizer.json)"
-        )
-
-
 def training_features(
     questions: Sequence[str],
     contexts: Sequence[str],
@@ -40,22 +27,15 @@ def training_features(
 ) -> dict[str, list[Any]]:
     """Split contexts into windows, with the token positions of the first gold answer, for training.
 
-    Args:
-        questions: one per example; surrounding white space is removed.
-        contexts: one per example.
-        answers: `{"text": [...], "answer_start": [...]}` per example; empty lists mark an unanswerable question.
-        ids: ids of the questions, for error messages.
-        tokenizer: a fast tokenizer.
-        max_length: maximum length of a window with its question, in tokens.
-        stride: number of tokens shared by neighbouring windows; see `windows`.
+    Most arguments are those of `windows`. `answers` has `{"text": [...], "answer_start": [...]}` for each example, with
+    empty lists for an unanswerable question; `ids` are for error messages.
 
     Returns:
         The columns of `windows` except the offsets, and `start_positions` and `end_positions` (inclusive). Both are
         0 if the window does not contain the whole answer.
 
     Raises:
-        UserError: if an answer does not occur at its `answer_start` (the message names the question), or the
-            tokenizer is slow.
+        UserError: if an answer does not occur at its `answer_start`; the message names the question.
     """
     ranges = [_answer_range(*example) for example in zip(contexts, answers, ids, strict=True)]
     features = windows(questions, contexts, tokenizer, max_length, stride)
@@ -91,7 +71,11 @@ def windows(
     Raises:
         UserError: if the tokenizer is slow, or `max_length` is too small for a question and a context.
     """
-    require_fast(tokenizer)
+    if not tokenizer.is_fast:
+        raise UserError(
+            f"{type(tokenizer).__name__} is a slow tokenizer, which cannot return offsets; "
+            "choose a model with a fast one (a tokenizer.json)"
+        )
     content = max_length - tokenizer.num_special_tokens_to_add(pair=True)
     if content < 2:
         raise UserError(f"max_length={max_length} is too small for a question and a context; increase it")
@@ -107,9 +91,10 @@ def windows(
         return_attention_mask=True,
     )
     features: dict[str, list[Any]] = {name: encoded[name] for name in INPUTS if name in encoded}
-    features["offset_mapping"] = [
-        _context_offsets(offsets, encoded.sequence_ids(row)) for row, offsets in enumerate(encoded["offset_mapping"])
-    ]
+    features["offset_mapping"] = []
+    for row, offsets in enumerate(encoded["offset_mapping"]):
+        in_context = np.array([sequence == 1 for sequence in encoded.sequence_ids(row)])
+        features["offset_mapping"].append(np.where(in_context[:, None], np.asarray(offsets, np.int32), np.int32(-1)))
     features["example_id"] = encoded["overflow_to_sample_mapping"]
     return features
 
@@ -117,10 +102,7 @@ def windows(
 def answer_positions(offsets: NDArray[np.integer], start: int, end: int) -> tuple[int, int]:
     """Return the first and the last token of an answer, or (0, 0) if the window does not contain the whole answer.
 
-    Args:
-        offsets: offsets of a window, (tokens, 2).
-        start: first character of the answer in the context.
-        end: end of the answer, exclusive.
+    The offsets of the window have the shape (tokens, 2). The answer consists of the characters [start, end).
     """
     in_context = np.flatnonzero(offsets[:, 0] >= 0)
     starts, ends = offsets[in_context].T
@@ -140,15 +122,16 @@ def best_answer(
 ) -> str:
     """Return the answer text with the highest sum of start and end logit over all windows of one context.
 
+    Ties are resolved in favour of the first window, then the earliest start, then the earliest end.
+
     Args:
         context: the text to which the offsets refer.
-        windows: start logits (tokens,), end logits (tokens,) and offsets (tokens, 2) of each window.
+        windows: the first three arguments of `best_span` for each window.
         n_best: see `best_span`.
         max_answer_length: see `best_span`.
 
     Returns:
-        The text without surrounding white space; "" if no window has a valid span. Ties are resolved in favour of
-        the first window, then the earliest start, then the earliest end.
+        The text without surrounding white space; "" if no window has a valid span.
     """
     spans = [span for window in windows if (span := best_span(*window, n_best, max_answer_length)) is not None]
     if not spans:
@@ -164,27 +147,22 @@ def best_span(
     n_best: int = 20,
     max_answer_length: int = 30,
 ) -> tuple[float, int, int] | None:
-    """Return the best span of a window.
+    """Return the best span of a window, as the sum of its two logits and its characters [start, end).
 
-    The candidates combine the `n_best` start tokens with the `n_best` end tokens of the context. A valid span has
-    between 1 and `max_answer_length` tokens.
-
-    Args:
-        start_logits: (tokens,).
-        end_logits: (tokens,).
-        offsets: (tokens, 2).
-        n_best: number of start and of end tokens.
-        max_answer_length: maximum number of tokens in a span.
-
-    Returns:
-        The sum of the start and end logit, and the character range [start, end); None if no candidate is valid.
+    The logits have the shape (tokens,) and the offsets (tokens, 2). The candidates combine the `n_best` start tokens
+    with the `n_best` end tokens of the context. A valid span has between 1 and `max_answer_length` tokens. The result
+    is None if no candidate is valid.
     """
     in_context = np.flatnonzero(offsets[:, 0] >= 0)
     if not len(in_context):
         return None
     start_scores = np.asarray(start_logits, dtype=np.float64)
     end_scores = np.asarray(end_logits, dtype=np.float64)
-    starts, ends = (in_context[_top(scores[in_context], n_best)] for scores in (start_scores, end_scores))
+    # Equal logits are ranked by position, and the candidates are in ascending order, so that ties have a fixed result.
+    starts, ends = (
+        in_context[np.sort(np.argsort(-scores[in_context], kind="stable")[:n_best])]
+        for scores in (start_scores, end_scores)
+    )
     lengths = ends[None, :] - starts[:, None] + 1
     scores = start_scores[starts][:, None] + end_scores[ends][None, :]
     scores[(lengths < 1) | (lengths > max_answer_length)] = -np.inf
@@ -192,11 +170,6 @@ def best_span(
     if scores[row, column] == -np.inf:
         return None
     return float(scores[row, column]), int(offsets[starts[row], 0]), int(offsets[ends[column], 1])
-
-
-def _top(values: NDArray[np.float64], count: int) -> NDArray[np.intp]:
-    """Return the indices of the largest values in ascending order; ties are resolved in favour of earlier values."""
-    return np.sort(np.argsort(-values, kind="stable")[:count])
 
 
 def _answer_range(context: str, answer: Mapping[str, Sequence[Any]], id_: str) -> tuple[int, int]:
@@ -211,12 +184,6 @@ def _answer_range(context: str, answer: Mapping[str, Sequence[Any]], id_: str) -
         )
     start += len(text) - len(text.lstrip())
     return start, start + len(text.strip())
-
-
-def _context_offsets(offsets: Sequence[tuple[int, int]], sequence_ids: Sequence[int | None]) -> NDArray[np.int32]:
-    """Return the offsets of a window, (tokens, 2), with (-1, -1) for tokens outside the context."""
-    in_context = np.array([sequence == 1 for sequence in sequence_ids])
-    return np.where(in_context[:, None], np.asarray(offsets, dtype=np.int32), np.int32(-1))
 
 
 def _truncate(questions: Sequence[str], tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[str]:

@@ -5,6 +5,7 @@ import random
 import time
 import zipfile
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +34,16 @@ class AtomicCheckpointIO(CheckpointIO):
     """Write checkpoints atomically. Read them only if their checksums are right, and without executing pickled code."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Save atomically: write a temporary file in the same folder, flush it to disk, then rename it to `path`.
-
-        Raises:
-            OSError: if the file cannot be written; an existing file at `path` is left unchanged.
-        """
+        """Save atomically; if the file cannot be written, raise an OSError and leave a file at `path` unchanged."""
         try:
             with atomic_write(Path(path)) as file:
                 torch.save(checkpoint, file)
-        # torch.save reports some failed writes as a RuntimeError, with the OSError as its context.
         except (OSError, RuntimeError) as error:
-            cause = _os_error(error) or error
-            reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else shorten(cause)
+            # torch.save reports some failed writes as a RuntimeError, with the OSError among its contexts.
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__context__
+            reason = shorten(error) if cause is None else cause.strerror or shorten(cause)
             raise OSError(f"the checkpoint {path} cannot be written: {reason}") from error
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = True) -> dict[str, Any]:
@@ -62,18 +61,15 @@ def load(path: Path) -> dict[str, Any]:
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-        if damaged is not None:
-            raise UserError(f"{path} is damaged: the checksum of {damaged} is wrong")
+            if damaged := archive.testzip():
+                raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
         checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         return checkpoint
-    except UserError:
-        raise
-    # A damaged file can raise any exception.
-    except Exception as error:
+    except Exception as error:  # a damaged file can raise any exception
         raise UserError(f"{path} is not a readable checkpoint: {shorten(error)}") from error
 
 
+@dataclass(eq=False)
 class Checkpoints(Checkpoint):
     """Save the complete state of a run, so that it can be resumed bit for bit, and the weights of the best epoch.
 
@@ -84,38 +80,21 @@ class Checkpoints(Checkpoint):
     Within an epoch, checkpoints are written after optimizer steps, except after those that a validation follows:
     Lightning cannot resume from a state between a step and its validation.
 
-    Args:
-        folder: folder of the checkpoints.
-        run: name of the run; checkpoints of other runs are rejected.
-        history: callback that determines the best epoch; it must precede this callback.
-        metrics: logger whose rows are saved with the state.
-        stop: stop signal, after which a checkpoint is written.
-        every_n_steps: optimizer steps between two checkpoints; None disables this rule.
-        every_n_minutes: minutes between two checkpoints; None disables this rule.
+    The state contains the rows of `metrics`. `run` is the name of the run. The callback `history`, which determines the
+    best epoch, must precede this callback.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        run: str,
-        history: History,
-        metrics: MetricsFile,
-        stop: StopSignal,
-        every_n_steps: int | None = None,
-        every_n_minutes: float | None = None,
-    ) -> None:
-        self.folder = folder
-        self.run = run
-        self.history = history
-        self.metrics = metrics
-        self.stop = stop
-        self.every_n_steps = every_n_steps
-        self.every_n_minutes = every_n_minutes
-        self._step = self._saved_step = 0
-        self._saved_at = time.monotonic()
-        self._resumed: Mapping[str, Any] | None = None
-
-    # ---- writing
+    folder: Path
+    run: str
+    history: History
+    metrics: MetricsFile
+    stop: StopSignal
+    every_n_steps: int | None = None
+    every_n_minutes: float | None = None
+    _step: int = field(default=0, init=False)
+    _saved_step: int = field(default=0, init=False)
+    _saved_at: float = field(default=0.0, init=False)
+    _resumed: Mapping[str, Any] | None = field(default=None, init=False)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -173,14 +152,9 @@ class Checkpoints(Checkpoint):
         self._saved_step, self._saved_at = trainer.global_step, time.monotonic()
         if trainer.is_global_zero:
             self.metrics.write()
-            self._prune()
-
-    def _prune(self) -> None:
-        for kind in ("step", "best-epoch"):
-            for path in _sorted_paths(self.folder, kind)[:-NUM_KEPT]:
-                path.unlink()
-
-    # ---- state
+            for kind in ("step", "best-epoch"):
+                for path in _sorted_paths(self.folder, kind)[:-NUM_KEPT]:
+                    path.unlink()
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -220,21 +194,14 @@ def _validates_next(trainer: L.Trainer, batch_idx: int) -> bool:
 
 
 def resumable(folder: Path, run: str, processes: int) -> Path | None:
-    """Return the newest checkpoint that a run can resume from; None if there is none.
+    """Return the newest checkpoint in a folder that a run can resume from; None if there is none.
 
     A checkpoint that is damaged or belongs to another run is renamed with a warning, and the one before it is used.
     Weights of later epochs are removed, because the resumed run writes them again.
 
-    Args:
-        folder: folder of the checkpoints.
-        run: name of the run.
-        processes: number of processes of the resumed run.
-
     Raises:
-        UserError: if the checkpoint was written by another number of processes.
+        UserError: if the checkpoint was not written by this number of processes.
     """
-    if not folder.is_dir():
-        return None
     for path in reversed(_sorted_paths(folder, "step")):
         try:
             epochs, written_by = _validate(path, run)
@@ -270,19 +237,14 @@ def _validate(path: Path, run: str) -> tuple[int, int]:
     content = load(path)
     try:
         state, history = content["callbacks"]["Checkpoints"], content["callbacks"]["History"]
-        file_format, owner, epochs, processes = (
-            state["format"],
-            state["run"],
-            len(history["epochs"]),
-            len(state["random"]),
-        )
-        best = history["best"]
+        file_format, run_name, best = state["format"], state["run"], history["best"]
+        epochs, processes = len(history["epochs"]), len(state["random"])
     except (KeyError, TypeError, IndexError) as error:
         raise UserError(f"{path} is not a checkpoint that istar wrote") from error
     if file_format != FORMAT:
         raise UserError(f"{path} has format {file_format}; this version reads {FORMAT}")
-    if owner != run:
-        raise UserError(f"{path} belongs to another run, {owner}")
+    if run_name != run:
+        raise UserError(f"{path} belongs to another run, {run_name}")
     if best:
         load(path.with_name(f"best-epoch-{best}.ckpt"))
     return epochs, processes
@@ -297,13 +259,6 @@ def _number(path: Path) -> int:
     """Return the number at the end of a checkpoint's name; -1 if there is none."""
     digits = path.stem.rpartition("-")[2]
     return int(digits) if digits.isdecimal() else -1
-
-
-def _os_error(error: BaseException | None) -> OSError | None:
-    """Return the first OSError among an error and the errors in whose handling it was raised; None if there is none."""
-    while error is not None and not isinstance(error, OSError):
-        error = error.__context__
-    return error
 
 
 def random_state() -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
@@ -19,13 +20,14 @@ _POOL = 50
 """Number of batches sorted by length together. Larger pools need less padding but are shuffled less."""
 
 
+@dataclass(eq=False)
 class LengthGroupedSampler(Sampler[int]):
     """Yield example indices such that batches contain examples of similar length and come in random order.
 
     The order depends only on the seed and the epoch. Every process takes its share of every global batch, so W
     processes together see the batches that one process sees with a batch size W times as large.
 
-    Args:
+    Attributes:
         lengths: number of tokens of each example.
         batch_size: examples per process and batch.
         seed: seed of the order.
@@ -33,31 +35,21 @@ class LengthGroupedSampler(Sampler[int]):
         rank: rank of this process.
         world_size: number of processes. If it does not divide the number of examples, the first ones are repeated at
             the end.
-        epoch: first epoch.
-        start: number of this process's examples to skip in the first epoch, because a resumed run has already used
-            them.
+        epoch: the current epoch, at first the one in which training starts or resumes.
+        start: number of examples to skip in this first epoch, because a resumed run has already used them.
     """
 
-    def __init__(
-        self,
-        lengths: Sequence[int],
-        batch_size: int,
-        seed: int,
-        group_by_length: bool = True,
-        rank: int = 0,
-        world_size: int = 1,
-        epoch: int = 0,
-        start: int = 0,
-    ) -> None:
-        self.lengths = torch.as_tensor(lengths)
-        self.global_batch = batch_size * world_size
-        self.seed = seed
-        self.group_by_length = group_by_length
-        self.rank = rank
-        self.world_size = world_size
-        self.epoch = epoch
-        self._first_epoch = epoch
-        self._start = start
+    lengths: Sequence[int]
+    batch_size: int
+    seed: int
+    group_by_length: bool = True
+    rank: int = 0
+    world_size: int = 1
+    epoch: int = 0
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        self._first_epoch = self.epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch; Lightning calls this at the start of every epoch."""
@@ -71,7 +63,7 @@ class LengthGroupedSampler(Sampler[int]):
         missing = len(self) * self.world_size - len(order)
         padded = torch.cat([order, order[:missing]])
         shard = padded[self.rank :: self.world_size].tolist()
-        return iter(shard[self._start :] if self.epoch == self._first_epoch else shard)
+        return iter(shard[self.start :] if self.epoch == self._first_epoch else shard)
 
     def _order(self) -> Tensor:
         """Return the indices of all examples in the order of the current epoch, for all processes together."""
@@ -79,26 +71,15 @@ class LengthGroupedSampler(Sampler[int]):
         order = torch.randperm(len(self.lengths), generator=generator)
         if not self.group_by_length:
             return order
-        pools = order.split(self.global_batch * _POOL)
-        grouped = torch.cat([pool[self.lengths[pool].argsort(descending=True, stable=True)] for pool in pools])
-        num_full = len(grouped) // self.global_batch
-        batches = grouped[: num_full * self.global_batch].reshape(num_full, self.global_batch)
+        lengths = torch.as_tensor(self.lengths)
+        global_batch = self.batch_size * self.world_size
+        pools = order.split(global_batch * _POOL)
+        grouped = torch.cat([pool[lengths[pool].argsort(descending=True, stable=True)] for pool in pools])
+        num_full = len(grouped) // global_batch
+        batches = grouped[: num_full * global_batch].reshape(num_full, global_batch)
         batches = batches[torch.randperm(num_full, generator=generator)]
         # The smaller last batch must stay last: elsewhere, it would shift the boundaries of all later batches.
-        return torch.cat([batches.reshape(-1), grouped[num_full * self.global_batch :]])
-
-
-class ShardSampler(Sampler[int]):
-    """Yield this process's share of the given examples, for evaluation: no example is repeated or dropped."""
-
-    def __init__(self, examples: Sequence[int], rank: int = 0, world_size: int = 1) -> None:
-        self.examples = list(examples)[rank::world_size]
-
-    def __len__(self) -> int:
-        return len(self.examples)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.examples)
+        return torch.cat([batches.reshape(-1), grouped[num_full * global_batch :]])
 
 
 def longest_first(features: Dataset) -> list[int]:
@@ -110,19 +91,13 @@ def longest_first(features: Dataset) -> list[int]:
 
 
 def evaluation_loader(
-    features: Dataset,
-    collate: Collate,
-    batch_size: int,
-    examples: Sequence[int],
-    rank: int = 0,
-    world_size: int = 1,
-    num_workers: int = 0,
+    features: Dataset, collate: Collate, batch_size: int, examples: Sequence[int], num_workers: int = 0
 ) -> DataLoader[Any]:
     """Return a loader over the given examples in their order. It does not change the global random state."""
     return DataLoader(
         FeatureRows(features),
         batch_size=batch_size,
-        sampler=ShardSampler(examples, rank, world_size),
+        sampler=examples,
         collate_fn=collate,
         num_workers=num_workers,
         pin_memory=torch.cuda.is_available(),
@@ -131,34 +106,23 @@ def evaluation_loader(
     )
 
 
+@dataclass(eq=False)
 class FineTuningData(L.LightningDataModule):
     """Provide the data loaders of the tokenized training, validation and test sets.
 
-    Args:
-        train: features of the training set.
-        validation: features of each validation set; the first one determines the headline metric.
-        test: features of each unlabelled test set, for submissions.
-        collate: function that turns rows into a padded batch.
-        config: batch sizes and number of workers.
-        seed: seed of the order of the training examples.
+    The first validation set determines the headline metric. `collate` turns rows into a padded batch, and `seed`
+    determines the order of the training examples.
     """
 
-    def __init__(
-        self,
-        train: Dataset,
-        validation: Sequence[Dataset],
-        test: Sequence[Dataset],
-        collate: Collate,
-        config: DataConfig,
-        seed: int,
-    ) -> None:
+    train: Dataset
+    validation: Sequence[Dataset]
+    test: Sequence[Dataset]
+    collate: Collate
+    config: DataConfig
+    seed: int
+
+    def __post_init__(self) -> None:
         super().__init__()
-        self.train = train
-        self.validation = list(validation)
-        self.test = list(test)
-        self.collate = collate
-        self.config = config
-        self.seed = seed
         self._resumed_at = {"epoch": 0, "batches": 0}
 
     def state_dict(self) -> dict[str, int]:
@@ -176,12 +140,14 @@ class FineTuningData(L.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Return the training loader, which shuffles the examples in every epoch."""
+        rank, world_size = self._rank_and_world_size()
         sampler = LengthGroupedSampler(
             self.train["length"][:],
             self.config.batch_size,
             self.seed,
             self.config.group_by_length,
-            *self._rank_and_world_size(),
+            rank,
+            world_size,
             epoch=self._resumed_at["epoch"],
             start=self._resumed_at["batches"] * self.config.batch_size,
         )
@@ -197,22 +163,16 @@ class FineTuningData(L.LightningDataModule):
         )
 
     def val_dataloader(self) -> list[DataLoader[Any]]:
-        """Return one loader per validation set."""
         return [self._evaluation_loader(features) for features in self.validation]
 
     def predict_dataloader(self) -> list[DataLoader[Any]]:
-        """Return one loader per test set."""
         return [self._evaluation_loader(features) for features in self.test]
 
     def _evaluation_loader(self, features: Dataset) -> DataLoader[Any]:
-        return evaluation_loader(
-            features,
-            self.collate,
-            self.config.eval_batch_size,
-            longest_first(features),
-            *self._rank_and_world_size(),
-            num_workers=self.config.num_workers,
-        )
+        """Return the loader of this process's share of an evaluation set; no example is repeated or dropped."""
+        rank, world_size = self._rank_and_world_size()
+        examples = longest_first(features)[rank::world_size]
+        return evaluation_loader(features, self.collate, self.config.eval_batch_size, examples, self.config.num_workers)
 
     def _rank_and_world_size(self) -> tuple[int, int]:
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)

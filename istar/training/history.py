@@ -1,6 +1,6 @@
 """A callback that records the metrics of every epoch and the predictions of the best epoch."""
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import lightning as L
@@ -11,18 +11,16 @@ from istar.training.layer_isotropy import LayerIsotropy
 from istar.training.module import FineTuner
 
 
+@dataclass(eq=False)
 class History(L.Callback):
     """Record the metrics and the isotropy of every validation, and determine the best epoch.
 
     The best epoch has the highest headline metric; among equal epochs it is the first.
 
-    Args:
-        headline: name of the headline metric, for which higher is better.
-        isotropy: callback that measures the isotropy. It must precede this one in the list of callbacks.
-        keep_best: False makes the latest epoch the best one, for runs without checkpoints, which cannot restore the
-            weights of an earlier epoch.
-
     Attributes:
+        headline: name of the headline metric, for which higher is better.
+        isotropy: callback that measures the isotropy; it must precede this callback.
+        keep_best: False makes the latest epoch the best, for runs without checkpoints of earlier epochs.
         before: metrics and isotropy before training.
         epochs: one entry per validation during training, with `epoch` (counted from 1), `step`, `metrics` and
             `isotropy`.
@@ -31,15 +29,14 @@ class History(L.Callback):
         pruned: whether a search has pruned the run. Checkpoints do not store this, so that the run can be continued.
     """
 
-    def __init__(self, headline: str, isotropy: LayerIsotropy, keep_best: bool = True) -> None:
-        self.headline = headline
-        self.isotropy = isotropy
-        self.keep_best = keep_best
-        self.before: dict[str, Any] = {}
-        self.epochs: list[dict[str, Any]] = []
-        self.best = 0
-        self.best_evaluations: dict[str, Evaluation] = {}
-        self.pruned = False
+    headline: str
+    isotropy: LayerIsotropy
+    keep_best: bool = True
+    before: dict[str, Any] = field(default_factory=dict, init=False)
+    epochs: list[dict[str, Any]] = field(default_factory=list, init=False)
+    best: int = field(default=0, init=False)
+    best_evaluations: dict[str, Evaluation] = field(default_factory=dict, init=False)
+    pruned: bool = field(default=False, init=False)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, FineTuner)

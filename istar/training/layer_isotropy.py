@@ -1,10 +1,8 @@
 """A callback that measures the isotropy of every layer on the validation data."""
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
-import torch
 
 from istar.errors import NonFiniteError
 from istar.measures import Moments, isoscore
@@ -19,18 +17,13 @@ class LayerStatisticsCallback(L.Callback):
     """Base class of callbacks that accumulate statistics of each layer's tokens over the first validation set.
 
     `validation_step` must return `hidden_states` and `attention_mask`, as that of `FineTuner` does.
-
-    Args:
-        make_accumulator: returns a new accumulator for a number of dimensions and a device. An accumulator has the
-            method `update(points, mask)`, which ignores padding.
     """
 
-    def __init__(self, make_accumulator: Callable[[int, torch.device], Any]) -> None:
-        self._make_accumulator = make_accumulator
-        self._layers: list[Any] = []
+    accumulator: ClassVar[type]
+    """Class that is made from a number of dimensions and a device; its `update(points, mask)` ignores padding."""
 
     def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._layers = []
+        self._layers: list[Any] = []
 
     def on_validation_batch_end(
         self,
@@ -45,7 +38,7 @@ class LayerStatisticsCallback(L.Callback):
             return
         states = outputs["hidden_states"]
         if not self._layers:
-            self._layers = [self._make_accumulator(state.shape[-1], state.device) for state in states]
+            self._layers = [self.accumulator(state.shape[-1], state.device) for state in states]
         for layer, state in zip(self._layers, states, strict=True):
             layer.update(state, outputs["attention_mask"])
 
@@ -53,19 +46,18 @@ class LayerStatisticsCallback(L.Callback):
 class LayerIsotropy(LayerStatisticsCallback):
     r"""Measure IsoScore\* of each layer and of the union of all layers over the tokens of the first validation set.
 
-    Padding does not count. The scores use no shrinkage (zeta = 0): the whole validation set has enough points to do
-    without it, and models trained without I-STAR have no shrinkage covariance.
-
-    The scores are logged as `isotropy/layer_<l>/isoscore_star` (0 is the embedding output) and
-    `isotropy/isoscore_star` (the union of layers 1 to L).
+    The scores use no shrinkage (zeta = 0): the whole validation set has enough points to do without it, and models
+    trained without I-STAR have no shrinkage covariance. The scores are logged under the names of `isotropy_key`, in
+    which layer 0 is the embedding output.
 
     Attributes:
         scores: the latest scores, by layer number as a string, and `union`.
         points: number of tokens per layer that the scores are computed from.
     """
 
+    accumulator = Moments
+
     def __init__(self) -> None:
-        super().__init__(Moments)
         self.scores: dict[str, float] = {}
         self.points = 0
 
@@ -79,12 +71,8 @@ class LayerIsotropy(LayerStatisticsCallback):
             self.scores = {str(number): isoscore(moments).item() for number, moments in enumerate(layers)}
         except NonFiniteError as error:
             raise NonFiniteError(f"validation after step {trainer.global_step}: {error}") from error
-        pl_module.log_dict(
-            {isotropy_key(number): score for number, score in self.scores.items()},
-            sync_dist=True,
-        )
         self.scores["union"] = isoscore(union).item()
-        pl_module.log(isotropy_key("union"), self.scores["union"], sync_dist=True)
+        pl_module.log_dict({isotropy_key(layer): score for layer, score in self.scores.items()}, sync_dist=True)
         self._layers = []
 
     def state_dict(self) -> dict[str, Any]:

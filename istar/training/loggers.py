@@ -70,32 +70,18 @@ def log_outcome_to_agent(config: Config, record: Mapping[str, Any], folder: Path
 
 
 class Wandb(WandbLogger):
-    """Log to W&B. After the first error of W&B, such as a crash of its service process, logging stops with a warning.
+    """Log to W&B; after its first error, such as a crash of its service process, stop logging with a warning."""
 
-    Args:
-        experiment: the run returned by `wandb.init`.
-        save_dir: folder of the run.
-    """
-
-    def __init__(self, experiment: Any, save_dir: Path) -> None:
-        super().__init__(experiment=experiment, save_dir=save_dir)
-        self._has_failed = False
+    _has_failed = False
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         self._attempt(lambda: WandbLogger.log_metrics(self, metrics, step))
 
     def log_outcome(self, record: Mapping[str, Any]) -> None:
-        """Log the outcome of a run: the summary, a table and a figure.
-
-        Args:
-            record: the fields of `result.json`.
-        """
+        """Log the fields of `result.json`: a summary, a table and a figure."""
         self._attempt(lambda: self.experiment.summary.update(_summary(record)))
-        self._attempt(lambda: self._log_tables(record))
-
-    def _log_tables(self, record: Mapping[str, Any]) -> None:
-        """Log the table and the figure in a thread with a timeout, because W&B retries their upload without limit."""
+        # W&B retries the upload of tables and figures without limit, so it happens in a thread with a timeout.
         log_tables = partial(self._attempt, lambda: self.experiment.log(_isotropy_tables(record)))
         thread = threading.Thread(target=log_tables, daemon=True)
         thread.start()
@@ -129,10 +115,7 @@ class Wandb(WandbLogger):
 
 
 def _summary(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of the best epoch, by the names under which every epoch is logged.
-
-    They replace the values of the last epoch, which W&B would otherwise show in its summary.
-    """
+    """Return the values of the best epoch by logged name, to replace those of the last epoch in W&B's summary."""
     after, before = record["isotropy"]["after"], record["isotropy"]["before"]
     return {
         "status": record["status"],
@@ -152,37 +135,27 @@ def _isotropy_tables(record: Mapping[str, Any]) -> dict[str, Any]:
     import wandb
 
     before, after = record["isotropy"]["before"], record["isotropy"]["after"]
-    layers = [layer for layer in after if layer != "union"]
     rows: list[Any] = [[layer, before[layer], after[layer]] for layer in after]
+    layers = [layer for layer in after if layer != "union"]
     curves = [[scores[layer] for layer in layers] for scores in (before, after)]
     title = f"IsoScore* by layer (0: embeddings), {record['name']}"
+    figure = wandb.plot.line_series(list(map(int, layers)), curves, ["before", "after"], title, xname="layer")
     return {
         "trainer/global_step": record["epochs"][-1]["step"],
         "isotropy/by_layer": wandb.Table(columns=["layer", "before", "after"], data=rows),
-        "isotropy/figure": wandb.plot.line_series(
-            [int(layer) for layer in layers], curves, keys=["before", "after"], title=title, xname="layer"
-        ),
+        "isotropy/figure": figure,
     }
 
 
 def _wandb_logger(settings: WandbConfig, config: Config, folder: Path, run_id: str) -> Wandb:
-    """Start or resume a W&B run; fall back to offline mode if the server cannot be used.
-
-    Raises:
-        UserError: if the settings or the API key are not valid.
-    """
+    """Start or resume a W&B run, offline if the server cannot be used; refuse invalid settings or API keys."""
     # W&B's error reports are sent even by offline runs and delay the end of the process. The viewer query is disabled
     # because `_server_problem` has already made it, and W&B would repeat it twice with retries.
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     os.environ.setdefault("WANDB_X_DISABLE_VIEWER", "true")
     import wandb
 
-    # A sweep agent sets these in the environment, and W&B warns if they are given again.
-    identifiers = (
-        {"id": run_id, "project": settings.project, "entity": settings.entity} if _agent_run_id() is None else {}
-    )
     init: dict[str, Any] = {
-        **identifiers,
         "resume": "allow",
         # Do not reuse a W&B run that is already open in this process, such as that of another trial.
         "reinit": "create_new",
@@ -194,6 +167,9 @@ def _wandb_logger(settings: WandbConfig, config: Config, folder: Path, run_id: s
         "config": to_dict(config),
         "settings": wandb.Settings(init_timeout=_INIT_SECONDS, finish_timeout=_FINISH_SECONDS),
     }
+    if _agent_run_id() is None:
+        # A sweep agent sets these in the environment, and W&B warns if they are given again.
+        init |= {"id": run_id, "project": settings.project, "entity": settings.entity}
     try:
         mode = _mode(settings.mode)
         if mode == "online" and (reason := _server_problem()):
@@ -209,7 +185,7 @@ def _wandb_logger(settings: WandbConfig, config: Config, folder: Path, run_id: s
     # Use the training step as the x-axis. W&B's count of log calls differs between resumed and uninterrupted runs.
     run.define_metric("trainer/global_step")
     run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
-    return Wandb(run, folder)
+    return Wandb(experiment=run, save_dir=folder)
 
 
 def _mode(mode: str) -> str:
@@ -233,11 +209,7 @@ def _api_key(settings: Any) -> str | None:
 
 
 def _server_problem() -> str:
-    """Return why the W&B server cannot be used; an empty string if it can.
-
-    Raises:
-        UserError: if the server rejects the API key.
-    """
+    """Return why the W&B server cannot be used; an empty string if it can. Refuse an API key that it rejects."""
     import requests
     import wandb
 
@@ -271,16 +243,11 @@ def _fall_back_to_offline(reason: str, folder: Path) -> str:
 
 
 def _run_id(folder: Path) -> str:
-    """Return the id of the W&B run, which is stored in the run's folder so that a resumed run continues it.
-
-    An id given by a W&B sweep agent takes precedence, and is stored in the same file.
-    """
+    """Return the id of the W&B run, from a sweep agent or random; it is stored so that a resumed run continues it."""
     path = folder / "wandb" / "run-id"
     agent_run_id = _agent_run_id()
-    if agent_run_id is not None:
-        write_text(path, agent_run_id)
-    elif not path.exists():
-        write_text(path, uuid.uuid4().hex[:12])
+    if agent_run_id is not None or not path.exists():
+        write_text(path, agent_run_id or uuid.uuid4().hex[:12])
     return path.read_text()
 
 

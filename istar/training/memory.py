@@ -11,11 +11,8 @@ def keep_freed_memory() -> bool:
     """Make glibc keep freed memory for later allocations instead of returning it to the operating system.
 
     By default, glibc returns the memory of every large tensor, and the operating system clears the pages of the next
-    one, which takes a tenth of a training step in bfloat16. Peak memory does not change, but it is held until the
-    process ends.
-
-    Returns:
-        Whether the settings were applied; False if the C library is not glibc.
+    tensor, which takes a tenth of a training step in bfloat16. Peak memory does not change, but it is held until the
+    process ends. Returns False if the C library is not glibc.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -19,11 +19,8 @@ _SECONDS_BETWEEN_WRITES = 5.0
 class MetricsFile(Logger):
     """Write logged metrics to a CSV file, one row per call.
 
-    The columns are `epoch`, `step` and the names of all metrics logged so far. Each write replaces the file atomically,
-    because a new metric adds a column to all rows.
-
-    Args:
-        path: path of the CSV file.
+    The columns are `epoch`, `step` and the names of all metrics logged so far. Each write replaces the file at `path`
+    atomically, because a new metric adds a column to all rows.
     """
 
     def __init__(self, path: Path) -> None:
@@ -64,7 +61,6 @@ class MetricsFile(Logger):
             self.write()
 
     def write(self) -> None:
-        """Write all rows to the file."""
         columns = list(dict.fromkeys(["epoch", "step", *(name for row in self._rows for name in row)]))
         text = io.StringIO()
         table = csv.DictWriter(text, columns, lineterminator="\n")
@@ -74,7 +70,6 @@ class MetricsFile(Logger):
         self._last_write = time.monotonic()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the rows, to be stored in a checkpoint."""
         return {"rows": list(self._rows)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

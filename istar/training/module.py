@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, get_scheduler
 
 from istar.config import OptimConfig
 from istar.measures.processes import sum_over_processes, world_size
-from istar.regularizers import Penalty, Watch
+from istar.regularizers import Watch
 from istar.tasks.evaluation import Evaluation, Evaluator
 from istar.training.nonfinite import StepGuard
 
@@ -36,7 +36,6 @@ class FineTuner(L.LightningModule):
         skip_nonfinite: skip optimizer steps whose gradient is not finite instead of stopping the training.
 
     Attributes:
-        guard: detects and skips steps that are not finite; counts the skipped ones.
         evaluations: metrics and predictions of the latest validation, by suffix of the validation set.
         metrics: all metrics of the latest validation, e.g. `accuracy` and `accuracy_mismatched`.
     """
@@ -69,7 +68,12 @@ class FineTuner(L.LightningModule):
             penalty = self.watch.loss()
             self.guard.record("penalty", penalty)
             loss = loss + penalty.to(loss.dtype)
-            logged |= _penalty_metrics(self.watch.penalty, penalty)
+            terms = self.watch.penalty.last
+            if terms is not None:
+                logged |= {"train/penalty": penalty.detach(), "train/points": terms.points}
+                logged[f"train/{self.watch.penalty.measure}"] = terms.score
+                if terms.zeta is not None:
+                    logged["train/zeta"] = terms.zeta
         self._micro_batches.append({"train/loss": loss.detach(), **logged})
         return loss
 
@@ -87,8 +91,7 @@ class FineTuner(L.LightningModule):
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
         norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
         # A gradient scaler skips steps that overflow by design, so its norm is not checked.
-        is_skipped = self.guard.must_skip(self.trainer.global_step + 1, None if scaler is not None else norm)
-        if is_skipped:
+        if self.guard.must_skip(self.trainer.global_step + 1, None if scaler is not None else norm):
             # Without a gradient, AdamW leaves a parameter, its weight decay, its moments and its step count alone.
             optimizer.zero_grad(set_to_none=True)
         elif gradient_clip_val is not None and gradient_clip_algorithm == "value":
@@ -167,34 +170,19 @@ class FineTuner(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-_TARGETS = ("labels", "start_positions", "end_positions")
-
-
 def inputs_of(batch: Batch) -> Batch:
     """Return the model inputs of a batch without its labels."""
-    return {key: value for key, value in _model_inputs(batch).items() if key not in _TARGETS}
+    targets = ("labels", "start_positions", "end_positions")
+    return {key: value for key, value in _model_inputs(batch).items() if key not in targets}
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Split the trainable parameters into a group with weight decay and one without.
-
-    Vectors, which are biases and the gains of normalization layers, are not decayed.
-    """
+    """Split the trainable parameters into a group with weight decay and a group without, for biases and gains."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return [
         {"params": [parameter for parameter in trainable if parameter.dim() > 1], "weight_decay": weight_decay},
         {"params": [parameter for parameter in trainable if parameter.dim() <= 1], "weight_decay": 0.0},
     ]
-
-
-def _penalty_metrics(penalty: Penalty, weighted: Tensor) -> dict[str, Tensor]:
-    """Return the weighted penalty and the terms of its latest value, by the names under which they are logged."""
-    terms = penalty.last
-    if terms is None:
-        return {}
-    zeta = {} if terms.zeta is None else {"train/zeta": terms.zeta}
-    score = {f"train/{penalty.measure}": terms.score}
-    return {"train/penalty": weighted.detach(), **score, "train/points": terms.points, **zeta}
 
 
 def _means(micro_batches: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """A callback that logs the geometry of every layer during training and can stop it when InterSim rises."""
 
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
@@ -10,61 +11,6 @@ from torch import Tensor
 from istar.measures import AverageCosine, Moments, effective_rank, isoscore, singular_values
 from istar.measures.processes import sum_over_processes
 from istar.training.layer_isotropy import LayerStatisticsCallback
-
-
-class IsotropyMonitor(LayerStatisticsCallback):
-    """Log InterSim, norms, effective rank and participation ratio of each layer's tokens after every validation.
-
-    The tokens are those of the first validation set without padding, gathered from all processes. The measures are
-    logged as `isotropy/layer_<l>/<measure>` (0 is the embedding output), and the mean InterSim of layers 1 to L as
-    `isotropy/inter_sim`.
-
-    *Anisotropy is Not Inherent to Transformers* observes that models become anisotropic during training and recommends
-    monitoring it. With `stop_at`, training stops once the mean InterSim has been below `stop_at` and is then at or
-    above it in `patience` consecutive validations. Short peaks, and models that are anisotropic from the start, do not
-    stop the training.
-
-    Args:
-        stop_at: mean InterSim in [-1, 1]; None never stops.
-        patience: number of consecutive validations at or above `stop_at`.
-
-    Attributes:
-        measures: the latest measures: for each layer, values by name.
-    """
-
-    def __init__(self, stop_at: float | None = None, patience: int = 2) -> None:
-        super().__init__(_Layer)
-        self.stop_at, self.patience = stop_at, patience
-        self.measures: list[dict[str, float]] = []
-        self._was_below, self._num_above = False, 0
-
-    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.measures = [layer.measures() for layer in self._layers]
-        self._layers = []
-        for number, measures in enumerate(self.measures):
-            pl_module.log_dict(
-                {f"isotropy/layer_{number}/{name}": value for name, value in measures.items()}, sync_dist=True
-            )
-        pl_module.log("isotropy/inter_sim", self._inter_sim(), sync_dist=True)
-
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self.stop_at is None or trainer.sanity_checking or not self.measures:
-            return
-        is_above = self._inter_sim() >= self.stop_at
-        self._num_above = self._num_above + 1 if is_above and self._was_below else 0
-        self._was_below = self._was_below or not is_above
-        if trainer.state.fn == "fit" and self._num_above >= self.patience:
-            trainer.should_stop = True
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"was_below": self._was_below, "above": self._num_above}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._was_below, self._num_above = state_dict["was_below"], state_dict["above"]
-
-    def _inter_sim(self) -> float:
-        """Return the mean InterSim of layers 1 to L."""
-        return fmean(layer["inter_sim"] for layer in self.measures[1:])
 
 
 class _Layer:
@@ -93,3 +39,58 @@ class _Layer:
             "participation_ratio": 1 + (moments.dim - 1) * isoscore(moments),
         }
         return {name: float(value) for name, value in measures.items()}
+
+
+@dataclass(eq=False)
+class IsotropyMonitor(LayerStatisticsCallback):
+    """Log InterSim, norms, effective rank and participation ratio of each layer's tokens after every validation.
+
+    The tokens are those of the first validation set, of all processes, without padding. The measures are logged as
+    `isotropy/layer_<l>/<measure>` (0 is the embedding output), and the mean InterSim of layers 1 to L as
+    `isotropy/inter_sim`.
+
+    *Anisotropy is Not Inherent to Transformers* observes that models become anisotropic during training and recommends
+    monitoring it. With `stop_at`, training stops once the mean InterSim has been below `stop_at` and is then at or
+    above it in `patience` consecutive validations. Short peaks, and models that are anisotropic from the start, do not
+    stop the training.
+
+    Attributes:
+        stop_at: mean InterSim in [-1, 1]; None never stops.
+        patience: number of consecutive validations at or above `stop_at`.
+        measures: the latest measures: for each layer, values by name.
+    """
+
+    accumulator = _Layer
+
+    stop_at: float | None = None
+    patience: int = 2
+    measures: list[dict[str, float]] = field(default_factory=list, init=False)
+    _was_below: bool = field(default=False, init=False)
+    _num_above: int = field(default=0, init=False)
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.measures = [layer.measures() for layer in self._layers]
+        self._layers = []
+        for number, measures in enumerate(self.measures):
+            values = {f"isotropy/layer_{number}/{name}": value for name, value in measures.items()}
+            pl_module.log_dict(values, sync_dist=True)
+        pl_module.log("isotropy/inter_sim", self._inter_sim(), sync_dist=True)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.stop_at is None or trainer.sanity_checking or not self.measures:
+            return
+        is_above = self._inter_sim() >= self.stop_at
+        self._num_above = self._num_above + 1 if is_above and self._was_below else 0
+        self._was_below = self._was_below or not is_above
+        if trainer.state.fn == "fit" and self._num_above >= self.patience:
+            trainer.should_stop = True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"was_below": self._was_below, "above": self._num_above}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._was_below, self._num_above = state_dict["was_below"], state_dict["above"]
+
+    def _inter_sim(self) -> float:
+        """Return the mean InterSim of layers 1 to L."""
+        return fmean(layer["inter_sim"] for layer in self.measures[1:])

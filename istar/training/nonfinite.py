@@ -1,6 +1,7 @@
 """Detection of NaN and infinite losses and gradients before an optimizer step applies them to the weights."""
 
 import logging
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -10,22 +11,16 @@ from istar.errors import NonFiniteError
 log = logging.getLogger(__name__)
 
 
+@dataclass
 class StepGuard:
     """Stop the training at, or skip, optimizer steps whose gradient is not finite.
 
-    The gradient norm is equal on all processes, so all of them skip the same steps.
-
-    Args:
-        skip: skip and count such steps instead of stopping the training.
-
-    Attributes:
-        skipped: number of skipped steps.
+    The gradient norm is equal on all processes, so all of them skip the same steps. `skipped` counts them.
     """
 
-    def __init__(self, skip: bool) -> None:
-        self.skip = skip
-        self.skipped = 0
-        self._losses: list[tuple[str, Tensor]] = []
+    skip: bool
+    skipped: int = field(default=0, init=False)
+    _losses: list[tuple[str, Tensor]] = field(default_factory=list, init=False)
 
     def reset(self) -> None:
         """Discard the recorded losses of an unfinished step."""
@@ -36,14 +31,10 @@ class StepGuard:
         self._losses.append((name, value.detach()))
 
     def must_skip(self, step: int, norm: Tensor | None) -> bool:
-        """Return whether the current optimizer step must be skipped, and discard the losses recorded for it.
+        """Return whether the optimizer step with this number must be skipped, and discard the losses recorded for it.
 
-        Args:
-            step: number of the step, counted from 1.
-            norm: global norm of the gradient; None if a gradient scaler already skips steps that overflow.
-
-        Raises:
-            NonFiniteError: if a loss or the norm is not finite and `skip` is False.
+        The global norm of the gradient is None if a gradient scaler already skips steps that overflow. If `skip` is
+        False and a loss or the norm is not finite, a `NonFiniteError` is raised.
         """
         values, self._losses = self._losses, []
         if norm is not None:

@@ -57,23 +57,12 @@ class StopSignal(L.Callback):
         self.raise_if_signaled()
 
     def raise_if_signaled(self) -> None:
-        """Stop the run if a signal was received. Call it where there is nothing new to save.
-
-        Raises:
-            StoppedError: if a signal was received.
-        """
+        """Raise a `StoppedError` if a signal was received. Call it where there is nothing new to save."""
         if self.number is not None:
             self.interrupt("the last checkpoint is kept")
 
     def interrupt(self, state: str) -> NoReturn:
-        """Stop the run after a signal was received.
-
-        Args:
-            state: what was saved, for the message.
-
-        Raises:
-            StoppedError: always.
-        """
+        """Raise a `StoppedError` after a signal was received; its message says in `state` what was saved."""
         assert self.number is not None
         name = signal.Signals(self.number).name
         raise StoppedError(f"stopped by {name}: {state}; the same command goes on from there", self.number)

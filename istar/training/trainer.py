@@ -35,17 +35,24 @@ def build_trainer(
 ) -> L.Trainer:
     """Build the trainer of a run. Nothing is written yet.
 
-    Args:
-        settings: the `trainer` group of the config.
-        headline: name of the headline metric, which early stopping monitors.
-        folder: folder of the run.
-        callbacks: callbacks that run before those for early stopping, the progress bar and checkpoints.
-        checkpoints: callback that writes checkpoints; None writes none.
+    Early stopping monitors the headline metric. The given callbacks run first, then those that the settings ask for,
+    then the checkpoints.
 
     Raises:
         UserError: if Lightning rejects the settings.
     """
-    callbacks = [*callbacks, *_settings_callbacks(settings, headline)]
+    callbacks = list(callbacks)
+    if settings.early_stopping is not None:
+        # Early stopping is checked after the validation, because the checkpoint at the end of the epoch stores it.
+        callbacks.append(
+            EarlyStopping(
+                f"val/{headline}", patience=settings.early_stopping, mode="max", check_on_train_epoch_end=False
+            )
+        )
+    if "max_steps" in settings.lightning:
+        callbacks.append(ValidateAtMaxSteps())
+    if settings.progress_bar:
+        callbacks.append(RichProgressBar(leave=True))
     if checkpoints is not None:
         callbacks.append(checkpoints)
     return _trainer(
@@ -68,11 +75,7 @@ def build_trainer(
 
 
 def bare_trainer(settings: TrainerConfig) -> L.Trainer:
-    """Build a trainer without callbacks or loggers, to query the hardware or run forward passes.
-
-    Raises:
-        UserError: if Lightning rejects the settings.
-    """
+    """Build a trainer without callbacks or loggers, to query the hardware or run forward passes."""
     return _trainer(settings, enable_checkpointing=False, enable_progress_bar=False)
 
 
@@ -83,22 +86,12 @@ def processes_to_start(trainer: L.Trainer) -> int:
 
 
 def count_devices(settings: TrainerConfig) -> int:
-    """Return the number of devices that `trainer.devices` (a number, a list, `auto` or -1) means on this machine.
-
-    Raises:
-        UserError: if Lightning rejects the settings.
-    """
-    if type(settings.devices) is int and settings.devices > 0:
-        return settings.devices
+    """Return the number of devices that `trainer.devices` (a number, a list, `auto` or -1) means on this machine."""
     return bare_trainer(settings).num_devices
 
 
 def check_hardware(settings: TrainerConfig) -> None:
-    """Check that the hardware supports the precision; Lightning would replace 16-mixed by bf16-mixed on a CPU.
-
-    Raises:
-        UserError: for 16-mixed without a CUDA device.
-    """
+    """Refuse 16-mixed without a CUDA device; Lightning would replace it by bf16-mixed."""
     on_cuda = torch.cuda.is_available() and settings.accelerator in ("auto", "gpu", "cuda")
     if settings.precision == "16-mixed" and not on_cuda:
         raise UserError("trainer.precision=16-mixed needs a CUDA device; use bf16-mixed or 32-true on this machine")
@@ -139,6 +132,10 @@ _SUPPRESSED_WARNINGS = (
 
 def _trainer(settings: TrainerConfig, **arguments: Any) -> L.Trainer:
     """Construct a trainer on the configured hardware, with further arguments of `lightning.Trainer`."""
+    plugins: list[Any] = [AtomicCheckpointIO()]
+    if SLURMEnvironment.detect():
+        # With auto_requeue, Lightning would react to SLURM's signals with another checkpoint and a requeue.
+        plugins.append(SLURMEnvironment(auto_requeue=False))
     with quiet_lightning():
         try:
             trainer = L.Trainer(
@@ -149,31 +146,9 @@ def _trainer(settings: TrainerConfig, **arguments: Any) -> L.Trainer:
                 strategy=settings.strategy,
                 logger=False,
                 enable_model_summary=False,
-                plugins=_plugins(),
+                plugins=plugins,
                 **arguments,
             )
         except (MisconfigurationException, ValueError, TypeError, RuntimeError) as error:
             raise UserError(f"the trainer refuses its settings: {shorten(error)}") from error
     return trainer
-
-
-def _plugins() -> list[Any]:
-    """Return the plugins for atomic checkpoints and, in a SLURM job, for istar's own handling of SLURM's signals."""
-    # With auto_requeue, Lightning would react to SLURM's signals with a checkpoint and a requeue of its own.
-    slurm = [SLURMEnvironment(auto_requeue=False)] if SLURMEnvironment.detect() else []
-    return [AtomicCheckpointIO(), *slurm]
-
-
-def _settings_callbacks(settings: TrainerConfig, headline: str) -> list[L.Callback]:
-    """Return the callbacks that the settings ask for: early stopping, the progress bar and a validation at the end."""
-    callbacks: list[L.Callback] = [ValidateAtMaxSteps()] if "max_steps" in settings.lightning else []
-    if settings.early_stopping is not None:
-        # Early stopping is checked after the validation, because the checkpoint at the end of the epoch stores it.
-        callbacks.append(
-            EarlyStopping(
-                f"val/{headline}", patience=settings.early_stopping, mode="max", check_on_train_epoch_end=False
-            )
-        )
-    if settings.progress_bar:
-        callbacks.append(RichProgressBar(leave=True))
-    return callbacks

@@ -1,7 +1,5 @@
 """Geometry of a run's final model on the validation data: mean activation and intrinsic dimension of each layer."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
@@ -11,6 +9,7 @@ from torch import Tensor
 
 from istar.errors import NonFiniteError, UserError
 from istar.measures import Moments, two_nn
+from istar.regularizers.shrinkage import eval_mode
 from istar.training.data import Collate, evaluation_loader, longest_first
 from istar.training.module import FineTuner
 
@@ -21,17 +20,10 @@ MAX_EXAMPLES = 1_000
 def geometry(
     trainer: L.Trainer, module: FineTuner, features: Dataset, collate: Collate, batch_size: int
 ) -> dict[str, Any]:
-    """Measure the hidden states of the first features of a validation set.
+    """Measure the hidden states of the first `MAX_EXAMPLES` features of a validation set.
 
-    The forward pass runs on this process alone, in eval mode and in the trainer's precision; statistics are float32 or
-    wider. The model and the global random state do not change.
-
-    Args:
-        trainer: trainer whose device and precision are used.
-        module: module with the final weights.
-        features: tokenized validation data, of which the first `MAX_EXAMPLES` are used.
-        collate: function that turns rows into a padded batch.
-        batch_size: examples per forward pass.
+    The forward pass runs on this process alone, in eval mode and on the trainer's device in its precision; statistics
+    are float32 or wider. The model and the global random state do not change.
 
     Returns:
         A dictionary with `examples` and `tokens`, the number of examples and of tokens without padding;
@@ -46,7 +38,9 @@ def geometry(
     moments = Moments(module.model.config.hidden_size, trainer.strategy.root_device)
     first_tokens: list[tuple[Tensor, ...]] = []
     order = longest_first(features)
-    with _evaluation_mode(trainer, module):
+    device = module.device
+    module.to(trainer.strategy.root_device)  # Lightning moves the module to the CPU after training.
+    with eval_mode(module), torch.inference_mode(), trainer.precision_plugin.val_step_context():
         for batch in evaluation_loader(features, collate, batch_size, order):
             batch = module.transfer_batch_to_device(batch, module.device, 0)
             mask = batch["attention_mask"]
@@ -55,38 +49,16 @@ def geometry(
             # With padding on the left, the first token is not at position 0.
             rows, positions = torch.arange(len(mask), device=mask.device), mask.argmax(1)
             first_tokens.append(tuple(state[rows, positions].cpu() for state in states))
-    distinct = _distinct_texts(features, order)
+    module.to(device)
+    # TwoNN needs distinct points: the states of equal texts in different batches differ by rounding only.
+    texts = features["input_ids"][:]
+    distinct = list({tuple(texts[number]): position for position, number in enumerate(order)}.values())
     return {
         "examples": len(features),
         "tokens": int(moments.count),
         "mean_activation": moments.mean.tolist(),
         "two_nn": [_dimension(torch.cat(layer)[distinct]) for layer in zip(*first_tokens, strict=True)],
     }
-
-
-@contextmanager
-def _evaluation_mode(trainer: L.Trainer, module: FineTuner) -> Iterator[None]:
-    """Put the module into eval mode without gradients, on the trainer's device, and restore it after the block.
-
-    Lightning moves the module to the CPU after training.
-    """
-    device, training = module.device, module.training
-    module.to(trainer.strategy.root_device).eval()
-    try:
-        with torch.inference_mode(), trainer.precision_plugin.val_step_context():
-            yield
-    finally:
-        module.to(device).train(training)
-
-
-def _distinct_texts(features: Dataset, order: Sequence[int]) -> list[int]:
-    """Return positions in `order` such that each distinct text occurs once.
-
-    TwoNN needs distinct points: the states of equal texts in different batches differ by rounding only, and would be
-    each other's nearest neighbours.
-    """
-    texts = features["input_ids"][:]
-    return list({tuple(texts[number]): position for position, number in enumerate(order)}.values())
 
 
 def _dimension(states: Tensor) -> float | None:

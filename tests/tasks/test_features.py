@@ -253,7 +253,7 @@ def drop_a_file(folder: Path) -> None:
 
 
 def spoil_the_manifest(folder: Path) -> None:
-    (folder / "checksums.json").write_text("{")
+    (folder / "features.sha256").write_text("{")
 
 
 @pytest.mark.parametrize("damage", [truncate, flip_a_bit, empty, drop_a_file, spoil_the_manifest])

@@ -1,12 +1,12 @@
 """The samplers and the order of the batches."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from istar.training import LengthGroupedSampler
-from istar.training.data import ShardSampler, evaluation_loader, longest_first
+from istar.training.data import LengthGroupedSampler, evaluation_loader, longest_first
 
 LENGTHS = torch.randint(5, 100, (1_003,), generator=torch.Generator().manual_seed(0)).tolist()
 
@@ -53,9 +53,12 @@ def test_processes_share_the_batches_that_one_process_would_see(world_size):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_evaluation_shards_repeat_and_lose_nothing(world_size):
-    shards = [list(ShardSampler(range(100), rank, world_size)) for rank in range(world_size)]
-    assert sorted(itertools.chain(*shards)) == list(range(100))
+def test_evaluation_shards_repeat_and_lose_nothing(setting, world_size):
+    data, examples = setting.data(), []
+    for rank in range(world_size):
+        data.trainer = SimpleNamespace(global_rank=rank, world_size=world_size)
+        examples += [example for batch in data.val_dataloader()[0] for example in batch["feature_id"].tolist()]
+    assert sorted(examples) == list(range(len(setting.validation)))
 
 
 def test_loaders_leave_the_global_random_numbers_alone(setting):

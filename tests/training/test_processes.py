@@ -74,7 +74,7 @@ class Shrinkage(ShrinkageCovariance):
 
     def refresh(self, *args):
         points = super().refresh(*args)
-        self.used.append(self.penalty.shrinkage_covariance)
+        self.used.append(self.watch.penalty.shrinkage_covariance)
         return points
 
 
