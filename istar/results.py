@@ -19,41 +19,28 @@ _VERSIONS = ("istar", "torch", "lightning", "transformers", "datasets", "numpy",
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The outcome of a run, as stored in `result.json`.
+    """The outcome of a run, as stored in `result.json`."""
 
-    Attributes:
-        name: name of the run and of its folder; it ends with the identity hash.
-        status: `finished`, `failed` or `pruned`.
-        config: resolved config, with the keys of the command line.
-        headline: name of the headline `metric`, its best `value`, and the `epoch` of that value (counted from 1).
-        metrics: all validation metrics of that epoch, as fractions.
-        baseline: the same metrics for a constant prediction: the majority class or the mean label of the training set.
-        collapsed: for each validation set, whether all predictions of that epoch are equal.
-        isotropy: IsoScore* on the validation set `before` and `after` training, by layer (0 is the embedding output)
-            and for the union of layers 1 to L; `after` is measured at the headline epoch. `points` counts the tokens.
-        epochs: metrics and isotropy of every epoch.
-        data: sizes of the data sets, fingerprint of their content, and number of validation examples that also occur
-            in the training data.
-        skipped_steps: number of optimizer steps skipped because of a non-finite gradient (`trainer.nonfinite=skip`).
-        timing: seconds, in total and by phase, measured in the process that finished the run.
-        versions: versions of the libraries.
-        error: one-line reason of a failure; None if the run did not fail.
-    """
-
-    name: str
-    status: str
-    config: dict[str, Any]
+    name: str  # name of the run and of its folder; it ends with the identity hash
+    status: str  # `finished`, `failed` or `pruned`
+    config: dict[str, Any]  # resolved config, with the keys of the command line
+    # Name of the headline `metric`, its best `value`, and the `epoch` of that value (counted from 1).
     headline: dict[str, Any] = field(default_factory=dict)
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)  # all validation metrics of that epoch, as fractions
+    # The same metrics for a constant prediction: the majority class or the mean label of the training set.
     baseline: dict[str, float] = field(default_factory=dict)
-    collapsed: dict[str, bool] = field(default_factory=dict)
+    collapsed: dict[str, bool] = field(default_factory=dict)  # by validation set: whether all its predictions are equal
+    # IsoScore* on the validation set `before` and `after` training, by layer (0 is the embedding output) and for the
+    # union of layers 1 to L; `after` is measured at the headline epoch. `points` counts the tokens.
     isotropy: dict[str, Any] = field(default_factory=dict)
-    epochs: list[dict[str, Any]] = field(default_factory=list)
+    epochs: list[dict[str, Any]] = field(default_factory=list)  # metrics and isotropy of every epoch
+    # Sizes and fingerprint of the data sets, and number of validation examples that also occur in the training data.
     data: dict[str, Any] = field(default_factory=dict)
-    skipped_steps: int = 0
+    skipped_steps: int = 0  # optimizer steps skipped because of a non-finite gradient (`trainer.nonfinite=skip`)
+    # Seconds, in total and by phase, measured in the process that finished the run.
     timing: dict[str, Any] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=dict)
-    error: str | None = None
+    versions: dict[str, str] = field(default_factory=dict)  # versions of the libraries
+    error: str | None = None  # one-line reason of a failure; None if the run did not fail
     format: int = FORMAT
 
 

@@ -17,32 +17,15 @@ from omegaconf import AnyNode, BooleanNode, DictConfig, FloatNode, IntegerNode, 
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from istar.config.checks import one_of
-from istar.config.groups import (
-    Config,
-    DataConfig,
-    LoggerConfig,
-    ModelConfig,
-    OptimConfig,
-    RunConfig,
-    SweepConfig,
-    TaskConfig,
-    TrainerConfig,
-    WandbConfig,
-)
+from istar.config.groups import Config, LoggerConfig, SweepConfig, WandbConfig
 from istar.config.penalties import PENALTIES
 from istar.errors import UserError, did_you_mean
 from istar.tasks.specs import TASKS
 
 T = TypeVar("T")
 
-_GROUPS: dict[str, Any] = {
-    "task": TaskConfig,
-    "model": ModelConfig,
-    "data": DataConfig,
-    "optim": OptimConfig,
-    "trainer": TrainerConfig,
-    "run": RunConfig,
-}
+_GROUPS: dict[str, Any] = {group.name: group.type for group in fields(Config) if is_dataclass(group.type)}
+"""The dataclass of each config group, except for `reg` and `logger`, which have several options."""
 _LOGGERS: dict[str, Any] = {"csv": LoggerConfig, "wandb": WandbConfig}
 
 

@@ -29,14 +29,10 @@ class Cell:
     task: str
     model: str
     family: str
-    runs: pd.DataFrame
-    """Its finished runs, one per seed, ordered by seed; empty if no run of the family has finished."""
-    configurations: int = 0
-    """Number of configurations among which it was selected."""
-    failed: int = 0
-    """Number of failed runs of this configuration; of the whole family if no run has finished."""
-    pruned: int = 0
-    """Number of runs of the family that a search stopped early."""
+    runs: pd.DataFrame  # its finished runs, one per seed, ordered by seed; empty if no run of the family has finished
+    configurations: int = 0  # number of configurations among which it was selected
+    failed: int = 0  # number of failed runs of this configuration; of the whole family if no run has finished
+    pruned: int = 0  # number of runs of the family that a search stopped early
 
     @property
     def seeds(self) -> list[int]:

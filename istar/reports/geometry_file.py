@@ -13,15 +13,10 @@ NAME = "geometry.json"
 
 @dataclass(frozen=True)
 class Geometry:
-    """Measures on the validation set at the epoch with the best headline metric.
+    """Measures on the validation set at the epoch with the best headline metric."""
 
-    Attributes:
-        mean_activation: mean over tokens of the last layer, one value per dimension.
-        two_nn: TwoNN dimension of the first token's hidden states by layer (0: embeddings), NaN where undefined.
-    """
-
-    mean_activation: tuple[float, ...]
-    two_nn: tuple[float, ...]
+    mean_activation: tuple[float, ...]  # mean over tokens of the last layer, one value per dimension
+    two_nn: tuple[float, ...]  # TwoNN dimension of the first token by layer (0: embeddings), NaN where undefined
 
 
 def read(folder: Path) -> Geometry | None:

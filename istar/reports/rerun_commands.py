@@ -8,6 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from istar import config
+from istar.config.schema import to_dict
 
 _MODEL_OPTIONS = {
     "albert/albert-base-v2": "albert",
@@ -19,9 +20,7 @@ _MODEL_OPTIONS = {
 
 def _defaults(config_class: Any, *excluded: str) -> dict[str, Any]:
     """Return the default values of a config group by key, without the excluded keys."""
-    instance = config_class()
-    keys = {field.name: str(field.metadata.get("key", field.name)) for field in fields(instance)}
-    return {key: getattr(instance, name) for name, key in keys.items() if key not in excluded}
+    return {key: value for key, value in to_dict(config_class()).items() if key not in excluded}
 
 
 _GROUP_DEFAULTS = {

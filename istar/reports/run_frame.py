@@ -28,21 +28,14 @@ _YAML_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 @dataclass(frozen=True)
 class Runs:
-    """The runs below a folder.
+    """The runs below a folder."""
 
-    Attributes:
-        frame: one row per run, with the columns `folder`, `name`, `status` (finished, failed, pruned, unfinished),
-            `task`, `model`, `method`, `seed`, `metric`, `value` (headline metric on the validation set, as a fraction),
-            `epoch`, `constant` (the same metric of a constant prediction), `collapsed`, `isoscore_before`,
-            `isoscore_after`, `seconds`, `skipped_steps`, `error`, `fingerprint` (of the data), `validation.<name>` for
-            each metric, and one column per config key, named as on the command line.
-        read_errors: error message by folder, for folders that could not be read as a run.
-        records: the complete records by folder; empty unless they were requested.
-    """
-
+    # One row per run, with the columns `folder`, those of `_COLUMNS`, `validation.<name>` for each metric, and one
+    # column per config key, named as on the command line. `status` is finished, failed, pruned or unfinished; `value`
+    # is the headline metric on the validation set, as a fraction, and `constant` that of a constant prediction.
     frame: pd.DataFrame
-    read_errors: dict[str, str]
-    records: dict[str, RunRecord] = field(default_factory=dict)
+    read_errors: dict[str, str]  # error message by folder, for folders that could not be read as a run
+    records: dict[str, RunRecord] = field(default_factory=dict)  # complete records by folder; empty unless requested
 
 
 def load_runs(root: Path, keep_records: bool = False) -> Runs:

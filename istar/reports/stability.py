@@ -31,16 +31,11 @@ M = TypeVar("M", bound=Moments)
 class Stability:
     """Scores of random batches: for each batch size, mean and standard deviation over the draws."""
 
-    truth: float
-    """IsoScore of the distribution itself."""
-    sizes: tuple[int, ...]
-    """Points per batch."""
-    scores: dict[float, list[Spread]]
-    """IsoScore* by zeta."""
-    auto: list[Spread]
-    """IsoScore* with the zeta estimated from each batch."""
-    unbiased: list[Spread]
-    """Values of `isoscore_unbiased`."""
+    truth: float  # IsoScore of the distribution itself
+    sizes: tuple[int, ...]  # points per batch
+    scores: dict[float, list[Spread]]  # IsoScore* by zeta
+    auto: list[Spread]  # IsoScore* with the zeta estimated from each batch
+    unbiased: list[Spread]  # values of `isoscore_unbiased`
 
 
 def stability(

@@ -32,19 +32,12 @@ class TestResult:
 
 @dataclass(frozen=True)
 class PairedComparison:
-    """Comparison of a method with a reference over the seeds that both have.
+    """Comparison of a method with a reference over the seeds that both have."""
 
-    Attributes:
-        pairs: number of common seeds.
-        difference: mean of method minus reference over these seeds; None without a common seed.
-        t_test: Student's paired t-test.
-        sign_flip: exact permutation test that flips the signs of the differences.
-    """
-
-    pairs: int
-    difference: float | None
-    t_test: TestResult
-    sign_flip: TestResult
+    pairs: int  # number of common seeds
+    difference: float | None  # mean of method minus reference over these seeds; None without a common seed
+    t_test: TestResult  # Student's paired t-test
+    sign_flip: TestResult  # exact permutation test that flips the signs of the differences
 
 
 def spread(values: Sequence[float]) -> Spread:

@@ -39,22 +39,17 @@ class Entry:
     model: str
     method: str
     seed: int
-    stage: str
-    """`search` (over the grid or by Optuna) or `seeds` (repetitions of the best configurations)."""
+    stage: str  # `search` (over the grid or by Optuna) or `seeds` (repetitions of the best configurations)
+    # `waiting`, `running`, `finished`, `pruned`, `failed`, or `stopped` (the same command resumes it).
     status: str = "waiting"
-    """`waiting`, `running`, `finished`, `pruned`, `failed`, or `stopped` (the same command resumes it)."""
-    started: float | None = None
-    """When this command started the run, in seconds since 1970; None if it did not. The same holds for `ended`."""
-    ended: float | None = None
-    epochs: tuple[int, int] = (0, 0)
-    """Number of completed epochs, and of all epochs."""
+    started: float | None = None  # when this command started the run, in seconds since 1970; None if it did not
+    ended: float | None = None  # when the run ended under this command, likewise
+    epochs: tuple[int, int] = (0, 0)  # number of completed epochs, and of all epochs
     metric: str | None = None
-    value: float | None = None
-    """The headline metric on the validation set, as a fraction."""
+    value: float | None = None  # the headline metric on the validation set, as a fraction
     collapsed: bool = False
     error: str | None = None
-    log: str | None = None
-    """File with the output of the run's processes."""
+    log: str | None = None  # file with the output of the run's processes
 
     @property
     def seconds(self) -> float | None:
@@ -84,18 +79,14 @@ class SweepState:
     """The state of a sweep, as in `sweep.json`; `name` is the name of its folder, `root` the folder of the runs."""
 
     name: str
-    command: str
-    """The command that resumes the sweep."""
+    command: str  # the command that resumes the sweep
     root: str
     jobs: int
-    to_come: int = 0
-    """Number of planned runs that have no entry yet: those of the second stage, or of a search."""
-    begun: float = 0.0
-    """When this command began, in seconds since 1970; `seen` is when the file was last written."""
-    seen: float = 0.0
+    to_come: int = 0  # number of planned runs that have no entry yet: those of the second stage, or of a search
+    begun: float = 0.0  # when this command began, in seconds since 1970
+    seen: float = 0.0  # when the file was last written, in seconds since 1970
     is_over: bool = False
-    expected: float | None = None
-    """Estimated seconds per run, used until a run has finished; None without an estimate."""
+    expected: float | None = None  # estimated seconds per run, used until a run has finished; None without an estimate
     entries: list[Entry] = field(default_factory=list)
     format: int = FORMAT
 

@@ -14,10 +14,8 @@ from istar.results import RESULT, RunRecord, read
 class Estimate:
     """The estimated duration of a number of runs."""
 
-    seconds: float | None
-    """Duration of all runs one after another; None if no finished run is similar enough."""
-    basis: str
-    """The finished runs behind the estimate, in words."""
+    seconds: float | None  # duration of all runs one after another; None if no finished run is similar enough
+    basis: str  # the finished runs behind the estimate, in words
 
 
 def finished_runs(root: Path) -> list[RunRecord]:

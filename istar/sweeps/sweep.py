@@ -41,18 +41,12 @@ class SweepRequest:
     """A sweep as requested on the command line."""
 
     settings: SweepConfig
-    arguments: Sequence[str]
-    """Overrides of the command line."""
-    params: Mapping[str, Any]
-    """Values to sweep over by key, from `hydra.sweeper.params`."""
-    command: str
-    """The command line, for messages that repeat it."""
-    root: Path
-    """Folder that holds the runs."""
-    compose: Callable[[Overrides], DictConfig]
-    """Composes the config of a run from its overrides."""
-    launcher: Launcher | None = None
-    """Executes the runs; None executes them on this machine."""
+    arguments: Sequence[str]  # overrides of the command line
+    params: Mapping[str, Any]  # values to sweep over by key, from `hydra.sweeper.params`
+    command: str  # the command line, for messages that repeat it
+    root: Path  # folder that holds the runs
+    compose: Callable[[Overrides], DictConfig]  # composes the config of a run from its overrides
+    launcher: Launcher | None = None  # executes the runs; None executes them on this machine
 
 
 def sweep(request: SweepRequest, console: Console) -> int:

@@ -25,14 +25,10 @@ Space = dict[str, Override]
 class Trial:
     """One run of a sweep."""
 
-    overrides: Overrides
-    """The overrides of the run, as on the command line."""
-    config: Config
-    """The config that the overrides compose."""
-    name: str
-    """The name of the run's folder."""
-    study: str | None = None
-    """The trial of an Optuna search, as `istar.training.pruning` reads it; None in a grid."""
+    overrides: Overrides  # the overrides of the run, as on the command line
+    config: Config  # the config that the overrides compose
+    name: str  # the name of the run's folder
+    study: str | None = None  # the trial of an Optuna search, as `istar.training.pruning` reads it; None in a grid
 
 
 def spaces(

@@ -18,19 +18,14 @@ from istar.tasks.specs import Split, TaskSpec
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The predictions of a model for a data set, and their metrics.
+    """The predictions of a model for a data set, and their metrics."""
 
-    Attributes:
-        metrics: the task's metrics; empty if the data set has no labels.
-        predictions: one dict per example, in the order of the examples. `id` is the row number, or for spans the id
-            in the data set; `prediction` and `label` (if known) are class names, numbers, or an answer text and the
-            list of gold texts. Classification adds `scores`, the probability of each class.
-        collapsed: whether the labels vary but the predictions do not; False without labels.
-    """
-
-    metrics: dict[str, float]
+    metrics: dict[str, float]  # the task's metrics; empty if the data set has no labels
+    # One dict per example, in the order of the examples. `id` is the row number, or for spans the id in the data set;
+    # `prediction` and `label` (if known) are class names, numbers, or an answer text and the list of gold texts.
+    # Classification adds `scores`, the probability of each class.
     predictions: list[dict[str, Any]]
-    collapsed: bool
+    collapsed: bool  # whether the labels vary but the predictions do not; False without labels
 
 
 @dataclass(frozen=True)

@@ -62,10 +62,9 @@ def source_columns(
 
 def read_tsv(path: Path, spec: TaskSpec, split: str) -> RawSplit:
     """Read a tab-separated file of the GLUE benchmark, in which quotes, `NA` and `null` are plain text."""
-    assert spec.tsv is not None, spec.name
     records = ((line, text.split("\t")) for line, text in numbered_lines(path))
-    header = () if spec.is_test(split) else spec.tsv.header
-    return _read_table(path, spec, split, records, header, spec.tsv.columns)
+    header = () if spec.is_test(split) else spec.tsv_header
+    return _read_table(path, spec, split, records, header, spec.tsv_columns)
 
 
 def read_csv(path: Path, spec: TaskSpec, split: str) -> RawSplit:
