@@ -1,7 +1,5 @@
 """Checks of config values, which raise a UserError that names the key and the allowed values."""
 
-import math
-
 from istar.errors import UserError, did_you_mean
 
 
@@ -9,12 +7,6 @@ def at_least(minimum: int, key: str, value: int | None) -> None:
     """Raise a UserError if a value is below the minimum; None passes."""
     if value is not None and value < minimum:
         raise UserError(f"{key}={value} is too small; expected {minimum} or more")
-
-
-def check_finite(key: str, value: float) -> None:
-    """Raise a UserError if a value is NaN or infinite."""
-    if not math.isfinite(value):
-        raise UserError(f"{key}={value} is not a finite number; the paper uses -5 to 5")
 
 
 def one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -325,11 +325,9 @@ class Config:
 
 
 def identity_values(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a config that count for the identity of a run.
+    """Return the entries of a config, given as plain data, that count for the identity of a run.
 
-    Args:
-        kind: config dataclass, whose fields may have the metadata `NOT_IN_IDENTITY`.
-        values: its values as plain data. Keys that the dataclass does not have count.
+    These are all but the fields of the dataclass `kind` that are marked `NOT_IN_IDENTITY`.
     """
     excluded = {f.name for f in fields(kind) if not f.metadata.get("identity", True)}
     types = {f.name: f.type for f in fields(kind)}

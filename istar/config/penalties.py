@@ -4,10 +4,11 @@ Defaults are defined only here. A new penalty needs its class in `istar.regulari
 `PENALTIES`, whose keys are the values of `reg` on the command line.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from istar.config.checks import at_least, check_finite, one_of
+from istar.config.checks import at_least, one_of
 from istar.errors import UserError
 from istar.regularizers import CosReg, IStar, Penalty
 from istar.regularizers.istar import AUTO, COMPUTE, ESTIMATORS
@@ -43,7 +44,8 @@ class CosRegConfig(NoRegConfig):
     """Compute one penalty over the points of all processes instead of one penalty per process."""
 
     def __post_init__(self) -> None:
-        check_finite("reg.lambda", self.weight)
+        if not math.isfinite(self.weight):
+            raise UserError(f"reg.lambda={self.weight} is not a finite number; the paper uses -5 to 5")
         _check_layers(self.layers)
 
     def build(self) -> Penalty:

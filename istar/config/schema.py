@@ -91,7 +91,10 @@ def explain(error: Exception) -> str:
     if isinstance(error, MissingConfigException) and "hydra/launcher/submitit_" in str(error.missing_cfg_file):
         return "hydra/launcher=slurm and local_jobs need a package that is not installed: pip install 'istar[slurm]'"
     if isinstance(error, MissingConfigException) and error.options:
-        return _explain_option(str(error.missing_cfg_file), error.options)
+        group, _, name = str(error.missing_cfg_file).rpartition("/")
+        known = sorted(error.options)
+        hint = did_you_mean(name, known)
+        return f"{group}={name}: there is no such option{hint}; {group} is one of {', '.join(known)}"
     if isinstance(error, OverrideParseException):
         return (
             f"{error.override}: not understood; expected key=value, where a value with spaces or any of "
@@ -120,13 +123,6 @@ def _explain_key(key: str) -> str:
     in_a_group = [name for name in known if name.partition(".")[2] == key]
     hint = f"; did you mean {in_a_group[0]}?" if in_a_group else did_you_mean(key, [*known, *_GROUPS, "reg", "logger"])
     return f"{key}: there is no such key{hint}; `python train.py --cfg job` lists all"
-
-
-def _explain_option(option: str, options: Iterable[str]) -> str:
-    """Return the message for an unknown option, given as `group/name`, of a config group."""
-    group, _, name = option.rpartition("/")
-    known = sorted(options)
-    return f"{group}={name}: there is no such option{did_you_mean(name, known)}; {group} is one of {', '.join(known)}"
 
 
 def _known_keys() -> list[str]:

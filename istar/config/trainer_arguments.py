@@ -27,11 +27,9 @@ _SET_BY_ISTAR = {
 
 
 def check_trainer_arguments(arguments: Mapping[str, Any], fields: Iterable[str]) -> None:
-    """Check that `lightning.Trainer` has these arguments and that a config may set them.
+    """Check that `lightning.Trainer` has these arguments, given by name, and that a config may set them.
 
-    Args:
-        arguments: values by argument name.
-        fields: names that the config group has itself, for the hint in the message for a misspelt name.
+    `fields` are the names that the config group has itself, for the hint in the message for a misspelt name.
 
     Raises:
         UserError: if an argument does not exist, is set by istar, or has a value that istar does not support.

@@ -16,8 +16,7 @@ from istar.figures.drawing import COLOURS
 from istar.reports.run_tables import by_task, method
 from istar.results import RunRecord
 
-Configurations = Sequence[Sequence[RunRecord]]
-"""The runs of each configuration of a task and a model."""
+Configurations = Sequence[Sequence[RunRecord]]  # the runs of each configuration of a task and a model
 
 
 def comparison(records: Sequence[RunRecord], path: Path) -> None:

@@ -23,8 +23,7 @@ from istar.reports.missing_runs import MissingRuns, SweepCommand
 from istar.reports.run_frame import Runs, load_runs
 
 KIND = Kind("report", "istar report")
-_MAX_ROWS = 300
-"""Rows that the page shows of an ungrouped table; the files have all rows."""
+_MAX_ROWS = 300  # rows that the page shows of an ungrouped table; the files have all rows
 _PROGRESS_STEPS = 11
 
 

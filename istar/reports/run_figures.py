@@ -129,8 +129,6 @@ def zeta_ablation(frame: pd.DataFrame) -> Plot:
 
     def build_panel(runs: pd.DataFrame) -> Panel | None:
         istar_runs = _all_layer_istar(runs)
-        if istar_runs.empty:
-            return None
         zetas = istar_runs.groupby("hash_without_zeta")["reg.zeta"].transform("nunique")
         alternatives = istar_runs[zetas > 1]
         if alternatives.empty:
@@ -230,13 +228,8 @@ def _with_line_per_lambda(
 ) -> Plot:
     """Return the plot with panels that have a line for Base and for each lambda, averaged over seeds.
 
-    Args:
-        plot: the figure without panels.
-        frame: a frame from `cells.prepare`.
-        values: y values of a run's line, by its folder; runs without an entry are not shown.
-        family: method family that is compared with Base.
-        layers: `reg.layers` of that family's runs.
-        y_label: label of the y axis.
+    `values` has the y values of each run's line by the run's folder; runs without an entry are not shown. The runs with
+    a lambda are those of the method family that penalize the given layers.
     """
 
     def build_panel(runs: pd.DataFrame) -> Panel | None:
@@ -285,13 +278,8 @@ def _make_panel(
 ) -> Panel:
     """Return a panel of lines with a description of the settings that its runs have in common.
 
-    Args:
-        lines: the panel's lines.
-        selected: the runs that the lines show.
-        alternatives: the runs from which they were selected.
-        varied: what the runs vary, a key of `cells.VARIED`.
-        groups: the runs by the value that varies.
-        y_label: label of the y axis; by default the headline metric.
+    The lines show the runs `selected` from the `alternatives`. `groups` has the selected runs by the value of `varied`,
+    a key of `cells.VARIED`. The y axis shows the headline metric unless it has another label.
     """
     first = row_dicts(selected.head(1))[0]
     settings = [

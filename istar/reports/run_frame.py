@@ -19,8 +19,7 @@ _COLUMNS = (
     "name", "status", "task", "model", "method", "seed", "metric", "value", "epoch", "constant", "collapsed",
     "isoscore_before", "isoscore_after", "seconds", "skipped_steps", "error", "fingerprint",
 )  # fmt: skip
-_OVERWRITTEN = re.compile(r"\.old-\d+$")
-"""Suffix of a run folder that `run.overwrite=true` has replaced."""
+_OVERWRITTEN = re.compile(r"\.old-\d+$")  # suffix of a run folder that `run.overwrite=true` has replaced
 _FOLDERS_WITHOUT_RUNS = ("multirun", "sweeps")
 # The C loader, where PyYAML has it, is ten times as fast.
 _YAML_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

@@ -36,8 +36,7 @@ def summary(record: RunRecord) -> Table:
 
 
 COLUMNS = ("task", "model", "method", "seed", "value", "constant", "epoch", "IsoScore*", "seconds")
-_TITLE_COLUMNS = (0, 1, 3)
-"""Columns that move into the title if they have the same value in all rows."""
+_TITLE_COLUMNS = (0, 1, 3)  # columns that move into the title if they have the same value in all rows
 
 
 def comparison(records: Sequence[RunRecord]) -> Table:

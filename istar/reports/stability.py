@@ -18,12 +18,10 @@ from istar.measures import (
 from istar.reports.statistics import Spread, spread
 
 DIMENSIONS = 768
-LEADING = (10.0, 6.0, 4.0, 4.0)
-"""First variances of the paper's cloud; all other dimensions have variance 1."""
+LEADING = (10.0, 6.0, 4.0, 4.0)  # first variances of the paper's cloud; all other dimensions have variance 1
 SIZES = (25, 50, 100, 200, 400, 700, 1_500, 3_000, 6_000)
 ZETAS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
-_CHUNK = 5_000
-"""Points sampled at a time, which bounds the memory."""
+_CHUNK = 5_000  # points sampled at a time, which bounds the memory
 M = TypeVar("M", bound=Moments)
 
 
@@ -39,20 +37,12 @@ class Stability:
 
 
 def stability(
-    sizes: Sequence[int] = SIZES,
-    zetas: Sequence[float] = ZETAS,
-    draws: int = 3,
-    shrinkage_points: int = 75_000,
+    sizes: Sequence[int] = SIZES, zetas: Sequence[float] = ZETAS, draws: int = 3, shrinkage_points: int = 75_000
 ) -> Stability:
     """Score random batches of a Gaussian cloud in 768 dimensions with variances 10, 6, 4, 4, 1, ..., 1.
 
-    The batches and the points behind the shrinkage covariance Sigma_S are sampled independently, by a seeded generator.
-
-    Args:
-        sizes: points per batch, at least 4.
-        zetas: shrinkage weights of Sigma_S.
-        draws: batches per size.
-        shrinkage_points: points from which Sigma_S is estimated.
+    There are `draws` batches of each size (4 points or more). The batches, and the points from which the shrinkage
+    covariance Sigma_S is estimated, are sampled independently by a seeded generator.
     """
     generator = torch.Generator().manual_seed(0)
     variances = torch.ones(DIMENSIONS)

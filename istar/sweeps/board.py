@@ -22,8 +22,7 @@ from istar.reports.run_frame import row
 from istar.results import RunRecord
 from istar.sweeps.trials import Trial
 
-FOLDER, STATE = "sweeps", "sweep.json"
-"""The state of a sweep is in `<run.root>/sweeps/<sweep>/sweep.json`."""
+FOLDER, STATE = "sweeps", "sweep.json"  # the state of a sweep is in `<run.root>/sweeps/<sweep>/sweep.json`
 FORMAT = 1
 _HEARTBEAT_SECONDS = 10.0
 _ENDED = ("finished", "pruned", "failed", "stopped")

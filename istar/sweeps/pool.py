@@ -32,13 +32,9 @@ class TrialSource(Protocol):
 
 
 def run_trials(source: TrialSource, jobs: int, fail_fast: bool, logs: Path) -> None:
-    """Execute trials until the source has no more and all have ended.
+    """Execute trials, `jobs` of them in parallel, until the source has no more and all have ended.
 
-    Args:
-        source: supplies the trials and receives their results.
-        jobs: number of trials in parallel.
-        fail_fast: stop all trials when any of them fails.
-        logs: folder for the output of the processes.
+    The output of the processes goes to files in the folder `logs`. With `fail_fast`, a failure stops all trials.
 
     Raises:
         StoppedError: if a signal has stopped the sweep; the signal was forwarded to the running trials.

@@ -19,19 +19,14 @@ from istar.sweeps.trials import Overrides, Space
 from istar.training.pruning import TrialOfStudy
 
 _STATES = {"finished": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "failed": TrialState.FAIL}
-_OVERRIDES, _WORKER = "overrides", "worker"
-"""Keys of the user attributes that a trial has in Optuna's storage."""
+_OVERRIDES, _WORKER = "overrides", "worker"  # keys of the user attributes that a trial has in Optuna's storage
 
 
 class Study:
     """An Optuna study in a database, on which several workers, calls of the same command, may work at the same time.
 
-    A trial whose worker has died is taken over with its values, so that its run resumes from its checkpoint.
-
-    Args:
-        settings: sampler, pruner, number of trials and storage.
-        spaces: search spaces by name; with several, the choice between them is a categorical parameter.
-        folder: the folder of the sweep.
+    A trial whose worker has died is taken over with its values, so that its run resumes from its checkpoint. With
+    several search spaces, given by name, the choice between them is a categorical parameter.
 
     Raises:
         UserError: if the storage cannot be used.

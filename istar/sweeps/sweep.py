@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 SEARCH, SEEDS = "search", "seeds"
 _MAX_COMPARED = 24
 """With more configurations than fit into a table and a figure, only the best of each method are compared."""
-_PROGRESS_BAR_FROM = 50
-"""A progress bar is shown if at least so many runs are composed."""
+_PROGRESS_BAR_FROM = 50  # number of runs from which composing them shows a progress bar
 
 Launcher = Callable[[Sequence[Overrides]], Sequence[RunRecord | UserError]]
 """Executes several runs elsewhere, as Hydra's launchers do; returns the record or the error of each."""

@@ -13,12 +13,10 @@ from hydra.core.override_parser.types import Override
 from istar.config import Config
 from istar.errors import UserError
 
-_NOT_SWEPT = ("run.", "logger")
-"""Prefixes of the keys that do not change the results of a run."""
+_NOT_SWEPT = ("run.", "logger")  # prefixes of the keys that do not change the results of a run
 
 Overrides = tuple[str, ...]
-Space = dict[str, Override]
-"""The search space of one grid: an override for each key, with one value or several."""
+Space = dict[str, Override]  # the search space of one grid: an override for each key, with one value or several
 
 
 @dataclass(frozen=True)

@@ -44,37 +44,22 @@ GRAMMAR: dict[str, tuple[str, ...]] = {
     ),
     "positive": ("{good}",) * 4 + ("{very} {good}",) * 2 + ("{not} {bad}",),
     "negative": ("{bad}",) * 4 + ("{very} {bad}",) * 2 + ("{not} {good}",),
-    "good": (
-        *("splendid", "lovely", "wonderful", "delightful", "excellent", "charming") * 3,
-        *("superb", "witty"),
-    ),
-    "bad": (
-        *("dull", "awful", "dreadful", "boring", "terrible", "tedious") * 3,
-        *("poor", "forgettable"),
-    ),
+    "good": (*("splendid", "lovely", "wonderful", "delightful", "excellent", "charming") * 3, "superb", "witty"),
+    "bad": (*("dull", "awful", "dreadful", "boring", "terrible", "tedious") * 3, "poor", "forgettable"),
     "very": ("really", "quite", "rather", "truly"),
     "not": ("not", "hardly", "far from", "anything but"),
     "work": ("film", "play", "concert", "lecture", "novel", "exhibition", "opera", "dinner", "story", "tour"),
     "opening": ("",) * 18 + ("after a long day, ", "on the way home, ", "over a cup of tea, "),
     "ending": ("",) * 18 + (" and went home early", " and did not say why", "{meanwhile}"),
     "meanwhile": ("",) * 9 + (", although it was not raining",),
-    "who": (
-        *("Anna", "Bob", "Carla", "David", "Emma", "Frank"),
-        *("Grace", "Hugo", "Julia", "Martin", "Nora", "Peter"),
-    ),
+    "who": ("Anna", "Bob", "Carla", "David", "Emma", "Frank", "Grace", "Hugo", "Julia", "Martin", "Nora", "Peter"),
     # `demo_regression`. Of the six values of an attribute, the first and second are near-synonyms, as are the third
     # and fourth, and the fifth and sixth.
-    "scene": (
-        "a {person} in a {colour} coat is {doing} {where}.",
-        "{where}, a {person} in {colour} is {doing}.",
-    ),
+    "scene": ("a {person} in a {colour} coat is {doing} {where}.", "{where}, a {person} in {colour} is {doing}."),
     "person": ("farmer", "gardener", "doctor", "nurse", "teacher", "professor"),
     "colour": ("red", "scarlet", "blue", "navy", "brown", "tan"),
     "doing": ("singing", "humming", "walking", "strolling", "sleeping", "resting"),
-    "where": (
-        *("by the river", "by the stream", "in the forest", "in the woods"),
-        *("on the road", "on the street"),
-    ),
+    "where": ("by the river", "by the stream", "in the forest", "in the woods", "on the road", "on the street"),
     # `demo_span`.
     "errand": ("{who} {took} {thing} to {place}.", "{who} went to {place} with {thing}."),
     "stay": ("{other_who} stayed in {other_place}.", "{other_who} was waiting in {other_place}."),

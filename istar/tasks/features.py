@@ -27,8 +27,7 @@ from istar.tasks import squad
 from istar.tasks.loading import fingerprint
 from istar.tasks.specs import TaskSpec
 
-MIN_LENGTH = 8
-"""Smallest accepted maximum length of a feature, in tokens."""
+MIN_LENGTH = 8  # smallest accepted maximum length of a feature, in tokens
 
 _CACHE_VERSION = 2  # increase when the format or the features of the same inputs change
 _BATCH_ROWS = 1_000

@@ -50,14 +50,10 @@ class TaskSpec:
 
 
 def _glue(name: str, folder: str, text_columns: Mapping[str, str], label: str, **settings: Any) -> TaskSpec:
-    """Return the specification of a GLUE task.
+    """Return the specification of a GLUE task, whose submission file has the name of the folder of its TSV files.
 
-    Args:
-        name: name of the task.
-        folder: folder of its TSV files, which is also the name of its submission file.
-        text_columns: names of the text columns on the hub -> names in the TSV files.
-        label: name of the label column in the TSV files.
-        **settings: further fields of `TaskSpec`.
+    `text_columns` maps names on the hub to names in the TSV files, where the label column has the name `label`.
+    `settings` are further fields of `TaskSpec`.
     """
     defaults = {"test": (Split("test", submission=f"{folder}.tsv"),)}
     return TaskSpec(

@@ -57,12 +57,8 @@ def windows(
     Every window must contain new tokens. Therefore neighbouring windows share at most a third of `max_length` (128 of
     384 tokens is customary), and a question that fills more than half of a window is truncated after a token.
 
-    Args:
-        questions: one per example; surrounding white space is removed.
-        contexts: one per example.
-        tokenizer: a fast tokenizer.
-        max_length: maximum length of a window with its question, in tokens.
-        stride: number of tokens shared by neighbouring windows.
+    `max_length` (a window with its question) and `stride` (what neighbouring windows share) are in tokens. White space
+    around a question is removed.
 
     Returns:
         Lists of equal length with one entry per window: the tokenizer's outputs, `offset_mapping` (arrays of shape
@@ -122,16 +118,9 @@ def best_answer(
 ) -> str:
     """Return the answer text with the highest sum of start and end logit over all windows of one context.
 
-    Ties are resolved in favour of the first window, then the earliest start, then the earliest end.
-
-    Args:
-        context: the text to which the offsets refer.
-        windows: the first three arguments of `best_span` for each window.
-        n_best: see `best_span`.
-        max_answer_length: see `best_span`.
-
-    Returns:
-        The text without surrounding white space; "" if no window has a valid span.
+    `windows` has the first three arguments of `best_span` for each window. Ties are resolved in favour of the first
+    window, then the earliest start, then the earliest end. The text has no surrounding white space; it is "" if no
+    window has a valid span.
     """
     spans = [span for window in windows if (span := best_span(*window, n_best, max_answer_length)) is not None]
     if not spans:
