@@ -148,10 +148,7 @@ _NODES: dict[Any, type] = {str: StringNode, int: IntegerNode, float: FloatNode, 
 
 
 def _schema(kind: Any) -> DictConfig:
-    """Return an OmegaConf node with a typed value for each key of a dataclass.
-
-    It rejects other keys, unless the dataclass has a field for them.
-    """
+    """Return an OmegaConf node with the typed keys of a dataclass, and others only if it has a field for them."""
     further = _further_keys(kind)
     node = OmegaConf.create({_key(f): _value_node(f) for f in fields(kind) if f.name != further})
     OmegaConf.set_struct(node, further is None)
@@ -177,11 +174,7 @@ def _value_node(field: "Field[Any]") -> Any:
 
 
 def _resolve(config: DictConfig) -> dict[str, Any]:
-    """Return a config as plain data, with its interpolations resolved.
-
-    Raises:
-        UserError: if a mandatory value is not set, or an interpolation refers to a key that does not exist.
-    """
+    """Return a config as plain data with resolved interpolations; refuse unset values and unknown keys in them."""
     try:
         values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:

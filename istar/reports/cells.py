@@ -87,13 +87,10 @@ def prepare(runs: Runs) -> pd.DataFrame:
     frame = runs.frame.copy()
     records = [runs.records[folder] for folder in frame["folder"]]
     frame["family"] = [method_family(record) for record in records]
-    frame["settings_hash"] = [config_hash(record, "") for record in records]
-    fingerprints = [(record, record.data.get("fingerprint", "")) for record in records]
-    frame["config_hash"] = [config_hash(record, fingerprint) for record, fingerprint in fingerprints]
+    frame["settings_hash"] = [config_hash(record, with_data=False) for record in records]
+    frame["config_hash"] = [config_hash(record) for record in records]
     for varied, key in VARIED.items():
-        frame[f"hash_without_{varied}"] = [
-            config_hash(record, fingerprint, key) for record, fingerprint in fingerprints
-        ]
+        frame[f"hash_without_{varied}"] = [config_hash(record, key) for record in records]
     valid = (frame["status"] == "finished") & frame["value"].map(is_finite).astype(bool)
     frame["repeated"] = frame[valid].duplicated(["config_hash", "seed"]).reindex(frame.index).eq(True)
     frame["usable"] = valid & ~frame["repeated"]
@@ -126,10 +123,10 @@ def method_family(record: RunRecord) -> str:
     return "base" if reg["name"] == "none" or reg.get("lambda") == 0 else str(reg["name"])
 
 
-def config_hash(record: RunRecord, fingerprint: str, ignored_key: str = "") -> str:
+def config_hash(record: RunRecord, ignored_key: str = "", with_data: bool = True) -> str:
     """Return a hash that is equal for runs that differ only in the seed and the ignored key (`group.key` or `group`).
 
-    The hash covers the given fingerprint of the run's data.
+    Unless `with_data` is False, it covers the fingerprint of the run's data.
     """
     settings = {group: dict(values) for group, values in record.config.items() if isinstance(values, Mapping)}
     model = os.path.normpath(str(settings["model"].get("name")))
@@ -142,6 +139,7 @@ def config_hash(record: RunRecord, fingerprint: str, ignored_key: str = "") -> s
         settings[group].pop(key, None)
     else:
         settings.pop(group, None)
+    fingerprint = record.data.get("fingerprint", "") if with_data else ""
     return identity(settings, fingerprint, f"{model}@{revision}")
 
 

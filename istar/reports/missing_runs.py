@@ -106,10 +106,7 @@ def for_plot(
 def for_geometry(
     plot: Plot, frame: pd.DataFrame, measured: Iterable[str], sweep_command: SweepCommand
 ) -> list[MissingRuns]:
-    """List finished runs that Figure 4 or 5 could show if they had a `geometry.json`.
-
-    `measured` are the folders of the runs that have this file.
-    """
+    """List finished runs that Figure 4 or 5 could show if they had a `geometry.json`, as the folders `measured` do."""
     family = "cosreg" if plot.name == "figure4" else "istar"
     unmeasured = frame[frame["usable"] & frame["family"].isin(("base", family)) & ~frame["folder"].isin(list(measured))]
     panels = {(panel.model, panel.task) for panel in plot.panels}
@@ -124,10 +121,7 @@ def for_geometry(
 
 
 def for_paper(frame: pd.DataFrame) -> tuple[str, str] | None:
-    """Return a sentence that counts the paper's pairs of model and task without a run, and the command for these runs.
-
-    The result is None if every pair has a run.
-    """
+    """Return a sentence on the paper's pairs of model and task without a run, and their command; None without any."""
     pairs = set(itertools.product(paper.MODELS, paper.TASKS))
     missing = pairs - set(zip(frame["model"], frame["task"], strict=True))
     if not missing:

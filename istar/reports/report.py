@@ -37,12 +37,10 @@ class WrittenReport:
 
 
 def write(root: Path, out: Path, console: Console | None = None) -> WrittenReport:
-    """Write the report of the runs below `root`; on an error, an earlier report stays as it was.
+    """Write the report of the runs below `root`, the folder that `run.root` names.
 
-    Args:
-        root: the folder that `run.root` names.
-        out: folder to write: a new or empty one, or an earlier report, which is replaced.
-        console: shows the progress if it is a terminal.
+    `out` is a new or empty folder, or an earlier report, which is replaced (on an error, it stays as it was). The
+    console shows the progress if it is a terminal.
 
     Raises:
         UserError: if there are no runs, if `out` holds files that are no report, or if it cannot be written.

@@ -8,6 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from istar import config
+from istar.config.groups import identity_values
 from istar.config.schema import to_dict
 
 _MODEL_OPTIONS = {
@@ -26,13 +27,11 @@ def _defaults(config_class: Any, *excluded: str) -> dict[str, Any]:
 _GROUP_DEFAULTS = {
     "task": _defaults(config.TaskConfig, "name", "submission"),
     "model": _defaults(config.ModelConfig, "name", "pretrained"),
-    "data": _defaults(config.DataConfig, "cache_dir", "num_workers"),
+    "data": identity_values(config.DataConfig, _defaults(config.DataConfig)),
     "optim": _defaults(config.OptimConfig),
-    "trainer": _defaults(
-        config.TrainerConfig, "accelerator", "strategy", "progress_bar", "log_every_n_steps",
-        "checkpoint_every_n_steps", "checkpoint_every_n_minutes", "nonfinite", "monitor_isotropy",
-    ),
-}  # fmt: skip
+    "trainer": identity_values(config.TrainerConfig, _defaults(config.TrainerConfig)),
+}
+"""Defaults of the settings that a repeated run shall have, too; the environment of a run is not among them."""
 _REG_DEFAULTS = {"istar": _defaults(config.IStarConfig, "name"), "cosreg": _defaults(config.CosRegConfig, "name")}
 
 

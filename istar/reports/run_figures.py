@@ -129,6 +129,8 @@ def zeta_ablation(frame: pd.DataFrame) -> Plot:
 
     def build_panel(runs: pd.DataFrame) -> Panel | None:
         istar_runs = _all_layer_istar(runs)
+        if istar_runs.empty:
+            return None
         zetas = istar_runs.groupby("hash_without_zeta")["reg.zeta"].transform("nunique")
         alternatives = istar_runs[zetas > 1]
         if alternatives.empty:

@@ -42,7 +42,7 @@ class Entry:
     # `waiting`, `running`, `finished`, `pruned`, `failed`, or `stopped` (the same command resumes it).
     status: str = "waiting"
     started: float | None = None  # when this command started the run, in seconds since 1970; None if it did not
-    ended: float | None = None  # when the run ended under this command, likewise
+    ended: float | None = None  # when the run ended, in seconds since 1970; None if it has not ended under this command
     epochs: tuple[int, int] = (0, 0)  # number of completed epochs, and of all epochs
     metric: str | None = None
     value: float | None = None  # the headline metric on the validation set, as a fraction

@@ -26,10 +26,8 @@ weights would learn nothing for many epochs. With this rate, the second sentence
 """
 
 VALUE_WEIGHTS = (16, 1, 4, 1, 1, 1)
-"""Relative frequencies of the six values of a `demo_regression` attribute.
-
-They differ so that each scene alone is informative: frequent values are shared more often.
-"""
+"""Relative frequencies of the six values of a `demo_regression` attribute. They differ so that each scene alone is
+informative: frequent values are shared more often."""
 
 # Expansions by symbol. An expansion that is listed twice is chosen twice as often.
 GRAMMAR: dict[str, tuple[str, ...]] = {

@@ -67,14 +67,12 @@ def featurize(
 ) -> datasets.Dataset:
     """Tokenize a split, or load the features from the cache if an earlier run stored them.
 
+    The split has the task's text columns, and labels if there are any; the tokenizer is a fast one.
+
     Args:
-        spec: the task.
-        dataset: a split with the task's text columns, and labels if it has any.
-        tokenizer: a fast tokenizer.
         max_length: maximum length of a feature in tokens. Longer texts are truncated, or for spans split into windows.
-        training: whether features for spans contain answer positions (otherwise, offsets). Features of other tasks
-            do not depend on it.
-        doc_stride: number of tokens shared by neighbouring windows, for spans only; see `istar.tasks.squad.windows`.
+        training: for spans only, whether features contain answer positions (otherwise, offsets).
+        doc_stride: for spans only, number of tokens shared by neighbouring windows; see `istar.tasks.squad.windows`.
         cache_dir: folder of the cache; None keeps the features in memory.
 
     Returns:

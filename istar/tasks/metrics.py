@@ -103,12 +103,10 @@ METRICS: dict[str, Callable[[Sequence[Any], Sequence[Any]], dict[str, float]]] =
 
 
 def compute(names: Iterable[str], predictions: Sequence[Any], references: Sequence[Any]) -> dict[str, float]:
-    """Compute several metrics over a whole prediction set and return their values by name.
+    """Compute several metrics, keys of `METRICS`, over a whole prediction set and return their values by name.
 
-    Args:
-        names: keys of `METRICS`.
-        predictions: class ids, numbers or answer texts, depending on the metrics.
-        references: class ids, numbers or lists of gold texts, in the same order.
+    Predictions are class ids, numbers or answer texts, depending on the metrics. References, in the same order, are
+    class ids, numbers or lists of gold texts.
 
     Raises:
         ValueError: if a metric is unknown, the set is empty, the lengths differ or a number is not finite.

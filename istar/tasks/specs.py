@@ -49,13 +49,13 @@ class TaskSpec:
         return any(split == test.name for test in self.test)
 
 
-def _glue(name: str, folder: str, text_columns: Mapping[str, str], label: str, **settings: Any) -> TaskSpec:
+def _glue(name: str, folder: str, text_columns: Mapping[str, str], label: str = "label", **settings: Any) -> TaskSpec:
     """Return the specification of a GLUE task, whose submission file has the name of the folder of its TSV files.
 
     `text_columns` maps names on the hub to names in the TSV files, where the label column has the name `label`.
     `settings` are further fields of `TaskSpec`.
     """
-    defaults = {"test": (Split("test", submission=f"{folder}.tsv"),)}
+    settings.setdefault("test", (Split("test", submission=f"{folder}.tsv"),))
     return TaskSpec(
         name=name,
         hub=("nyu-mll/glue", name),
@@ -63,7 +63,7 @@ def _glue(name: str, folder: str, text_columns: Mapping[str, str], label: str, *
         files="tsv",
         folders=(folder, f"glue_data/{folder}"),
         tsv_columns={**text_columns, "label": label},
-        **{**defaults, **settings},
+        **settings,
     )
 
 
@@ -72,18 +72,17 @@ _SPECS = (
         "cola",
         "CoLA",
         {"sentence": "sentence"},
-        "label",
         tsv_header=("source", "label", "mark", "sentence"),
         labels=("unacceptable", "acceptable"),
         metrics=("matthews_correlation", "accuracy"),
         headline="matthews_correlation",
     ),
-    _glue("sst2", "SST-2", {"sentence": "sentence"}, "label", labels=("negative", "positive")),
+    _glue("sst2", "SST-2", {"sentence": "sentence"}, labels=("negative", "positive")),
     _glue(
         "mrpc",
         "MRPC",
         {"sentence1": "#1 String", "sentence2": "#2 String"},
-        "Quality",
+        label="Quality",
         labels=("not_equivalent", "equivalent"),
         metrics=("accuracy", "f1"),
     ),
@@ -91,7 +90,7 @@ _SPECS = (
         "stsb",
         "STS-B",
         {"sentence1": "sentence1", "sentence2": "sentence2"},
-        "score",
+        label="score",
         kind="regression",
         metrics=("pearson", "spearman"),
         headline="pearson",
@@ -100,7 +99,7 @@ _SPECS = (
         "qqp",
         "QQP",
         {"question1": "question1", "question2": "question2"},
-        "is_duplicate",
+        label="is_duplicate",
         labels=("not_duplicate", "duplicate"),
         metrics=("accuracy", "f1"),
     ),
@@ -108,7 +107,7 @@ _SPECS = (
         "mnli",
         "MNLI",
         {"premise": "sentence1", "hypothesis": "sentence2"},
-        "gold_label",
+        label="gold_label",
         labels=("entailment", "neutral", "contradiction"),
         validation=(Split("validation_matched"), Split("validation_mismatched", suffix="mismatched")),
         test=(
@@ -121,7 +120,6 @@ _SPECS = (
         "qnli",
         "QNLI",
         {"question": "question", "sentence": "sentence"},
-        "label",
         labels=("entailment", "not_entailment"),
         submit_labels=True,
     ),
@@ -129,7 +127,6 @@ _SPECS = (
         "rte",
         "RTE",
         {"sentence1": "sentence1", "sentence2": "sentence2"},
-        "label",
         labels=("entailment", "not_entailment"),
         max_length=256,
         submit_labels=True,
@@ -138,7 +135,6 @@ _SPECS = (
         "wnli",
         "WNLI",
         {"sentence1": "sentence1", "sentence2": "sentence2"},
-        "label",
         labels=("not_entailment", "entailment"),
     ),
     TaskSpec(
