@@ -29,7 +29,7 @@ class Cell:
     task: str
     model: str
     family: str
-    runs: pd.DataFrame  # its finished runs, one per seed, ordered by seed; empty if no run of the family has finished
+    runs: pd.DataFrame  # finished runs, one per seed, ordered by seed; empty if no run of the family has finished
     configurations: int = 0  # number of configurations among which it was selected
     failed: int = 0  # number of failed runs of this configuration; of the whole family if no run has finished
     pruned: int = 0  # number of runs of the family that a search stopped early

@@ -31,7 +31,7 @@ _GROUP_DEFAULTS = {
     "optim": _defaults(config.OptimConfig),
     "trainer": identity_values(config.TrainerConfig, _defaults(config.TrainerConfig)),
 }
-"""Defaults of the settings that a repeated run shall have, too; the environment of a run is not among them."""
+"""Default values of the settings that a command repeats. Settings of hardware, cache and logging are left out."""
 _REG_DEFAULTS = {"istar": _defaults(config.IStarConfig, "name"), "cosreg": _defaults(config.CosRegConfig, "name")}
 
 
