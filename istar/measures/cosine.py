@@ -13,10 +13,12 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from istar.errors import NonFiniteError, UserError
+from istar.errors import UserError
 from istar.measures.rows import (
     check_dim,
+    check_finite,
     check_one_per_point,
+    check_points,
     select_rows,
     split_rows,
     unit_vectors,
@@ -57,11 +59,9 @@ def intra_sim(
     """Compute the average IntraSim of the token types in one cloud; see `IntraSim` for streams of batches.
 
     Args:
-        points: as in `average_cosine`.
+        points: `(..., d)`, and `mask` `(...)`, as in `average_cosine`.
         tokens: `(...)`, token type of each point; any integers.
-        mask: as in `average_cosine`.
-        average: as in `IntraSim.compute`.
-        min_count: as in `IntraSim.compute`.
+        average: as in `IntraSim.compute`, like `min_count`.
 
     Returns:
         0-d tensor in [-1, 1], float64 (float32 on MPS). Not differentiable.
@@ -69,13 +69,11 @@ def intra_sim(
     Raises:
         UserError: as `IntraSim.update` and `IntraSim.compute`.
     """
-    _check_tokens(tokens, points, mask)
-    tokens = tokens if mask is None else tokens[mask.bool()]
-    types, type_indices = tokens.reshape(-1).unique(return_inverse=True)
-    rows = select_rows(points, mask)
-    return (
-        IntraSim(max(1, len(types)), rows.shape[1], rows.device).update(rows, type_indices).compute(average, min_count)
-    )
+    check_points(points)
+    _check_tokens(tokens, points)
+    types, type_indices = tokens.unique(return_inverse=True)
+    sums = IntraSim(max(1, len(types)), points.shape[-1], points.device)
+    return sums.update(points, type_indices, mask).compute(average, min_count)
 
 
 class AverageCosine:
@@ -176,8 +174,7 @@ class AverageCosine:
                 f"{self.count:g} points other than zero have no average cosine or direction; "
                 f"expected at least {min_count}"
             )
-        if not self.total.detach().isfinite().all():
-            raise NonFiniteError("the points are not finite; look for NaN or infinite values in them")
+        check_finite(self.total, "the points")
 
 
 class IntraSim:
@@ -218,7 +215,7 @@ class IntraSim:
         Raises:
             UserError: if shapes or dtypes do not match, or tokens are outside [0, types).
         """
-        _check_tokens(tokens, points, mask)
+        _check_tokens(tokens, points)
         rows = select_rows(points, mask, self.total.shape[1])
         tokens = (tokens if mask is None else tokens[mask.bool()]).reshape(-1).long()
         types = self.count.shape[0]
@@ -252,8 +249,7 @@ class IntraSim:
             UserError: if a point is not finite.
         """
         squares = torch.cat([block.square().sum(1) for block in split_rows(self.total)])
-        if not squares.isfinite().all():
-            raise NonFiniteError("the points are not finite; look for NaN or infinite values in them")
+        check_finite(squares, "the points")
         pairs = self.count * (self.count - 1)
         return ((squares - self.count) / pairs).masked_fill(pairs <= 0, torch.nan)
 
@@ -280,9 +276,7 @@ class IntraSim:
         return values.mean() if average == "types" else (values * counts).sum() / counts.sum()
 
 
-def _check_tokens(tokens: Tensor, points: Tensor, mask: Tensor | None) -> None:
+def _check_tokens(tokens: Tensor, points: Tensor) -> None:
     check_one_per_point(tokens, "tokens", points)
     if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
         raise UserError(f"tokens are {tokens.dtype}; expected integers")
-    if mask is not None:
-        check_one_per_point(mask, "mask", points)

@@ -332,7 +332,11 @@ class Moments:
         Raises:
             UserError: if shapes do not match, the points are not floating, or a weight is negative.
         """
-        self._check(points, mask, weights)
+        check_points(points, self.dim)
+        check_one_per_point(mask, "mask", points)
+        check_one_per_point(weights, "weights", points)
+        if weights is not None and not (weights >= 0).all():
+            raise UserError("some weights are negative or NaN; expected how often each point counts")
         if points.numel() > 0:
             self._add(self._batch_moments(points, mask, weights))
         return self
@@ -390,14 +394,6 @@ class Moments:
         self.scatter = self.scatter + scatter + torch.outer(delta, delta) * (self.count * share)
         self.mean = self.mean + delta * share
         self.count = total
-
-    def _check(self, points: Tensor, mask: Tensor | None, weights: Tensor | None) -> None:
-        check_points(points, self.dim)
-        for name, tensor in (("mask", mask), ("weights", weights)):
-            if tensor is not None:
-                check_one_per_point(tensor, name, points)
-        if weights is not None and not (weights >= 0).all():
-            raise UserError("some weights are negative or NaN; expected how often each point counts")
 
 
 class FourthMoments(Moments):

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from istar.errors import NonFiniteError, UserError
-from istar.measures.rows import check_dim, check_finite, row_norms, select_rows, wide_blocks, wide_dtype
+from istar.errors import UserError
+from istar.measures.rows import check_dim, check_finite, row_norms, select_rows, wide_blocks, wide_dtype, wide_vector
 from istar.measures.spectrum import outlier_dimensions
 
 
@@ -161,8 +161,8 @@ class Norms:
         """
         if self.count == 0:
             raise UserError("0 points have no norms; expected at least 1")
-        if not (self.norm_total.isfinite() and self.total.isfinite().all()):
-            raise NonFiniteError("the points are not finite; look for NaN or infinite values in them")
+        # No coordinate of the total is larger than the sum of the norms.
+        check_finite(self.norm_total[None], "the points")
         average = (self.norm_total / self.count).item()
         mean_vector = row_norms(self.total[None] / self.count).item()
         below, *inner, above = self.bins.tolist() or (0, 0)
@@ -201,8 +201,10 @@ def layer_norm_summary(weight: Tensor, bias: Tensor | None = None, k: float = 3.
     Raises:
         UserError: if shapes or dtypes do not match, there are no dimensions, or values are not finite.
     """
-    gain = _parameter(weight, "weight")
-    shift = torch.zeros_like(gain) if bias is None else _parameter(bias, "bias")
+    gain = wide_vector(weight.cpu(), "weight")
+    shift = torch.zeros_like(gain) if bias is None else wide_vector(bias.cpu(), "bias")
+    check_finite(gain, "the values of weight")
+    check_finite(shift, "the values of bias")
     if shift.shape != gain.shape:
         raise UserError(f"bias has shape {tuple(shift.shape)}; expected {tuple(gain.shape)} like the weight")
     gain_norm, bias_norm = row_norms(torch.stack([gain, shift])) / math.sqrt(len(gain))
@@ -216,13 +218,3 @@ def layer_norm_summary(weight: Tensor, bias: Tensor | None = None, k: float = 3.
         outlier_gains=tuple(outlier_dimensions(gain, k).tolist()),
         outlier_biases=tuple(outlier_dimensions(shift, k).tolist()),
     )
-
-
-def _parameter(values: Tensor, name: str) -> Tensor:
-    """Check a parameter vector and return it in float64 on the CPU."""
-    if values.dim() != 1 or not len(values):
-        raise UserError(f"{name} has shape {tuple(values.shape)}; expected (d,)")
-    if not values.is_floating_point():
-        raise UserError(f"{name} is {values.dtype}; expected a floating dtype")
-    check_finite(values, f"the values of {name}")
-    return values.detach().cpu().double()

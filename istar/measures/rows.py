@@ -25,10 +25,8 @@ def select_rows(points: Tensor, mask: Tensor | None = None, dim: int | None = No
         UserError: if the points are not floating, or their shape does not match the mask or `dim`.
     """
     check_points(points, dim)
-    if mask is None:
-        return points.reshape(-1, points.shape[-1])
     check_one_per_point(mask, "mask", points)
-    return points[mask.bool()]
+    return points.reshape(-1, points.shape[-1]) if mask is None else points[mask.bool()]
 
 
 def check_points(points: Tensor, dim: int | None = None) -> None:
@@ -40,9 +38,9 @@ def check_points(points: Tensor, dim: int | None = None) -> None:
         raise UserError(f"points are {points.dtype}; expected a floating dtype")
 
 
-def check_one_per_point(values: Tensor, name: str, points: Tensor) -> None:
-    """Raise `UserError` unless the values have shape `(...)` for points `(..., d)`."""
-    if values.shape != points.shape[:-1]:
+def check_one_per_point(values: Tensor | None, name: str, points: Tensor) -> None:
+    """Raise `UserError` unless the values are None or have shape `(...)` for points `(..., d)`."""
+    if values is not None and values.shape != points.shape[:-1]:
         raise UserError(
             f"{name} has shape {tuple(values.shape)}; expected {tuple(points.shape[:-1])} for points of shape "
             f"{tuple(points.shape)}"
@@ -62,6 +60,15 @@ def check_matrix(points: Tensor, name: str) -> None:
     if not points.is_floating_point():
         raise UserError(f"{name} are {points.dtype}; expected a floating dtype")
     check_finite(points, name)
+
+
+def wide_vector(values: Tensor, name: str) -> Tensor:
+    """Return floating values `(d,)` in `wide_dtype`; raise `UserError` for other shapes or dtypes."""
+    if values.dim() != 1 or not len(values):
+        raise UserError(f"{name} has shape {tuple(values.shape)}; expected (d,)")
+    if not values.is_floating_point():
+        raise UserError(f"{name} is {values.dtype}; expected a floating dtype")
+    return values.to(wide_dtype(values.device))
 
 
 def check_finite(values: Tensor, name: str) -> None:

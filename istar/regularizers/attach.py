@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Iterable, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -123,15 +122,9 @@ class Watch:
         if not 0 <= momentum < 1:
             raise UserError(f"momentum is {momentum}; expected a number from 0 to below 1")
         penalty = self.penalty
+        sync, group = penalty.sync, penalty.group
         moments = hidden_state_moments(
-            self._model,
-            loader,
-            num_points,
-            penalty.layers,
-            penalty.include_padding,
-            penalty.sync,
-            penalty.group,
-            self._modules,
+            self._model, loader, num_points, penalty.layers, penalty.include_padding, sync, group, self._modules
         )
         covariance, previous = to_covariance(moments), penalty.shrinkage_covariance
         if momentum > 0 and previous is not None:
@@ -146,9 +139,7 @@ class Watch:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.remove()
 
     def _is_active(self) -> bool:

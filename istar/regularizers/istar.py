@@ -24,14 +24,7 @@ from istar.measures.isoscore import (
     unchecked_isoscore_unbiased,
     unchecked_shrinkage_intensity,
 )
-from istar.measures.moments import (
-    BatchMoments,
-    FourthMoments,
-    Moments,
-    fourth_moments,
-    mean_and_scatter,
-    merge_moments,
-)
+from istar.measures.moments import BatchMoments, FourthMoments, Moments, fourth_moments, mean_and_scatter, merge_moments
 from istar.regularizers.base import Penalty, Terms
 from istar.regularizers.points import Layers
 

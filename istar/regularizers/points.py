@@ -73,11 +73,7 @@ class Tokens:
         return mask_to_indices(self.attention_mask)
 
     def check(self, hidden_state: Tensor) -> None:
-        """Check that a hidden state is a floating tensor `(batch, tokens, d)` for a mask `(batch, tokens)`.
-
-        Raises:
-            UserError: if it is not.
-        """
+        """Raise `UserError` unless a hidden state is floating and `(batch, tokens, d)` for a mask `(batch, tokens)`."""
         if not hidden_state.is_floating_point():
             raise UserError(f"hidden states are {hidden_state.dtype}; expected a floating dtype")
         shape = tuple(hidden_state.shape)
