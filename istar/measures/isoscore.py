@@ -89,12 +89,9 @@ def isoscore_unbiased(points: Tensor | FourthMoments, mask: Tensor | None = None
         + (n^2 - 3 n + 1) \operatorname{tr}(C)^2 - n Q\bigr)
 
     The score is (ratio of the second to the first - 1) / (d - 1). A ratio of unbiased estimates is not unbiased
-    itself, but its bias vanishes as n grows.
-
-    The two estimates are the means of :math:`((x_i - x_j)^T (x_k - x_l))^2 / 4` and of
-    :math:`\lVert x_i - x_j \rVert^2 \lVert x_k - x_l \rVert^2 / 4` over all quadruples of distinct points. Both are
-    therefore non-negative, and the first is at most the second, so that the score is at least 0. The score can exceed
-    1 and is not clipped, because clipping would bias it for isotropic distributions.
+    itself, but its bias vanishes as n grows. The two estimates are means of :math:`((x_i - x_j)^T (x_k - x_l))^2 / 4`
+    and :math:`\lVert x_i - x_j \rVert^2 \lVert x_k - x_l \rVert^2 / 4` over quadruples of distinct points, so that the
+    score is at least 0. It can exceed 1 and is not clipped, because clipping would bias it for isotropic distributions.
 
     Args:
         points: at least 4 independent points, `(..., d)` of any floating dtype, or the `FourthMoments` of a cloud.
@@ -133,11 +130,7 @@ def shrinkage_intensity(moments: FourthMoments, shrinkage_covariance: Tensor) ->
     `reg.zeta=auto` uses this estimate. C is the sample covariance of the points and T the shrinkage covariance.
 
     If T does not depend on the points, and C has the expectation S, then the expected squared error
-
-    .. math::
-        E \lVert (1 - \zeta) C + \zeta T - S \rVert_F^2 = (1 - \zeta)^2 V + \zeta^2 \lVert T - S \rVert_F^2,
-        \qquad V = \sum_{ij} \operatorname{Var}(C_{ij}),
-
+    :math:`(1 - \zeta)^2 V + \zeta^2 \lVert T - S \rVert_F^2`, with :math:`V = \sum_{ij} \operatorname{Var}(C_{ij})`,
     is minimal at :math:`\zeta^* = V / (V + \lVert T - S \rVert_F^2) = V / E \lVert C - T \rVert_F^2` (Ledoit and Wolf,
     2004; Schaefer and Strimmer, 2005, equation 7). The second form is estimated by
     :math:`\zeta = \min(1, \hat V / \lVert C - T \rVert_F^2)`. Schaefer and Strimmer compute

@@ -22,13 +22,11 @@ class NormSummary:
         average: average norm, :math:`\frac{1}{n} \sum_i \lVert x_i \rVert_2`.
         mean_vector: norm of the mean :math:`\mu` of the points, :math:`\lVert \mu \rVert_2`; at most the average.
         ratio: mean_vector / average, in [0, 1] (*Too Much in Common*, Table 1); 0 if all points are zero.
-        smallest: smallest norm.
-        largest: largest norm.
+        smallest, largest: smallest and largest norm.
         edges: edges of the histogram's bins, ascending; empty if there is no histogram.
         histogram: number of norms in each of the `len(edges) - 1` bins. A bin includes its lower edge; the last bin
             also includes its upper edge.
-        below: number of norms below the first edge.
-        above: number of norms above the last edge.
+        below, above: number of norms below the first edge and above the last edge.
     """
 
     count: int
@@ -54,8 +52,7 @@ class LayerNormSummary:
         bias_over_gain: :math:`\sum_i b_i / g_i` (equation 9) over the dimensions with :math:`g_i \ne 0`. If the sum
             is not 0, all outputs lie on one side of a hyperplane through the origin.
         zero_gains: number of dimensions with :math:`g_i = 0`, which are not in the sum.
-        outlier_gains: dimensions whose gain is an outlier; see `outlier_dimensions`.
-        outlier_biases: dimensions whose bias is an outlier.
+        outlier_gains, outlier_biases: dimensions whose gain or bias is an outlier; see `outlier_dimensions`.
     """
 
     gain: float
@@ -73,10 +70,7 @@ def norm_summary(points: Tensor, mask: Tensor | None = None, edges: Sequence[flo
     Args:
         points: `(..., d)` of any floating dtype, on any device.
         mask: `(...)`, bool or 0/1; points where the mask is 0 are ignored.
-        edges: edges of the histogram's bins, ascending; no histogram without edges.
-
-    Raises:
-        UserError: as `Norms`.
+        edges: as in `Norms`, like the errors.
 
     >>> norm_summary(torch.tensor([[3.0, 4.0], [3.0, -4.0]])).ratio
     0.6
@@ -97,8 +91,7 @@ class Norms:
         count: number of points.
         norm_total: sum of the norms.
         total: sum of the points, `(d,)`.
-        smallest: smallest norm.
-        largest: largest norm.
+        smallest, largest: smallest and largest norm.
         bins: number of norms below the first edge, in each bin, and above the last edge: `(len(edges) + 1,)`.
     """
 

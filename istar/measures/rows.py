@@ -19,11 +19,7 @@ def wide_dtype(device: torch.device | str) -> torch.dtype:
 
 
 def select_rows(points: Tensor, mask: Tensor | None = None, dim: int | None = None) -> Tensor:
-    """Flatten points `(..., d)` to `(n, d)` in their own dtype, without those where `mask` `(...)` is 0.
-
-    Raises:
-        UserError: if the points are not floating, or their shape does not match the mask or `dim`.
-    """
+    """Check points `(..., d)` and flatten them to `(n, d)` in their dtype, without those where `mask` `(...)` is 0."""
     check_points(points, dim)
     check_one_per_point(mask, "mask", points)
     return points.reshape(-1, points.shape[-1]) if mask is None else points[mask.bool()]
@@ -92,12 +88,10 @@ def wide_blocks(rows: Tensor, dtype: torch.dtype | None = None) -> Iterator[Tens
 
 
 def unit_vectors(rows: Tensor) -> tuple[Tensor, Tensor]:
-    r"""Divide each row by its norm, :math:`\hat x = x / \lVert x \rVert`.
+    """Divide each row by its norm. Returns the unit vectors `(n, d)`, in which zero rows stay zero, and a bool mask
+    `(n,)` of the rows that are not zero.
 
     Rows whose squares would overflow or underflow are first divided by their largest coordinate.
-
-    Returns:
-        The unit vectors `(n, d)`, in which zero rows stay zero, and a bool mask `(n,)` of the rows that are not zero.
     """
     norms = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
     if _squares_are_safe(norms.detach()):

@@ -33,7 +33,15 @@ def singular_values(points: Tensor | Moments, centered: bool = True) -> Tensor:
         UserError: for points of the wrong shape or dtype, moments without points, or values that are not finite.
     """
     if isinstance(points, Moments):
-        return _singular_values_from_moments(points, centered)
+        if points.count < 1:
+            raise UserError("0 points have no singular values; expected at least 1")
+        scatter, mean = points.scatter.detach(), points.mean.detach()
+        if not centered:
+            scatter = scatter + points.count.detach() * torch.outer(mean, mean)
+        check_finite(scatter, "the points")
+        # Rounding can make eigenvalues that are zero negative.
+        squares: Tensor = torch.linalg.eigvalsh(scatter).flip(0).clamp(min=0)
+        return squares.sqrt()
     check_matrix(points, "points")
     wide = points.to(wide_dtype(points.device))
     values = torch.linalg.svdvals(wide - wide.mean(0) if centered else wide)
@@ -191,10 +199,7 @@ class DimensionMoments:
 
     @torch.no_grad()
     def update(self, points: Tensor, mask: Tensor | None = None) -> "DimensionMoments":
-        """Add a batch: `points` `(..., d)`, any floating dtype; `mask` `(...)`, bool or 0/1.
-
-        Returns:
-            This accumulator.
+        """Add a batch: `points` `(..., d)`, any floating dtype; `mask` `(...)`, bool or 0/1. Returns this accumulator.
 
         Raises:
             UserError: if shapes do not match, or the points are not floating.
@@ -274,15 +279,3 @@ class DimensionMoments:
         if self.count < min_count:
             raise UserError(f"{self.count:g} points have no such moment; expected at least {min_count}")
         check_finite(torch.stack([self.mean, self.m4]), "the points, or their fourth powers,")
-
-
-def _singular_values_from_moments(moments: Moments, centered: bool) -> Tensor:
-    if moments.count < 1:
-        raise UserError("0 points have no singular values; expected at least 1")
-    scatter, mean = moments.scatter.detach(), moments.mean.detach()
-    if not centered:
-        scatter = scatter + moments.count.detach() * torch.outer(mean, mean)
-    check_finite(scatter, "the points")
-    # Rounding can make eigenvalues that are zero negative.
-    values: Tensor = torch.linalg.eigvalsh(scatter).flip(0).clamp(min=0).sqrt()
-    return values

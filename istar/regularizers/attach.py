@@ -101,21 +101,19 @@ class Watch:
     def refresh(self, loader: Iterable[Any], num_points: int | None = NUM_POINTS, momentum: float = 0.0) -> int:
         """Compute the shrinkage covariance Sigma_S of an `IStar` penalty from batches of data.
 
-        *Stable Anisotropic Regularization* does this before every epoch. The model runs in eval mode without gradients,
-        in the precision of the surrounding `torch.autocast`, if any. Afterwards, its training mode and the states of
-        all random number generators are restored. Does nothing for penalties without Sigma_S.
+        *Stable Anisotropic Regularization* does this before every epoch. The model runs as in `shrinkage_covariance`;
+        its training mode and the random number generators are restored. Does nothing for penalties without Sigma_S.
 
         Args:
             loader: batches in random order that the model accepts; labels are ignored.
-            num_points: number of points to use, counted over the selected layers of all processes. None uses all
-                batches, as does a number that is larger than the number of points.
+            num_points: number of points to use, see `shrinkage_covariance`; None uses all batches.
             momentum: weight of the previous Sigma_S in the new one, in [0, 1).
 
         Returns:
             The number of points used.
 
         Raises:
-            UserError: for fewer than 2 points, points that are not finite, or a momentum outside [0, 1).
+            UserError: as `shrinkage_covariance`, and for a momentum outside [0, 1).
         """
         if not isinstance(self.penalty, IStar) or not self.penalty.needs_shrinkage_covariance:
             return 0
