@@ -15,7 +15,6 @@ from torch import Tensor
 
 from istar.errors import UserError
 from istar.measures.rows import (
-    check_dim,
     check_finite,
     check_one_per_point,
     check_points,
@@ -23,7 +22,7 @@ from istar.measures.rows import (
     split_rows,
     unit_vectors,
     wide_blocks,
-    wide_dtype,
+    zero_vector,
 )
 
 Average = Literal["types", "occurrences"]
@@ -93,11 +92,9 @@ class AverageCosine:
     """
 
     def __init__(self, dim: int, device: torch.device | str | None = None) -> None:
-        check_dim(dim)
-        device = torch.device(device or "cpu")
-        self.count = torch.zeros((), dtype=wide_dtype(device), device=device)
-        self.zeros = torch.zeros_like(self.count)
-        self.total = torch.zeros(dim, dtype=wide_dtype(device), device=device)
+        self.total = zero_vector(dim, device)
+        self.count = self.total.new_zeros(())
+        self.zeros = self.total.new_zeros(())
 
     @classmethod
     def of(cls, points: Tensor, mask: Tensor | None = None) -> "AverageCosine":
@@ -200,13 +197,11 @@ class IntraSim:
     """
 
     def __init__(self, types: int, dim: int, device: torch.device | str | None = None) -> None:
-        check_dim(dim)
         if types < 1:
             raise UserError(f"there are {types} token types; expected at least 1")
-        device = torch.device(device or "cpu")
-        self.count = torch.zeros(types, dtype=wide_dtype(device), device=device)
-        self.zeros = torch.zeros((), dtype=wide_dtype(device), device=device)
-        self.total = torch.zeros(types, dim, dtype=wide_dtype(device), device=device)
+        self.total = zero_vector(dim, device).repeat(types, 1)
+        self.count = self.total.new_zeros(types)
+        self.zeros = self.total.new_zeros(())
 
     @torch.no_grad()
     def update(self, points: Tensor, tokens: Tensor, mask: Tensor | None = None) -> "IntraSim":
@@ -221,14 +216,12 @@ class IntraSim:
         types = self.count.shape[0]
         if len(tokens) and (tokens.min() < 0 or tokens.max() >= types):
             raise UserError(f"tokens are {tokens.min():d} to {tokens.max():d}; expected 0 to {types - 1}")
-        start = 0
-        for block in wide_blocks(rows):
-            units, is_nonzero = unit_vectors(block)
-            block_tokens = tokens[start : start + len(block)]
+        blocks = split_rows(rows)
+        for block, block_tokens in zip(blocks, tokens.split([len(block) for block in blocks]), strict=True):
+            units, is_nonzero = unit_vectors(block.to(self.total.dtype))
             self.total.index_add_(0, block_tokens, units)
             self.count.index_add_(0, block_tokens, is_nonzero.to(self.count))
             self.zeros += (~is_nonzero).sum()
-            start += len(block)
         return self
 
     def merge(self, other: "IntraSim") -> "IntraSim":

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from istar.errors import UserError
 from istar.measures.processes import sum_over_processes, world_size
-from istar.measures.rows import check_dim, check_one_per_point, check_points, wide_dtype
+from istar.measures.rows import check_one_per_point, check_points, wide_dtype, zero_vector
 
 _FULL_PRECISION = {"none", "ieee"}
 
@@ -278,12 +278,9 @@ class Moments:
     """
 
     def __init__(self, dim: int, device: torch.device | str | None = None) -> None:
-        check_dim(dim)
-        device = torch.device(device or "cpu")
-        dtype = wide_dtype(device)
-        self.count = torch.zeros((), dtype=dtype, device=device)
-        self.mean = torch.zeros(dim, dtype=dtype, device=device)
-        self.scatter = torch.zeros(dim, dim, dtype=dtype, device=device)
+        self.mean = zero_vector(dim, device)
+        self.count = self.mean.new_zeros(())
+        self.scatter = self.mean.new_zeros(dim, dim)
 
     @classmethod
     def of(cls, points: Tensor, mask: Tensor | None = None, weights: Tensor | None = None) -> Self:

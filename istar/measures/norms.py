@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from istar.errors import UserError
-from istar.measures.rows import check_dim, check_finite, row_norms, select_rows, wide_blocks, wide_dtype, wide_vector
+from istar.measures.rows import check_finite, row_norms, select_rows, wide_blocks, wide_vector, zero_vector
 from istar.measures.spectrum import outlier_dimensions
 
 
@@ -96,20 +96,17 @@ class Norms:
     """
 
     def __init__(self, dim: int, edges: Sequence[float] = (), device: torch.device | str | None = None) -> None:
-        check_dim(dim)
+        self.total = zero_vector(dim, device)
         edges = tuple(float(edge) for edge in edges)
         ascending = all(low < high for low, high in itertools.pairwise(edges))
         if len(edges) == 1 or not ascending or not all(map(math.isfinite, edges)):
             raise UserError(f"edges are {list(edges)}; expected at least 2 ascending numbers, or none")
-        device = torch.device(device or "cpu")
-        dtype = wide_dtype(device)
-        self.edges = torch.tensor(edges, dtype=dtype, device=device)
-        self.count = torch.zeros((), dtype=torch.int64, device=device)
-        self.norm_total = torch.zeros((), dtype=dtype, device=device)
-        self.total = torch.zeros(dim, dtype=dtype, device=device)
-        self.smallest = torch.full((), math.inf, dtype=dtype, device=device)
-        self.largest = torch.full((), -math.inf, dtype=dtype, device=device)
-        self.bins = torch.zeros(len(edges) + 1 if edges else 0, dtype=torch.int64, device=device)
+        self.edges = self.total.new_tensor(edges)
+        self.count = self.total.new_zeros((), dtype=torch.int64)
+        self.norm_total = self.total.new_zeros(())
+        self.smallest = self.total.new_full((), math.inf)
+        self.largest = self.total.new_full((), -math.inf)
+        self.bins = self.total.new_zeros(len(edges) + 1 if edges else 0, dtype=torch.int64)
 
     @torch.no_grad()
     def update(self, points: Tensor, mask: Tensor | None = None) -> "Norms":

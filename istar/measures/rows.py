@@ -43,10 +43,12 @@ def check_one_per_point(values: Tensor | None, name: str, points: Tensor) -> Non
         )
 
 
-def check_dim(dim: int) -> None:
-    """Raise `UserError` for fewer than one dimension."""
+def zero_vector(dim: int, device: torch.device | str | None) -> Tensor:
+    """Return `(dim,)` zeros in `wide_dtype` on a device, by default the CPU; raise `UserError` if `dim` is below 1."""
     if dim < 1:
         raise UserError(f"points have {dim} dimensions; expected at least 1")
+    device = torch.device(device or "cpu")
+    return torch.zeros(dim, dtype=wide_dtype(device), device=device)
 
 
 def check_matrix(points: Tensor, name: str) -> None:

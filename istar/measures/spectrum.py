@@ -7,7 +7,15 @@ from torch import Tensor
 
 from istar.errors import UserError
 from istar.measures.moments import Moments
-from istar.measures.rows import check_dim, check_finite, check_matrix, select_rows, wide_blocks, wide_dtype, wide_vector
+from istar.measures.rows import (
+    check_finite,
+    check_matrix,
+    select_rows,
+    wide_blocks,
+    wide_dtype,
+    wide_vector,
+    zero_vector,
+)
 
 OutlierRule = Literal["sigma", "mean", "median"]
 
@@ -185,10 +193,8 @@ class DimensionMoments:
     """
 
     def __init__(self, dim: int, device: torch.device | str | None = None) -> None:
-        check_dim(dim)
-        device = torch.device(device or "cpu")
-        self.count = torch.zeros((), dtype=wide_dtype(device), device=device)
-        self.mean = torch.zeros(dim, dtype=wide_dtype(device), device=device)
+        self.mean = zero_vector(dim, device)
+        self.count = self.mean.new_zeros(())
         self.m2, self.m3, self.m4 = (torch.zeros_like(self.mean) for _ in range(3))
 
     @classmethod

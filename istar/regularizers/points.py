@@ -58,11 +58,7 @@ def layer_numbers(num_layers: int, layers: Layers) -> list[int]:
 
 
 class Tokens:
-    """The tokens of one forward pass that count as points.
-
-    Args:
-        attention_mask: `(batch, tokens)`, 1 for tokens and 0 for padding; None counts all tokens.
-    """
+    """The tokens of a pass that count as points: those with 1 in the mask `(batch, tokens)`, or all if None."""
 
     def __init__(self, attention_mask: Any = None) -> None:
         self.attention_mask = attention_mask
