@@ -90,8 +90,7 @@ def wide_blocks(rows: Tensor, dtype: torch.dtype | None = None) -> Iterator[Tens
 
 
 def unit_vectors(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Divide each row by its norm. Returns the unit vectors `(n, d)`, in which zero rows stay zero, and a bool mask
-    `(n,)` of the rows that are not zero.
+    """Divide each row by its norm, except zero rows; return the result `(n, d)` and a bool mask `(n,)` of nonzero rows.
 
     Rows whose squares would overflow or underflow are first divided by their largest coordinate.
     """

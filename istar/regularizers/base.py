@@ -48,7 +48,8 @@ class Penalty(nn.Module, ABC):
         layers: layers whose hidden states are penalized, see `istar.regularizers.points.select_layers`; by default the
             last layer.
         include_padding: count padding tokens as points.
-        sync: compute one penalty from the points of all processes in `group`, instead of one per process.
+        sync: compute one penalty from the points of all processes, instead of one per process.
+        group: process group for `sync`; None is the default group.
 
     Attributes:
         last: detached terms of the latest penalty, for logs; None before the first one.
@@ -113,9 +114,7 @@ class Penalty(nn.Module, ABC):
         return self.weight * terms.value
 
     def summarize(self, hidden_state: Tensor, tokens: Tokens) -> Any:
-        """Reduce the hidden state of a layer, `(batch, tokens, d)`, to the sums that `score` needs; see `Tokens.check`
-        for errors.
-        """
+        """Check the hidden state of a layer, `(batch, tokens, d)`, and reduce it to the sums that `score` needs."""
         tokens = ALL_TOKENS if self.include_padding else tokens
         tokens.check(hidden_state)
         with torch.autocast(hidden_state.device.type, enabled=False):

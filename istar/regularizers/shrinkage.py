@@ -48,7 +48,8 @@ def shrinkage_covariance(
             as does a number that is larger than the number of points.
         layers: see `istar.regularizers.points.select_layers`.
         include_padding: count padding tokens as points.
-        sync: compute one matrix from the points of all processes in `group`, instead of one per process.
+        sync: compute one matrix from the points of all processes, instead of one per process.
+        group: process group for `sync`; None is the default group.
         modules: see `istar.attach`.
 
     Returns:
