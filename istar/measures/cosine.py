@@ -13,15 +13,16 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from istar.errors import NonFiniteError, UserError
+from istar.errors import UserError
 from istar.measures.rows import (
-    check_dim,
+    check_finite,
     check_one_per_point,
+    check_points,
     select_rows,
     split_rows,
     unit_vectors,
     wide_blocks,
-    wide_dtype,
+    zero_vector,
 )
 
 Average = Literal["types", "occurrences"]
@@ -57,11 +58,9 @@ def intra_sim(
     """Compute the average IntraSim of the token types in one cloud; see `IntraSim` for streams of batches.
 
     Args:
-        points: as in `average_cosine`.
+        points: `(..., d)`, and `mask` `(...)`, as in `average_cosine`.
         tokens: `(...)`, token type of each point; any integers.
-        mask: as in `average_cosine`.
-        average: as in `IntraSim.compute`.
-        min_count: as in `IntraSim.compute`.
+        average: as in `IntraSim.compute`, like `min_count`.
 
     Returns:
         0-d tensor in [-1, 1], float64 (float32 on MPS). Not differentiable.
@@ -69,13 +68,11 @@ def intra_sim(
     Raises:
         UserError: as `IntraSim.update` and `IntraSim.compute`.
     """
-    _check_tokens(tokens, points, mask)
-    tokens = tokens if mask is None else tokens[mask.bool()]
-    types, type_indices = tokens.reshape(-1).unique(return_inverse=True)
-    rows = select_rows(points, mask)
-    return (
-        IntraSim(max(1, len(types)), rows.shape[1], rows.device).update(rows, type_indices).compute(average, min_count)
-    )
+    check_points(points)
+    _check_tokens(tokens, points)
+    types, type_indices = tokens.unique(return_inverse=True)
+    sums = IntraSim(max(1, len(types)), points.shape[-1], points.device)
+    return sums.update(points, type_indices, mask).compute(average, min_count)
 
 
 class AverageCosine:
@@ -95,11 +92,9 @@ class AverageCosine:
     """
 
     def __init__(self, dim: int, device: torch.device | str | None = None) -> None:
-        check_dim(dim)
-        device = torch.device(device or "cpu")
-        self.count = torch.zeros((), dtype=wide_dtype(device), device=device)
-        self.zeros = torch.zeros_like(self.count)
-        self.total = torch.zeros(dim, dtype=wide_dtype(device), device=device)
+        self.total = zero_vector(dim, device)
+        self.count = self.total.new_zeros(())
+        self.zeros = self.total.new_zeros(())
 
     @classmethod
     def of(cls, points: Tensor, mask: Tensor | None = None) -> "AverageCosine":
@@ -176,8 +171,7 @@ class AverageCosine:
                 f"{self.count:g} points other than zero have no average cosine or direction; "
                 f"expected at least {min_count}"
             )
-        if not self.total.detach().isfinite().all():
-            raise NonFiniteError("the points are not finite; look for NaN or infinite values in them")
+        check_finite(self.total, "the points")
 
 
 class IntraSim:
@@ -203,13 +197,11 @@ class IntraSim:
     """
 
     def __init__(self, types: int, dim: int, device: torch.device | str | None = None) -> None:
-        check_dim(dim)
         if types < 1:
             raise UserError(f"there are {types} token types; expected at least 1")
-        device = torch.device(device or "cpu")
-        self.count = torch.zeros(types, dtype=wide_dtype(device), device=device)
-        self.zeros = torch.zeros((), dtype=wide_dtype(device), device=device)
-        self.total = torch.zeros(types, dim, dtype=wide_dtype(device), device=device)
+        self.total = zero_vector(dim, device).repeat(types, 1)
+        self.count = self.total.new_zeros(types)
+        self.zeros = self.total.new_zeros(())
 
     @torch.no_grad()
     def update(self, points: Tensor, tokens: Tensor, mask: Tensor | None = None) -> "IntraSim":
@@ -218,20 +210,18 @@ class IntraSim:
         Raises:
             UserError: if shapes or dtypes do not match, or tokens are outside [0, types).
         """
-        _check_tokens(tokens, points, mask)
+        _check_tokens(tokens, points)
         rows = select_rows(points, mask, self.total.shape[1])
         tokens = (tokens if mask is None else tokens[mask.bool()]).reshape(-1).long()
         types = self.count.shape[0]
         if len(tokens) and (tokens.min() < 0 or tokens.max() >= types):
             raise UserError(f"tokens are {tokens.min():d} to {tokens.max():d}; expected 0 to {types - 1}")
-        start = 0
-        for block in wide_blocks(rows):
-            units, is_nonzero = unit_vectors(block)
-            block_tokens = tokens[start : start + len(block)]
+        blocks = split_rows(rows)
+        for block, block_tokens in zip(blocks, tokens.split([len(block) for block in blocks]), strict=True):
+            units, is_nonzero = unit_vectors(block.to(self.total.dtype))
             self.total.index_add_(0, block_tokens, units)
             self.count.index_add_(0, block_tokens, is_nonzero.to(self.count))
             self.zeros += (~is_nonzero).sum()
-            start += len(block)
         return self
 
     def merge(self, other: "IntraSim") -> "IntraSim":
@@ -252,8 +242,7 @@ class IntraSim:
             UserError: if a point is not finite.
         """
         squares = torch.cat([block.square().sum(1) for block in split_rows(self.total)])
-        if not squares.isfinite().all():
-            raise NonFiniteError("the points are not finite; look for NaN or infinite values in them")
+        check_finite(squares, "the points")
         pairs = self.count * (self.count - 1)
         return ((squares - self.count) / pairs).masked_fill(pairs <= 0, torch.nan)
 
@@ -280,9 +269,7 @@ class IntraSim:
         return values.mean() if average == "types" else (values * counts).sum() / counts.sum()
 
 
-def _check_tokens(tokens: Tensor, points: Tensor, mask: Tensor | None) -> None:
+def _check_tokens(tokens: Tensor, points: Tensor) -> None:
     check_one_per_point(tokens, "tokens", points)
     if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
         raise UserError(f"tokens are {tokens.dtype}; expected integers")
-    if mask is not None:
-        check_one_per_point(mask, "mask", points)

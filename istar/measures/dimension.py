@@ -5,7 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from istar.errors import NonFiniteError, UserError
+from istar.errors import UserError
+from istar.measures.rows import check_finite
 
 _BLOCK = 2**22
 """Distances per block: 32 MiB in float64."""
@@ -58,8 +59,7 @@ def two_nn_with_error(points: Tensor, discard: float = 0.1, resamples: int = 200
     that the estimate describes the cloud at a larger scale.
 
     Args:
-        points: see `two_nn`.
-        discard: see `two_nn`.
+        points: as in `two_nn`, like `discard`.
         resamples: number of bootstrap samples.
         seed: seed of the bootstrap's random generator.
 
@@ -108,8 +108,7 @@ def _distinct_points(points: Tensor) -> Tensor:
     points = points.detach()
     # MPS has no float64.
     wide = (points.cpu() if points.device.type == "mps" else points).double()
-    if not wide.isfinite().all():
-        raise NonFiniteError("the points are not finite; look for NaN or infinite values in them")
+    check_finite(wide, "the points")
     distinct = wide.unique(dim=0) if len(wide) else wide
     if len(distinct) < 3:
         raise UserError(f"{len(distinct)} distinct points have no dimension; expected at least 3")

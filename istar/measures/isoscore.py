@@ -89,12 +89,9 @@ def isoscore_unbiased(points: Tensor | FourthMoments, mask: Tensor | None = None
         + (n^2 - 3 n + 1) \operatorname{tr}(C)^2 - n Q\bigr)
 
     The score is (ratio of the second to the first - 1) / (d - 1). A ratio of unbiased estimates is not unbiased
-    itself, but its bias vanishes as n grows.
-
-    The two estimates are the means of :math:`((x_i - x_j)^T (x_k - x_l))^2 / 4` and of
-    :math:`\lVert x_i - x_j \rVert^2 \lVert x_k - x_l \rVert^2 / 4` over all quadruples of distinct points. Both are
-    therefore non-negative, and the first is at most the second, so that the score is at least 0. The score can exceed
-    1 and is not clipped, because clipping would bias it for isotropic distributions.
+    itself, but its bias vanishes as n grows. The two estimates are means of :math:`((x_i - x_j)^T (x_k - x_l))^2 / 4`
+    and :math:`\lVert x_i - x_j \rVert^2 \lVert x_k - x_l \rVert^2 / 4` over quadruples of distinct points, so that the
+    score is at least 0. It can exceed 1 and is not clipped, because clipping would bias it for isotropic distributions.
 
     Args:
         points: at least 4 independent points, `(..., d)` of any floating dtype, or the `FourthMoments` of a cloud.
@@ -118,13 +115,13 @@ def isoscore_unbiased(points: Tensor | FourthMoments, mask: Tensor | None = None
     if moments.count < 4:
         raise UserError(f"{moments.count:g} points have no unbiased score; expected at least 4 points")
     _check_nonzero_trace(moments.covariance(), "the covariance of the points")
-    squared_norm, _ = _unbiased_estimates(moments)
-    if not torch.isfinite(squared_norm):
+    score = unchecked_isoscore_unbiased(moments)
+    if not torch.isfinite(score):
         raise UserError(
             "the squared norm of the covariance is estimated as 0, so the unbiased score is not defined; use more "
             "points, or points of which more than one differ from the others"
         )
-    return unchecked_isoscore_unbiased(moments)
+    return score
 
 
 def shrinkage_intensity(moments: FourthMoments, shrinkage_covariance: Tensor) -> Tensor:
@@ -133,11 +130,7 @@ def shrinkage_intensity(moments: FourthMoments, shrinkage_covariance: Tensor) ->
     `reg.zeta=auto` uses this estimate. C is the sample covariance of the points and T the shrinkage covariance.
 
     If T does not depend on the points, and C has the expectation S, then the expected squared error
-
-    .. math::
-        E \lVert (1 - \zeta) C + \zeta T - S \rVert_F^2 = (1 - \zeta)^2 V + \zeta^2 \lVert T - S \rVert_F^2,
-        \qquad V = \sum_{ij} \operatorname{Var}(C_{ij}),
-
+    :math:`(1 - \zeta)^2 V + \zeta^2 \lVert T - S \rVert_F^2`, with :math:`V = \sum_{ij} \operatorname{Var}(C_{ij})`,
     is minimal at :math:`\zeta^* = V / (V + \lVert T - S \rVert_F^2) = V / E \lVert C - T \rVert_F^2` (Ledoit and Wolf,
     2004; Schaefer and Strimmer, 2005, equation 7). The second form is estimated by
     :math:`\zeta = \min(1, \hat V / \lVert C - T \rVert_F^2)`. Schaefer and Strimmer compute
@@ -157,8 +150,8 @@ def shrinkage_intensity(moments: FourthMoments, shrinkage_covariance: Tensor) ->
         shrinkage_covariance: T, `(d, d)`.
 
     Returns:
-        0-d tensor in [0, 1], detached, in the moments' dtype, on their device. It is 1 if C
-        equals T, unless the estimate of V is 0; then it is 0.
+        0-d tensor in [0, 1], detached, in the moments' dtype, on their device. It is 1 if C equals T, unless the
+        estimate of V is 0; then it is 0.
 
     Raises:
         UserError: for fewer than 2 points, points that are all equal, a T that is zero or not finite, or shapes that
@@ -172,10 +165,7 @@ def shrinkage_intensity(moments: FourthMoments, shrinkage_covariance: Tensor) ->
 
 
 def unchecked_shrinkage_intensity(moments: FourthMoments, shrinkage_covariance: Tensor) -> Tensor:
-    """Compute `shrinkage_intensity` without its checks, each of which makes the host wait for a GPU.
-
-    Returns NaN where `shrinkage_intensity` raises an error.
-    """
+    """Compute `shrinkage_intensity` without the checks, which make the host wait for a GPU; NaN replaces errors."""
     normalized, trace = _normalized(covariance_or_nan(moments).detach())
     count = moments.count
     fourth = moments.fourth.detach() / trace / trace
@@ -195,10 +185,7 @@ def isoscore_from_covariance(covariance: Tensor) -> Tensor:
 
 
 def unchecked_isoscore(covariance: Tensor) -> Tensor:
-    """Compute `isoscore_from_covariance` without its checks, which cost O(d^3) and make the host wait for a GPU.
-
-    Returns NaN for a covariance that is zero or not finite.
-    """
+    """Compute `isoscore_from_covariance` without its O(d^3) checks; NaN for a covariance that is zero or not finite."""
     normalized, _ = _normalized(covariance)
     return (1 / normalized.square().sum() - 1) / (covariance.shape[0] - 1)
 
@@ -221,40 +208,23 @@ def covariance_or_nan(moments: Moments) -> Tensor:
 
 
 def unchecked_isoscore_unbiased(moments: FourthMoments) -> Tensor:
-    """Compute `isoscore_unbiased` without its checks, each of which makes the host wait for a GPU.
-
-    Returns NaN where `isoscore_unbiased` raises an error.
-    """
-    squared_norm, squared_trace = _unbiased_estimates(moments)
-    return (squared_trace / squared_norm - 1) / (moments.dim - 1)
-
-
-def _unbiased_estimates(moments: FourthMoments) -> tuple[Tensor, Tensor]:
-    r"""Return the estimates of :math:`tr(S^2)` and :math:`tr(S)^2`, both divided by :math:`a \operatorname{tr}(C)^2`.
-
-    The first one is NaN for fewer than 4 points, and where it is 0 up to rounding.
-    """
+    """Compute `isoscore_unbiased` without the checks, which make the host wait for a GPU; NaN replaces errors."""
     n = torch.where(moments.count < 4, torch.nan, moments.count)
     normalized, trace = _normalized(moments.scatter / (n - 1))
     q = moments.fourth / (n - 1) / trace / trace
     norm = normalized.square().sum()
+    # The two estimates of `isoscore_unbiased`, both divided by a tr(C)^2.
     uncorrected = (n - 1) * (n - 2) * norm + 1
     squared_norm = uncorrected - n * q
     squared_trace = 2 * norm + n.square() - 3 * n + 1 - n * q
     # A smaller difference is the rounding error of sums in float32.
     squared_norm = torch.where(squared_norm.detach() > 1e-6 * uncorrected.detach(), squared_norm, torch.nan)
-    return squared_norm, squared_trace
+    return (squared_trace / squared_norm - 1) / (moments.dim - 1)
 
 
 def check_covariance(covariance: Tensor, name: str) -> None:
-    """Check that a tensor is a covariance matrix, up to the rounding of float32.
-
-    Args:
-        covariance: the tensor to check; expected is `(d, d)`, floating, symmetric positive semi-definite and not zero.
-        name: what the error message calls the tensor.
-
-    Raises:
-        UserError: if it is not; `NonFiniteError` for NaN or infinite values.
+    """Raise `UserError` unless a tensor is a covariance: `(d, d)`, floating, finite, not zero, symmetric positive
+    semi-definite up to the rounding of float32. Errors call the tensor `name`.
     """
     if not isinstance(covariance, Tensor):
         raise UserError(f"{name} is a {type(covariance).__name__}; expected a tensor (d, d)")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from istar.errors import UserError
 from istar.measures.processes import sum_over_processes, world_size
-from istar.measures.rows import check_dim, check_one_per_point, check_points, wide_dtype
+from istar.measures.rows import check_one_per_point, check_points, wide_dtype, zero_vector
 
 _FULL_PRECISION = {"none", "ieee"}
 
@@ -46,17 +46,10 @@ def full_precision(device: torch.device) -> Iterator[None]:
 
 
 class BatchMoments(NamedTuple):
-    """Moments of one batch of points, as returned by `mean_and_scatter` and `fourth_moments`.
-
-    Attributes:
-        size: number of points or sum of their weights, 0-d.
-        mean: `(d,)`.
-        scatter: `(d, d)`.
-        third: `(d,)`, or None from `mean_and_scatter`.
-        fourth: 0-d, or None from `mean_and_scatter`.
-    """
+    """Moments of one batch of points; `third` and `fourth` are None from `mean_and_scatter`."""
 
     size: Tensor
+    """Number of points or sum of their weights, 0-d."""
     mean: Tensor
     scatter: Tensor
     third: Tensor | None = None
@@ -64,15 +57,10 @@ class BatchMoments(NamedTuple):
 
 
 def mask_to_indices(mask: Tensor | None) -> Tensor | None:
-    """Convert a mask to the row indices of its nonzero entries in points flattened to `(n, d)`.
+    """Convert a mask, bool or 0/1, to the row indices `(n,)` of its nonzero entries in points flattened to `(n, d)`.
 
-    On a GPU, this call waits for the device. Call it once per forward pass and reuse the indices for all layers.
-
-    Args:
-        mask: any shape, bool or 0/1.
-
-    Returns:
-        `(n,)` int64, or None if all points count: if there is no mask, or if all its entries are nonzero.
+    Returns None if all points count: if there is no mask, or if all its entries are nonzero. On a GPU, this call waits
+    for the device, so it is made once per forward pass, and all layers use the same indices.
     """
     if mask is None:
         return None
@@ -218,12 +206,8 @@ def fourth_moments(
     r"""Compute `mean_and_scatter` and the sums :math:`t = \sum w_i \lVert x_i - m \rVert^2 (x_i - m)` and
     :math:`F = \sum w_i \lVert x_i - m \rVert^4`.
 
-    The gradients of t and F are those of plain autograd, which saves copies of the points.
-
-    Args: as in `mean_and_scatter`.
-
-    Returns:
-        As `mean_and_scatter`, with t `(d,)` as `third` and F (0-d) as `fourth`, both in float64 (float32 on MPS).
+    Returns the result of `mean_and_scatter` with t `(d,)` as `third` and F (0-d) as `fourth`, both in float64 (float32
+    on MPS). The gradients of t and F are those of plain autograd, which saves copies of the points.
     """
     count, mean, scatter = mean_and_scatter(points, mask, weights, indices=indices)[:3]
     points, indices, weights = _flatten(points, mask, weights, indices)
@@ -247,15 +231,10 @@ def _higher_moments(centered: Tensor, weights: Tensor | None, dtype: torch.dtype
 
 
 def merge_moments(batches: Sequence[BatchMoments]) -> "Moments":
-    """Return the moments of the union of at least one batch of points.
+    """Return the moments of the union of at least one batch: `FourthMoments` if the batches have a fourth moment.
 
-    The result equals merging the batches one after the other, but needs one pass over each scatter matrix.
-
-    Returns:
-        `FourthMoments` if the batches have a fourth moment, otherwise `Moments`.
-
-    Raises:
-        UserError: if the batches differ in their dimension.
+    The result equals merging the batches one after the other, but needs one pass over each scatter matrix. Batches of
+    different dimensions raise `UserError`.
     """
     widths = sorted({batch.mean.shape[0] for batch in batches})
     if len(widths) > 1:
@@ -299,12 +278,9 @@ class Moments:
     """
 
     def __init__(self, dim: int, device: torch.device | str | None = None) -> None:
-        check_dim(dim)
-        device = torch.device(device or "cpu")
-        dtype = wide_dtype(device)
-        self.count = torch.zeros((), dtype=dtype, device=device)
-        self.mean = torch.zeros(dim, dtype=dtype, device=device)
-        self.scatter = torch.zeros(dim, dim, dtype=dtype, device=device)
+        self.mean = zero_vector(dim, device)
+        self.count = self.mean.new_zeros(())
+        self.scatter = self.mean.new_zeros(dim, dim)
 
     @classmethod
     def of(cls, points: Tensor, mask: Tensor | None = None, weights: Tensor | None = None) -> Self:
@@ -319,20 +295,21 @@ class Moments:
         return self.mean.shape[0]
 
     def update(self, points: Tensor, mask: Tensor | None = None, weights: Tensor | None = None) -> Self:
-        """Add a batch of points.
+        """Add a batch of points. Returns this accumulator.
 
         Args:
             points: `(..., d)`, any floating dtype.
             mask: `(...)`, bool or 0/1; points where the mask is 0 are ignored, even if they are NaN.
-            weights: `(...)`, non-negative; a point of weight 2 counts twice, and one of weight 0 is ignored.
-
-        Returns:
-            This accumulator.
+            weights: `(...)`, non-negative; a point of weight 2 counts twice, and a point of weight 0 is ignored.
 
         Raises:
             UserError: if shapes do not match, the points are not floating, or a weight is negative.
         """
-        self._check(points, mask, weights)
+        check_points(points, self.dim)
+        check_one_per_point(mask, "mask", points)
+        check_one_per_point(weights, "weights", points)
+        if weights is not None and not (weights >= 0).all():
+            raise UserError("some weights are negative or NaN; expected how often each point counts")
         if points.numel() > 0:
             self._add(self._batch_moments(points, mask, weights))
         return self
@@ -349,9 +326,7 @@ class Moments:
 
         One all-reduce sums 1 + d + d^2 numbers. The result is equal on all processes and differentiable, see
         `sum_over_processes`. Nothing happens without an initialized process group, or in a group of one process.
-
-        Returns:
-            This accumulator.
+        Returns this accumulator.
         """
         if world_size(group) == 1:
             return self
@@ -390,14 +365,6 @@ class Moments:
         self.scatter = self.scatter + scatter + torch.outer(delta, delta) * (self.count * share)
         self.mean = self.mean + delta * share
         self.count = total
-
-    def _check(self, points: Tensor, mask: Tensor | None, weights: Tensor | None) -> None:
-        check_points(points, self.dim)
-        for name, tensor in (("mask", mask), ("weights", weights)):
-            if tensor is not None:
-                check_one_per_point(tensor, name, points)
-        if weights is not None and not (weights >= 0).all():
-            raise UserError("some weights are negative or NaN; expected how often each point counts")
 
 
 class FourthMoments(Moments):

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from istar.errors import NonFiniteError, UserError
-from istar.measures.rows import check_dim, check_finite, row_norms, select_rows, wide_blocks, wide_dtype
+from istar.errors import UserError
+from istar.measures.rows import check_finite, row_norms, select_rows, wide_blocks, wide_vector, zero_vector
 from istar.measures.spectrum import outlier_dimensions
 
 
@@ -22,13 +22,11 @@ class NormSummary:
         average: average norm, :math:`\frac{1}{n} \sum_i \lVert x_i \rVert_2`.
         mean_vector: norm of the mean :math:`\mu` of the points, :math:`\lVert \mu \rVert_2`; at most the average.
         ratio: mean_vector / average, in [0, 1] (*Too Much in Common*, Table 1); 0 if all points are zero.
-        smallest: smallest norm.
-        largest: largest norm.
+        smallest, largest: smallest and largest norm.
         edges: edges of the histogram's bins, ascending; empty if there is no histogram.
         histogram: number of norms in each of the `len(edges) - 1` bins. A bin includes its lower edge; the last bin
             also includes its upper edge.
-        below: number of norms below the first edge.
-        above: number of norms above the last edge.
+        below, above: number of norms below the first edge and above the last edge.
     """
 
     count: int
@@ -54,8 +52,7 @@ class LayerNormSummary:
         bias_over_gain: :math:`\sum_i b_i / g_i` (equation 9) over the dimensions with :math:`g_i \ne 0`. If the sum
             is not 0, all outputs lie on one side of a hyperplane through the origin.
         zero_gains: number of dimensions with :math:`g_i = 0`, which are not in the sum.
-        outlier_gains: dimensions whose gain is an outlier; see `outlier_dimensions`.
-        outlier_biases: dimensions whose bias is an outlier.
+        outlier_gains, outlier_biases: dimensions whose gain or bias is an outlier; see `outlier_dimensions`.
     """
 
     gain: float
@@ -73,10 +70,7 @@ def norm_summary(points: Tensor, mask: Tensor | None = None, edges: Sequence[flo
     Args:
         points: `(..., d)` of any floating dtype, on any device.
         mask: `(...)`, bool or 0/1; points where the mask is 0 are ignored.
-        edges: edges of the histogram's bins, ascending; no histogram without edges.
-
-    Raises:
-        UserError: as `Norms`.
+        edges: as in `Norms`, like the errors.
 
     >>> norm_summary(torch.tensor([[3.0, 4.0], [3.0, -4.0]])).ratio
     0.6
@@ -97,26 +91,22 @@ class Norms:
         count: number of points.
         norm_total: sum of the norms.
         total: sum of the points, `(d,)`.
-        smallest: smallest norm.
-        largest: largest norm.
+        smallest, largest: smallest and largest norm.
         bins: number of norms below the first edge, in each bin, and above the last edge: `(len(edges) + 1,)`.
     """
 
     def __init__(self, dim: int, edges: Sequence[float] = (), device: torch.device | str | None = None) -> None:
-        check_dim(dim)
+        self.total = zero_vector(dim, device)
         edges = tuple(float(edge) for edge in edges)
         ascending = all(low < high for low, high in itertools.pairwise(edges))
         if len(edges) == 1 or not ascending or not all(map(math.isfinite, edges)):
             raise UserError(f"edges are {list(edges)}; expected at least 2 ascending numbers, or none")
-        device = torch.device(device or "cpu")
-        dtype = wide_dtype(device)
-        self.edges = torch.tensor(edges, dtype=dtype, device=device)
-        self.count = torch.zeros((), dtype=torch.int64, device=device)
-        self.norm_total = torch.zeros((), dtype=dtype, device=device)
-        self.total = torch.zeros(dim, dtype=dtype, device=device)
-        self.smallest = torch.full((), math.inf, dtype=dtype, device=device)
-        self.largest = torch.full((), -math.inf, dtype=dtype, device=device)
-        self.bins = torch.zeros(len(edges) + 1 if edges else 0, dtype=torch.int64, device=device)
+        self.edges = self.total.new_tensor(edges)
+        self.count = self.total.new_zeros((), dtype=torch.int64)
+        self.norm_total = self.total.new_zeros(())
+        self.smallest = self.total.new_full((), math.inf)
+        self.largest = self.total.new_full((), -math.inf)
+        self.bins = self.total.new_zeros(len(edges) + 1 if edges else 0, dtype=torch.int64)
 
     @torch.no_grad()
     def update(self, points: Tensor, mask: Tensor | None = None) -> "Norms":
@@ -161,8 +151,8 @@ class Norms:
         """
         if self.count == 0:
             raise UserError("0 points have no norms; expected at least 1")
-        if not (self.norm_total.isfinite() and self.total.isfinite().all()):
-            raise NonFiniteError("the points are not finite; look for NaN or infinite values in them")
+        # No coordinate of the total is larger than the sum of the norms.
+        check_finite(self.norm_total[None], "the points")
         average = (self.norm_total / self.count).item()
         mean_vector = row_norms(self.total[None] / self.count).item()
         below, *inner, above = self.bins.tolist() or (0, 0)
@@ -201,8 +191,10 @@ def layer_norm_summary(weight: Tensor, bias: Tensor | None = None, k: float = 3.
     Raises:
         UserError: if shapes or dtypes do not match, there are no dimensions, or values are not finite.
     """
-    gain = _parameter(weight, "weight")
-    shift = torch.zeros_like(gain) if bias is None else _parameter(bias, "bias")
+    gain = wide_vector(weight.cpu(), "weight")
+    shift = torch.zeros_like(gain) if bias is None else wide_vector(bias.cpu(), "bias")
+    check_finite(gain, "the values of weight")
+    check_finite(shift, "the values of bias")
     if shift.shape != gain.shape:
         raise UserError(f"bias has shape {tuple(shift.shape)}; expected {tuple(gain.shape)} like the weight")
     gain_norm, bias_norm = row_norms(torch.stack([gain, shift])) / math.sqrt(len(gain))
@@ -216,13 +208,3 @@ def layer_norm_summary(weight: Tensor, bias: Tensor | None = None, k: float = 3.
         outlier_gains=tuple(outlier_dimensions(gain, k).tolist()),
         outlier_biases=tuple(outlier_dimensions(shift, k).tolist()),
     )
-
-
-def _parameter(values: Tensor, name: str) -> Tensor:
-    """Check a parameter vector and return it in float64 on the CPU."""
-    if values.dim() != 1 or not len(values):
-        raise UserError(f"{name} has shape {tuple(values.shape)}; expected (d,)")
-    if not values.is_floating_point():
-        raise UserError(f"{name} is {values.dtype}; expected a floating dtype")
-    check_finite(values, f"the values of {name}")
-    return values.detach().cpu().double()

@@ -27,8 +27,7 @@ class PartitionIsotropy:
     Attributes:
         value: I(W), in [0, 1]; 0 only if the ratio underflows.
         signs: convention for the signs of the eigenvectors; see `partition_isotropy`.
-        log_z_min: logarithm of the smallest Z(c).
-        log_z_max: logarithm of the largest Z(c).
+        log_z_min, log_z_max: logarithms of the smallest and the largest Z(c).
     """
 
     value: float

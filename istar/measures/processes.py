@@ -19,12 +19,8 @@ def sum_over_processes(tensor: Tensor, group: dist.ProcessGroup | None = None) -
     processes' losses. If all processes compute the same loss from the sum, as a penalty does, then DDP's average of
     the gradients over the processes is the gradient of that loss with respect to all points.
 
-    Args:
-        tensor: of the same shape and dtype on all processes, on a device that the group's backend supports.
-        group: None is the default group.
-
-    Returns:
-        The sum, equal on all processes; the tensor itself without an initialized group, or in a group of one process.
+    The tensor has the same shape and dtype on all processes, and is on a device that the group's backend supports.
+    Without an initialized group, or in a group of one process, the tensor itself is returned.
     """
     return tensor if world_size(group) == 1 else _SumOverProcesses.apply(tensor, group)
 

@@ -19,16 +19,10 @@ def wide_dtype(device: torch.device | str) -> torch.dtype:
 
 
 def select_rows(points: Tensor, mask: Tensor | None = None, dim: int | None = None) -> Tensor:
-    """Flatten points `(..., d)` to `(n, d)` in their own dtype, without those where `mask` `(...)` is 0.
-
-    Raises:
-        UserError: if the points are not floating, or their shape does not match the mask or `dim`.
-    """
+    """Check points `(..., d)` and flatten them to `(n, d)` in their dtype, without those where `mask` `(...)` is 0."""
     check_points(points, dim)
-    if mask is None:
-        return points.reshape(-1, points.shape[-1])
     check_one_per_point(mask, "mask", points)
-    return points[mask.bool()]
+    return points.reshape(-1, points.shape[-1]) if mask is None else points[mask.bool()]
 
 
 def check_points(points: Tensor, dim: int | None = None) -> None:
@@ -40,19 +34,21 @@ def check_points(points: Tensor, dim: int | None = None) -> None:
         raise UserError(f"points are {points.dtype}; expected a floating dtype")
 
 
-def check_one_per_point(values: Tensor, name: str, points: Tensor) -> None:
-    """Raise `UserError` unless the values have shape `(...)` for points `(..., d)`."""
-    if values.shape != points.shape[:-1]:
+def check_one_per_point(values: Tensor | None, name: str, points: Tensor) -> None:
+    """Raise `UserError` unless the values are None or have shape `(...)` for points `(..., d)`."""
+    if values is not None and values.shape != points.shape[:-1]:
         raise UserError(
             f"{name} has shape {tuple(values.shape)}; expected {tuple(points.shape[:-1])} for points of shape "
             f"{tuple(points.shape)}"
         )
 
 
-def check_dim(dim: int) -> None:
-    """Raise `UserError` for fewer than one dimension."""
+def zero_vector(dim: int, device: torch.device | str | None) -> Tensor:
+    """Return `(dim,)` zeros in `wide_dtype` on a device, by default the CPU; raise `UserError` if `dim` is below 1."""
     if dim < 1:
         raise UserError(f"points have {dim} dimensions; expected at least 1")
+    device = torch.device(device or "cpu")
+    return torch.zeros(dim, dtype=wide_dtype(device), device=device)
 
 
 def check_matrix(points: Tensor, name: str) -> None:
@@ -62,6 +58,15 @@ def check_matrix(points: Tensor, name: str) -> None:
     if not points.is_floating_point():
         raise UserError(f"{name} are {points.dtype}; expected a floating dtype")
     check_finite(points, name)
+
+
+def wide_vector(values: Tensor, name: str) -> Tensor:
+    """Return floating values `(d,)` in `wide_dtype`; raise `UserError` for other shapes or dtypes."""
+    if values.dim() != 1 or not len(values):
+        raise UserError(f"{name} has shape {tuple(values.shape)}; expected (d,)")
+    if not values.is_floating_point():
+        raise UserError(f"{name} is {values.dtype}; expected a floating dtype")
+    return values.to(wide_dtype(values.device))
 
 
 def check_finite(values: Tensor, name: str) -> None:
@@ -85,12 +90,9 @@ def wide_blocks(rows: Tensor, dtype: torch.dtype | None = None) -> Iterator[Tens
 
 
 def unit_vectors(rows: Tensor) -> tuple[Tensor, Tensor]:
-    r"""Divide each row by its norm, :math:`\hat x = x / \lVert x \rVert`.
+    """Divide each row by its norm, except zero rows; return the result `(n, d)` and a bool mask `(n,)` of nonzero rows.
 
     Rows whose squares would overflow or underflow are first divided by their largest coordinate.
-
-    Returns:
-        The unit vectors `(n, d)`, in which zero rows stay zero, and a bool mask `(n,)` of the rows that are not zero.
     """
     norms = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
     if _squares_are_safe(norms.detach()):

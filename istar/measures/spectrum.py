@@ -5,9 +5,17 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from istar.errors import NonFiniteError, UserError
+from istar.errors import UserError
 from istar.measures.moments import Moments
-from istar.measures.rows import check_dim, check_finite, check_matrix, select_rows, wide_blocks, wide_dtype
+from istar.measures.rows import (
+    check_finite,
+    check_matrix,
+    select_rows,
+    wide_blocks,
+    wide_dtype,
+    wide_vector,
+    zero_vector,
+)
 
 OutlierRule = Literal["sigma", "mean", "median"]
 
@@ -33,7 +41,15 @@ def singular_values(points: Tensor | Moments, centered: bool = True) -> Tensor:
         UserError: for points of the wrong shape or dtype, moments without points, or values that are not finite.
     """
     if isinstance(points, Moments):
-        return _singular_values_from_moments(points, centered)
+        if points.count < 1:
+            raise UserError("0 points have no singular values; expected at least 1")
+        scatter, mean = points.scatter.detach(), points.mean.detach()
+        if not centered:
+            scatter = scatter + points.count.detach() * torch.outer(mean, mean)
+        check_finite(scatter, "the points")
+        # Rounding can make eigenvalues that are zero negative.
+        squares: Tensor = torch.linalg.eigvalsh(scatter).flip(0).clamp(min=0)
+        return squares.sqrt()
     check_matrix(points, "points")
     wide = points.to(wide_dtype(points.device))
     values = torch.linalg.svdvals(wide - wide.mean(0) if centered else wide)
@@ -95,7 +111,8 @@ def variance_shares(variances: Tensor) -> Tensor:
     Raises:
         UserError: as `effective_rank`.
     """
-    wide = _per_dimension(variances, "values")
+    wide = wide_vector(variances, "the vector")
+    check_finite(wide, "the values")
     if (wide < 0).any():
         raise UserError(f"the smallest value is {wide.min():g}; expected none below 0")
     largest = wide.detach().amax()
@@ -141,7 +158,8 @@ def outlier_dimensions(
         raise UserError(f"rule is {rule!r}; expected one of {', '.join(get_args(OutlierRule))}")
     if not k > 0:
         raise UserError(f"k is {k}; expected a number above 0")
-    wide = _per_dimension(values, "values")
+    wide = wide_vector(values, "the vector")
+    check_finite(wide, "the values")
     if rule == "sigma":
         if reference is not None:
             raise UserError("a reference was given with rule 'sigma'; expected it with 'mean' or 'median' alone")
@@ -149,7 +167,8 @@ def outlier_dimensions(
         is_outlier = centered.abs() > k * centered.square().mean().sqrt()
         # Equal values are no outliers, though rounding can make them differ from their mean.
         return (is_outlier & (wide.amax() > wide.amin())).nonzero().squeeze(1)
-    sizes = wide if reference is None else _per_dimension(reference, "reference")
+    sizes = wide if reference is None else wide_vector(reference, "reference")
+    check_finite(sizes, "the values of reference")
     if sizes.shape != wide.shape:
         raise UserError(f"reference has shape {tuple(sizes.shape)}; expected {tuple(wide.shape)} like the values")
     typical = sizes.abs().mean() if rule == "mean" else sizes.abs().quantile(0.5)
@@ -174,10 +193,8 @@ class DimensionMoments:
     """
 
     def __init__(self, dim: int, device: torch.device | str | None = None) -> None:
-        check_dim(dim)
-        device = torch.device(device or "cpu")
-        self.count = torch.zeros((), dtype=wide_dtype(device), device=device)
-        self.mean = torch.zeros(dim, dtype=wide_dtype(device), device=device)
+        self.mean = zero_vector(dim, device)
+        self.count = self.mean.new_zeros(())
         self.m2, self.m3, self.m4 = (torch.zeros_like(self.mean) for _ in range(3))
 
     @classmethod
@@ -188,10 +205,7 @@ class DimensionMoments:
 
     @torch.no_grad()
     def update(self, points: Tensor, mask: Tensor | None = None) -> "DimensionMoments":
-        """Add a batch: `points` `(..., d)`, any floating dtype; `mask` `(...)`, bool or 0/1.
-
-        Returns:
-            This accumulator.
+        """Add a batch: `points` `(..., d)`, any floating dtype; `mask` `(...)`, bool or 0/1. Returns this accumulator.
 
         Raises:
             UserError: if shapes do not match, or the points are not floating.
@@ -270,27 +284,4 @@ class DimensionMoments:
     def _check(self, min_count: int) -> None:
         if self.count < min_count:
             raise UserError(f"{self.count:g} points have no such moment; expected at least {min_count}")
-        if not (self.mean.isfinite().all() and self.m4.isfinite().all()):
-            raise NonFiniteError("the points, or their fourth powers, are not finite; look for NaN or infinite values")
-
-
-def _singular_values_from_moments(moments: Moments, centered: bool) -> Tensor:
-    if moments.count < 1:
-        raise UserError("0 points have no singular values; expected at least 1")
-    scatter, mean = moments.scatter.detach(), moments.mean.detach()
-    if not centered:
-        scatter = scatter + moments.count.detach() * torch.outer(mean, mean)
-    check_finite(scatter, "the points")
-    # Rounding can make eigenvalues that are zero negative.
-    values: Tensor = torch.linalg.eigvalsh(scatter).flip(0).clamp(min=0).sqrt()
-    return values
-
-
-def _per_dimension(values: Tensor, name: str) -> Tensor:
-    """Check that there is one finite number per dimension, `(d,)`, and return them in float64."""
-    if values.dim() != 1 or not len(values):
-        raise UserError(f"{name} have shape {tuple(values.shape)}; expected (d,)")
-    if not values.is_floating_point():
-        raise UserError(f"{name} are {values.dtype}; expected a floating dtype")
-    check_finite(values, name)
-    return values.to(wide_dtype(values.device))
+        check_finite(torch.stack([self.mean, self.m4]), "the points, or their fourth powers,")

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Iterable, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -102,36 +101,28 @@ class Watch:
     def refresh(self, loader: Iterable[Any], num_points: int | None = NUM_POINTS, momentum: float = 0.0) -> int:
         """Compute the shrinkage covariance Sigma_S of an `IStar` penalty from batches of data.
 
-        *Stable Anisotropic Regularization* does this before every epoch. The model runs in eval mode without gradients,
-        in the precision of the surrounding `torch.autocast`, if any. Afterwards, its training mode and the states of
-        all random number generators are restored. Does nothing for penalties without Sigma_S.
+        *Stable Anisotropic Regularization* does this before every epoch. The model runs as in `shrinkage_covariance`;
+        its training mode and the random number generators are restored. Does nothing for penalties without Sigma_S.
 
         Args:
             loader: batches in random order that the model accepts; labels are ignored.
-            num_points: number of points to use, counted over the selected layers of all processes. None uses all
-                batches, as does a number that is larger than the number of points.
+            num_points: number of points to use, see `shrinkage_covariance`; None uses all batches.
             momentum: weight of the previous Sigma_S in the new one, in [0, 1).
 
         Returns:
             The number of points used.
 
         Raises:
-            UserError: for fewer than 2 points, points that are not finite, or a momentum outside [0, 1).
+            UserError: as `shrinkage_covariance`, and for a momentum outside [0, 1).
         """
         if not isinstance(self.penalty, IStar) or not self.penalty.needs_shrinkage_covariance:
             return 0
         if not 0 <= momentum < 1:
             raise UserError(f"momentum is {momentum}; expected a number from 0 to below 1")
         penalty = self.penalty
+        sync, group = penalty.sync, penalty.group
         moments = hidden_state_moments(
-            self._model,
-            loader,
-            num_points,
-            penalty.layers,
-            penalty.include_padding,
-            penalty.sync,
-            penalty.group,
-            self._modules,
+            self._model, loader, num_points, penalty.layers, penalty.include_padding, sync, group, self._modules
         )
         covariance, previous = to_covariance(moments), penalty.shrinkage_covariance
         if momentum > 0 and previous is not None:
@@ -146,9 +137,7 @@ class Watch:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.remove()
 
     def _is_active(self) -> bool:

@@ -45,7 +45,8 @@ class Penalty(nn.Module, ABC):
 
     Args:
         weight: lambda, any finite number. It can be changed at any time, for example by a schedule.
-        layers: layers whose hidden states are penalized; see `istar.regularizers.points.select_layers`.
+        layers: layers whose hidden states are penalized, see `istar.regularizers.points.select_layers`; by default the
+            last layer.
         include_padding: count padding tokens as points.
         sync: compute one penalty from the points of all processes, instead of one per process.
         group: process group for `sync`; None is the default group.
@@ -63,7 +64,7 @@ class Penalty(nn.Module, ABC):
     def __init__(
         self,
         weight: float,
-        layers: Layers,
+        layers: Layers = "last",
         include_padding: bool = False,
         sync: bool = True,
         group: dist.ProcessGroup | None = None,
@@ -113,11 +114,7 @@ class Penalty(nn.Module, ABC):
         return self.weight * terms.value
 
     def summarize(self, hidden_state: Tensor, tokens: Tokens) -> Any:
-        """Reduce the hidden state of one layer, `(batch, tokens, d)`, to the sums that `score` needs.
-
-        Raises:
-            UserError: if the hidden state is not floating, or its shape does not match the attention mask.
-        """
+        """Check the hidden state of a layer, `(batch, tokens, d)`, and reduce it to the sums that `score` needs."""
         tokens = ALL_TOKENS if self.include_padding else tokens
         tokens.check(hidden_state)
         with torch.autocast(hidden_state.device.type, enabled=False):

@@ -8,13 +8,12 @@ r"""The CosReg penalty, :math:`\lambda \frac{1}{M^2} \sum_i \sum_{j \ne i} \hat 
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from istar.errors import UserError
 from istar.measures.processes import sum_over_processes
 from istar.regularizers.base import Penalty, Terms
-from istar.regularizers.points import Layers, Tokens
+from istar.regularizers.points import Tokens
 
 
 class CosReg(Penalty):
@@ -25,16 +24,6 @@ class CosReg(Penalty):
     """
 
     measure = "average_cosine"
-
-    def __init__(
-        self,
-        weight: float,
-        layers: Layers = "last",
-        include_padding: bool = False,
-        sync: bool = True,
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
-        super().__init__(weight, layers, include_padding, sync, group)
 
     def summarize_points(self, points: Tensor, indices: Tensor | None) -> Tensor:
         """Return the sum of the unit vectors, the number of nonzero points and the number of points: `(d + 2,)`."""

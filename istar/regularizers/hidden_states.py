@@ -76,8 +76,7 @@ class HiddenStateReader:
     def take(self) -> list[Any]:
         """Return the summaries of the latest pass, in the order of the layers, and forget them.
 
-        Raises:
-            UserError: if no pass was read since the last call.
+        Raises `UserError` if no pass was read since the last call.
         """
         if self._summaries is None:
             raise UserError(

@@ -24,14 +24,7 @@ from istar.measures.isoscore import (
     unchecked_isoscore_unbiased,
     unchecked_shrinkage_intensity,
 )
-from istar.measures.moments import (
-    BatchMoments,
-    FourthMoments,
-    Moments,
-    fourth_moments,
-    mean_and_scatter,
-    merge_moments,
-)
+from istar.measures.moments import BatchMoments, FourthMoments, Moments, fourth_moments, mean_and_scatter, merge_moments
 from istar.regularizers.base import Penalty, Terms
 from istar.regularizers.points import Layers
 
@@ -47,10 +40,8 @@ class IStar(Penalty):
         weight: lambda, any finite number. Positive weights increase isotropy, negative weights decrease it.
         zeta: weight of the shrinkage covariance Sigma_S, 0 to 1. With `auto`, zeta is estimated from each batch by
             `istar.measures.shrinkage_intensity`, and is a constant in the gradient.
-        layers: `all` (the outputs of all layers), `last`, `with_embeddings`, or a list of layer numbers.
-        include_padding: count padding tokens as points, as the published code does.
-        sync: compute one penalty from the points of all processes (the default), instead of one per process.
-        group: process group for `sync`; None is the default group.
+        layers: as in `Penalty`; by default `all`, the outputs of all layers.
+        include_padding, sync, group: as in `Penalty`. The published code counts padding tokens.
         estimator: `shrinkage`, as in the paper, or `unbiased` (`istar.measures.isoscore_unbiased`), which requires
             zeta 0. The unbiased score is clipped at 1, where its gradient is 0. Without clipping, a positive weight
             would make the points of a batch orthogonal rather than isotropic.
@@ -161,10 +152,7 @@ class IStar(Penalty):
 
 
 def _resize_shrinkage_covariance(module: IStar, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before a state is loaded, give the module a buffer with the shape of the saved Sigma_S.
-
-    `load_state_dict` copies into existing buffers only. If the state has no Sigma_S, the module's is set to None.
-    """
+    """Give the module a buffer of the saved Sigma_S's shape, or None, because `load_state_dict` only fills buffers."""
     saved = state_dict.get(f"{prefix}shrinkage_covariance")
     if saved is None:
         module.shrinkage_covariance = None

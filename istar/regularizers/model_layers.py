@@ -42,11 +42,7 @@ class ModelLayers:
 
 
 def find_layers(model: nn.Module) -> ModelLayers:
-    """Return the layers that the transformers model within a module declares.
-
-    Raises:
-        UserError: if there is no transformers model, or it is an encoder-decoder or inside of `nn.DataParallel`.
-    """
+    """Return the layers that the transformers model within a module declares; errors are those of `find_base_model`."""
     base_model = find_base_model(model)
     modules = declared_layers(base_model)
     config: Any = base_model.config
@@ -56,11 +52,7 @@ def find_layers(model: nn.Module) -> ModelLayers:
 
 
 def layers_from_modules(model: nn.Module, modules: Sequence[nn.Module]) -> ModelLayers:
-    """Use the given modules of any model as layers 1 to L.
-
-    Raises:
-        UserError: if a module is given twice.
-    """
+    """Use the given modules of any model as layers 1 to L; raise `UserError` if a module is given twice."""
     if len(set(modules)) < len(modules):
         raise UserError("a module is named twice among the given modules; its outputs would count twice")
     # Unwrap DDP, because its `forward` does not name the arguments of the model, such as `attention_mask`.

@@ -58,11 +58,7 @@ def layer_numbers(num_layers: int, layers: Layers) -> list[int]:
 
 
 class Tokens:
-    """The tokens of one forward pass that count as points.
-
-    Args:
-        attention_mask: `(batch, tokens)`, 1 for tokens and 0 for padding; None counts all tokens.
-    """
+    """The tokens of a pass that count as points: those with 1 in the mask `(batch, tokens)`, or all if None."""
 
     def __init__(self, attention_mask: Any = None) -> None:
         self.attention_mask = attention_mask
@@ -73,11 +69,7 @@ class Tokens:
         return mask_to_indices(self.attention_mask)
 
     def check(self, hidden_state: Tensor) -> None:
-        """Check that a hidden state is a floating tensor `(batch, tokens, d)` for a mask `(batch, tokens)`.
-
-        Raises:
-            UserError: if it is not.
-        """
+        """Raise `UserError` unless a hidden state is floating and `(batch, tokens, d)` for a mask `(batch, tokens)`."""
         if not hidden_state.is_floating_point():
             raise UserError(f"hidden states are {hidden_state.dtype}; expected a floating dtype")
         shape = tuple(hidden_state.shape)

@@ -73,10 +73,10 @@ def hidden_state_moments(
     loader: Iterable[Any],
     num_points: int | None,
     layers: Layers,
-    include_padding: bool = False,
-    sync: bool = True,
-    group: dist.ProcessGroup | None = None,
-    modules: Sequence[nn.Module] | None = None,
+    include_padding: bool,
+    sync: bool,
+    group: dist.ProcessGroup | None,
+    modules: Sequence[nn.Module] | None,
 ) -> Moments:
     """Compute the moments of a model's hidden states over batches of data; see `shrinkage_covariance`.
 
@@ -91,7 +91,7 @@ def hidden_state_moments(
         tokens.check(hidden_state)
         return mean_and_scatter(hidden_state, indices=tokens.indices)
 
-    group = group if sync else None
+    is_alone = not sync or world_size(group) == 1
     reader = HiddenStateReader(model, layers, summarize, lambda: True, modules)
     device = next(model.parameters()).device
     module = _module_to_call(model, reader.base_model)
@@ -104,7 +104,10 @@ def hidden_state_moments(
             while True:
                 batch = next(batches, None)
                 points = 0.0 if moments is None else float(moments.count)
-                points, num_active = _sum_values([points, float(batch is not None)], device, sync, group)
+                num_active = float(batch is not None)
+                if not is_alone:
+                    totals = sum_over_processes(torch.tensor([points, num_active], device=device), group)
+                    points, num_active = totals.tolist()
                 if num_active == 0 or (num_points is not None and points >= num_points):
                     break
                 inputs = inputs if batch is None else _prepare_inputs(batch, device)
@@ -117,19 +120,12 @@ def hidden_state_moments(
                     moments = batch_moments if moments is None else moments.merge(batch_moments)
     finally:
         reader.remove()
-    if not sync or world_size(group) == 1:
+    if is_alone:
         return Moments(1) if moments is None else moments
     # A process without data needs moments of the right width to take part in the all-reduce.
     width = torch.tensor(0 if moments is None else moments.dim, device=device)
     dist.all_reduce(width, dist.ReduceOp.MAX, group=group)
     return (Moments(int(width), device) if moments is None else moments).all_reduce(group)
-
-
-def _sum_values(values: list[float], device: torch.device, sync: bool, group: dist.ProcessGroup | None) -> list[float]:
-    """Sum each value over the processes if `sync` is set."""
-    if not sync or world_size(group) == 1:
-        return values
-    return sum_over_processes(torch.tensor(values, device=device), group).tolist()
 
 
 def _module_to_call(model: nn.Module, base_model: nn.Module) -> nn.Module:
