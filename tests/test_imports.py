@@ -68,8 +68,8 @@ LIBRARIES = {
     "files": {"filelock"},
     "results": set(),
     "figures": {"matplotlib", "numpy"},
-    "pages": {"jinja2", "markupsafe", "pandas"},
-    "reports": {"markupsafe", "matplotlib", "numpy", "pandas", "rich", "scipy", "torch", "yaml"},
+    "pages": {"jinja2", "pandas"},
+    "reports": {"matplotlib", "numpy", "pandas", "rich", "scipy", "torch", "yaml"},
 }
 
 

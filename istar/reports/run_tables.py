@@ -92,7 +92,9 @@ def comparison_row(runs: Sequence[RunRecord]) -> list[str]:
 def runs(frame: "pd.DataFrame") -> Table:
     """Return a table with one row per run and the main columns of `istar.reports.run_frame.Runs.frame`."""
     counts = frame["status"].value_counts()
-    title = f"{len(frame)} runs: " + ", ".join(f"{count} {status}" for status, count in counts.items())
+    title = f"{len(frame)} run{'s' * (len(frame) != 1)}: " + ", ".join(
+        f"{count} {status}" for status, count in counts.items()
+    )
     table = Table(title=title, title_justify="left", caption=_COMPARISON_CAPTION, caption_justify="left")
     for column in (*COLUMNS, "status"):
         table.add_column(column, justify="left" if column in ("task", "model", "method", "status") else "right")
@@ -152,12 +154,15 @@ def markdown(records: Sequence[RunRecord]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
+_METHOD_NAMES = {"cosreg": "CosReg", "istar": "I-STAR"}
+
+
 def method(record: RunRecord) -> str:
     """Return the method of a run as the paper names it, e.g. `Base`, `I-STAR λ=-1 ζ=0.4` or `CosReg λ=1`."""
     reg = record.config["reg"]
     if reg["name"] == "none":
         return "Base"
-    parts = ["I-STAR" if reg["name"] == "istar" else "CosReg", f"λ={reg['lambda']:g}"]
+    parts = [_METHOD_NAMES.get(reg["name"], reg["name"]), f"λ={reg['lambda']:g}"]
     if reg.get("estimator") == "unbiased":
         parts.append("unbiased")
     elif "zeta" in reg:

@@ -25,7 +25,8 @@ def test_what_a_run_leaves(done: Callable[..., Any], task: str, reg: str) -> Non
     config, record, folder = done(f"task={task}", f"reg={reg}")
     spec = TASKS[task]
     assert folders_in(folder) == [
-        "checkpoints", "config.yaml", "geometry.json", "metrics.csv", "model", "predictions.jsonl", "result.json",
+        "checkpoints", "config.yaml", "geometry.json", "isotropy.png", "metrics.csv", "model",
+        "predictions.jsonl", "result.json",
     ]  # fmt: skip
     assert record == results.read(folder)
     assert record.status == "finished"
