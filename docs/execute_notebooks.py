@@ -16,7 +16,7 @@ from nbclient import NotebookClient
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TUTORIALS = REPOSITORY / "docs" / "tutorials"
-ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 TIMEOUT = 1800
 """Seconds for one cell."""
 
