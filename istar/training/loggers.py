@@ -7,8 +7,10 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
+from netrc import NetrcParseError, netrc
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import lightning as L
 from lightning.fabric.utilities.rank_zero import rank_zero_only
@@ -202,10 +204,15 @@ def _mode(mode: str) -> str:
 
 def _api_key(settings: Any) -> str | None:
     """Return the API key from W&B's settings or the netrc file; None if there is none. Never prompts the user."""
-    from wandb.sdk.lib.wbauth import read_netrc_auth
-
-    key: str | None = settings.api_key or read_netrc_auth(host=settings.base_url)
-    return key
+    if settings.api_key:
+        return str(settings.api_key)
+    # `wandb login` stores the key as the password of the server's host and port.
+    path = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
+    try:
+        entry = netrc(path).authenticators(urlsplit(settings.base_url).netloc)
+    except (OSError, NetrcParseError):
+        return None
+    return entry[2] if entry else None
 
 
 def _server_problem() -> str:
