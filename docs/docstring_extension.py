@@ -17,22 +17,22 @@ BLOCK_MATH = re.compile(r"^( *)\.\. math::\n((?:\1 +.*\n?|\n(?=\1 ))+)", re.MULT
 
 def to_markdown(text: str) -> str:
     """Return a docstring with fenced doctests and with mathematics between dollars."""
-    text = INLINE_MATH.sub(lambda found: f"${' '.join(found[1].split())}$", text)
+    text = INLINE_MATH.sub(lambda match: f"${' '.join(match[1].split())}$", text)
     text = BLOCK_MATH.sub(_block_math, text)
     return DOCTEST.sub(_fenced, text)
 
 
-def _block_math(found: re.Match[str]) -> str:
-    formula = textwrap.dedent(found[2]).strip()
+def _block_math(match: re.Match[str]) -> str:
+    formula = textwrap.dedent(match[2]).strip()
     if "&" in formula:
         formula = rf"\begin{{aligned}} {formula} \end{{aligned}}"
-    indent = found[1]
+    indent = match[1]
     return f"{indent}$$\n{textwrap.indent(formula, indent)}\n{indent}$$\n"
 
 
-def _fenced(found: re.Match[str]) -> str:
-    indent = found["indent"]
-    return f"\n{indent}```pycon\n{found[1]}\n{indent}```"
+def _fenced(match: re.Match[str]) -> str:
+    indent = match["indent"]
+    return f"\n{indent}```pycon\n{match[1]}\n{indent}```"
 
 
 class MarkdownDocstrings(griffe.Extension):

@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TUTORIALS = REPOSITORY / "docs" / "tutorials"
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 TIMEOUT = 1800
-"""Seconds for one cell."""
+"""Maximum run time of a cell, in seconds."""
 
 
 def execute(path: Path) -> None:
@@ -73,9 +73,9 @@ def refuse_private(text: str, folder: str) -> None:
     """Refuse outputs that name a place on this machine."""
     places = [folder, str(REPOSITORY), str(Path.home()), sys.prefix, tempfile.gettempdir() + "/"]
     user = getpass.getuser()
-    found = [place for place in places if place in text] + ([user] if f"/{user}/" in text else [])
-    if found:
-        raise ValueError(f"the outputs contain {', '.join(found)}")
+    private = [place for place in places if place in text] + ([user] if f"/{user}/" in text else [])
+    if private:
+        raise ValueError(f"the outputs contain {', '.join(private)}")
 
 
 def make_command(folder: Path) -> None:

@@ -62,7 +62,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Fill in the table of public names; lead links to files of the repository to their pages."""
     if "<!-- public names -->" in markdown:
         markdown = markdown.replace("<!-- public names -->", public_names())
-    markdown = MEMBERS.sub(lambda found: members(found[1]), markdown)
+    markdown = MEMBERS.sub(lambda match: members(match[1]), markdown)
     here = page.file.src_uri
     folder = posixpath.dirname(here)
     sources = {target: source for source, target in REPOSITORY_PAGES.items()}
@@ -84,9 +84,9 @@ def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files
     return MATH.sub(_mathml, content)
 
 
-def _mathml(found: re.Match[str]) -> str:
-    display = "block" if found[1] == "div" else "inline"
-    formula = html.unescape(found[2]).strip().removeprefix("\\(").removesuffix("\\)")
+def _mathml(match: re.Match[str]) -> str:
+    display = "block" if match[1] == "div" else "inline"
+    formula = html.unescape(match[2]).strip().removeprefix("\\(").removesuffix("\\)")
     formula = formula.removeprefix("\\[").removesuffix("\\]").strip()
     return latex2mathml.converter.convert(formula, display=display)
 
@@ -168,14 +168,14 @@ def _documentation(kind: type, name: str, documented: dict[tuple[str, str], str]
 
 def field_docstrings(path: Path) -> dict[tuple[str, str], str]:
     """The string below each field of each class of a module, by the names of class and field."""
-    found = {}
+    docstrings = {}
     for owner in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(owner, ast.ClassDef):
             for field, text in zip(owner.body, owner.body[1:], strict=False):
                 is_text = isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
                 if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and is_text:
-                    found[owner.name, field.target.id] = str(text.value.value)  # type: ignore[attr-defined]
-    return found
+                    docstrings[owner.name, field.target.id] = str(text.value.value)  # type: ignore[attr-defined]
+    return docstrings
 
 
 # ---- the commands

@@ -47,6 +47,7 @@ def train_main(arguments: Sequence[str] | None = None, command: str = "istar tra
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
     parser = argparse.ArgumentParser(
         prog="istar", description="Train models, measure their geometry, and compare and report runs."
     )

@@ -57,6 +57,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _measure_one(options: argparse.Namespace, sources: Sequence["Source"], settings: "Pass", rank: int) -> None:
+    """Measure one model, then print its table and write its page on rank 0."""
     from istar.geometry import measure, model_page
 
     if options.model is None:
@@ -76,6 +77,7 @@ def _measure_one(options: argparse.Namespace, sources: Sequence["Source"], setti
 
 
 def _measure_trajectory(options: argparse.Namespace, sources: Sequence["Source"], settings: "Pass") -> None:
+    """Measure several checkpoints of a training, then print their table and write their page."""
     from istar.geometry import trajectory, trajectory_page
 
     given = [name for name in ("revision", "revisions", "checkpoints") if getattr(options, name) is not None]

@@ -126,6 +126,7 @@ def _explain_key(key: str) -> str:
 
 
 def _known_keys() -> list[str]:
+    """Return all keys of all groups, with those of options that are not selected."""
     kinds = [
         *_GROUPS.items(),
         ("sweep", SweepConfig),

@@ -75,6 +75,7 @@ def documents(source: Source) -> Iterator[str]:
 
 
 def _parse_json(line: str, location: str) -> str:
+    """Return the field `text` of a JSON line; `location` names the line in error messages."""
     try:
         text = json.loads(line)["text"]
     except (ValueError, TypeError, KeyError) as error:

@@ -156,6 +156,7 @@ def _long_format(cells: pd.DataFrame, path: Path, by: str, noun: str, selected: 
 
 
 def _parse_step(label: str, location: str) -> int:
+    """Return the step that a label states, as a number or at its end, such as `step1000`."""
     try:
         return int(float(label))
     except (ValueError, OverflowError):

@@ -257,6 +257,7 @@ def _final_norm(model: PreTrainedModel) -> dict[str, Any] | None:
 
 
 def _find_device(name: str) -> torch.device:
+    """Return the device of a name; `auto` is this process's GPU, or the CPU without one."""
     if name == "auto":
         # torchrun gives each process of a machine its own LOCAL_RANK.
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))

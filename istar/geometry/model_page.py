@@ -102,6 +102,7 @@ def write(measured: Measurements, out: Path) -> Path:
 
 
 def _plots(measured: Measurements, examples: Sequence[Sphere]) -> list[Plot]:
+    """Return all plots of the page in their order."""
     return [
         *model_figures.layer_plots(measured),
         model_figures.spectra(measured),
@@ -115,6 +116,8 @@ def _plots(measured: Measurements, examples: Sequence[Sphere]) -> list[Plot]:
 
 
 def _page(measured: Measurements, sheets: Mapping[str, Sheet], plots: Mapping[str, Plot]) -> Page:
+    """Put the page together from its tables and plots."""
+
     def plot_section(name: str, sheet: str = "") -> Section:
         plot = plots[name]
         empty = "" if plot.panels else "Not measured."
@@ -155,6 +158,7 @@ def _shortened(sheet: Sheet, group: str) -> Sheet:
 
 
 def _summary(measured: Measurements) -> list[tuple[str, str]]:
+    """Return the key figures at the top of the page as (number, label)."""
     taps = measured.all_texts
     texts = measured.settings["texts"]
     matrix = measured.matrices["input"]["raw"]
@@ -182,6 +186,7 @@ def _sheet(name: str, title: str, caption: str, shown: pd.DataFrame, frame: pd.D
 
 
 def _layers(measured: Measurements) -> Sheet:
+    """Return the table of all measures by text and layer."""
     frame = measure.layer_frame(measured)
     shown = frame[["layer", "tokens", *(key for key in NAMES if key in frame)]]
     shown = shown.assign(layer=shown["layer"].map(tap_name))
@@ -197,6 +202,7 @@ def _layers(measured: Measurements) -> Sheet:
 
 
 def _extremes(measured: Measurements) -> Sheet:
+    """Return the table of the dimensions whose mean is farthest from 0, over all texts together."""
     columns = ["layer", "dimension", "mean", "deviation", "mean_by_typical_deviation", "variance_share"]
     rows = [
         {"source": source, "layer": tap, **extreme}
@@ -222,6 +228,7 @@ def _extremes(measured: Measurements) -> Sheet:
 
 
 def _matrices(measured: Measurements) -> Sheet:
+    """Return the table of measures of the embedding matrices in each form."""
     rows = [
         {"matrix": which, "form": form, **figures}
         for which, forms in measured.matrices.items()
@@ -241,6 +248,7 @@ def _matrices(measured: Measurements) -> Sheet:
 
 
 def _final_norm(measured: Measurements) -> Sheet:
+    """Return the table of the gain and the bias of the final normalization."""
     figures = measured.final_norm or {}
     names = [name for name in _NORM if name in figures]
     frame = pd.DataFrame({"figure": names, "value": [figures[name] for name in names]}, dtype=object)
@@ -260,6 +268,7 @@ def _spheres(examples: Sequence[Sphere]) -> Sheet:
 
 
 def _settings(measured: Measurements) -> Sheet:
+    """Return the table of the model, the texts and the settings of the pass."""
     values = {"model": measured.model["name"]}
     values |= {f"model {name}": value for name, value in measured.model.items() if name != "name"}
     values |= {"weights": measured.weights}

@@ -33,6 +33,7 @@ def spheres() -> tuple[Sphere, Sphere]:
 
 
 def _measure(name: str, points: torch.Tensor) -> Sphere:
+    """Return the points and their measures as a sphere of the figure."""
     x, y, _ = points.T.tolist()
     return Sphere(
         name,

@@ -245,6 +245,7 @@ def _detect(path: Path, lines: Sequence[tuple[int, str]]) -> str:
 
 
 def _parse_pair(path: Path, number: int, line: str, spec: _Format) -> Pair:
+    """Parse a line of a benchmark into two words and their rating."""
     location = f"{path}, line {number}"
     columns = line.split(spec.separator)
     least, most = spec.columns
@@ -294,6 +295,7 @@ def _tokenize_words(words: Sequence[str], tokenizer: "PreTrainedTokenizerBase") 
 
 
 def _correlation(scores: Tensor, ratings: np.ndarray) -> Correlation:
+    """Correlate scores with ratings, by Pearson and by Spearman; 0 if either is constant."""
     values = scores.cpu().double().numpy()
     # Scores that differ by rounding errors alone count as constant.
     varies = np.ptp(values) > 1e-12 * np.abs(values).max()

@@ -168,6 +168,7 @@ class PenaltyCallback(L.Callback):
         self._remove()
 
     def _find_model(self, pl_module: L.LightningModule) -> nn.Module:
+        """Return the module that the penalty is attached to."""
         if not isinstance(self.model, str):
             return self.model(pl_module)
         try:
@@ -179,6 +180,7 @@ class PenaltyCallback(L.Callback):
             ) from error
 
     def _is_refresh_due(self, step: int, batch_idx: int) -> bool:
+        """Return whether Sigma_S must be computed before this batch."""
         penalty = self.penalty
         is_needed = isinstance(penalty, IStar) and penalty.needs_shrinkage_covariance
         if self.refresh is None or not is_needed or (penalty.weight == 0 and self.weight_schedule is None):

@@ -271,6 +271,7 @@ def _user_errors(config: ModelConfig) -> Iterator[None]:
 
 
 def _load_error_message(name: str, error: Exception) -> str:
+    """Return one line on why a model cannot be loaded, and what to do."""
     if _is_folder(name):
         return f"model.name={name} is not a model folder that can be loaded: {_error_reason(error)}"
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
@@ -281,6 +282,7 @@ def _load_error_message(name: str, error: Exception) -> str:
 
 
 def _error_reason(error: Exception) -> str:
+    """Return the reason in an error of transformers as one line."""
     # The library's own message recommends running the code of the checkpoint.
     if isinstance(error, pickle.UnpicklingError | EOFError):
         return "its pickled weights hold more than tensors, or are damaged; look for a model.safetensors"

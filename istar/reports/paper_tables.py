@@ -63,6 +63,7 @@ def _table1_rows(group: Sequence[Cell]) -> list[dict[str, Any]]:
 
 
 def _table1_row(cell: Cell, base: Cell, metric: str) -> dict[str, Any]:
+    """Return a cell's row of Table 1: its scores, the published ones, and the comparison with Base."""
     scores = cell.spread(metric)
     published = paper.score(cell.model, cell.task, metric, cell.family)
     first_run = cell.first_run
@@ -155,6 +156,7 @@ def tried_pairs(frame: pd.DataFrame, cell: Cell) -> set[tuple[float, float]]:
 
 
 def _table2_row(cell: Cell, tried: int) -> dict[str, Any]:
+    """Return the row of Table 2 for the best configuration of a task, out of `tried`."""
     published = paper.tuned_penalty(cell.model, cell.task)
     metric = cell.metrics[0] if cell.metrics else ""
     return {
@@ -173,6 +175,7 @@ def _table2_row(cell: Cell, tried: int) -> dict[str, Any]:
 
 
 def _table2_entries(row: Row) -> list[Entry]:
+    """Format a row of Table 2."""
     best, published = (
         NONE if row[weight] is None or row[zeta] is None else f"{row[weight]:g} | {row[zeta]:g}"
         for weight, zeta in (("lambda", "zeta"), ("paper_lambda", "paper_zeta"))
@@ -218,6 +221,7 @@ def costs(frame: pd.DataFrame, shrinkage_seconds: Mapping[str, Sequence[float]])
 
 
 def _cost_entries(row: Row) -> list[Entry]:
+    """Format a row of the table of run times."""
     has_shrinkage = row["shrinkage_seconds_mean"] > 0
     numbers = (
         str(row["runs"]),

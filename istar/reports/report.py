@@ -89,6 +89,7 @@ class _Contents:
 
 
 def _compute(runs: Runs, root: Path) -> _Contents:
+    """Compute all tables and plots of the report."""
     frame, records = cells.prepare(runs), runs.records
     geometries, geometry_errors = _read_geometries(frame)
     selected = cells.select_cells(frame)
@@ -137,6 +138,7 @@ def _read_geometries(frame: pd.DataFrame) -> tuple[dict[str, Geometry], dict[str
 
 
 def _page(contents: _Contents, pictures: Mapping[str, list[Picture]]) -> Page:
+    """Put the page together from its tables and pictures."""
     counts = {"runs": len(contents.frame), **contents.frame["status"].value_counts()}
     counts |= {"collapsed": contents.frame["collapsed"].eq(True).sum(), "folders not read": contents.unreadable}
     summary = [(str(count), str(label)) for label, count in counts.items() if count]
@@ -212,6 +214,7 @@ def _commands(contents: _Contents, sweep: str, pairs: list[tuple[str, str]]) -> 
 
 
 def _missing_section(contents: _Contents) -> Section:
+    """Return the section that lists missing runs, with the commands that start them."""
     text = [
         "The report expects five seeds of each method for each of the models and tasks found here, and for each figure "
         "the values that the paper varies. A command does not repeat runs that have finished with the same settings. "

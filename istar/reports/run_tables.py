@@ -172,6 +172,7 @@ def method(record: RunRecord) -> str:
 
 
 def _caption(record: RunRecord) -> str:
+    """Return the lines below the summary of a run: its baseline, collapsed sets and number of tokens."""
     metric = record.headline["metric"]
     lines = []
     if metric in record.baseline:

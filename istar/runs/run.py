@@ -163,6 +163,8 @@ def _first_features(rows: Dataset, tokens: Dataset, size: int) -> tuple[Dataset,
         return rows, tokens
     example_ids = tokens["example_id"][: size + 1]
     incomplete = example_ids[size]
+    if incomplete == 0:
+        raise UserError(f"the first example has more than {size} windows; set a larger data.eval_batch_size")
     return rows.select(range(incomplete)), tokens.select(range(example_ids.index(incomplete)))
 
 

@@ -82,6 +82,7 @@ class _Pool:
                 self._report(trial, run, signals)
 
     def _start(self, slot: int, trial: Trial) -> None:
+        """Start a trial in a slot; a trial that cannot start counts as failed."""
         log = self._logs / f"{trial.name}.log"
         try:
             variables = slot_environment(slot, self._jobs, trial.config.trainer, self._gpus)
@@ -96,6 +97,7 @@ class _Pool:
         self._source.started(trial, log)
 
     def _report(self, trial: Trial, run: RunProcesses, signals: Sequence[int]) -> None:
+        """Report the record or the error of a trial that has ended to its source."""
         try:
             self._source.ended(trial, run.record(signals))
         except UserError as error:

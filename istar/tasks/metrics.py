@@ -73,6 +73,7 @@ def spearman(predictions: Sequence[float], references: Sequence[float]) -> dict[
 
 
 def _correlation(function: Callable[..., Any], predictions: Sequence[float], references: Sequence[float]) -> float:
+    """Return a correlation by a function of SciPy; 0 if the predictions or references are constant."""
     values = np.asarray([predictions, references], dtype=np.float64)
     if not np.isfinite(values).all():
         raise ValueError("a correlation needs finite predictions and references; they contain NaN or infinity")

@@ -148,6 +148,7 @@ class Checkpoints(Checkpoint):
         return bool(is_due), number
 
     def _save(self, trainer: L.Trainer) -> None:
+        """Save the complete state, write the metrics, and delete all but the newest checkpoints."""
         trainer.save_checkpoint(self.folder / f"step-{trainer.global_step}.ckpt")
         self._saved_step, self._saved_at = trainer.global_step, time.monotonic()
         if trainer.is_global_zero:

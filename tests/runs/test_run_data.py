@@ -10,6 +10,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from istar.errors import UserError
 from istar.runs.run import run
 from istar.runs.store import load_examples
 from istar.tasks import demo
@@ -128,3 +129,9 @@ def test_examples_are_the_first_ones(small: Build) -> None:
     assert examples.train[:] == demo.generate("demo", "train")[:3]
     assert [split[:] for split in examples.validation] == [demo.generate("demo", "validation")[:2]]
     assert examples.test == []
+
+
+def test_a_validation_set_is_never_cut_to_nothing(small: Build) -> None:
+    windows = ("task.max_length=24", "task.doc_stride=4", "data.eval_batch_size=1")
+    with pytest.raises(UserError, match=r"more than 1 windows; set a larger data\.eval_batch_size"):
+        run(small(*TINY, "task=demo_span", "trainer.limit_val_batches=1", *windows))
