@@ -49,6 +49,8 @@ def check_trainer_arguments(arguments: Mapping[str, Any], fields: Iterable[str])
             )
         if name in _SET_BY_ISTAR:
             raise UserError(f"trainer.{name} cannot be set: {_SET_BY_ISTAR[name]}")
+        if name == "max_steps" and not (type(value) is int and value > 0):
+            raise UserError(f"trainer.max_steps={value}: expected a whole number above 0")
         if name == "val_check_interval" and not isinstance(value, int | float):
             raise UserError(
                 f"trainer.val_check_interval={value}: expected a number of batches or a fraction of an epoch"

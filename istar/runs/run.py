@@ -192,7 +192,7 @@ def _assemble(
     skip = config.trainer.nonfinite == "skip"
     penalty = config.reg.build()
     watch = None if penalty is None else attach(model, penalty)
-    module = FineTuner(model, watch, config.optim, evaluators, skip_nonfinite=skip)
+    module = FineTuner(model, watch, config.optim, evaluators, skip, config.trainer.lightning.get("max_steps"))
     collate = Collator(tokenizer)
     data = FineTuningData(features.train, features.validation, features.test, collate, config.data, config.seed)
     isotropy = LayerIsotropy()

@@ -1,5 +1,6 @@
 """The LightningModule for fine-tuning with a penalty on the hidden states."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -33,6 +34,7 @@ class FineTuner(L.LightningModule):
         watch: penalty that is attached to the model; None trains on the task loss alone.
         optim: settings of AdamW and of the learning rate schedule.
         evaluators: evaluator of each validation set, by the suffix of its metrics (`""` for the first).
+        max_steps: number of optimizer steps of a training that stops within its epochs, for the schedule.
         skip_nonfinite: skip optimizer steps whose gradient is not finite instead of stopping the training.
 
     Attributes:
@@ -47,12 +49,14 @@ class FineTuner(L.LightningModule):
         optim: OptimConfig,
         evaluators: Mapping[str, Evaluator],
         skip_nonfinite: bool = False,
+        max_steps: int | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         # The penalty is not a submodule: DDP would overwrite the buffers that differ between processes without sync.
         self.watch = watch
         self.optim = optim
+        self.max_steps = max_steps
         self.evaluators = dict(evaluators)
         self.guard = StepGuard(skip_nonfinite)
         self._micro_batches: list[dict[str, Tensor]] = []
@@ -163,7 +167,7 @@ class FineTuner(L.LightningModule):
             eps=self.optim.eps,
             fused=True,
         )
-        steps = int(self.trainer.estimated_stepping_batches)
+        steps = min(int(self.trainer.estimated_stepping_batches), self.max_steps or sys.maxsize)
         warmup = round(self.optim.warmup * steps)
         name = "constant_with_warmup" if self.optim.schedule == "constant" else self.optim.schedule
         schedule = get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=steps)

@@ -58,7 +58,7 @@ class Pruning(L.Callback):
 
     def _stop_if_pruned(self, trainer: L.Trainer) -> None:
         """Stop the training if the pruner says so, unless no epoch is done yet or the last one is."""
-        if not self.history.epochs or trainer.global_step >= trainer.estimated_stepping_batches:
+        if not self.history.epochs or trainer.should_stop or trainer.global_step >= trainer.estimated_stepping_batches:
             return
         if trainer.strategy.broadcast(trainer.is_global_zero and self._should_prune()):
             self.history.pruned = trainer.should_stop = True

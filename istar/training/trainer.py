@@ -18,11 +18,17 @@ from istar.errors import UserError, shorten
 from istar.training.checkpoints import AtomicCheckpointIO, Checkpoints
 
 
-class ValidateAtMaxSteps(L.Callback):
-    """Request a stop after `max_steps` optimizer steps: Lightning then validates, which it omits within an epoch."""
+class StopAtMaxSteps(L.Callback):
+    """Request a stop after `max_steps` optimizer steps, so that a validation follows the last step.
+
+    With its own `max_steps`, Lightning omits that validation, and resumes differently from the end of an epoch.
+    """
+
+    def __init__(self, max_steps: int) -> None:
+        self.max_steps = max_steps
 
     def on_train_batch_end(self, trainer: L.Trainer, *arguments: Any) -> None:
-        if 0 <= trainer.max_steps <= trainer.global_step:
+        if trainer.global_step >= self.max_steps:
             trainer.should_stop = True
 
 
@@ -50,7 +56,7 @@ def build_trainer(
             )
         )
     if "max_steps" in settings.lightning:
-        callbacks.append(ValidateAtMaxSteps())
+        callbacks.append(StopAtMaxSteps(settings.lightning["max_steps"]))
     if settings.progress_bar:
         callbacks.append(RichProgressBar(leave=True))
     if checkpoints is not None:
@@ -69,8 +75,9 @@ def build_trainer(
         use_distributed_sampler=False,
         callbacks=callbacks,
         default_root_dir=folder,
-        # The validation sets are cut to `limit_val_batches` before they get here, because metrics need complete sets.
-        **{name: value for name, value in settings.lightning.items() if name != "limit_val_batches"},
+        # A callback applies `max_steps`. The validation sets are already cut to `limit_val_batches`, because metrics
+        # need complete sets.
+        **{k: value for k, value in settings.lightning.items() if k not in ("max_steps", "limit_val_batches")},
     )
 
 

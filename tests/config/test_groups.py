@@ -303,6 +303,7 @@ REFUSED: list[tuple[list[str], list[str]]] = [
     (["trainer.log_every_n_steps=0"], ["trainer.log_every_n_steps=0"]),
     (["trainer.max_step=9"], ["trainer.max_step:", "lightning.Trainer", "did you mean trainer.max_steps?"]),
     (["trainer.logger=false"], ["trainer.logger cannot be set", "logger=wandb"]),
+    (["trainer.max_steps=0"], ["trainer.max_steps=0", "above 0"]),
     (["trainer.limit_val_batches=0"], ["trainer.limit_val_batches=0", "above 0"]),
     (["trainer.limit_val_batches=1.5"], ["trainer.limit_val_batches=1.5", "(0, 1]"]),
     (["trainer.val_check_interval=00:10:00"], ["trainer.val_check_interval", "number of batches"]),
