@@ -38,6 +38,7 @@ def repository() -> Path:
 @pytest.fixture(scope="session", autouse=True)
 def registered() -> None:
     schema.register()
+    schema.register_sweeps()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -88,6 +88,15 @@ def test_the_wheel_holds_what_is_no_module_too(wheel: Path) -> None:
     assert {name.partition("/")[0].partition("-")[0] for name in held} == {"istar", "hydra_plugins"}
 
 
+def test_the_repository_holds_no_symbolic_links() -> None:
+    tracked = subprocess.run(
+        ["git", "ls-files", "--stage"], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    if tracked.returncode:
+        pytest.skip("not a git checkout")
+    assert "120000" not in {line.split()[0] for line in tracked.stdout.splitlines()}
+
+
 def test_it_trains_in_an_empty_folder(unpacked: Path, tmp_path: Path) -> None:
     code = "from hydra_plugins import istar_sweeper; from istar.config import schema; print(schema.config_folder())"
     places = python("-c", f"{code}; print(istar_sweeper.__file__)", cwd=tmp_path, path=unpacked)

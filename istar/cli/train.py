@@ -19,6 +19,9 @@ from istar.errors import SHOW_TRACE, StoppedError, UserError
 from istar.runs import extras, launch
 from istar.runs.importing import large_imports
 
+DRY_RUN = "--dry-run"
+_DRY_RUN_OVERRIDE = "sweep.dry_run=true"
+
 
 def main(arguments: Sequence[str], command: str) -> None:
     """Execute a run, or several with `-m`; after an error, print it in one line and exit the process.
@@ -28,8 +31,9 @@ def main(arguments: Sequence[str], command: str) -> None:
     # Hydra raises its errors instead of printing them over many lines.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     # Hydra and the sweeper read the arguments from sys.argv.
-    sys.argv = [command, *("sweep.dry_run=true" if argument == "--dry-run" else argument for argument in arguments)]
+    sys.argv = [command, *(_DRY_RUN_OVERRIDE if argument == DRY_RUN else argument for argument in arguments)]
     schema.register()
+    schema.register_sweeps()
     try:
         hydra.main(version_base="1.3", config_path=str(schema.config_folder()), config_name="config")(compose_and_run)()
     except (UserError, HydraException, OmegaConfBaseException, ValueError, KeyboardInterrupt) as error:
@@ -41,12 +45,27 @@ def main(arguments: Sequence[str], command: str) -> None:
 def compose_and_run(config: DictConfig) -> object:
     """Execute the run of a composed config; Hydra calls this function once, or with `-m` once for each run."""
     try:
+        _check_mode()
         return start(schema.load(config), config.sweep.trial)
     except UserError as error:
         if SHOW_TRACE:
             raise
         # Exit here, because Hydra would catch the exception and print comments on it.
         exit_with_error(error)
+
+
+def _check_mode() -> None:
+    """Refuse `--dry-run` and `sweep.` keys in a single run, which would ignore them.
+
+    Raises:
+        UserError: if the command line has one of them, but neither `-m` nor an option that starts a sweep.
+    """
+    if HydraConfig.get().mode == RunMode.MULTIRUN:
+        return
+    for override in HydraConfig.get().overrides.task:
+        if override.lstrip("+").startswith("sweep."):
+            name = DRY_RUN if override == _DRY_RUN_OVERRIDE else override
+            raise UserError(f"{name} is for sweeps, and this command starts a single run; add -m, or leave it out")
 
 
 def start(settings: Config, trial: str | None) -> object:

@@ -36,6 +36,12 @@ def config_folder() -> Path:
     return installed if installed.is_dir() else package.parent / "conf"
 
 
+def sweep_folder() -> Path:
+    """Return the folder of the options of `sweep`: `istar/conf/sweep` in an installed package, `sweep` in a checkout."""
+    installed = config_folder() / "sweep"
+    return installed if installed.is_dir() else config_folder().parent / "sweep"
+
+
 def register() -> None:
     """Store the schemas (`schema/task`, `schema/istar` and so on) and the options of `task` and `reg` with Hydra.
 
@@ -50,6 +56,12 @@ def register() -> None:
         # Generated tasks are for the tiny model with random weights.
         model = [{"override /model@_global_.model": "tiny"}] if spec.hub is None else []
         store.store(group="task", name=name, node={"defaults": ["/schema/task@_here_", *model], "name": name})
+
+
+def register_sweeps() -> None:
+    """Store the options of `sweep` with Hydra, one for each file of `sweep_folder`, which is not in conf/."""
+    for path in sweep_folder().glob("*.yaml"):
+        ConfigStore.instance().store(group="sweep", name=path.stem, node=OmegaConf.load(path), package="_global_")
 
 
 def load(config: DictConfig) -> Config:

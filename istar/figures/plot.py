@@ -49,7 +49,7 @@ class Plot:
     kind: str
     x_label: str
     panels: tuple[Panel, ...]
-    sweep: str = ""  # file in conf/sweep/ that makes the runs; empty for none
+    sweep: str = ""  # file in sweep/ that makes the runs; empty for none
     task: str = ""  # task that the paper shows; empty for all
     values: tuple[float, ...] = ()  # values that the paper varies
     symbol: str = "λ"  # symbol of the varied setting

@@ -32,13 +32,15 @@ _GROUP_DEFAULTS = {
     "trainer": identity_values(config.TrainerConfig, _defaults(config.TrainerConfig)),
 }
 """Default values of the settings that a command repeats. Settings of hardware, cache and logging are left out."""
+_TINY_DEFAULTS = {"optim": {"lr": 1e-3}, "trainer": {"max_epochs": 10, "accumulate_grad_batches": 1}}
+"""Values that model=tiny sets instead, as in conf/model/tiny.yaml."""
 _REG_DEFAULTS = {"istar": _defaults(config.IStarConfig, "name"), "cosreg": _defaults(config.CosRegConfig, "name")}
 
 
 def sweep(name: str, task: str, model: str, *overrides: str) -> str:
     """Return the command of a sweep: `python train.py -m +sweep=<name> task=<task> <model> <overrides>`.
 
-    `name` is the name of a file in conf/sweep/, and `model` is what `model_option` returns.
+    `name` is the name of a file in sweep/, and `model` is what `model_option` returns.
     """
     return " ".join(["python train.py -m", f"+sweep={name}", shlex.quote(f"task={task}"), model, *overrides])
 
@@ -69,10 +71,11 @@ def model_option(model_config: Mapping[str, Any]) -> str:
 
 def settings(run_config: Mapping[str, Any]) -> list[str]:
     """Return overrides for a run's task, model, data, optimizer and trainer settings that are not the defaults."""
-    # model=tiny also selects other options of optim and trainer, which have to be reset first.
-    overrides = [] if run_config["model"].get("pretrained", True) else ["optim=adamw", "trainer=default"]
+    is_tiny = model_option(run_config["model"]) == "model=tiny"
+    overrides: list[str] = []
     for group, defaults in _GROUP_DEFAULTS.items():
-        overrides += _changed_keys(group, run_config.get(group, {}), defaults)
+        changed_by_model = _TINY_DEFAULTS.get(group, {}) if is_tiny else {}
+        overrides += _changed_keys(group, run_config.get(group, {}), {**defaults, **changed_by_model})
     # Arguments that are passed on to lightning.Trainer have no default.
     trainer = run_config.get("trainer", {})
     passed_on = trainer.keys() - {field.name for field in fields(config.TrainerConfig)}

@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from hydra.core.global_hydra import GlobalHydra
 
 from istar import results
+from istar.cli import train
 from tests.waiting import SECONDS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -45,6 +47,27 @@ def test_a_mistake_is_one_line(tmp_path: Path, argument: str, told: str) -> None
     assert done.stdout == ""
     assert not list(tmp_path.rglob(results.RESULT))
     assert not list(tmp_path.glob("runs/demo*"))
+
+
+def called_in_process(arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """The error that `python train.py` prints, without a process of its own."""
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+    GlobalHydra.instance().clear()
+    with pytest.raises(SystemExit) as stopped:
+        train.main(arguments, "python train.py")
+    assert stopped.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argument", ["--dry-run", "sweep.jobs=2", "sweep.search=optuna", "++sweep.jobs=2"])
+def test_options_of_sweeps_need_m(
+    tmp_path: Path, argument: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    error = called_in_process(["debug=smoke", argument], capsys, monkeypatch)
+    assert error == f"error: {argument} is for sweeps, and this command starts a single run; add -m, or leave it out\n"
+    assert not list(tmp_path.iterdir())
 
 
 def test_help(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ OPTIONS = sorted(
     [(path.parent.relative_to(CONF).as_posix(), path.stem) for path in CONF.rglob("*.yaml") if path.parent != CONF]
     + [("task", name) for name in TASKS]
     + [("reg", name) for name in PENALTIES]
+    + [("sweep", path.stem) for path in (CONF.parent / "sweep").glob("*.yaml")]
 )
 
 
@@ -51,7 +52,7 @@ def refusal(composed: Callable[..., Config], *overrides: str, folder: Path = CON
 
 
 def test_all_shipped_groups_are_seen() -> None:
-    groups = {"task", "model", "reg", "data", "optim", "trainer", "logger", "run", "debug", "experiment"}
+    groups = {"task", "model", "reg", "data", "optim", "trainer", "logger", "run", "debug", "experiment", "sweep"}
     assert groups <= {group for group, _ in OPTIONS}
 
 
@@ -133,6 +134,14 @@ def test_demo_chooses_the_tiny_model_and_its_optimizer(composed: Callable[..., C
         config = composed(f"task={task}")
         assert (config.model.name, config.model.pretrained, config.optim.lr) == ("tiny", False, 1e-3)
     assert composed().task.name == "demo"
+
+
+@pytest.mark.parametrize("hardware", ["cpu", "gpu", "ddp"])
+@pytest.mark.parametrize("task", ["demo", "rte"])
+def test_the_choice_of_hardware_changes_no_schedule(composed: Callable[..., Config], hardware: str, task: str) -> None:
+    settings, default = composed(f"trainer={hardware}", f"task={task}").trainer, composed(f"task={task}").trainer
+    for name in ("max_epochs", "accumulate_grad_batches", "gradient_clip_val", "early_stopping"):
+        assert getattr(settings, name) == getattr(default, name)
 
 
 @pytest.mark.parametrize("task", [name for name in TASKS if not name.startswith("demo")])

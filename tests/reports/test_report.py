@@ -307,7 +307,7 @@ def test_a_model_with_weights_of_its_own(tmp_path: Path) -> None:
         save(record("demo", "tiny", istar(weight), 1, model__pretrained=False), tmp_path)
     assert missing_by_place(tmp_path)["Figure 3", "tiny", "demo"] == (
         "λ = -0.2, 0.2: seeds 2, 3, 4, 5",
-        "python train.py -m +sweep=figure3 task=demo model=tiny optim=adamw trainer=default reg.lambda=-0.2,0.2",
+        "python train.py -m +sweep=figure3 task=demo model=tiny optim.lr=3e-05 trainer.max_epochs=3 trainer.accumulate_grad_batches=2 reg.lambda=-0.2,0.2",
     )
 
 
@@ -330,10 +330,10 @@ def test_commands_name_the_data_and_the_folder(tmp_path: Path) -> None:
     save(record("rte", "tiny", BASE, 1, model__pretrained=False, task__data_dir="my data"), tmp_path)
     _, command = missing_by_place(tmp_path, "elsewhere")["Table 1", "tiny", "rte"]
     assert command == (
-        "python train.py -m +sweep=table1 task=rte model=tiny optim=adamw trainer=default "
-        """'task.data_dir='"'"'my data'"'"'' run.root=elsewhere\n"""
-        "python train.py -m task=rte model=tiny reg=none optim=adamw trainer=default "
-        """'task.data_dir='"'"'my data'"'"'' seed=2,3,4,5 run.root=elsewhere"""
+        """python train.py -m +sweep=table1 task=rte model=tiny 'task.data_dir='"'"'my data'"'"'' """
+        "optim.lr=3e-05 trainer.max_epochs=3 trainer.accumulate_grad_batches=2 run.root=elsewhere\n"
+        """python train.py -m task=rte model=tiny reg=none 'task.data_dir='"'"'my data'"'"'' """
+        "optim.lr=3e-05 trainer.max_epochs=3 trainer.accumulate_grad_batches=2 seed=2,3,4,5 run.root=elsewhere"
     )
 
 
