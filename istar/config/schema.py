@@ -37,7 +37,7 @@ def config_folder() -> Path:
 
 
 def sweep_folder() -> Path:
-    """Return the folder of the options of `sweep`: `istar/conf/sweep` in an installed package, `sweep` in a checkout."""
+    """Return the folder of the options of `sweep`: `istar/conf/sweep` in an installed package, `sweep` if not."""
     installed = config_folder() / "sweep"
     return installed if installed.is_dir() else config_folder().parent / "sweep"
 

@@ -23,7 +23,7 @@ from istar.training.metrics_file import MetricsFile
 from istar.training.module import all_gather_object
 from istar.training.signals import StopSignal
 
-FORMAT = 3
+FORMAT = 4
 NUM_KEPT = 2
 """Number of checkpoints to keep: if the newest one is damaged, the one before it is used."""
 
@@ -263,22 +263,25 @@ def _number(path: Path) -> int:
 
 
 def random_state() -> dict[str, Any]:
-    """Return the state of all global random generators of this process, in types that `torch.load` reads safely."""
+    """Return the state of the global random generators of this process, in types that `torch.load` reads safely.
+
+    Of the GPUs it has only the one that this process uses, because a run may resume where other GPUs are visible.
+    """
     kind, keys, *rest = np.random.get_state(legacy=True)
     return {
         "python": random.getstate(),
         "numpy": (str(kind), torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
     }
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Restore the global random generators to a state returned by `random_state`."""
+    """Restore the global random generators to a state returned by `random_state`, on whichever GPU is used now."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(state["torch"])
-    if state["cuda"]:
-        torch.cuda.set_rng_state_all(state["cuda"])
+    if state["cuda"] is not None and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(state["cuda"])

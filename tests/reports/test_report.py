@@ -307,7 +307,8 @@ def test_a_model_with_weights_of_its_own(tmp_path: Path) -> None:
         save(record("demo", "tiny", istar(weight), 1, model__pretrained=False), tmp_path)
     assert missing_by_place(tmp_path)["Figure 3", "tiny", "demo"] == (
         "λ = -0.2, 0.2: seeds 2, 3, 4, 5",
-        "python train.py -m +sweep=figure3 task=demo model=tiny optim.lr=3e-05 trainer.max_epochs=3 trainer.accumulate_grad_batches=2 reg.lambda=-0.2,0.2",
+        "python train.py -m +sweep=figure3 task=demo model=tiny optim.lr=3e-05 trainer.max_epochs=3 "
+        "trainer.accumulate_grad_batches=2 reg.lambda=-0.2,0.2",
     )
 
 
