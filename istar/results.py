@@ -13,6 +13,7 @@ from istar.files import write_text
 
 RESULT = "result.json"
 CONFIG = "config.yaml"
+GEOMETRY = "geometry.json"
 FORMAT = 1
 _VERSIONS = ("istar", "torch", "lightning", "transformers", "datasets", "numpy", "scikit-learn")
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from istar.errors import UserError, shorten
-
-NAME = "geometry.json"
+from istar.results import GEOMETRY
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ def read(folder: Path) -> Geometry | None:
     Raises:
         UserError: if the file cannot be read or has another structure.
     """
-    path = folder / NAME
+    path = folder / GEOMETRY
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         # NumPy turns None, which JSON has in place of NaN, into NaN.

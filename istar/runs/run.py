@@ -48,7 +48,6 @@ from istar.training.trainer import build_trainer, check_hardware, keeps_checkpoi
 from istar.training.validation_geometry import geometry
 
 CHECKPOINTS = "checkpoints"
-GEOMETRY = "geometry.json"
 PICTURE = "isotropy.png"
 T = TypeVar("T")
 
@@ -410,7 +409,7 @@ def _save(job: Job) -> None:
     if job.config.run.geometry:
         first, size = job.features.validation[0], job.config.data.eval_batch_size
         layers = geometry(job.trainer, job.module, first, job.data.collate, size)
-        write_text(job.folder / GEOMETRY, json.dumps(layers) + "\n")
+        write_text(job.folder / results.GEOMETRY, json.dumps(layers) + "\n")
     if job.config.run.save_model:
         temporary, model = job.folder / ".model", job.folder / "model"
         for folder in (temporary, model):

@@ -142,8 +142,8 @@ def finished_run(folder: Path, config: Config) -> RunRecord | None:
     """The record of the finished run in this folder; None if there is none.
 
     Raises:
-        UserError: if the run was executed without the submission file or the saved model that the config requests.
-            These two settings are not part of the folder's name.
+        UserError: if the run lacks something that the config requests by settings that are not part of the folder's
+            name, such as the submission file.
     """
     try:
         if not (folder / results.RESULT).exists():
@@ -153,7 +153,25 @@ def finished_run(folder: Path, config: Config) -> RunRecord | None:
     record = results.read(folder)
     if record.status != "finished":
         return None
-    for name, is_requested in (("submission", config.task.submission), ("model", config.run.save_model)):
-        if is_requested and not (folder / name).is_dir():
-            raise UserError(f"{folder} is finished but was run without {name}/; run.overwrite=true runs it again")
+    if shortcoming := _shortcoming(folder, record, config):
+        raise UserError(f"{folder} is finished but {shortcoming}; run.overwrite=true runs it again")
     return record
+
+
+def _shortcoming(folder: Path, record: RunRecord, config: Config) -> str:
+    """What a finished run lacks of what the config requests, and the setting that accepts it; empty if nothing."""
+    outputs = {
+        "submission/": ("task.submission", config.task.submission),
+        "model/": ("run.save_model", config.run.save_model),
+        results.GEOMETRY: ("run.geometry", config.run.geometry),
+    }
+    for name, (key, is_requested) in outputs.items():
+        if is_requested and not (folder / name).exists():
+            return f"was run without {name}; {key}=false accepts it"
+    before = record.config.get("trainer", {})
+    is_monitored = before.get("monitor_isotropy") or before.get("stop_at_inter_sim") is not None
+    if config.trainer.monitor_isotropy and not is_monitored:
+        return "was run without trainer.monitor_isotropy, whose measures it did not log"
+    if config.trainer.nonfinite == "stop" and record.skipped_steps:
+        return f"has skipped {record.skipped_steps} steps; trainer.nonfinite=skip accepts it"
+    return ""

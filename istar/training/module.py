@@ -14,6 +14,7 @@ from torch.optim import AdamW, Optimizer
 from transformers import PreTrainedModel, get_scheduler
 
 from istar.config import OptimConfig
+from istar.errors import UserError
 from istar.measures.processes import sum_over_processes, world_size
 from istar.regularizers import Watch
 from istar.tasks.evaluation import Evaluation, Evaluator
@@ -125,6 +126,11 @@ class FineTuner(L.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.guard.skipped = checkpoint["skipped_steps"]
+        if self.guard.skipped and not self.guard.skip:
+            raise UserError(
+                f"the interrupted run has skipped {self.guard.skipped} steps; trainer.nonfinite=skip goes on with it, "
+                "run.overwrite=true starts again"
+            )
 
     def on_validation_epoch_start(self) -> None:
         self._outputs = [{} for _ in self.evaluators]

@@ -10,10 +10,13 @@ import pytest
 import torch
 from rich.console import Console
 
+from istar import results
+from istar.config.schema import to_dict
 from istar.errors import UserError
+from istar.results import RunRecord
 from istar.runs import run as run_module
 from istar.runs.run import run
-from istar.runs.store import run_folder
+from istar.runs.store import finished_run, run_folder
 from tests.runs.artifacts import TINY, Build, everything_measured, folders_in, place, rows_of, rte
 
 
@@ -54,9 +57,29 @@ def test_a_finished_run_without_what_is_asked_for_is_not_passed_off(small: Build
     record = run(small("run.save_model=false"))
     config = small()
     assert "model" not in folders_in(place(config, record))
-    with pytest.raises(UserError, match=r"without model/; run\.overwrite=true"):
+    with pytest.raises(UserError, match=r"without model/; run\.save_model=false accepts it; run\.overwrite=true"):
         run(config)
     assert run(small("run.save_model=false")) == record
+
+
+def test_a_finished_run_must_hold_what_is_requested_now(small: Build, tmp_path: Path) -> None:
+    written = ("run.geometry=false", "run.save_model=false")
+
+    def finished(*overrides: str, **fields: Any) -> RunRecord | None:
+        """Look up a run that was finished without any output files, with these overrides."""
+        folder = tmp_path / "finished"
+        results.write(RunRecord("finished", "finished", to_dict(small(*written)), **fields), folder)
+        return finished_run(folder, small(*overrides))
+
+    assert finished(*written) is not None
+    for key, missing in (("run.geometry", "geometry.json"), ("run.save_model", "model/")):
+        with pytest.raises(UserError, match=rf"without {missing}; {key}=false accepts it; run\.overwrite=true"):
+            finished(*written, f"{key}=true")
+    with pytest.raises(UserError, match=r"was run without trainer\.monitor_isotropy"):
+        finished(*written, "trainer.monitor_isotropy=true")
+    assert finished(*written, "trainer.nonfinite=skip", skipped_steps=3) is not None
+    with pytest.raises(UserError, match=r"has skipped 3 steps; trainer\.nonfinite=skip accepts it"):
+        finished(*written, skipped_steps=3)
 
 
 def test_checkpoints_do_change_the_run(small: Build) -> None:
@@ -93,7 +116,7 @@ def test_the_evaluation_batch_matters_only_to_rounding(done: Callable[..., Any])
 def test_a_submission_asked_for_later_is_not_forgotten(small: Build, tmp_path: Path) -> None:
     more = (*TINY, "task=rte", f"task.data_dir={rte(tmp_path / 'glue_data')}")
     run(small(*more))
-    with pytest.raises(UserError, match=r"without submission/; run\.overwrite=true"):
+    with pytest.raises(UserError, match=r"without submission/; task\.submission=false accepts it; run\.overwrite=true"):
         run(small(*more, "task.submission=true"))
 
 

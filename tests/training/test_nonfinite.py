@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from istar import results
 from istar.config import Config
-from istar.errors import NonFiniteError
+from istar.errors import NonFiniteError, UserError
 from istar.regularizers import CosReg, IStar
 from istar.runs.run import run
 from istar.training import FineTuner
@@ -134,3 +134,19 @@ def test_the_run_says_what_broke_what_is_kept_and_what_helps(small: Build, monke
     assert record.status == "finished"
     assert record.skipped_steps == 1
     assert results.read(folder).skipped_steps == 1
+
+
+def test_stop_does_not_go_on_with_a_run_that_has_skipped_steps(small: Build, monkeypatch: pytest.MonkeyPatch):
+    steps = ("trainer.max_epochs=2", "reg=none")
+    original = FineTuner.training_step
+
+    def broken(self, *batch):
+        if self.global_step == 6:
+            raise RuntimeError("stopped after the first epoch")
+        return original(self, *batch) * (torch.nan if self.global_step == 2 else 1)
+
+    monkeypatch.setattr(FineTuner, "training_step", broken)
+    with pytest.raises(RuntimeError, match="after the first epoch"):
+        run(small(*steps, "trainer.nonfinite=skip"))
+    with pytest.raises(UserError, match=r"has skipped 1 steps; trainer\.nonfinite=skip goes on"):
+        run(small(*steps))
