@@ -138,7 +138,7 @@ class TrainerConfig:
     gradient_clip_val: float | None = 1.0
     """Maximum norm of the gradient; null disables clipping."""
     precision: str = "32-true"
-    """32-true, bf16-mixed, or 16-mixed (CUDA only)."""
+    """32-true, bf16-mixed, 16-mixed (CUDA only), or auto for the one that is fast on this machine."""
     accelerator: str = field(default="auto", metadata=NOT_IN_IDENTITY)
     """Hardware to train on: auto, cpu, gpu, or another accelerator of Lightning."""
     devices: Any = 1
@@ -201,7 +201,7 @@ class TrainerConfig:
             )
         one_of("trainer.strategy", self.strategy, ("auto", "ddp"))
         one_of("trainer.nonfinite", self.nonfinite, ("stop", "skip"))
-        one_of("trainer.precision", self.precision, ("32-true", "bf16-mixed", "16-mixed"))
+        one_of("trainer.precision", self.precision, ("32-true", "bf16-mixed", "16-mixed", "auto"))
 
 
 @dataclass
@@ -321,7 +321,8 @@ class Config:
     def __post_init__(self) -> None:
         if type(self.seed) is not int or not 0 <= self.seed < 2**32:
             raise UserError(f"seed={self.seed} is not a whole number in [0, 2^32)")
-        self.reg.resolve(self.trainer.precision)
+        if self.trainer.precision != "auto":
+            self.reg.resolve(self.trainer.precision)
 
 
 def identity_values(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,10 @@ _GROUP_DEFAULTS = {
     "trainer": identity_values(config.TrainerConfig, _defaults(config.TrainerConfig)),
 }
 """Default values of the settings that a command repeats. Settings of hardware, cache and logging are left out."""
-_TINY_DEFAULTS = {"optim": {"lr": 1e-3}, "trainer": {"max_epochs": 10, "accumulate_grad_batches": 1}}
+_TINY_DEFAULTS: dict[str, dict[str, Any]] = {
+    "optim": {"lr": 1e-3},
+    "trainer": {"max_epochs": 10, "accumulate_grad_batches": 1},
+}
 """Values that model=tiny sets instead, as in conf/model/tiny.yaml."""
 _REG_DEFAULTS = {"istar": _defaults(config.IStarConfig, "name"), "cosreg": _defaults(config.CosRegConfig, "name")}
 

@@ -31,6 +31,7 @@ from istar.reports.run_picture import isotropy_picture
 from istar.reports.run_tables import summary
 from istar.results import RunRecord
 from istar.runs.private_names import is_compile_error, load_trial
+from istar.runs.resolving import resolve
 from istar.runs.store import Examples, finished_run, load_examples, model_identity, run_folder, task_spec
 from istar.tasks.evaluation import Evaluator, constant_baseline, write_submission
 from istar.tasks.features import Collator, featurize, max_length_for
@@ -97,6 +98,7 @@ def run(config: Config, console: Console | None = None, trial: str | None = None
     if getattr(rank_zero_only, "rank", 0):
         # Only rank 0 logs, because all ranks would log the same.
         logging.getLogger("istar").setLevel(logging.ERROR)
+    config = resolve(config)
     spec = task_spec(config.task)
     check_hardware(config.trainer)
     examples = load_examples(spec, config.task)

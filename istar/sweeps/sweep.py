@@ -18,6 +18,7 @@ from istar.files import write_text
 from istar.reports import comparison, run_tables
 from istar.results import RunRecord
 from istar.runs import extras
+from istar.runs.resolving import resolve
 from istar.runs.store import RunFolders, finished_run
 from istar.sweeps import board, cost, pool, trials
 from istar.sweeps.board import Board, Entry, SweepState, duration
@@ -107,7 +108,7 @@ class Runs:
         Raises:
             UserError: if the overrides do not compose.
         """
-        config = schema.load(self.request.compose(overrides))
+        config = self._resolved(schema.load(self.request.compose(overrides)))
         if isinstance(config.logger, WandbConfig) and config.logger.group is None:
             config = replace(config, logger=replace(config.logger, group=self.folder.name))
         message, record = None, None
@@ -133,8 +134,23 @@ class Runs:
         """A config with only the values that are not swept over; raises a `UserError` if its data cannot be loaded."""
         space = next(iter(self.spaces.values()))
         fixed = tuple(override.input_line or "" for override in space.values() if not override.is_sweep_override())
-        config = schema.load(self.request.compose(fixed))
+        config = self._resolved(schema.load(self.request.compose(fixed)))
         self.folders(config)
+        return config
+
+    def _resolved(self, config: Config) -> Config:
+        """Replace the settings that depend on the machine, unless a launcher executes the runs on others.
+
+        Raises:
+            UserError: if a launcher would have to choose the precision, which is part of the name of a run.
+        """
+        if self.request.launcher is None:
+            return resolve(config)
+        if config.trainer.precision == "auto":
+            raise UserError(
+                "trainer.precision=auto: the jobs of a launcher may run on another machine than this; name the "
+                "precision, for example trainer.precision=bf16-mixed"
+            )
         return config
 
     def best_with_seeds(self) -> list[Overrides]:

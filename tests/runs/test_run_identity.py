@@ -17,6 +17,7 @@ from istar.results import RunRecord
 from istar.runs import run as run_module
 from istar.runs.run import run
 from istar.runs.store import finished_run, run_folder
+from istar.training import precision
 from tests.runs.artifacts import TINY, Build, everything_measured, folders_in, place, rows_of, rte
 
 
@@ -31,6 +32,14 @@ def test_the_same_call_returns_the_finished_run(small: Build, monkeypatch: pytes
     assert second == first
     assert {path: path.stat().st_mtime_ns for path in Path(config.run.root).rglob("*")} == before
     assert "run.overwrite=true" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_precision_chosen_here_is_the_same_run_as_one_named(small: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "bfloat16_ratio", lambda device: 50.0)
+    record = run(small("trainer.precision=auto"))
+    assert record.config["trainer"]["precision"] == "32-true"
+    monkeypatch.setattr(run_module, "_assemble", None)
+    assert run(small("trainer.precision=32-true")) == record
 
 
 def test_ctrl_c_is_the_callers_again_when_a_run_is_done(small: Build) -> None:

@@ -1,14 +1,19 @@
 """In every precision of the model, the penalty and Sigma_S are computed from its hidden states in float32 or wider."""
 
 import copy
+import logging
+import time
 
 import lightning as L
 import pytest
 import torch
 from torch.testing import assert_close
 
+from istar.config import TrainerConfig
 from istar.regularizers import CosReg, IStar
+from istar.runs.resolving import resolve
 from istar.training import LayerIsotropy, ShrinkageCovariance
+from istar.training import precision as precision_module
 from tests.oracles import algorithm_1
 
 PRECISIONS = [
@@ -132,3 +137,52 @@ def test_states_of_large_mean_and_scale(setting, harness, regularizer, device, p
     assert all(terms.value.isfinite() for _, _, terms in recorded.passes)
     assert all(parameter.isfinite().all() for parameter in module.model.parameters())
     assert all(0 <= score <= 1 for score in isotropy.scores.values())
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """`measured(ratio)` makes bfloat16 take that many times as long as float32."""
+    precision_module._warn.cache_clear()
+    return lambda ratio: monkeypatch.setattr(precision_module, "bfloat16_ratio", lambda device: ratio)
+
+
+@pytest.mark.parametrize(("ratio", "expected"), [(0.5, "bf16-mixed"), (1.1, "32-true"), (50.0, "32-true")])
+def test_auto_chooses_what_is_fast(composed, measured, ratio, expected):
+    measured(ratio)
+    config = resolve(composed("trainer.precision=auto", "trainer.accelerator=cpu", "reg=istar"))
+    assert config.trainer.precision == expected
+    # The dtype of the penalty follows, as if the precision had been named.
+    assert config == composed(f"trainer.precision={expected}", "trainer.accelerator=cpu", "reg=istar")
+
+
+def test_emulated_bfloat16_is_warned_of_once(measured, caplog):
+    measured(47.2)
+    with caplog.at_level(logging.WARNING, logger="istar"):
+        for _ in range(2):
+            settings = TrainerConfig(precision="bf16-mixed", accelerator="cpu")
+            assert precision_module.resolve_precision(settings) == settings
+    [message] = caplog.messages
+    assert "takes 47 times as long as in float32" in message
+    assert "trainer.precision=auto" in message
+
+
+def test_no_warning_where_bfloat16_is_fast(measured, caplog):
+    measured(0.6)
+    precision_module.resolve_precision(TrainerConfig(precision="bf16-mixed", accelerator="cpu"))
+    assert not caplog.messages
+
+
+def test_the_ratio_is_that_of_the_durations(monkeypatch):
+    """A clock that advances by three seconds for each product in bfloat16 and by two in float32."""
+    seconds = 0.0
+
+    def multiply(matrix, other):
+        nonlocal seconds
+        seconds += 3 if matrix.dtype == torch.bfloat16 else 2
+        return matrix
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", multiply)
+    monkeypatch.setattr(time, "perf_counter", lambda: seconds)
+    precision_module.bfloat16_ratio.cache_clear()
+    assert precision_module.bfloat16_ratio("cpu") == 1.5
+    precision_module.bfloat16_ratio.cache_clear()

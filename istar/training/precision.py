@@ -1,0 +1,82 @@
+"""The choice of a precision that the hardware computes fast, and a warning about one that it only emulates."""
+
+import logging
+import time
+from dataclasses import replace
+from functools import cache
+
+import torch
+
+from istar.config import TrainerConfig
+
+_SIDE = {"cpu": 256, "cuda": 4096}
+"""Side of the square matrices that are multiplied: large enough to be fast, and done within 0.1 s if emulated."""
+_REPETITIONS = 5
+_FASTER, _SLOWER = 0.8, 1.5
+"""Ratios of the durations in bfloat16 and in float32 from which one of them counts as faster.
+
+With instructions for bfloat16 the ratio is about 0.5, without them 3 to 60.
+"""
+
+log = logging.getLogger(__name__)
+
+
+def resolve_precision(settings: TrainerConfig) -> TrainerConfig:
+    """Return settings with `precision=auto` replaced by the precision that the hardware computes fast.
+
+    That is bf16-mixed where a matrix product takes at most 0.8 times as long in bfloat16 as in float32, else 16-mixed
+    on a CUDA device and 32-true on others. Other settings are returned unchanged; if bf16-mixed is slow on this
+    machine, a warning is logged with the measured factor.
+    """
+    if settings.precision not in ("auto", "bf16-mixed"):
+        return settings
+    device = _device_type(settings.accelerator)
+    ratio = bfloat16_ratio(device) if device in _SIDE else float("inf")
+    if settings.precision == "auto":
+        others = "16-mixed" if device == "cuda" else "32-true"
+        return replace(settings, precision="bf16-mixed" if ratio <= _FASTER else others)
+    if _SLOWER <= ratio < float("inf"):
+        _warn(ratio)
+    return settings
+
+
+@cache
+def bfloat16_ratio(device: str) -> float:
+    """Return the duration of a matrix product in bfloat16 divided by its duration in float32, on `cpu` or `cuda`.
+
+    Both are the shortest of five. The result is measured once in each process.
+    """
+    return _shortest(device, torch.bfloat16) / _shortest(device, torch.float32)
+
+
+def _shortest(device: str, dtype: torch.dtype) -> float:
+    """Return the shortest duration in seconds of a matrix product."""
+    matrix = torch.ones(_SIDE[device], _SIDE[device], device=device, dtype=dtype)
+    durations = []
+    # The first product, which may load a library, is not counted.
+    for _ in range(1 + _REPETITIONS):
+        start = time.perf_counter()
+        matrix @ matrix
+        if device == "cuda":
+            torch.cuda.synchronize()
+        durations.append(time.perf_counter() - start)
+    return min(durations[1:])
+
+
+def _device_type(accelerator: str) -> str:
+    """Return the device type that Lightning chooses for `trainer.accelerator`: `cpu`, `cuda` or another."""
+    if accelerator in ("auto", "gpu"):
+        if torch.cuda.is_available():
+            return "cuda"
+        return "mps" if torch.backends.mps.is_available() else "cpu"
+    return accelerator
+
+
+@cache
+def _warn(ratio: float) -> None:
+    """Warn once in each process that bf16-mixed is slow."""
+    log.warning(
+        "trainer.precision=bf16-mixed: this machine only emulates bfloat16, in which a matrix product takes %.0f times "
+        "as long as in float32; trainer.precision=auto chooses what is fast",
+        ratio,
+    )
