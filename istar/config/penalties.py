@@ -83,9 +83,11 @@ class IStarConfig(CosRegConfig):
                     f"reg.compute={self.compute}: reg.estimator=unbiased and reg.zeta=auto need float32, for their "
                     "fourth powers"
                 )
+        # Values that are not used are fixed, so that they do not change the identity of the run.
         if self.estimator == "unbiased":
-            # The unbiased estimator uses neither setting. Fixed values keep them from changing the identity of the run.
-            self.zeta, self.num_points = 0.0, IStarConfig.num_points
+            self.zeta = 0.0
+        if self.zeta == 0:
+            self.num_points = IStarConfig.num_points
 
     def build(self) -> Penalty:
         """Build the penalty."""

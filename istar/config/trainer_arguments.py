@@ -25,6 +25,14 @@ _SET_BY_ISTAR = {
 }
 """Arguments of `lightning.Trainer` that no config may set, with the reason or the key to use instead."""
 
+_MEANING_OF_NONE = {
+    "gradient_clip_algorithm": "norm",
+    "limit_train_batches": 1.0,
+    "limit_val_batches": 1.0,
+    "val_check_interval": 1.0,
+}
+"""What arguments of `lightning.Trainer` mean whose default is None."""
+
 
 def check_trainer_arguments(arguments: Mapping[str, Any], fields: Iterable[str]) -> None:
     """Check that `lightning.Trainer` has these arguments, given by name, and that a config may set them.
@@ -59,6 +67,22 @@ def check_trainer_arguments(arguments: Mapping[str, Any], fields: Iterable[str])
             raise UserError(
                 f"trainer.limit_val_batches={value}: expected a whole number above 0 or a fraction in (0, 1]"
             )
+
+
+def default_arguments(arguments: Mapping[str, Any]) -> list[str]:
+    """Return the names of those arguments whose values `lightning.Trainer` would use without them, too."""
+    if not arguments:
+        return []
+    from lightning import Trainer
+
+    parameters = inspect.signature(Trainer).parameters
+    names = []
+    for name, value in arguments.items():
+        defaults = [parameters[name].default, _MEANING_OF_NONE.get(name)]
+        # 1 and 1.0 are equal, but limit one batch and all batches.
+        if any(type(value) is type(default) and value == default for default in defaults):
+            names.append(name)
+    return names
 
 
 def is_limit(value: Any) -> bool:

@@ -7,12 +7,14 @@ import hashlib
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from datasets import Dataset
 
 from istar import results
 from istar.config import Config, ModelConfig, TaskConfig, TrainerConfig
 from istar.config.schema import to_dict
+from istar.config.trainer_arguments import default_arguments
 from istar.errors import UserError, did_you_mean, shorten
 from istar.results import RunRecord
 from istar.tasks.loading import fingerprint, load_splits, overlap
@@ -74,12 +76,32 @@ def run_folder(config: Config, data: str, model: str) -> Path:
 
     `data` is the fingerprint of the training and validation examples, `model` is what `model_identity` returns.
     """
-    values = to_dict(config)
-    # Only the number of devices changes the result, because it multiplies the batch size.
-    values["trainer"]["devices"] = _device_count(config.trainer)
-    digest = results.identity(values, data, model)
+    digest = results.identity(_effective_values(config), data, model)
     name = "-".join([config.task.name, Path(config.model.name).name, config.reg.name, digest])
     return Path(config.run.root).expanduser() / name
+
+
+def _effective_values(config: Config) -> dict[str, Any]:
+    """The config as plain data in which values that give the same run are equal.
+
+    A value that has no effect, or that says what the default means, is replaced by the default.
+    """
+    values, spec = to_dict(config), task_spec(config.task)
+    task, trainer = values["task"], values["trainer"]
+    # The fingerprint of the data stands for these two.
+    task["limit_train"] = task["limit_validation"] = None
+    if config.task.max_length == spec.max_length:
+        task["max_length"] = None
+    if spec.kind != "span":
+        for key in ("doc_stride", "n_best", "max_answer_length"):
+            task[key] = getattr(TaskConfig, key)
+    if config.trainer.stop_at_inter_sim is None:
+        trainer["inter_sim_patience"] = TrainerConfig.inter_sim_patience
+    # Only the number of devices changes the result, because it multiplies the batch size.
+    trainer["devices"] = _device_count(config.trainer)
+    for name in default_arguments(config.trainer.lightning):
+        del trainer[name]
+    return values
 
 
 def _device_count(settings: TrainerConfig) -> int:

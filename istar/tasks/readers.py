@@ -100,21 +100,23 @@ def _read_table(
         return RawSplit(str(path), {})
     names = source_columns(spec, split, header, str(path), renamed)
     positions = [header.index(name) for name in names.values()]
-    rows, lines, malformed = [], [], []
+    columns: dict[str, list[str]] = {column: [] for column in names}
+    values_at = list(zip(columns.values(), positions, strict=True))
+    lines, malformed = [], []
     for line, fields in records:
         if len(fields) == len(header):
-            rows.append([fields[position] for position in positions])
+            for values, position in values_at:
+                values.append(fields[position])
             lines.append(line)
         else:
             malformed.append(line)
     if malformed:
-        total = len(rows) + len(malformed)
+        total = len(lines) + len(malformed)
         message = f"{len(malformed)} of {total} rows do not have {len(header)} fields, the first on line {malformed[0]}"
         allowed = 0.0 if spec.is_test(split) else MAX_MALFORMED_SHARE
         if len(malformed) > allowed * total:
             raise UserError(f"{path}: {message}; at most {allowed:.0%} of the rows of this split may be malformed")
         _log.warning("%s: %s; these rows are skipped", path, message)
-    columns = {column: [values[index] for values in rows] for index, column in enumerate(names)}
     return RawSplit(str(path), columns, lines)
 
 
@@ -176,36 +178,35 @@ def from_dataset(dataset: Dataset, spec: TaskSpec, split: str, source: str) -> R
     return RawSplit(source, columns)
 
 
-def _decoded_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the numbered lines of a UTF-8 file, including their line feeds.
+def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the numbered lines of a UTF-8 file without line ends (LF or CRLF); skip empty lines.
 
     Only a line feed ends a line, because texts may contain other Unicode line separators.
     """
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                # Null bytes indicate UTF-16 or a file damaged by a crash. Tokenizers would drop them silently.
-                if "\0" in text:
-                    raise UserError(f"{path}, line {number}: not UTF-8 text: it holds null bytes; convert the file")
-                yield number, text
-    except UnicodeDecodeError as error:
-        detail = f"byte {error.start + 1} is 0x{error.object[error.start]:02x}"
-        raise UserError(f"{path}, line {number}: not UTF-8: {detail}; convert the file to UTF-8") from error
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
-
-
-def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the numbered lines of a UTF-8 file without line ends (LF or CRLF); skip empty lines."""
-    for number, line in _decoded_lines(path):
-        if text := line.removesuffix("\n").removesuffix("\r"):
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
+        if text := line.removesuffix("\r"):
             yield number, text
 
 
 def read_text(path: Path) -> str:
     """Return the content of a UTF-8 file; the error for a file that is not UTF-8 names the line."""
-    return "".join(line for _, line in _decoded_lines(path))
+    try:
+        content = path.read_bytes()
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        # The positions in the error do not count a byte order mark.
+        content = error.object
+        line = content.count(b"\n", 0, error.start) + 1
+        column = error.start - content.rfind(b"\n", 0, error.start)
+        detail = f"byte {column} is 0x{content[error.start]:02x}"
+        raise UserError(f"{path}, line {line}: not UTF-8: {detail}; convert the file to UTF-8") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+    # Null bytes indicate UTF-16 or a file damaged by a crash. Tokenizers would drop them silently.
+    if "\0" in text:
+        line = text.count("\n", 0, text.index("\0")) + 1
+        raise UserError(f"{path}, line {line}: not UTF-8 text: it holds null bytes; convert the file")
+    return text
 
 
 def parse_json(text: str, location: str) -> Any:

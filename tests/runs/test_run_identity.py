@@ -141,3 +141,49 @@ def test_devices_count_for_the_name_by_their_number(small: Build) -> None:
     names = {run_folder(config, "data", "model").name for config in settings}
     assert len(names) == 1
     assert run_folder(small("trainer.devices=2"), "data", "model").name not in names
+
+
+@pytest.mark.parametrize(
+    ("task", "other"),
+    [
+        ("rte", ["task.max_length=256"]),
+        ("rte", ["task.limit_train=100", "task.limit_validation=50"]),
+        ("rte", ["task.doc_stride=64", "task.n_best=5", "task.max_answer_length=9"]),
+        ("rte", ["trainer.inter_sim_patience=5"]),
+        ("rte", ["trainer.val_check_interval=1.0", "trainer.limit_train_batches=1.0", "trainer.max_time=null"]),
+        ("rte", ["trainer.gradient_clip_algorithm=norm", "trainer.detect_anomaly=false"]),
+        ("squad", ["task.max_length=384"]),
+    ],
+)
+def test_values_without_an_effect_do_not_count(composed: Build, task: str, other: list[str]) -> None:
+    """The fingerprint of the data, given here, stands for their limits."""
+    names = [run_folder(composed(f"task={task}", *overrides), "data", "model") for overrides in ([], other)]
+    assert names[0] == names[1]
+
+
+@pytest.mark.parametrize(
+    ("task", "other"),
+    [
+        ("rte", ["task.max_length=128"]),
+        ("rte", ["trainer.stop_at_inter_sim=0.5", "trainer.inter_sim_patience=5"]),
+        # One batch rather than all of them.
+        ("rte", ["trainer.limit_train_batches=1"]),
+        ("rte", ["trainer.max_steps=5"]),
+        ("squad", ["task.doc_stride=64"]),
+        ("squad", ["task.n_best=5"]),
+        ("squad", ["task.max_answer_length=9"]),
+    ],
+)
+def test_values_with_an_effect_count(composed: Build, task: str, other: list[str]) -> None:
+    names = [run_folder(composed(f"task={task}", *overrides), "data", "model") for overrides in ([], other)]
+    assert names[0] != names[1]
+
+
+def test_points_of_a_covariance_that_is_not_used_do_not_count(composed: Build) -> None:
+    names = [
+        run_folder(composed("reg=istar", f"reg.zeta={zeta}", f"reg.num_points={points}"), "data", "model").name
+        for zeta in (0, 0.2)
+        for points in (1000, 2000)
+    ]
+    assert names[0] == names[1]
+    assert names[2] != names[3]
