@@ -25,8 +25,10 @@ class RunRecord:
     name: str  # name of the run and of its folder; it ends with the identity hash
     status: str  # `finished`, `failed` or `pruned`
     config: dict[str, Any]  # resolved config, with the keys of the command line
-    # Name of the headline `metric`, its best `value`, and the `epoch` of that value (counted from 1).
+    # Name of the headline `metric`, its `value` on the validation set, and the best `epoch` (counted from 1).
     headline: dict[str, Any] = field(default_factory=dict)
+    # What has chosen that epoch: the `set` (a validation set, or `held_out`), the name of the `metric` and its `value`.
+    selection: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)  # all validation metrics of that epoch, as fractions
     # The same metrics for a constant prediction: the majority class or the mean label of the training set.
     baseline: dict[str, float] = field(default_factory=dict)
@@ -43,6 +45,11 @@ class RunRecord:
     versions: dict[str, str] = field(default_factory=dict)  # versions of the libraries
     error: str | None = None  # one-line reason of a failure; None if the run did not fail
     format: int = FORMAT
+
+    @property
+    def selection_value(self) -> Any:
+        """The value by which configurations are compared to choose one; that of the headline metric by default."""
+        return self.selection.get("value", self.headline.get("value"))
 
 
 def identity(config: Mapping[str, Any], data: str, model: str) -> str:

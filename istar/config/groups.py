@@ -34,6 +34,9 @@ class TaskConfig:
     """Number of training examples to use, counted from the first; None uses all."""
     limit_validation: int | None = None
     """Number of examples to use of each validation set, counted from the first; None uses all."""
+    validation_fraction: float | None = None
+    """Fraction of the training data, above 0 and at most 0.5, that is held out to choose the best epoch and the best
+    configuration. None chooses by the validation set, on which the results are reported in either case."""
     max_length: int | None = None
     """Maximum number of tokens per sequence; None uses the task's default."""
     submission: bool = field(default=False, metadata=NOT_IN_IDENTITY)
@@ -48,6 +51,11 @@ class TaskConfig:
     def __post_init__(self) -> None:
         for name in ("limit_train", "limit_validation", "max_length", "doc_stride", "n_best", "max_answer_length"):
             at_least(1, f"task.{name}", getattr(self, name))
+        if self.validation_fraction is not None and not 0 < self.validation_fraction <= 0.5:
+            raise UserError(
+                f"task.validation_fraction={self.validation_fraction:g} is no fraction of the training data; expected "
+                "more than 0 and at most 0.5, or null"
+            )
 
 
 @dataclass

@@ -1,7 +1,8 @@
 """Groups runs that differ only in the seed, and selects the configuration for each cell of Table 1.
 
 A configuration is everything that identifies a run (see `istar.results.identity`) except the seed: settings, data and
-model. The selection uses the headline metric on the validation set and no other result.
+model. The selection uses the headline metric on the set that chose the epoch, which is the validation set or a held-out
+part of the training data, and no other result.
 """
 
 import math
@@ -177,7 +178,7 @@ def select_cell(frame: pd.DataFrame, task: str, model: str, family: str) -> Cell
 def best_group(runs: pd.DataFrame, column: str) -> str:
     """Return the value of `column` whose runs rank highest by `selection_rank`; ties go to the first run name."""
     groups = runs.groupby(column)
-    values = groups["value"].agg(list)
+    values = groups["selection"].agg(list)
     by_first_name = groups["name"].min().sort_values().index
     return max(by_first_name, key=lambda key: selection_rank(values[key]))
 

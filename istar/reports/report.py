@@ -160,12 +160,14 @@ def _page(contents: _Contents, pictures: Mapping[str, list[Picture]]) -> Page:
 
 _READING = (
     "All metrics are measured on validation sets (for GLUE the development sets, as in the paper) and given in "
-    "percent, at the epoch with the best headline metric of each run. This page uses no results of a test set.",
+    "percent, at the epoch with the best headline metric of each run, on the same set or, with "
+    "task.validation_fraction, on a held-out part of the training data. This page uses no results of a test set.",
     "Each task, model and method is represented by one configuration: all settings, data and model of a run, without "
     "its seed. Among the configurations with finished runs, it is the one with the most seeds; among equals, the one "
-    "with the highest mean of the headline metric on the validation set. I-STAR counts with its penalty on all layers, "
-    "CosReg with its penalty on the last layer and λ > 0; λ = 0 is Base. If several configurations of a method were "
-    "tried, the same numbers select the best one and are then reported, so its mean is biased upwards by chance; the "
+    "with the highest mean of the headline metric on the set that chose the epoch. I-STAR counts with its penalty on "
+    "all layers, CosReg with its penalty on the last layer and λ > 0; λ = 0 is Base. If several configurations of a method were "
+    "tried and nothing was held out, the same numbers select the best one and are then reported, so its mean is biased "
+    "upwards by chance; the "
     "remark “best of 9” gives the number of configurations tried.",
     "Tests are paired: the same seeds with and without the penalty. p is two-sided, from the paired t-test "
     "(scipy.stats.ttest_rel) and from the exact permutation test that flips the signs of the differences; with five "

@@ -16,8 +16,8 @@ from istar.reports.run_tables import method
 from istar.results import CONFIG, RESULT, RunRecord, read
 
 _COLUMNS = (
-    "name", "status", "task", "model", "method", "seed", "metric", "value", "epoch", "constant", "collapsed",
-    "isoscore_before", "isoscore_after", "seconds", "skipped_steps", "error", "fingerprint",
+    "name", "status", "task", "model", "method", "seed", "metric", "value", "selection", "epoch", "constant",
+    "collapsed", "isoscore_before", "isoscore_after", "seconds", "skipped_steps", "error", "fingerprint",
 )  # fmt: skip
 _OVERWRITTEN = re.compile(r"\.old-\d+$")  # suffix of a run folder that `run.overwrite=true` has replaced
 _FOLDERS_WITHOUT_RUNS = ("multirun", "sweeps")
@@ -31,7 +31,8 @@ class Runs:
 
     # One row per run, with the columns `folder`, those of `_COLUMNS`, `validation.<name>` for each metric, and one
     # column per config key, named as on the command line. `status` is finished, failed, pruned or unfinished; `value`
-    # is the headline metric on the validation set, as a fraction, and `constant` that of a constant prediction.
+    # is the headline metric on the validation set, as a fraction, `constant` that of a constant prediction, and
+    # `selection` the value by which configurations are compared (on held-out data if there are any).
     frame: pd.DataFrame
     read_errors: dict[str, str]  # error message by folder, for folders that could not be read as a run
     records: dict[str, RunRecord] = field(default_factory=dict)  # complete records by folder; empty unless requested
@@ -81,6 +82,7 @@ def row(record: RunRecord) -> dict[str, Any]:
         config["seed"],
         headline.get("metric"),
         headline.get("value"),
+        record.selection_value,
         headline.get("epoch"),
         record.baseline.get(headline.get("metric", "")),
         any(record.collapsed.values()) if record.collapsed else None,

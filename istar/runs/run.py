@@ -36,7 +36,7 @@ from istar.runs.store import Examples, finished_run, load_examples, model_identi
 from istar.tasks.evaluation import Evaluator, constant_baseline, write_submission
 from istar.tasks.features import Collator, featurize, max_length_for
 from istar.tasks.loading import fingerprint, overlap
-from istar.tasks.specs import TaskSpec
+from istar.tasks.specs import HELD_OUT, TaskSpec
 from istar.training import FineTuner, FineTuningData, History, LayerIsotropy, ShrinkageCovariance, merge_outputs
 from istar.training.checkpoints import Checkpoints, keep_newest, load, resumable
 from istar.training.loggers import log_outcome, log_outcome_to_agent, logging_to
@@ -197,13 +197,13 @@ def _assemble(
     collate = Collator(tokenizer)
     data = FineTuningData(features.train, features.validation, features.test, collate, config.data, config.seed)
     isotropy = LayerIsotropy()
-    history = History(spec.headline, isotropy, keep_best=keeps_checkpoints(config.trainer))
+    history = History(spec.selection_metric, isotropy, keep_best=keeps_checkpoints(config.trainer))
     stop, metrics = StopSignal(), MetricsFile(folder / "metrics.csv")
     refresh = _refresh(config, module, data, stop)
     callbacks: list[L.Callback] = [stop, isotropy, *_monitor(config.trainer), history, *_pruning(trial, history)]
     callbacks += [refresh] if refresh is not None else []
     checkpoints = _checkpoints(config.trainer, folder, history, metrics, stop)
-    trainer = build_trainer(config.trainer, spec.headline, folder, callbacks, checkpoints)
+    trainer = build_trainer(config.trainer, spec.selection_metric, folder, callbacks, checkpoints)
     if trainer.strategy.root_device.type == "cpu":
         keep_freed_memory()
     return Job(
@@ -437,10 +437,16 @@ def _results(job: Job, data_fingerprint: str) -> dict[str, Any]:
     spec, history, train = job.spec, job.history, job.examples.train
     best = history.epochs[history.best - 1]
     validation = {split.name: rows for split, rows in zip(spec.validation, job.examples.validation, strict=True)}
+    chosen_by = spec.validation[-1 if HELD_OUT in spec.validation else 0].name
     sizes = {name: len(rows) for name, rows in validation.items()}
     overlaps = {name: overlap(spec, train, rows) for name, rows in validation.items()}
     return {
         "headline": {"metric": spec.headline, "value": best["metrics"][spec.headline], "epoch": best["epoch"]},
+        "selection": {
+            "set": chosen_by,
+            "metric": spec.selection_metric,
+            "value": best["metrics"][spec.selection_metric],
+        },
         "metrics": best["metrics"],
         "baseline": constant_baseline(spec, train, job.examples.validation[0]),
         "collapsed": {split.name: history.best_evaluations[split.suffix].collapsed for split in spec.validation},

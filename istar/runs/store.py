@@ -17,8 +17,8 @@ from istar.config.schema import to_dict
 from istar.config.trainer_arguments import default_arguments
 from istar.errors import UserError, did_you_mean, shorten
 from istar.results import RunRecord
-from istar.tasks.loading import fingerprint, load_splits, overlap
-from istar.tasks.specs import TASKS, TaskSpec
+from istar.tasks.loading import fingerprint, hold_out, load_splits, overlap
+from istar.tasks.specs import HELD_OUT, TASKS, TaskSpec
 
 log = logging.getLogger(__name__)
 
@@ -35,17 +35,18 @@ class Examples:
 def load_examples(spec: TaskSpec, config: TaskConfig) -> Examples:
     """Load the task's splits by `load_splits`, cut to `limit_train` and `limit_validation` examples.
 
-    A warning is logged if the training data contain validation examples.
+    If `spec` has the validation set `HELD_OUT`, it is split off the training data by `hold_out`. A warning is logged if the training data contain validation examples.
     """
     test = [split.name for split in spec.test] if config.submission else []
-    validation = [split.name for split in spec.validation]
-    splits = load_splits(spec, config.data_dir, [spec.train, *validation, *test])
-    examples = Examples(
-        _first(splits[spec.train], config.limit_train),
-        [_first(splits[name], config.limit_validation) for name in validation],
-        [splits[name] for name in test],
-    )
-    for name, split in zip(validation, examples.validation, strict=True):
+    names = [split.name for split in spec.validation if split != HELD_OUT]
+    splits = load_splits(spec, config.data_dir, [spec.train, *names, *test])
+    train = _first(splits[spec.train], config.limit_train)
+    validation = [_first(splits[name], config.limit_validation) for name in names]
+    if config.validation_fraction is not None:
+        train, held_out = hold_out(spec, train, config.validation_fraction)
+        validation.append(held_out)
+    examples = Examples(train, validation, [splits[name] for name in test])
+    for name, split in zip([split.name for split in spec.validation], validation, strict=True):
         if shared := overlap(spec, examples.train, split):
             message = "%d of the %d examples of %s are also in the training data, word for word: the score is inflated"
             log.warning(message, shared, len(split), name)
@@ -53,7 +54,7 @@ def load_examples(spec: TaskSpec, config: TaskConfig) -> Examples:
 
 
 def task_spec(config: TaskConfig) -> TaskSpec:
-    """Look up the task that a config names.
+    """Look up the task that a config names; with `validation_fraction`, add `HELD_OUT` to its validation sets.
 
     Raises:
         UserError: if there is no such task, or `task.submission=true` and the task has no submission file.
@@ -64,6 +65,8 @@ def task_spec(config: TaskConfig) -> TaskSpec:
         raise UserError(f"task.name={config.name} is not known{hint}; one of {', '.join(TASKS)}")
     if config.submission and not any(split.submission for split in spec.test):
         raise UserError(f"task.submission=true, but {spec.name} is not one of GLUE's tasks and has no submission file")
+    if config.validation_fraction is not None:
+        return replace(spec, validation=(*spec.validation, HELD_OUT))
     return spec
 
 
@@ -90,6 +93,9 @@ def _effective_values(config: Config) -> dict[str, Any]:
     task, trainer = values["task"], values["trainer"]
     # The fingerprint of the data stands for these two.
     task["limit_train"] = task["limit_validation"] = None
+    # Runs of earlier versions, which did not have this key, keep their names.
+    if config.task.validation_fraction is None:
+        del task["validation_fraction"]
     if config.task.max_length == spec.max_length:
         task["max_length"] = None
     if spec.kind != "span":

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from datasets import Dataset, Features, List, Value
 from datasets.table import InMemoryTable
 
@@ -49,6 +50,26 @@ def overlap(spec: TaskSpec, train: Dataset, validation: Dataset) -> int:
     train_texts, texts = (dataset.select_columns(columns).with_format("arrow")[:] for dataset in (train, validation))
     # Arrow builds a hash table of the right side, which is the smaller one.
     return int(train_texts.join(texts, keys=columns, join_type="right semi").num_rows)
+
+
+def hold_out(spec: TaskSpec, train: Dataset, fraction: float) -> tuple[Dataset, Dataset]:
+    """Split training data at random into the rest and a held-out fraction; the order of the rows is kept.
+
+    The split depends on nothing but the number of rows, so it is the same for all seeds of a run. For spans, whole
+    contexts are held out, because several questions share a context.
+
+    Raises:
+        UserError: if the data are too few to be split.
+    """
+    rows: list[Any] = train[spec.text_columns[1]][:] if spec.kind == "span" else list(range(len(train)))
+    units = list(dict.fromkeys(rows))
+    if len(units) < 2:
+        raise UserError(f"task.validation_fraction={fraction:g}: the training data are too few to be split")
+    count = max(1, round(fraction * len(units)))
+    chosen = {units[number] for number in np.random.default_rng(0).permutation(len(units))[:count]}
+    held_out = [number for number, unit in enumerate(rows) if unit in chosen]
+    rest = [number for number, unit in enumerate(rows) if unit not in chosen]
+    return train.select(rest), train.select(held_out)
 
 
 def fingerprint(*splits: Dataset) -> str:

@@ -17,6 +17,10 @@ class Split:
     submission: str = ""  # file name of the GLUE submission for a test set; empty if there is none
 
 
+HELD_OUT = Split("held_out", suffix="held_out")
+"""The part of the training data that chooses the best epoch if `task.validation_fraction` is set."""
+
+
 @dataclass(frozen=True)
 class TaskSpec:
     """Specification of one task."""
@@ -25,7 +29,7 @@ class TaskSpec:
     text_columns: tuple[str, ...]  # names on the hub of the one or two text columns; question and context for spans
     kind: Kind = "classification"  # `span` is extractive question answering
     metrics: tuple[str, ...] = ("accuracy",)  # keys of `istar.tasks.metrics.METRICS`
-    headline: str = "accuracy"  # metric that selects the best epoch and is reported in tables; higher is better
+    headline: str = "accuracy"  # metric that is reported in tables, see also `selection_metric`; higher is better
     labels: tuple[str, ...] = ()  # class names in the order of their ids; empty for regression and spans
     hub: tuple[str, str | None] | None = None  # data set and configuration on the hub; None for generated tasks
     label_column: str = "label"  # name on the hub
@@ -43,6 +47,11 @@ class TaskSpec:
     def splits(self) -> list[str]:
         """Names of all splits: training, validation and test."""
         return [self.train, *(split.name for split in (*self.validation, *self.test))]
+
+    @property
+    def selection_metric(self) -> str:
+        """Name of the metric that selects the best epoch: the headline metric, on held-out data if there are any."""
+        return f"{self.headline}_{HELD_OUT.suffix}" if HELD_OUT in self.validation else self.headline
 
     def is_test(self, split: str) -> bool:
         """Return whether a split is a test set, which may lack labels."""

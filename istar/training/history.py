@@ -15,10 +15,10 @@ from istar.training.module import FineTuner
 class History(L.Callback):
     """Record the metrics and the isotropy of every validation, and determine the best epoch.
 
-    The best epoch has the highest headline metric; among equal epochs it is the first.
+    The best epoch has the highest value of the metric that selects; among equal epochs it is the first.
 
     Attributes:
-        headline: name of the headline metric, for which higher is better.
+        selection_metric: name of the metric that selects the best epoch, for which higher is better.
         isotropy: callback that measures the isotropy; it must precede this callback.
         keep_best: False makes the latest epoch the best, for runs without checkpoints of earlier epochs.
         before: metrics and isotropy before training.
@@ -29,7 +29,7 @@ class History(L.Callback):
         pruned: whether a search has pruned the run. Checkpoints do not store this, so that the run can be continued.
     """
 
-    headline: str
+    selection_metric: str
     isotropy: LayerIsotropy
     keep_best: bool = True
     before: dict[str, Any] = field(default_factory=dict, init=False)
@@ -48,7 +48,7 @@ class History(L.Callback):
         if trainer.state.fn == "validate":
             self.before = entry
             return
-        is_best = self._is_best(metrics[self.headline])
+        is_best = self._is_best(metrics[self.selection_metric])
         self.epochs.append({"epoch": trainer.current_epoch + 1, "step": trainer.global_step, **entry})
         if is_best:
             self.best = len(self.epochs)
@@ -72,4 +72,4 @@ class History(L.Callback):
         if self.best == 0 or not self.keep_best:
             return True
         # Early stopping compares in float32. The same precision here makes both agree on the best epoch.
-        return np.float32(value) > np.float32(self.epochs[self.best - 1]["metrics"][self.headline])  # type: ignore[return-value]
+        return np.float32(value) > np.float32(self.epochs[self.best - 1]["metrics"][self.selection_metric])  # type: ignore[return-value]

@@ -37,7 +37,7 @@ class TrialOfStudy:
 
 @dataclass(eq=False)
 class Pruning(L.Callback):
-    """Report the headline metric to an Optuna study after every epoch, and stop the training if the pruner says so.
+    """Report the metric that selects the best epoch to an Optuna study after every epoch, and stop the training if the pruner says so.
 
     Rank 0 asks the pruner and broadcasts its decision, so that all processes stop together. A resumed run reports all
     its epochs again; the storage ignores values that it already has. The callback `history`, which records the epochs,
@@ -70,7 +70,7 @@ class Pruning(L.Callback):
                 study = optuna.load_study(study_name=self.reference.study, storage=self.reference.storage)
                 self._trial = self.load_trial(study, self.reference.number)
             for number, epoch in enumerate(self.history.epochs, start=1):
-                self._trial.report(epoch["metrics"][self.history.headline], number)
+                self._trial.report(epoch["metrics"][self.history.selection_metric], number)
             return self._trial.should_prune()
         except Exception as error:
             raise UserError(f"the Optuna trial {self.reference} cannot be read or written: {shorten(error)}") from error

@@ -34,14 +34,14 @@ class StopAtMaxSteps(L.Callback):
 
 def build_trainer(
     settings: TrainerConfig,
-    headline: str,
+    selection_metric: str,
     folder: Path,
     callbacks: Sequence[L.Callback],
     checkpoints: Checkpoints | None,
 ) -> L.Trainer:
     """Build the trainer of a run. Nothing is written yet.
 
-    Early stopping monitors the headline metric. The given callbacks run first, then those that the settings ask for,
+    Early stopping monitors the metric that selects the best epoch. The given callbacks run first, then those that the settings ask for,
     then the checkpoints.
 
     Raises:
@@ -52,7 +52,7 @@ def build_trainer(
         # Early stopping is checked after the validation, because the checkpoint at the end of the epoch stores it.
         callbacks.append(
             EarlyStopping(
-                f"val/{headline}", patience=settings.early_stopping, mode="max", check_on_train_epoch_end=False
+                f"val/{selection_metric}", patience=settings.early_stopping, mode="max", check_on_train_epoch_end=False
             )
         )
     if "max_steps" in settings.lightning:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -10,6 +11,7 @@ from transformers import AutoModelForQuestionAnswering, AutoModelForSequenceClas
 
 from istar import results
 from istar.config.schema import to_dict
+from istar.reports.run_tables import summary
 from istar.runs.run import run
 from istar.tasks import demo
 from istar.tasks.metrics import compute
@@ -224,3 +226,28 @@ def test_the_best_epoch_is_kept_when_it_is_not_the_last(small: Build, monkeypatc
     assert from_file["pearson"] == pytest.approx(max(values))
     model = AutoModelForSequenceClassification.from_pretrained(folder / "model")
     assert model.classifier.weight.abs().max() > 0
+
+
+def test_held_out_training_data_choose_the_epoch_and_the_validation_set_is_reported(done: Callable[..., Any]) -> None:
+    held_out = ("task.limit_train=64", "task.limit_validation=16", "task.validation_fraction=0.25")
+    training = ("trainer.max_epochs=4", "trainer.accumulate_grad_batches=1", "reg=none", "seed=2")
+    _, record, folder = done("task=demo_regression", *held_out, *training)
+    reported = [epoch["metrics"]["pearson"] for epoch in record.epochs]
+    choosing = [epoch["metrics"]["pearson_held_out"] for epoch in record.epochs]
+    chosen = choosing.index(max(choosing))
+    # The two sets prefer different epochs.
+    assert chosen != reported.index(max(reported))
+    assert record.headline == {"metric": "pearson", "value": reported[chosen], "epoch": chosen + 1}
+    assert record.selection == {"set": "held_out", "metric": "pearson_held_out", "value": choosing[chosen]}
+    assert record.selection_value == choosing[chosen]
+    assert (record.data["train"], record.data["validation"]) == (48, {"validation": 16, "held_out": 16})
+    # The weights that are kept are those of that epoch.
+    predictions = rows_of(folder / "predictions_held_out.jsonl")
+    values, labels = ([row[key] for row in predictions] for key in ("prediction", "label"))
+    assert np.corrcoef(values, labels)[0, 1] == pytest.approx(choosing[chosen], abs=1e-6)
+    assert "The epoch was chosen by pearson" in summary(record).caption
+
+
+def test_without_them_the_validation_set_chooses(done: Callable[..., Any]) -> None:
+    _, record, _ = done("task=demo", "reg=istar")
+    assert record.selection == {"set": "validation", "metric": "accuracy", "value": record.headline["value"]}

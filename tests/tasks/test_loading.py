@@ -15,7 +15,7 @@ from datasets.arrow_writer import ArrowWriter
 
 from istar.errors import UserError
 from istar.tasks import demo, formats, hub, readers, sources
-from istar.tasks.loading import load_splits, overlap
+from istar.tasks.loading import hold_out, load_splits, overlap
 from istar.tasks.specs import TASKS
 from tests.waiting import SECONDS
 
@@ -687,3 +687,32 @@ def test_real_answers_stand_where_they_say() -> None:
 
 def test_long_values_are_shortened_in_messages() -> None:
     assert len(readers.shorten("x " * 1000)) < 250
+
+
+# ---- a part of the training data for choosing
+
+
+def test_held_out_rows_and_the_rest_are_all_rows_in_their_order() -> None:
+    train = Dataset.from_dict({"sentence": [f"text {number}" for number in range(40)], "label": [0, 1] * 20})
+    rest, held_out = hold_out(TASKS["sst2"], train, 0.1)
+    assert (len(rest), len(held_out)) == (36, 4)
+    numbers = [[int(text.split()[1]) for text in part["sentence"]] for part in (rest, held_out)]
+    assert sorted(numbers[0] + numbers[1]) == list(range(40))
+    assert all(part == sorted(part) for part in numbers)
+    # At random, but the same rows in each call.
+    assert numbers[1] != list(range(4))
+    assert numbers[1] != list(range(36, 40))
+    assert hold_out(TASKS["sst2"], train, 0.1)[1]["sentence"][:] == held_out["sentence"][:]
+
+
+def test_questions_about_a_context_are_held_out_together() -> None:
+    contexts = [f"context {number // 5}" for number in range(50)]
+    train = Dataset.from_dict({"question": [f"question {number}" for number in range(50)], "context": contexts})
+    rest, held_out = hold_out(TASKS["squad"], train, 0.2)
+    assert len(held_out) == 10
+    assert not set(rest["context"]) & set(held_out["context"])
+
+
+def test_too_few_rows_to_hold_any_out() -> None:
+    with pytest.raises(UserError, match=r"task\.validation_fraction=0\.5: the training data are too few"):
+        hold_out(TASKS["sst2"], Dataset.from_dict({"sentence": ["one"], "label": [0]}), 0.5)
