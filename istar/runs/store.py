@@ -35,7 +35,8 @@ class Examples:
 def load_examples(spec: TaskSpec, config: TaskConfig) -> Examples:
     """Load the task's splits by `load_splits`, cut to `limit_train` and `limit_validation` examples.
 
-    If `spec` has the validation set `HELD_OUT`, it is split off the training data by `hold_out`. A warning is logged if the training data contain validation examples.
+    If `spec` has the validation set `HELD_OUT`, it is split off the training data by `hold_out`. A warning is logged if
+    the training data contain validation examples.
     """
     test = [split.name for split in spec.test] if config.submission else []
     names = [split.name for split in spec.validation if split != HELD_OUT]

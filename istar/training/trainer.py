@@ -41,8 +41,8 @@ def build_trainer(
 ) -> L.Trainer:
     """Build the trainer of a run. Nothing is written yet.
 
-    Early stopping monitors the metric that selects the best epoch. The given callbacks run first, then those that the settings ask for,
-    then the checkpoints.
+    Early stopping monitors the metric that selects the best epoch. The given callbacks run first, then those that the
+    settings ask for, then the checkpoints.
 
     Raises:
         UserError: if Lightning rejects the settings.

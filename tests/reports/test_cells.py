@@ -72,7 +72,7 @@ def test_most_seeds_then_mean(prepare: Prepare) -> None:
     assert cell.configurations == 3
 
 
-def test_selection_sees_the_validation_headline_alone(prepare: Prepare) -> None:
+def test_selection_sees_the_values_of_the_choosing_set_alone(prepare: Prepare) -> None:
     """Other columns, however good they look, change nothing."""
     runs = [record("squad", BERT, istar(weight), 1, value) for weight, value in ((-1, 0.5), (-3, 0.6), (-5, 0.4))]
     frame = prepare(*runs)
@@ -80,11 +80,11 @@ def test_selection_sees_the_validation_headline_alone(prepare: Prepare) -> None:
     assert chosen == -3
     tempting = {-1.0: 0.99, -3.0: 0.01, -5.0: 0.5}
     others = [name for name in frame if name.startswith("validation.") or name.startswith("isoscore")]
-    for name in [*others, "test.f1", "constant", "seconds", "epoch"]:
+    for name in [*others, "value", "test.f1", "constant", "seconds", "epoch"]:
         frame[name] = frame["reg.lambda"].map(tempting)
     [still] = cells.select_cell(frame, "squad", "bert-base-cased", "istar").runs["reg.lambda"]
     assert still == -3
-    frame["value"] = frame["reg.lambda"].map(tempting)
+    frame["selection"] = frame["reg.lambda"].map(tempting)
     [other] = cells.select_cell(frame, "squad", "bert-base-cased", "istar").runs["reg.lambda"]
     assert other == -1
 
