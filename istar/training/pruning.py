@@ -39,9 +39,10 @@ class TrialOfStudy:
 class Pruning(L.Callback):
     """Report each epoch to an Optuna study, and stop the training if the pruner says so.
 
-    The reported value is that of the metric that selects the best epoch. Rank 0 asks the pruner and broadcasts its decision, so that all processes stop together. A resumed run reports all
-    its epochs again; the storage ignores values that it already has. The callback `history`, which records the epochs,
-    must precede this callback. `load_trial` returns the started trial of a study with a given number.
+    The reported value is that of the metric that selects the best epoch. Rank 0 asks the pruner and broadcasts its
+    decision, so that all processes stop together. A resumed run reports all its epochs again; the storage ignores
+    values that it already has. The callback `history`, which records the epochs, must precede this callback.
+    `load_trial` returns the started trial of a study with a given number.
     """
 
     reference: TrialOfStudy
