@@ -9,6 +9,7 @@ from istar.config.groups import (
     RunConfig,
     SweepConfig,
     TaskConfig,
+    TensorBoardConfig,
     TrainerConfig,
     WandbConfig,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "RunConfig",
     "SweepConfig",
     "TaskConfig",
+    "TensorBoardConfig",
     "TrainerConfig",
     "WandbConfig",
 ]

@@ -220,6 +220,13 @@ class LoggerConfig:
 
 
 @dataclass
+class TensorBoardConfig(LoggerConfig):
+    """Metrics are also logged for TensorBoard, to `tensorboard/` in the run's folder."""
+
+    name: str = "tensorboard"
+
+
+@dataclass
 class WandbConfig(LoggerConfig):
     """Metrics are also logged to Weights & Biases."""
 

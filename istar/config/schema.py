@@ -17,7 +17,7 @@ from omegaconf import AnyNode, BooleanNode, DictConfig, FloatNode, IntegerNode, 
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from istar.config.checks import one_of
-from istar.config.groups import Config, LoggerConfig, SweepConfig, WandbConfig
+from istar.config.groups import Config, LoggerConfig, SweepConfig, TensorBoardConfig, WandbConfig
 from istar.config.penalties import PENALTIES
 from istar.errors import UserError, did_you_mean
 from istar.tasks.specs import TASKS
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 _GROUPS: dict[str, Any] = {group.name: group.type for group in fields(Config) if is_dataclass(group.type)}
 """The dataclass of each config group, except for `reg` and `logger`, which have several options."""
-_LOGGERS: dict[str, Any] = {"csv": LoggerConfig, "wandb": WandbConfig}
+_LOGGERS: dict[str, Any] = {"csv": LoggerConfig, "tensorboard": TensorBoardConfig, "wandb": WandbConfig}
 
 
 def config_folder() -> Path:

@@ -13,6 +13,7 @@ MODULES = {
     "transformers": ("transformers",),
     "report": _REPORT,
     "sweep": ("optuna",),
+    "tensorboard": ("tensorboard",),
     "train": ("transformers", *_REPORT, "datasets", "evaluate", "huggingface_hub", "hydra", "lightning", "requests",
               "safetensors", "sklearn", "tokenizers", "wandb"),
 }  # fmt: skip

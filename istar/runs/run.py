@@ -22,7 +22,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from istar import models, results
-from istar.config import Config, TrainerConfig
+from istar.config import Config, TensorBoardConfig, TrainerConfig
 from istar.config.schema import to_dict
 from istar.errors import NonFiniteError, StoppedError, UserError, shorten
 from istar.files import atomic_write, remove_drafts, sole_writer, write_text
@@ -30,6 +30,7 @@ from istar.regularizers import IStar, attach, layer_numbers
 from istar.reports.run_picture import isotropy_picture
 from istar.reports.run_tables import summary
 from istar.results import RunRecord
+from istar.runs import extras
 from istar.runs.private_names import is_compile_error, load_trial
 from istar.runs.resolving import resolve
 from istar.runs.store import Examples, finished_run, load_examples, model_identity, run_folder, task_spec
@@ -99,6 +100,8 @@ def run(config: Config, console: Console | None = None, trial: str | None = None
         # Only rank 0 logs, because all ranks would log the same.
         logging.getLogger("istar").setLevel(logging.ERROR)
     config = resolve(config)
+    if isinstance(config.logger, TensorBoardConfig):
+        extras.require("logger=tensorboard", "tensorboard")
     spec = task_spec(config.task)
     check_hardware(config.trainer)
     examples = load_examples(spec, config.task)

@@ -1,4 +1,7 @@
-"""Logging to Weights & Biases, with timeouts and fallbacks so that an unreachable server does not stop a run."""
+"""Logging to TensorBoard and to Weights & Biases.
+
+Timeouts and fallbacks keep an unreachable W&B server from stopping a run.
+"""
 
 import logging
 import os
@@ -14,9 +17,9 @@ from urllib.parse import urlsplit
 
 import lightning as L
 from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 
-from istar.config import Config, WandbConfig
+from istar.config import Config, TensorBoardConfig, WandbConfig
 from istar.config.schema import to_dict
 from istar.errors import UserError, shorten
 from istar.files import write_text
@@ -32,7 +35,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def logging_to(trainer: L.Trainer, metrics: MetricsFile, config: Config, folder: Path) -> Iterator[None]:
-    """Attach the run's loggers to the trainer, and close the W&B run at the end of the block.
+    """Attach the run's loggers to the trainer, and close the W&B run or TensorBoard's file at the end of the block.
 
     The W&B run is marked as failed if the block raises. In that case the metrics logged so far are also written to
     `metrics`; a successful run must finalize `metrics` itself within the block.
@@ -40,6 +43,8 @@ def logging_to(trainer: L.Trainer, metrics: MetricsFile, config: Config, folder:
     trainer.loggers = [metrics]
     if isinstance(config.logger, WandbConfig) and trainer.is_global_zero:
         trainer.loggers.append(_wandb_logger(config.logger, config, folder, _run_id(folder)))
+    if isinstance(config.logger, TensorBoardConfig) and trainer.is_global_zero:
+        trainer.loggers.append(TensorBoard(folder, name="tensorboard", version="", default_hp_metric=False))
     exit_code = 1
     try:
         yield
@@ -52,12 +57,15 @@ def logging_to(trainer: L.Trainer, metrics: MetricsFile, config: Config, folder:
         for logger in trainer.loggers:
             if isinstance(logger, Wandb):
                 logger.finish(exit_code)
+            elif isinstance(logger, TensorBoard):
+                with suppress(OSError):
+                    logger.finalize("failed" if exit_code else "success")
 
 
 def log_outcome(trainer: L.Trainer, record: Mapping[str, Any]) -> None:
-    """Log the fields of `result.json` to W&B, if the run uses it."""
+    """Log the fields of `result.json` to W&B or TensorBoard, if the run uses one of them."""
     for logger in trainer.loggers:
-        if isinstance(logger, Wandb):
+        if isinstance(logger, Wandb | TensorBoard):
             logger.log_outcome(record)
 
 
@@ -69,6 +77,18 @@ def log_outcome_to_agent(config: Config, record: Mapping[str, Any], folder: Path
         logger = _wandb_logger(config.logger, config, folder, run_id)
         logger.log_outcome(record)
         logger.finish(exit_code=0)
+
+
+class TensorBoard(TensorBoardLogger):
+    """Log for TensorBoard; the run's settings and scores are in its table of hyperparameters."""
+
+    @rank_zero_only
+    def log_outcome(self, record: Mapping[str, Any]) -> None:
+        """Log the settings of the run with the metrics and the isotropy of the best epoch."""
+        scores = {f"val/{name}": value for name, value in record["metrics"].items()}
+        scores |= {isotropy_key(layer): score for layer, score in record["isotropy"]["after"].items()}
+        settings = {key: value for key, value in record["config"].items() if key not in ("logger", "run")}
+        self.log_hyperparams(settings, {f"best/{name}": value for name, value in scores.items()})
 
 
 class Wandb(WandbLogger):
