@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from socket import socket
@@ -124,6 +125,11 @@ def launch(config: Config, processes: int, trial: str | None = None) -> RunRecor
         UserError: the error of the first process that failed; the other processes are terminated.
         StoppedError: if a signal has stopped the run.
     """
+    # Imported here because the import takes seconds, and a single process does not need it.
+    from istar.runs.store import resolve_model
+
+    # All processes load the same commit, even if the branch moves while they start.
+    config = replace(config, model=resolve_model(config.model))
     runs: list[RunProcesses] = []
     with forward_signals(runs) as signals:
         with blocked_signals():

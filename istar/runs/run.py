@@ -31,7 +31,16 @@ from istar.reports.run_picture import isotropy_picture
 from istar.reports.run_tables import summary
 from istar.results import RunRecord
 from istar.runs.private_names import is_compile_error, load_trial
-from istar.runs.store import Examples, finished_run, load_examples, model_identity, run_folder, task_spec
+from istar.runs.provenance import code_state, hardware
+from istar.runs.store import (
+    Examples,
+    finished_run,
+    load_examples,
+    model_identity,
+    resolve_model,
+    run_folder,
+    task_spec,
+)
 from istar.tasks.evaluation import Evaluator, constant_baseline, write_submission
 from istar.tasks.features import Collator, featurize, max_length_for
 from istar.tasks.loading import fingerprint, overlap
@@ -100,6 +109,7 @@ def run(config: Config, console: Console | None = None, trial: str | None = None
         logging.getLogger("istar").setLevel(logging.ERROR)
     spec = task_spec(config.task)
     check_hardware(config.trainer)
+    config = replace(config, model=resolve_model(config.model))
     examples = load_examples(spec, config.task)
     data_fingerprint = fingerprint(examples.train, *examples.validation)
     tokenizer = models.load_tokenizer(config.model)
@@ -152,8 +162,8 @@ def _limit_evaluation(config: Config, examples: Examples, features: Examples) ->
     test = list(zip(examples.test, features.test, strict=True))
     test = [cut(*pair) for pair in test] if is_test_run else test
     return (
-        Examples(examples.train, [rows for rows, _ in validation], [rows for rows, _ in test]),
-        Examples(features.train, [tokens for _, tokens in validation], [tokens for _, tokens in test]),
+        replace(examples, validation=[rows for rows, _ in validation], test=[rows for rows, _ in test]),
+        replace(features, validation=[tokens for _, tokens in validation], test=[tokens for _, tokens in test]),
     )
 
 
@@ -337,7 +347,16 @@ def _train_and_record(job: Job, checkpoint: Path | None, data_fingerprint: str, 
         UserError: if the run fails for a known reason; the message has advice.
     """
     folder = job.folder
-    record = RunRecord(folder.name, "failed", to_dict(job.config), versions=results.versions())
+    record = RunRecord(
+        folder.name,
+        "failed",
+        to_dict(job.config),
+        versions=results.versions(),
+        model_commit=job.config.model.revision,
+        data_commit=job.examples.commit,
+        **code_state(),
+        **hardware(job.trainer.strategy.root_device, job.trainer.world_size),
+    )
     try:
         with quiet_lightning(), logging_to(job.trainer, job.metrics, job.config, folder):
             timing = _fit(job, checkpoint)

@@ -15,7 +15,8 @@ from istar.config import Config, ModelConfig, TaskConfig, TrainerConfig
 from istar.config.schema import to_dict
 from istar.errors import UserError, did_you_mean, shorten
 from istar.results import RunRecord
-from istar.tasks.loading import fingerprint, load_splits, overlap
+from istar.tasks.hub import find_commit, is_hub_id
+from istar.tasks.loading import find_source, fingerprint, overlap, read_splits
 from istar.tasks.specs import TASKS, TaskSpec
 
 log = logging.getLogger(__name__)
@@ -28,20 +29,24 @@ class Examples:
     train: Dataset
     validation: list[Dataset]
     test: list[Dataset]
+    commit: str | None = None  # commit of the data set on the hub; None for other sources, or if it is not known
 
 
 def load_examples(spec: TaskSpec, config: TaskConfig) -> Examples:
-    """Load the task's splits by `load_splits`, cut to `limit_train` and `limit_validation` examples.
+    """Load the task's splits, cut to `limit_train` and `limit_validation` examples.
 
     A warning is logged if the training data contain validation examples.
     """
     test = [split.name for split in spec.test] if config.submission else []
     validation = [split.name for split in spec.validation]
-    splits = load_splits(spec, config.data_dir, [spec.train, *validation, *test])
+    names = [spec.train, *validation, *test]
+    source = find_source(spec, config.data_dir, names)
+    splits = read_splits(source, spec, names)
     examples = Examples(
         _first(splits[spec.train], config.limit_train),
         [_first(splits[name], config.limit_validation) for name in validation],
         [splits[name] for name in test],
+        source.commit,
     )
     for name, split in zip(validation, examples.validation, strict=True):
         if shared := overlap(spec, examples.train, split):
@@ -92,9 +97,10 @@ def _device_count(settings: TrainerConfig) -> int:
 
 
 class RunFolders:
-    """Finds the folders of many runs; loads each data set and hashes each model only once."""
+    """Finds the folders of many runs; loads each data set, resolves and hashes each model only once."""
 
     def __init__(self) -> None:
+        self._revisions: dict[tuple[str, str | None], str | None] = {}
         self._sizes: dict[str, int] = {}
         self._fingerprints: dict[str, str] = {}
         self._model_identities: dict[str, str] = {}
@@ -103,8 +109,9 @@ class RunFolders:
         """The folder of a run, whether it exists or not.
 
         Raises:
-            UserError: if the run's data cannot be loaded.
+            UserError: if the run's data cannot be loaded, or `resolve_model` fails.
         """
+        config = self.resolve(config)
         data, model = _data_key(config.task), repr(config.model)
         if data not in self._sizes:
             examples = load_examples(task_spec(config.task), config.task)
@@ -113,6 +120,13 @@ class RunFolders:
         if model not in self._model_identities:
             self._model_identities[model] = model_identity(config.model)
         return run_folder(config, self._fingerprints[data], self._model_identities[model])
+
+    def resolve(self, config: Config) -> Config:
+        """The config with its model resolved by `resolve_model`; runs of the same model get the same commit."""
+        key = config.model.name, config.model.revision
+        if key not in self._revisions:
+            self._revisions[key] = resolve_model(config.model).revision
+        return replace(config, model=replace(config.model, revision=self._revisions[key]))
 
     def size(self, config: Config) -> int:
         """The number of training examples of a run whose folder is known; 0 if its data cannot be loaded."""
@@ -124,14 +138,32 @@ def _data_key(task: TaskConfig) -> str:
     return repr(replace(task, max_length=None, submission=False))
 
 
+def resolve_model(config: ModelConfig) -> ModelConfig:
+    """Replace the branch or tag in the config of a hub model by its commit, by which all files are then loaded.
+
+    Other models are returned unchanged.
+
+    Raises:
+        UserError: if `istar.tasks.hub.find_commit` does not find the commit.
+    """
+    if not is_hub_id(config.name) or config.is_tiny:
+        return config
+    return replace(config, revision=find_commit(config.name, config.revision, "model"))
+
+
 def model_identity(config: ModelConfig) -> str:
-    """Hub id and revision of a model, or the hash of the files in a local folder."""
+    """Hub id and commit of a model that `resolve_model` returned, or the hash of the files of a folder.
+
+    The weights do not count if they are not loaded (`pretrained=False`).
+    """
     folder = Path(config.name)
-    if not folder.is_dir() or not config.pretrained:
+    if config.is_tiny or not folder.is_dir():
         return f"{config.name}@{config.revision or 'main'}"
     digest = hashlib.blake2b()
     for path in sorted(folder.iterdir()):
-        if path.is_file() and path.suffix in (".json", ".txt", ".safetensors", ".bin", ".model"):
+        is_weights = path.suffix in (".safetensors", ".bin") or path.name.endswith(".index.json")
+        is_counted = path.suffix in (".json", ".txt", ".model") or is_weights
+        if path.is_file() and is_counted and (config.pretrained or not is_weights):
             digest.update(path.name.encode())
             with path.open("rb") as file:
                 digest.update(hashlib.file_digest(file, "blake2b").digest())

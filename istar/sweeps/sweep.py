@@ -112,6 +112,8 @@ class Runs:
             config = replace(config, logger=replace(config.logger, group=self.folder.name))
         message, record = None, None
         try:
+            # The processes of the run load the commit for which the run is named.
+            config = self.folders.resolve(config)
             folder = self.folders(config)
             record = None if config.run.overwrite else finished_run(folder, config)
             name = folder.name
@@ -244,7 +246,9 @@ def _launcher_overrides(trial: Trial) -> Overrides:
     logger = trial.config.logger
     group = (f"logger.group={logger.group}",) if isinstance(logger, WandbConfig) else ()
     study = (f"sweep.trial='{trial.study}'",) if trial.study else ()
-    return (*trial.overrides, *group, *study)
+    # The commit of a hub model. Quotes, because a hash may look like a number.
+    revision = (f"model.revision='{trial.config.model.revision}'",) if trial.config.model.revision else ()
+    return (*trial.overrides, *group, *study, *revision)
 
 
 def print_plan(runs: Runs) -> None:
