@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from istar import config
-from istar.config.groups import identity_values
+from istar.config.groups import TINY, identity_values
 from istar.config.schema import to_dict
 
 _MODEL_OPTIONS = {
@@ -58,19 +58,23 @@ def repeat(run_config: Mapping[str, Any], seeds: Sequence[int]) -> str:
 
 
 def model_option(model_config: Mapping[str, Any]) -> str:
-    """Return `model=<option>` if the model has an option on the command line, else `model=auto model.name=<name>`."""
+    """Return `model=<option>` if the model has an option on the command line, else `model=auto model.name=<name>`.
+
+    A model with random weights gets `model.pretrained=false`, too, unless it is the tiny model, which has no others.
+    """
     name = str(model_config["name"])
-    if not model_config.get("pretrained", True) and name == "tiny":
-        return "model=tiny"
-    if name in _MODEL_OPTIONS:
-        return f"model={_MODEL_OPTIONS[name]}"
-    return f"model=auto {shlex.quote(f'model.name={name}')}"
+    if name == TINY:
+        return f"model={TINY}"
+    option = f"model={_MODEL_OPTIONS.get(name, 'auto')}"
+    named = [] if name in _MODEL_OPTIONS else [shlex.quote(f"model.name={name}")]
+    random = [] if model_config.get("pretrained", True) else ["model.pretrained=false"]
+    return " ".join([option, *named, *random])
 
 
 def settings(run_config: Mapping[str, Any]) -> list[str]:
     """Return overrides for a run's task, model, data, optimizer and trainer settings that are not the defaults."""
     # model=tiny also selects other options of optim and trainer, which have to be reset first.
-    overrides = [] if run_config["model"].get("pretrained", True) else ["optim=adamw", "trainer=default"]
+    overrides = ["optim=adamw", "trainer=default"] if run_config["model"]["name"] == TINY else []
     for group, defaults in _GROUP_DEFAULTS.items():
         overrides += _changed_keys(group, run_config.get(group, {}), defaults)
     # Arguments that are passed on to lightning.Trainer have no default.

@@ -14,7 +14,7 @@ from istar.results import RunRecord
 from istar.runs import launch
 from istar.runs import run as run_module
 from istar.runs.run import run
-from istar.runs.store import resolve_model
+from istar.runs.store import model_identity, resolve_model
 from istar.tasks import hub as hub_module
 from istar.tasks.loading import find_source, load_splits
 from istar.tasks.specs import TASKS
@@ -127,6 +127,16 @@ def test_the_commit_of_a_data_set_is_known_offline(hub: MockHub, monkeypatch: py
     assert len(load_splits(TASKS["rte"], None, ["train"])["train"]) == 20
     set_offline(True, monkeypatch)
     assert find_source(TASKS["rte"], None, ["train"]).commit == latest
+
+
+def test_random_weights_need_no_file_with_weights(hub: MockHub) -> None:
+    """The architecture and the tokenizer are those of the model on the hub."""
+    config = resolve_model(ModelConfig("org/tiny", pretrained=False))
+    tokenizer = models.load_tokenizer(config)
+    model = models.load_model(config, TASKS["rte"], models.load_config(config, TASKS["rte"], tokenizer), tokenizer)
+    assert type(model).__name__ == "BertForSequenceClassification"
+    assert model_identity(config) == f"org/tiny@{hub.repositories['models/org/tiny'].branches['main']}"
+    assert not [request for request in hub.requests if request.endswith("model.safetensors")]
 
 
 # ---- what the hub refuses
