@@ -58,8 +58,7 @@ class ModelConfig:
     """The model that is fine-tuned."""
 
     name: str = field(default=MISSING, metadata=NOT_IN_IDENTITY)
-    """Hub id, or a folder written by `save_pretrained`; `tiny` is istar's tiny BERT. The hash of a run contains the
-    commit of a hub model, or the fingerprint of a folder's files, instead."""
+    """Hub id, folder, or `tiny`. The hash of a run contains the commit on the hub, or a hash of the files, instead."""
     pretrained: bool = True
     """Load pretrained weights. False gives the model random weights, with its architecture and its tokenizer."""
     revision: str | None = field(default=None, metadata=NOT_IN_IDENTITY)

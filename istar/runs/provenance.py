@@ -9,16 +9,19 @@ from typing import Any
 
 import torch
 
+_PACKAGE = Path(__file__).resolve().parents[1]
 _GIT_SECONDS = 30.0
 """Timeout of git, which may be slow on network file systems."""
 
 
-def code_state() -> dict[str, Any]:
+def code_state(package: Path = _PACKAGE) -> dict[str, Any]:
     """Return the fields `code_commit` and `code_modified` of `RunRecord`.
 
-    Both are None if istar is not part of a git checkout, or git is not installed.
+    Both are None if istar does not run from a git checkout, or git is not installed.
+
+    Args:
+        package: folder of istar's modules.
     """
-    package = Path(__file__).resolve().parents[1]
     unknown = {"code_commit": None, "code_modified": None}
     # An installed istar may lie within the checkout of another project, which does not track it.
     if _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:

@@ -119,6 +119,7 @@ def run(config: Config, console: Console | None = None, trial: str | None = None
         job = _assemble(config, spec, folder, examples, tokenizer, trial)
         _check_processes(job)
         with _process_group(job.trainer), sole_writer(folder) if job.trainer.is_global_zero else nullcontext():
+            _check_agreement(job)
             finished, checkpoint = _on_rank_zero(job.trainer, lambda: _prepare_folder(job))
             if finished is None:
                 with preserve_signal_handlers():
@@ -269,6 +270,16 @@ def _check_processes(job: Job) -> None:
     if smallest < job.trainer.world_size:
         raise UserError(
             f"{job.trainer.world_size} processes are too many for an evaluation set of {smallest}; give fewer devices"
+        )
+
+
+def _check_agreement(job: Job) -> None:
+    """Refuse processes whose runs have different names: torchrun and srun start them independently of each other."""
+    names = sorted(set(all_gather_object(job.folder.name)))
+    if len(names) > 1:
+        raise UserError(
+            f"the processes are about to train different runs ({', '.join(names)}), because their data or models "
+            "differ, for example because a branch on the hub has just moved; send the same command again"
         )
 
 

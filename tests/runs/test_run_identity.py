@@ -109,3 +109,9 @@ def test_devices_count_for_the_name_by_their_number(small: Build) -> None:
     names = {run_folder(config, "data", "model").name for config in settings}
     assert len(names) == 1
     assert run_folder(small("trainer.devices=2"), "data", "model").name not in names
+
+
+def test_processes_that_would_train_different_runs_are_refused(small: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_module, "all_gather_object", lambda name: [name, "another-run"])
+    with pytest.raises(UserError, match=r"about to train different runs \(another-run, demo-.*send the same command"):
+        run(small())
