@@ -87,7 +87,7 @@ def find_commit(name: str, revision: str | None, kind: Kind) -> str:
     """
     if revision is not None and COMMIT.fullmatch(revision):
         return revision
-    title = f"{_TITLES[kind]} {name}"
+    title = f"{_TITLES[kind]} {name}" + (f" at revision {revision}" if revision is not None else "")
     ask = partial(HfApi().resolve_revision, name, repo_type=kind, revision=revision)
     problem = hub_problem()
     if not problem:
@@ -102,6 +102,8 @@ def find_commit(name: str, revision: str | None, kind: Kind) -> str:
         commit = str(ask(local_files_only=True).resolved)
     except RevisionResolutionError as error:
         raise UserError(f"{title}: not in the local cache, and {problem}; {LOCAL_COPY[kind]}") from error
+    except (OSError, ValueError) as error:  # the name cannot be a hub id, for example because it is too long
+        raise UserError(f"{title}: {shorten(error)}; {LOCAL_COPY[kind]}") from error
     if not datasets.config.HF_HUB_OFFLINE:
         log.warning("%s: %s; using commit %s, the latest that is known", title, problem, commit)
     return commit
@@ -132,7 +134,7 @@ def refusal(error: BaseException, name: str, kind: Kind) -> str:
                 "`hf auth login` or set HF_TOKEN"
             )
         if isinstance(cause, RevisionNotFoundError):
-            return f"the hub has no such revision; {page} lists the branches, tags and commits"
+            return f"the hub has no such revision; expected a branch, a tag or a commit, which are listed at {page}"
         if isinstance(cause, HfHubHTTPError) and cause.response.status_code in (401, 403):
             return (
                 f"the hub refuses access (HTTP status {cause.response.status_code}): log in with `hf auth login`, or "

@@ -188,8 +188,8 @@ def test_a_token_without_permission(hub: MockHub) -> None:
 
 def test_a_branch_that_does_not_exist(hub: MockHub) -> None:
     assert complaint_about_model("mian") == (
-        f"model org/tiny: the hub has no such revision; {hub.url}/org/tiny lists the branches, tags and commits"
-        f"{MODEL_COPY}"
+        "model org/tiny at revision mian: the hub has no such revision; expected a branch, a tag or a commit, which "
+        f"are listed at {hub.url}/org/tiny{MODEL_COPY}"
     )
 
 
@@ -203,4 +203,7 @@ def test_a_hub_that_does_not_answer(
     silence = f"the hub {hub.url} gave no answer within 0.1 s"
     assert resolve_model(ModelConfig("org/tiny")).revision == commit
     assert caplog.messages == [f"model org/tiny: {silence}; using commit {commit}, the latest that is known"]
-    assert complaint_about_model("other") == f"model org/tiny: not in the local cache, and {silence}{MODEL_COPY}"
+    assert (
+        complaint_about_model("other")
+        == f"model org/tiny at revision other: not in the local cache, and {silence}{MODEL_COPY}"
+    )
