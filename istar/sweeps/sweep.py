@@ -205,7 +205,11 @@ class SearchQueue(TrialQueue):
 
 
 def search(runs: Runs, live_board: Board) -> None:
-    """Execute the trials of an Optuna search; the results of earlier calls count."""
+    """Execute the trials of an Optuna search; the results of earlier calls count.
+
+    Raises:
+        UserError: if a finished trial has no run any more, as its name has changed with the model or the data.
+    """
     # Optuna takes seconds to import, and a grid does not need it.
     from istar.sweeps.study import Study
 
@@ -214,6 +218,12 @@ def search(runs: Runs, live_board: Board) -> None:
             trial = runs.add(overrides, SEARCH)
             entry = runs.entries[trial.name]
             if entry.status == "waiting":
+                if not (runs.request.root / entry.name / results.RESULT).exists():
+                    raise UserError(
+                        f"{runs.folder} has a finished trial whose run {entry.name} does not exist, because its folder "
+                        "is gone or the model or the data have changed; choose another sweep.name to search anew, or "
+                        "the earlier commit of a hub model with model.revision"
+                    )
                 entry.apply_record(runs.record(entry))
         runs.state.to_come = study.to_come()
         run_queue(SearchQueue(runs, live_board, study))
