@@ -98,9 +98,10 @@ def _changed_keys(group: str, values: Mapping[str, Any], defaults: Mapping[str, 
 
 
 def _hydra_value(value: Any) -> str:
-    """Write a value in Hydra's override grammar; strings with special characters are quoted."""
+    """Write a value in Hydra's override grammar; strings with special characters, or like numbers, are quoted."""
     if not isinstance(value, str):
         return json.dumps(value)
-    if re.fullmatch(r"[\w./-]+", value):
+    # The hash of a commit may look like a number.
+    if re.fullmatch(r"[\w./-]+", value) and not re.fullmatch(r"[\d.e-]+", value):
         return value
     return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
