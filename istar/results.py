@@ -42,7 +42,17 @@ class RunRecord:
     skipped_steps: int = 0  # optimizer steps skipped because of a non-finite gradient (`trainer.nonfinite=skip`)
     # Seconds, in total and by phase, measured in the process that finished the run.
     timing: dict[str, Any] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=dict)  # versions of the libraries
+    versions: dict[str, str] = field(default_factory=dict)  # versions of istar and of the libraries
+    model_commit: str | None = None  # commit of the model on the hub; None for a local folder and the tiny model
+    # Commit of the data set on the hub. None for a local folder and generated examples, and if the cache of `datasets`,
+    # read without the hub, does not name it.
+    data_commit: str | None = None
+    code_commit: str | None = None  # commit of istar's git checkout; None if istar does not run from one
+    code_modified: bool | None = None  # whether tracked files of the checkout differed from its commit
+    device: str | None = None  # name of the GPU, or model of the CPU
+    processes: int | None = None  # number of processes
+    cuda: str | None = None  # version of CUDA that torch was built with; None without CUDA
+    system: str | None = None  # operating system and its version
     error: str | None = None  # one-line reason of a failure; None if the run did not fail
     format: int = FORMAT
 

@@ -18,7 +18,6 @@ from istar.config import Config, schema
 from istar.errors import SHOW_TRACE, StoppedError, UserError
 from istar.runs import extras, launch
 from istar.runs.importing import large_imports
-from istar.runs.resolving import resolve
 
 DRY_RUN = "--dry-run"
 _DRY_RUN_OVERRIDE = "sweep.dry_run=true"
@@ -74,8 +73,6 @@ def start(settings: Config, trial: str | None) -> object:
     if trial is not None:
         extras.require("sweep.trial", "sweep")
     launch.fix_slurm_detection()
-    # All processes of the run get the values of this one.
-    settings = resolve(settings)
     processes = launch.processes_to_start(settings.trainer)
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         return run_launched_job(settings, processes, trial)

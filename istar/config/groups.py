@@ -21,6 +21,9 @@ FURTHER_KEYS = {"further_keys": True}
 NOT_IN_IDENTITY = {"identity": False}
 """Metadata of a field that does not change the outcome of a run. `istar.results.identity` leaves such fields out."""
 
+TINY = "tiny"
+"""Name of istar's tiny BERT, as in conf/model/tiny.yaml."""
+
 
 @dataclass
 class TaskConfig:
@@ -60,14 +63,14 @@ class TaskConfig:
 
 @dataclass
 class ModelConfig:
-    """The pretrained model that is fine-tuned."""
+    """The model that is fine-tuned."""
 
     name: str = field(default=MISSING, metadata=NOT_IN_IDENTITY)
-    """Hub id, or a folder written by `save_pretrained`. The hash of a run contains the weights' fingerprint instead."""
+    """Hub id, folder, or `tiny`. The hash of a run contains the commit on the hub, or a hash of the files, instead."""
     pretrained: bool = True
-    """Load pretrained weights. False builds istar's tiny BERT with random weights."""
+    """Load pretrained weights. False gives the model random weights, with its architecture and its tokenizer."""
     revision: str | None = field(default=None, metadata=NOT_IN_IDENTITY)
-    """Branch, tag or commit on the hub."""
+    """Branch, tag or commit on the hub; null is the branch `main`. A run replaces a branch or a tag by its commit."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory. Losses are equal; with a penalty, up to rounding."""
     compile: bool = False
@@ -76,6 +79,18 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if not self.name.strip():
             raise UserError("model.name is empty; expected a hub id or a folder that save_pretrained wrote")
+        if self.name == TINY and self.pretrained:
+            raise UserError(
+                f"model.name={TINY} with model.pretrained=true: istar's tiny model has no pretrained weights; use "
+                f"model={TINY} alone, or model.name=./{TINY} for a folder of that name"
+            )
+        if self.name == TINY and self.revision is not None:
+            raise UserError(f"model.revision={self.revision} needs a model of the hub, but model={TINY} is istar's")
+
+    @property
+    def is_tiny(self) -> bool:
+        """Whether this is istar's tiny BERT, which has random weights and no files."""
+        return self.name == TINY
 
 
 @dataclass

@@ -27,7 +27,7 @@ from istar.config import ModelConfig
 from istar.errors import UserError, shorten
 from istar.models import tiny
 from istar.tasks import demo
-from istar.tasks.hub import hub_problem
+from istar.tasks.hub import LOCAL_COPY, hub_problem, is_hub_id, refusal
 from istar.tasks.readers import parse_json, read_text
 from istar.tasks.specs import TaskSpec
 
@@ -38,7 +38,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     Raises:
         UserError: if the tokenizer is not found, is not a fast one or has no vocabulary.
     """
-    if not config.pretrained:
+    if config.is_tiny:
         return tiny.tokenizer(demo.vocabulary())
     if os.path.isfile(config.name):  # noqa: PTH113  Path.is_file raises an error if the name is too long
         raise UserError(f"model.name={config.name} is a file; name the folder that save_pretrained wrote it to")
@@ -71,10 +71,7 @@ def load_config(config: ModelConfig, spec: TaskSpec, tokenizer: PreTrainedTokeni
     Raises:
         UserError: if the configuration is not found, or the model is neither a text encoder nor a decoder.
     """
-    if config.pretrained:
-        model_config = load_pretrained(config, AutoConfig)
-    else:
-        model_config = tiny.config(len(tokenizer))
+    model_config: Any = tiny.config(len(tokenizer)) if config.is_tiny else load_pretrained(config, AutoConfig)
     if not hasattr(model_config, "num_hidden_layers"):
         raise UserError(f"model.name={config.name}: {model_config.model_type} models are not text encoders")
     if model_config.is_encoder_decoder:
@@ -95,18 +92,21 @@ def load_model(
 ) -> PreTrainedModel:
     """Load the encoder with a head for the task, in float32 and training mode.
 
-    The head has random weights, unless the checkpoint contains a head of the same kind and number of labels.
+    The head has random weights, unless the checkpoint contains a head of the same kind and number of labels. Without
+    `config.pretrained`, all weights are random.
 
     Raises:
-        UserError: if the model is not found, has no head of this kind, or fails a check of `_load_checked`.
+        UserError: if the model is not found, has no head of this kind, or fails a check of `_check_weights` or
+            `_check_outputs`.
     """
     head: Any = AutoModelForQuestionAnswering if spec.kind == "span" else AutoModelForSequenceClassification
-    model: PreTrainedModel
     if config.pretrained:
-        inputs = tokenizer(*["a"] * len(spec.text_columns), return_tensors="pt")
-        model = _load_checked(config, head, tokenizer, inputs, config=model_config, dtype=torch.float32)
+        model = _load_weights(config, head, config=model_config, dtype=torch.float32)
     else:
-        model = head.from_config(model_config)
+        with _user_errors(config), _quiet():
+            model = head.from_config(model_config, dtype=torch.float32, trust_remote_code=False).eval()
+    if not config.is_tiny:
+        _check_outputs(config.name, model, tokenizer, tokenizer(*["a"] * len(spec.text_columns), return_tensors="pt"))
     if config.gradient_checkpointing:
         # `gradient_checkpointing_enable` is deprecated since transformers 5.23, which introduced the other name.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -126,10 +126,11 @@ def load_encoder(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, dtype:
     """Load a model without a head, of any architecture that reads text, in eval mode and the given data type.
 
     Raises:
-        UserError: if the model is not found, or fails a check of `_load_checked`.
+        UserError: if the model is not found, or fails a check of `_check_weights` or `_check_outputs`.
     """
-    inputs = tokenizer("a", return_tensors="pt", return_token_type_ids=False)
-    return _load_checked(config, AutoModel, tokenizer, inputs, dtype=dtype).eval()
+    model = _load_weights(config, AutoModel, dtype=dtype)
+    _check_outputs(config.name, model, tokenizer, tokenizer("a", return_tensors="pt", return_token_type_ids=False))
+    return model.eval()
 
 
 def load_pretrained(config: ModelConfig, auto_class: Any, /, **options: Any) -> Any:
@@ -202,18 +203,22 @@ def _hub_options(config: ModelConfig) -> dict[str, Any]:
 # --- checks -------------------------------------------------------------------------------------------------
 
 
-def _load_checked(
-    config: ModelConfig, auto_class: Any, tokenizer: PreTrainedTokenizerBase, inputs: Any, /, **options: Any
-) -> PreTrainedModel:
-    """Load a model; refuse missing encoder weights, a foreign tokenizer and non-finite outputs for the inputs."""
+def _load_weights(config: ModelConfig, auto_class: Any, /, **options: Any) -> PreTrainedModel:
+    """Load a model with pretrained weights; refuse missing weights of the encoder."""
     # A head for other labels may have mismatched sizes; `_check_weights` rejects all other mismatches.
+    model: PreTrainedModel
     model, info = load_pretrained(config, auto_class, output_loading_info=True, ignore_mismatched_sizes=True, **options)
     _check_weights(config.name, model, info)
+    return model
+
+
+def _check_outputs(name: str, model: Any, tokenizer: PreTrainedTokenizerBase, inputs: Any) -> None:
+    """Check that tokenizer and model belong together, and that the model computes finite outputs for the inputs."""
     rows = int(model.get_input_embeddings().num_embeddings)
     tokens = max(tokenizer.get_vocab().values()) + 1
     if tokens > rows:
         raise UserError(
-            f"model.name={config.name}: its tokenizer has {tokens} tokens, but its embedding has only {rows} rows; "
+            f"model.name={name}: its tokenizer has {tokens} tokens, but its embedding has only {rows} rows; "
             "they belong to different models"
         )
     try:
@@ -221,13 +226,11 @@ def _load_checked(
             outputs = model(**inputs)[0]
     except Exception as error:  # the types depend on the architecture
         raise UserError(
-            f"model.name={config.name} cannot process the output of its tokenizer ({shorten(error)}); "
+            f"model.name={name} cannot process the output of its tokenizer ({shorten(error)}); "
             "they belong to different models"
         ) from error
     if not outputs.isfinite().all():
-        raise UserError(f"model.name={config.name} computes non-finite numbers; its weights are damaged")
-    checked: PreTrainedModel = model
-    return checked
+        raise UserError(f"model.name={name} computes non-finite numbers; its weights are damaged")
 
 
 def _check_json_files(folder: Path) -> None:
@@ -274,11 +277,12 @@ def _load_error_message(name: str, error: Exception) -> str:
     """Return one line on why a model cannot be loaded, and what to do."""
     if _is_folder(name):
         return f"model.name={name} is not a model folder that can be loaded: {_error_reason(error)}"
-    if name.startswith(("/", ".", "~")) or name.count("/") > 1:
+    if not is_hub_id(name):
         return f"model.name={name}: there is no such folder; expected one that save_pretrained wrote, or a hub id"
     problem = hub_problem() if isinstance(error, OSError | ValueError | KeyError) else ""
-    reason = f"not in the local cache, and {problem}" if problem else _error_reason(error)
-    return f"model {name}: {reason}; name a local copy with model=auto model.name=<folder from save_pretrained>"
+    reason = refusal(error, name, "model") or _error_reason(error)
+    reason = f"not in the local cache, and {problem}" if problem else reason
+    return f"model {name}: {reason}; {LOCAL_COPY['model']}"
 
 
 def _error_reason(error: Exception) -> str:

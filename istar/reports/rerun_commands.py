@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from istar import config
-from istar.config.groups import identity_values
+from istar.config.groups import TINY, identity_values
 from istar.config.schema import to_dict
 
 _MODEL_OPTIONS = {
@@ -63,18 +63,22 @@ def repeat(run_config: Mapping[str, Any], seeds: Sequence[int]) -> str:
 
 
 def model_option(model_config: Mapping[str, Any]) -> str:
-    """Return `model=<option>` if the model has an option on the command line, else `model=auto model.name=<name>`."""
+    """Return `model=<option>` if the model has an option on the command line, else `model=auto model.name=<name>`.
+
+    A model with random weights gets `model.pretrained=false`, too, unless it is the tiny model, which has no others.
+    """
     name = str(model_config["name"])
-    if not model_config.get("pretrained", True) and name == "tiny":
-        return "model=tiny"
-    if name in _MODEL_OPTIONS:
-        return f"model={_MODEL_OPTIONS[name]}"
-    return f"model=auto {shlex.quote(f'model.name={name}')}"
+    if name == TINY:
+        return f"model={TINY}"
+    option = f"model={_MODEL_OPTIONS.get(name, 'auto')}"
+    named = [] if name in _MODEL_OPTIONS else [shlex.quote(f"model.name={name}")]
+    random = [] if model_config.get("pretrained", True) else ["model.pretrained=false"]
+    return " ".join([option, *named, *random])
 
 
 def settings(run_config: Mapping[str, Any]) -> list[str]:
     """Return overrides for a run's task, model, data, optimizer and trainer settings that are not the defaults."""
-    is_tiny = model_option(run_config["model"]) == "model=tiny"
+    is_tiny = run_config["model"]["name"] == TINY
     overrides: list[str] = []
     for group, defaults in _GROUP_DEFAULTS.items():
         changed_by_model = _TINY_DEFAULTS.get(group, {}) if is_tiny else {}
@@ -100,9 +104,10 @@ def _changed_keys(group: str, values: Mapping[str, Any], defaults: Mapping[str, 
 
 
 def _hydra_value(value: Any) -> str:
-    """Write a value in Hydra's override grammar; strings with special characters are quoted."""
+    """Write a value in Hydra's override grammar; strings with special characters, or like numbers, are quoted."""
     if not isinstance(value, str):
         return json.dumps(value)
-    if re.fullmatch(r"[\w./-]+", value):
+    # The hash of a commit may look like a number.
+    if re.fullmatch(r"[\w./-]+", value) and not re.fullmatch(r"[\d.e-]+", value):
         return value
     return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from istar.results import RunRecord
-from istar.tasks.specs import HELD_OUT
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -178,9 +177,9 @@ def _caption(record: RunRecord) -> str:
     lines = []
     if metric in record.baseline:
         lines.append(f"A constant prediction has {metric} {100 * record.baseline[metric]:.2f}.")
-    if record.selection.get("set") == HELD_OUT.name:
+    if record.selection.get("metric", metric) != metric:
         value = 100 * record.selection["value"]
-        lines.append(f"The epoch was chosen by {metric} {value:.2f} on the held-out part of the training data.")
+        lines.append(f"The epoch was chosen by {record.selection['metric']} {value:.2f}.")
     collapsed = [name for name, is_collapsed in record.collapsed.items() if is_collapsed]
     lines += [f"Collapsed on {name}: all predictions are the same." for name in collapsed]
     lines.append(f"IsoScore* of {record.isotropy['points']} validation tokens; metrics in percent.")

@@ -32,6 +32,7 @@ from istar.errors import SHOW_TRACE, StoppedError, UserError, shorten
 from istar.files import write_text
 from istar.results import RunRecord
 from istar.runs.importing import large_imports
+from istar.runs.resolving import resolve
 
 UNEXPECTED_ERROR = 1
 """Exit code of a process that ends with any exception but a `UserError`."""
@@ -124,6 +125,8 @@ def launch(config: Config, processes: int, trial: str | None = None) -> RunRecor
         UserError: the error of the first process that failed; the other processes are terminated.
         StoppedError: if a signal has stopped the run.
     """
+    # All processes load the same commit, even if the branch moves while they start.
+    config = resolve(config)
     runs: list[RunProcesses] = []
     with forward_signals(runs) as signals:
         with blocked_signals():

@@ -32,6 +32,7 @@ from istar.reports.run_tables import summary
 from istar.results import RunRecord
 from istar.runs import extras
 from istar.runs.private_names import is_compile_error, load_trial
+from istar.runs.provenance import code_state, hardware
 from istar.runs.resolving import resolve
 from istar.runs.store import Examples, finished_run, load_examples, model_identity, run_folder, task_spec
 from istar.tasks.evaluation import Evaluator, constant_baseline, write_submission
@@ -113,6 +114,7 @@ def run(config: Config, console: Console | None = None, trial: str | None = None
         job = _assemble(config, spec, folder, examples, tokenizer, trial)
         _check_processes(job)
         with _process_group(job.trainer), sole_writer(folder) if job.trainer.is_global_zero else nullcontext():
+            _check_agreement(job)
             finished, checkpoint = _on_rank_zero(job.trainer, lambda: _prepare_folder(job))
             if finished is None:
                 with preserve_signal_handlers():
@@ -156,8 +158,8 @@ def _limit_evaluation(config: Config, examples: Examples, features: Examples) ->
     test = list(zip(examples.test, features.test, strict=True))
     test = [cut(*pair) for pair in test] if is_test_run else test
     return (
-        Examples(examples.train, [rows for rows, _ in validation], [rows for rows, _ in test]),
-        Examples(features.train, [tokens for _, tokens in validation], [tokens for _, tokens in test]),
+        replace(examples, validation=[rows for rows, _ in validation], test=[rows for rows, _ in test]),
+        replace(features, validation=[tokens for _, tokens in validation], test=[tokens for _, tokens in test]),
     )
 
 
@@ -266,6 +268,16 @@ def _check_processes(job: Job) -> None:
         )
 
 
+def _check_agreement(job: Job) -> None:
+    """Refuse processes whose runs have different names: torchrun and srun start them independently of each other."""
+    names = sorted(set(all_gather_object(job.folder.name)))
+    if len(names) > 1:
+        raise UserError(
+            f"the processes are about to train different runs ({', '.join(names)}), because their data or models "
+            "differ, for example because a branch on the hub has just moved; send the same command again"
+        )
+
+
 @contextmanager
 def _process_group(trainer: L.Trainer) -> Iterator[None]:
     """Create the process group before `trainer.fit` does, because rank 0 has to broadcast before the training."""
@@ -341,7 +353,16 @@ def _train_and_record(job: Job, checkpoint: Path | None, data_fingerprint: str, 
         UserError: if the run fails for a known reason; the message has advice.
     """
     folder = job.folder
-    record = RunRecord(folder.name, "failed", to_dict(job.config), versions=results.versions())
+    record = RunRecord(
+        folder.name,
+        "failed",
+        to_dict(job.config),
+        versions=results.versions(),
+        model_commit=job.config.model.revision,
+        data_commit=job.examples.commit,
+        **code_state(),
+        **hardware(job.trainer.strategy.root_device, job.trainer.world_size),
+    )
     try:
         with quiet_lightning(), logging_to(job.trainer, job.metrics, job.config, folder):
             timing = _fit(job, checkpoint)

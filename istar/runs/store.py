@@ -17,7 +17,8 @@ from istar.config.schema import to_dict
 from istar.config.trainer_arguments import default_arguments
 from istar.errors import UserError, did_you_mean, shorten
 from istar.results import RunRecord
-from istar.tasks.loading import fingerprint, hold_out, load_splits, overlap
+from istar.runs.resolving import resolve_model
+from istar.tasks.loading import find_source, fingerprint, hold_out, overlap, read_splits
 from istar.tasks.specs import HELD_OUT, TASKS, TaskSpec
 
 log = logging.getLogger(__name__)
@@ -30,23 +31,26 @@ class Examples:
     train: Dataset
     validation: list[Dataset]
     test: list[Dataset]
+    commit: str | None = None  # commit of the data set on the hub; None for other sources, or if it is not known
 
 
 def load_examples(spec: TaskSpec, config: TaskConfig) -> Examples:
-    """Load the task's splits by `load_splits`, cut to `limit_train` and `limit_validation` examples.
+    """Load the task's splits, cut to `limit_train` and `limit_validation` examples.
 
     If `spec` has the validation set `HELD_OUT`, it is split off the training data by `hold_out`. A warning is logged if
     the training data contain validation examples.
     """
     test = [split.name for split in spec.test] if config.submission else []
     names = [split.name for split in spec.validation if split != HELD_OUT]
-    splits = load_splits(spec, config.data_dir, [spec.train, *names, *test])
+    requested = [spec.train, *names, *test]
+    source = find_source(spec, config.data_dir, requested)
+    splits = read_splits(source, spec, requested)
     train = _first(splits[spec.train], config.limit_train)
     validation = [_first(splits[name], config.limit_validation) for name in names]
     if config.validation_fraction is not None:
         train, held_out = hold_out(spec, train, config.validation_fraction)
         validation.append(held_out)
-    examples = Examples(train, validation, [splits[name] for name in test])
+    examples = Examples(train, validation, [splits[name] for name in test], source.commit)
     for name, split in zip([split.name for split in spec.validation], validation, strict=True):
         if shared := overlap(spec, examples.train, split):
             message = "%d of the %d examples of %s are also in the training data, word for word: the score is inflated"
@@ -121,9 +125,10 @@ def _device_count(settings: TrainerConfig) -> int:
 
 
 class RunFolders:
-    """Finds the folders of many runs; loads each data set and hashes each model only once."""
+    """Finds the folders of many runs; loads each data set, resolves and hashes each model only once."""
 
     def __init__(self) -> None:
+        self._revisions: dict[tuple[str, str | None], str | None] = {}
         self._sizes: dict[str, int] = {}
         self._fingerprints: dict[str, str] = {}
         self._model_identities: dict[str, str] = {}
@@ -132,8 +137,9 @@ class RunFolders:
         """The folder of a run, whether it exists or not.
 
         Raises:
-            UserError: if the run's data cannot be loaded.
+            UserError: if the run's data cannot be loaded, or `resolve_model` fails.
         """
+        config = self.resolve(config)
         data, model = _data_key(config.task), repr(config.model)
         if data not in self._sizes:
             examples = load_examples(task_spec(config.task), config.task)
@@ -142,6 +148,13 @@ class RunFolders:
         if model not in self._model_identities:
             self._model_identities[model] = model_identity(config.model)
         return run_folder(config, self._fingerprints[data], self._model_identities[model])
+
+    def resolve(self, config: Config) -> Config:
+        """The config with its model resolved by `resolve_model`; runs of the same model get the same commit."""
+        key = config.model.name, config.model.revision
+        if key not in self._revisions:
+            self._revisions[key] = resolve_model(config.model).revision
+        return replace(config, model=replace(config.model, revision=self._revisions[key]))
 
     def size(self, config: Config) -> int:
         """The number of training examples of a run whose folder is known; 0 if its data cannot be loaded."""
@@ -154,13 +167,18 @@ def _data_key(task: TaskConfig) -> str:
 
 
 def model_identity(config: ModelConfig) -> str:
-    """Hub id and revision of a model, or the hash of the files in a local folder."""
+    """Hub id and commit of a model that `resolve_model` returned, or the hash of the files of a folder.
+
+    The weights do not count if they are not loaded (`pretrained=False`).
+    """
     folder = Path(config.name)
-    if not folder.is_dir() or not config.pretrained:
+    if config.is_tiny or not folder.is_dir():
         return f"{config.name}@{config.revision or 'main'}"
     digest = hashlib.blake2b()
     for path in sorted(folder.iterdir()):
-        if path.is_file() and path.suffix in (".json", ".txt", ".safetensors", ".bin", ".model"):
+        is_weights = path.suffix in (".safetensors", ".bin") or path.name.endswith(".index.json")
+        is_counted = path.suffix in (".json", ".txt", ".model") or is_weights
+        if path.is_file() and is_counted and (config.pretrained or not is_weights):
             digest.update(path.name.encode())
             with path.open("rb") as file:
                 digest.update(hashlib.file_digest(file, "blake2b").digest())

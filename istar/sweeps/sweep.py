@@ -18,7 +18,7 @@ from istar.files import write_text
 from istar.reports import comparison, run_tables
 from istar.results import RunRecord
 from istar.runs import extras
-from istar.runs.resolving import resolve
+from istar.runs.resolving import resolve_precision
 from istar.runs.store import RunFolders, finished_run
 from istar.sweeps import board, cost, pool, trials
 from istar.sweeps.board import Board, Entry, SweepState, duration
@@ -108,11 +108,13 @@ class Runs:
         Raises:
             UserError: if the overrides do not compose.
         """
-        config = self._resolved(schema.load(self.request.compose(overrides)))
+        config = self._with_precision(schema.load(self.request.compose(overrides)))
         if isinstance(config.logger, WandbConfig) and config.logger.group is None:
             config = replace(config, logger=replace(config.logger, group=self.folder.name))
         message, record = None, None
         try:
+            # The processes of the run load the commit for which the run is named.
+            config = self.folders.resolve(config)
             folder = self.folders(config)
             record = None if config.run.overwrite else finished_run(folder, config)
             name = folder.name
@@ -134,18 +136,18 @@ class Runs:
         """A config with only the values that are not swept over; raises a `UserError` if its data cannot be loaded."""
         space = next(iter(self.spaces.values()))
         fixed = tuple(override.input_line or "" for override in space.values() if not override.is_sweep_override())
-        config = self._resolved(schema.load(self.request.compose(fixed)))
+        config = self._with_precision(schema.load(self.request.compose(fixed)))
         self.folders(config)
         return config
 
-    def _resolved(self, config: Config) -> Config:
-        """Replace the settings that depend on the machine, unless a launcher executes the runs on others.
+    def _with_precision(self, config: Config) -> Config:
+        """Resolve the precision, unless a launcher executes the runs on other machines.
 
         Raises:
             UserError: if a launcher would have to choose the precision, which is part of the name of a run.
         """
         if self.request.launcher is None:
-            return resolve(config)
+            return resolve_precision(config)
         if config.trainer.precision == "auto":
             raise UserError(
                 "trainer.precision=auto: the jobs of a launcher may run on another machine than this; name the "
@@ -219,7 +221,11 @@ class SearchQueue(TrialQueue):
 
 
 def search(runs: Runs, live_board: Board) -> None:
-    """Execute the trials of an Optuna search; the results of earlier calls count."""
+    """Execute the trials of an Optuna search; the results of earlier calls count.
+
+    Raises:
+        UserError: if a finished trial has no run any more, as its name has changed with the model or the data.
+    """
     # Optuna takes seconds to import, and a grid does not need it.
     from istar.sweeps.study import Study
 
@@ -228,6 +234,12 @@ def search(runs: Runs, live_board: Board) -> None:
             trial = runs.add(overrides, SEARCH)
             entry = runs.entries[trial.name]
             if entry.status == "waiting":
+                if not (runs.request.root / entry.name / results.RESULT).exists():
+                    raise UserError(
+                        f"{runs.folder} has a finished trial whose run {entry.name} does not exist, because its folder "
+                        "is gone or the model or the data have changed; choose another sweep.name to search anew, or "
+                        "the earlier commit of a hub model with model.revision"
+                    )
                 entry.apply_record(runs.record(entry))
         runs.state.to_come = study.to_come()
         run_queue(SearchQueue(runs, live_board, study))
@@ -260,7 +272,9 @@ def _launcher_overrides(trial: Trial) -> Overrides:
     logger = trial.config.logger
     group = (f"logger.group={logger.group}",) if isinstance(logger, WandbConfig) else ()
     study = (f"sweep.trial='{trial.study}'",) if trial.study else ()
-    return (*trial.overrides, *group, *study)
+    # The commit of a hub model. Quotes, because a hash may look like a number.
+    revision = (f"model.revision='{trial.config.model.revision}'",) if trial.config.model.revision else ()
+    return (*trial.overrides, *group, *study, *revision)
 
 
 def print_plan(runs: Runs) -> None:

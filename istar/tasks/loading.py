@@ -21,6 +21,7 @@ from datasets.table import InMemoryTable
 from istar.errors import UserError, shorten
 from istar.tasks import sources
 from istar.tasks.readers import RawSplit
+from istar.tasks.sources import Source
 from istar.tasks.specs import Kind, TaskSpec
 
 _HASH_BATCH_ROWS = 10_000
@@ -35,13 +36,27 @@ def load_splits(spec: TaskSpec, data_dir: str | Path | None, splits: Sequence[st
     Raises:
         UserError: if no suitable files are found, the hub cannot be reached, or the data do not fit the task.
     """
+    return read_splits(find_source(spec, data_dir, splits), spec, splits)
+
+
+def find_source(spec: TaskSpec, data_dir: str | Path | None, splits: Sequence[str]) -> Source:
+    """Return the source of a task's splits, as `load_splits` chooses it; a data set of the hub is downloaded.
+
+    Raises:
+        UserError: if no suitable files are found, or the hub cannot be reached.
+    """
     if data_dir is not None:
-        read = sources.from_folder(spec, Path(data_dir).expanduser(), splits)
-    elif spec.hub is not None:
-        read = sources.from_hub(spec)
-    else:
-        read = sources.from_generator(spec)
-    return {split: _validated(read(split), spec, split) for split in splits}
+        return sources.from_folder(spec, Path(data_dir).expanduser(), splits)
+    return sources.from_generator(spec) if spec.hub is None else sources.from_hub(spec)
+
+
+def read_splits(source: Source, spec: TaskSpec, splits: Sequence[str]) -> dict[str, Dataset]:
+    """Read and validate splits of a task from a source, and return them by name.
+
+    Raises:
+        UserError: if a split is missing, or the data do not fit the task.
+    """
+    return {split: _validated(source.read(split), spec, split) for split in splits}
 
 
 def overlap(spec: TaskSpec, train: Dataset, validation: Dataset) -> int:

@@ -1,15 +1,16 @@
-"""Sources of a task's splits. Each is a function that returns a reader of single splits, `split name -> RawSplit`."""
+"""Sources of a task's splits: a folder, the hub, or the generator of the demo tasks."""
 
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
 
 from istar.errors import UserError, shorten
 from istar.tasks import demo, formats, readers
-from istar.tasks.hub import hub_problem
+from istar.tasks.hub import COMMIT, LOCAL_COPY, find_commit, hub_problem, refusal
 from istar.tasks.readers import RawSplit
 from istar.tasks.specs import Files, TaskSpec
 
@@ -32,7 +33,15 @@ _TABLES: Layout = {
 }
 
 
-def from_folder(spec: TaskSpec, data_dir: Path, splits: Sequence[str]) -> Callable[[str], RawSplit]:
+@dataclass(frozen=True)
+class Source:
+    """Where the splits of a task come from."""
+
+    read: Callable[[str], RawSplit]  # reads a split, given its name
+    commit: str | None = None  # commit of the data set on the hub; None for other sources, or if it is not known
+
+
+def from_folder(spec: TaskSpec, data_dir: Path, splits: Sequence[str]) -> Source:
     """Select the subfolder and the file layout that contain most of the requested splits.
 
     If several contain equally many of them, those with more of the task's other splits are preferred, then
@@ -70,11 +79,13 @@ def from_folder(spec: TaskSpec, data_dir: Path, splits: Sequence[str]) -> Callab
         path, reader = match
         return reader(path, spec, split)
 
-    return read
+    return Source(read)
 
 
-def from_hub(spec: TaskSpec) -> Callable[[str], RawSplit]:
+def from_hub(spec: TaskSpec) -> Source:
     """Load the task from the Hugging Face hub, or from the local cache if the hub cannot be reached.
+
+    All splits are of one commit, which is the latest one of the data set's main branch.
 
     Raises:
         UserError: if the hub cannot be reached and the task is not in the cache, or if loading fails.
@@ -82,29 +93,41 @@ def from_hub(spec: TaskSpec) -> Callable[[str], RawSplit]:
     assert spec.hub is not None, spec.name
     source = " ".join(filter(None, spec.hub))
     problem = hub_problem()
+    commit = None if problem else find_commit(spec.hub[0], None, "dataset")
     try:
         with _offline() if problem else contextlib.nullcontext():
-            dataset = datasets.load_dataset(*spec.hub)
+            dataset = datasets.load_dataset(*spec.hub, revision=commit)
     except Exception as error:  # `datasets` and the libraries below it raise many types
-        reason = f"the hub did not deliver it ({shorten(f'{type(error).__name__}: {error}')})"
+        answer = f"the hub did not deliver it ({shorten(f'{type(error).__name__}: {error}')})"
+        reason = refusal(error, spec.hub[0], "dataset") or answer
         reason = f"not in the local cache, and {problem}" if problem else reason
-        raise UserError(f"{source}: {reason}; name a local copy with task.data_dir=<folder>") from error
+        raise UserError(f"{source}: {reason}; {LOCAL_COPY['dataset']}") from error
 
     def read(split: str) -> RawSplit:
         if split not in dataset:
             raise UserError(f"{source} has no split {split!r}; found: {', '.join(dataset)}")
         return readers.from_dataset(dataset[split], spec, split, f"{source}, split {split}")
 
-    return read
+    return Source(read, commit or _cached_commit(dataset))
 
 
-def from_generator(spec: TaskSpec) -> Callable[[str], RawSplit]:
+def _cached_commit(dataset: datasets.DatasetDict) -> str | None:
+    """Return the commit of a data set from the cache of `datasets`, or None if it was not made from a commit.
+
+    Without the hub, `datasets` takes the latest data set that it has prepared, in a folder with the name of its commit.
+    """
+    folders = {Path(file["filename"]).parent.name for split in dataset.values() for file in split.cache_files}
+    commit = folders.pop() if len(folders) == 1 else ""
+    return commit if COMMIT.fullmatch(commit) else None
+
+
+def from_generator(spec: TaskSpec) -> Source:
     """Generate the examples of a demo task."""
 
     def read(split: str) -> RawSplit:
         return readers.from_dataset(demo.generate(spec.name, split), spec, split, f"generated {split} of {spec.name}")
 
-    return read
+    return Source(read)
 
 
 def _find_file(folder: Path, layout: Layout, split: str) -> tuple[Path, Reader] | None:

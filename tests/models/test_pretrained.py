@@ -25,6 +25,7 @@ from istar.config import Config, ModelConfig
 from istar.errors import UserError
 from istar.models import pretrained, tiny
 from istar.runs.run import run
+from istar.runs.store import model_identity
 from istar.tasks import demo
 from istar.tasks.specs import TASKS
 
@@ -159,6 +160,90 @@ def test_the_tiny_model_depends_on_the_seed_alone() -> None:
         return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
     assert torch.equal(weights(), weights())
+
+
+def random_model(folder: Path, seed: int = 0, task: str = "demo") -> Any:
+    config = ModelConfig(name=str(folder), pretrained=False)
+    tokenizer = models.load_tokenizer(config)
+    assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(folder).get_vocab()
+    torch.manual_seed(seed)
+    return models.load_model(config, TASKS[task], models.load_config(config, TASKS[task], tokenizer), tokenizer)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("task", ["demo", "demo_span"])
+def test_random_weights_have_the_architecture_and_the_tokenizer_of_the_model(
+    tmp_path: Path, family: str, task: str
+) -> None:
+    """No file with weights is needed; the seed decides the weights."""
+    saved = save(tmp_path, family, dtype=torch.bfloat16)
+    pretrained_model = load(saved, task)
+    (saved / "model.safetensors").unlink()
+    first, again, other = (random_model(saved, seed, task) for seed in (0, 0, 1))
+    shapes = {name: value.shape for name, value in first.state_dict().items()}
+    assert shapes == {name: value.shape for name, value in pretrained_model.state_dict().items()}
+    assert type(first) is type(pretrained_model)
+    assert first.training
+    assert {parameter.dtype for parameter in first.parameters()} == {torch.float32}
+    weights = [torch.cat([value.flatten() for value in model.parameters()]) for model in (first, again, other)]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def test_random_weights_for_another_tokenizer(tmp_path: Path) -> None:
+    save(tmp_path)
+    tiny.tokenizer([*demo.vocabulary(), "zeugma"]).save_pretrained(tmp_path)
+    with pytest.raises(
+        UserError, match=r"tokens, but its embedding has only \d+ rows; they belong to different models"
+    ):
+        random_model(tmp_path)
+
+
+def test_code_of_a_model_with_random_weights_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once and without a question at the terminal."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    saved = save(tmp_path / "saved")
+    config = json.loads((saved / "config.json").read_text())
+    code = {"AutoModelForSequenceClassification": "evil.Evil"}
+    (saved / "config.json").write_text(json.dumps(config | {"auto_map": code}))
+    (saved / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
+    assert type(random_model(saved)).__name__ == "BertForSequenceClassification"
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ("model=tiny", "model.pretrained=true"),
+            r"^model.name=tiny with .* no pretrained weights; use model=tiny alone",
+        ),
+        (("model=auto", "model.name=tiny"), r"^model.name=tiny with .* or model.name=./tiny for a folder of that name"),
+        (("model=tiny", "model.revision=main"), r"^model.revision=main needs a model of the hub, but model=tiny is"),
+    ],
+)
+def test_the_tiny_model_is_not_on_the_hub(composed: Build, overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        composed(*overrides)
+
+
+def test_the_identity_of_random_weights_is_that_of_configuration_and_tokenizer(tmp_path: Path) -> None:
+    saved = save(tmp_path)
+
+    def identities() -> tuple[str, str]:
+        configs = [ModelConfig(name=str(saved), pretrained=pretrained) for pretrained in (True, False)]
+        return model_identity(configs[0]), model_identity(configs[1])
+
+    first = identities()
+    save_file({"other": torch.zeros(3)}, saved / "model.safetensors")
+    (saved / "model.safetensors.index.json").write_text("{}")
+    other_weights = identities()
+    assert other_weights[0] != first[0]
+    assert other_weights[1] == first[1]
+    for name in ("config.json", "tokenizer.json"):
+        before = identities()
+        (saved / name).write_text((saved / name).read_text() + " ")
+        assert identities()[1] != before[1]
 
 
 def test_loading_is_quiet_and_leaves_verbosity_alone(

@@ -187,3 +187,9 @@ def test_points_of_a_covariance_that_is_not_used_do_not_count(composed: Build) -
     ]
     assert names[0] == names[1]
     assert names[2] != names[3]
+
+
+def test_processes_that_would_train_different_runs_are_refused(small: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_module, "all_gather_object", lambda name: [name, "another-run"])
+    with pytest.raises(UserError, match=r"about to train different runs \(another-run, demo-.*send the same command"):
+        run(small())

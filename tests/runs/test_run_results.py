@@ -245,7 +245,7 @@ def test_held_out_training_data_choose_the_epoch_and_the_validation_set_is_repor
     predictions = rows_of(folder / "predictions_held_out.jsonl")
     values, labels = ([row[key] for row in predictions] for key in ("prediction", "label"))
     assert np.corrcoef(values, labels)[0, 1] == pytest.approx(choosing[chosen], abs=1e-6)
-    assert "The epoch was chosen by pearson" in summary(record).caption
+    assert "The epoch was chosen by pearson_held_out" in summary(record).caption
 
 
 def test_without_them_the_validation_set_chooses(done: Callable[..., Any]) -> None:

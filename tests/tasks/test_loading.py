@@ -607,7 +607,8 @@ def test_what_the_hub_delivers_is_brought_into_shape(monkeypatch: pytest.MonkeyP
     row["answers"] = {"text": ["Rome"], "answer_start": [0]}  # type: ignore[assignment]
     hub = DatasetDict(train=Dataset.from_list([row], features=Features({**texts, "answers": answers})))
     monkeypatch.setattr(sources, "hub_problem", lambda: "")
-    monkeypatch.setattr(datasets, "load_dataset", lambda *asked: hub if asked == TASKS["squad"].hub else None)
+    monkeypatch.setattr(sources, "find_commit", lambda *_: "a commit")
+    monkeypatch.setattr(datasets, "load_dataset", lambda *asked, **_: hub if asked == TASKS["squad"].hub else None)
     train = load_splits(TASKS["squad"], None, ["train"])["train"]
     assert train.column_names == ["id", "question", "context", "answers"]
     del row["title"]
@@ -615,10 +616,11 @@ def test_what_the_hub_delivers_is_brought_into_shape(monkeypatch: pytest.MonkeyP
 
 
 def test_hub_that_breaks_down_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: Any) -> None:
+    def broken(*_: Any, **__: Any) -> None:
         raise OSError("No space\nleft on device")
 
     monkeypatch.setattr(sources, "hub_problem", lambda: "")
+    monkeypatch.setattr(sources, "find_commit", lambda *_: "a commit")
     monkeypatch.setattr(datasets, "load_dataset", broken)
     message = complaint("sst5", None, "train")
     assert "SetFit/sst5: the hub did not deliver it (OSError: No space left on device)" in message

@@ -1,0 +1,201 @@
+"""A hub on this machine: it answers what huggingface_hub, transformers and datasets ask for, over HTTP."""
+
+import hashlib
+import http.server
+import io
+import json
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import datasets
+import huggingface_hub
+import pytest
+from datasets import ClassLabel, Dataset, Features, Value
+from transformers import BertModel
+
+from istar.models import tiny
+from istar.tasks import demo
+
+ADDRESS = re.compile(
+    r"/(?:api/)?(?P<kind>models/|datasets/|)(?P<name>[^/]+/[^/]+?)"
+    r"(?:/(?P<action>resolve|revision|tree|paths-info)/(?P<revision>[^/]+)(?:/(?P<path>.*))?)?"
+)
+
+
+@dataclass
+class Repository:
+    """Files by commit, commits by branch, and the error with which the hub answers for its files."""
+
+    commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    branches: dict[str, str] = field(default_factory=dict)
+    status: int = 200
+    error: str = ""
+
+    def push(self, files: Mapping[str, bytes], branch: str = "main") -> str:
+        """Add a commit to a branch and return its name, forty hexadecimal digits."""
+        commit = sha1(b"".join([*files.values(), str(len(self.commits)).encode()]))
+        self.commits[commit] = dict(files)
+        self.branches[branch] = commit
+        return commit
+
+
+class MockHub:
+    """Repositories by `models/<name>` and `datasets/<name>`, and the requests that came in.
+
+    While `silent` is set, requests for anything but the home page are not answered.
+    """
+
+    def __init__(self) -> None:
+        self.repositories: dict[str, Repository] = {}
+        self.requests: list[str] = []
+        self.silent = False
+        self.closed = threading.Event()
+        hub = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                body = self.rfile.read(int(self.headers.get("content-length") or 0)).decode()
+                hub.requests.append(f"{self.command} {self.path}")
+                if hub.silent and self.path != "/":
+                    hub.closed.wait()
+                status, headers, content = hub.answer(urlsplit(self.path).path, body)
+                self.send_response(status)
+                for name, value in {**headers, "content-length": str(len(content))}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                if self.command != "HEAD":
+                    self.wfile.write(content)
+
+            do_HEAD = do_POST = do_GET  # noqa: N815
+
+            def log_message(self, *arguments: Any) -> None:
+                pass
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def close(self) -> None:
+        self.closed.set()
+        self._server.shutdown()
+        self._server.server_close()
+
+    def answer(self, address: str, body: str) -> tuple[int, dict[str, str], bytes]:
+        """Return status, headers and content of the answer to a request."""
+        match = ADDRESS.fullmatch(address)
+        if match is None:
+            return 200, {}, b""
+        repository = self.repositories.get(f"{match['kind'] or 'models/'}{match['name']}")
+        if repository is None:
+            return 401, {"X-Error-Code": "RepoNotFound"}, b""
+        revision = unquote(match["revision"] or "main")
+        commit = repository.branches.get(revision, revision)
+        files = repository.commits.get(commit)
+        if files is None:
+            return 404, {"X-Error-Code": "RevisionNotFound"}, b""
+        if match["action"] in (None, "revision"):
+            return as_json({"id": match["name"], "sha": commit})
+        if match["action"] == "tree":
+            return as_json(entries_below(files, unquote(match["path"] or "")))
+        if match["action"] == "paths-info":
+            asked = parse_qs(body).get("paths", [])
+            return as_json([entry for path in asked for entry in entries_below(files, path) if entry["path"] == path])
+        if repository.status != 200:
+            return repository.status, {"X-Error-Code": repository.error}, b""
+        content = files.get(unquote(match["path"]))
+        if content is None:
+            return 404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit}, b""
+        return 200, {"X-Repo-Commit": commit, "ETag": f'"{sha1(content)}"'}, content
+
+
+def entries_below(files: Mapping[str, bytes], folder: str) -> list[dict[str, Any]]:
+    """Describe, as the hub does, the files and subfolders of a folder, all levels down, or a single file."""
+    paths = [path for path in sorted(files) if path == folder or path.startswith(f"{folder}/" if folder else "")]
+    folders = sorted({parent.as_posix() for path in paths for parent in PurePosixPath(path).parents[:-1]} - {folder})
+    return [
+        *({"type": "directory", "path": path, "oid": sha1(path.encode())} for path in folders),
+        *({"type": "file", "path": path, "size": len(files[path]), "oid": sha1(files[path])} for path in paths),
+    ]
+
+
+def sha1(content: bytes) -> str:
+    return hashlib.sha1(content).hexdigest()
+
+
+def as_json(value: Any) -> tuple[int, dict[str, str], bytes]:
+    return 200, {"content-type": "application/json"}, json.dumps(value).encode()
+
+
+@contextmanager
+def serving() -> Iterator[MockHub]:
+    hub = MockHub()
+    try:
+        yield hub
+    finally:
+        hub.close()
+
+
+def use(hub: MockHub, cache: Path, patch: pytest.MonkeyPatch) -> None:
+    """Make the hub's libraries, which read their environment when they are imported, ask this hub from now on."""
+    constants = huggingface_hub.constants
+    patch.setattr(constants, "ENDPOINT", hub.url)
+    patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}")
+    patch.setattr(constants, "HF_HUB_CACHE", str(cache / "hub"))
+    patch.setattr(datasets.config, "HF_ENDPOINT", hub.url)
+    patch.setattr(datasets.config, "HF_DATASETS_CACHE", cache / "datasets")
+    patch.setattr(datasets.config, "DOWNLOADED_DATASETS_PATH", cache / "datasets" / "downloads")
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        patch.delenv(name, raising=False)
+        patch.delenv(name.upper(), raising=False)
+    set_offline(False, patch)
+
+
+def set_offline(offline: bool, patch: pytest.MonkeyPatch) -> None:
+    """Do what HF_HUB_OFFLINE does in a new process."""
+    patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", offline)
+    patch.setattr(datasets.config, "HF_HUB_OFFLINE", offline)
+
+
+def model_files(folder: Path, seed: int) -> dict[str, bytes]:
+    """The files of a tiny BERT with the random weights of a seed, as `save_pretrained` writes them to a new folder."""
+    import torch
+
+    tokenizer = tiny.tokenizer(demo.vocabulary())
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        BertModel(tiny.config(len(tokenizer))).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def rte_files(rows: int = 16) -> dict[str, bytes]:
+    """The files of RTE as they lie in the repository of GLUE on the hub."""
+    labels = ClassLabel(names=["entailment", "not_entailment"])
+    features = Features(
+        {"sentence1": Value("string"), "sentence2": Value("string"), "label": labels, "idx": Value("int32")}
+    )
+    files = {}
+    for split in ("train", "validation", "test"):
+        columns = {
+            "sentence1": [f"the {split} lamp number {row} is old" for row in range(rows)],
+            "sentence2": ["a lamp is old"] * rows,
+            "label": [-1 if split == "test" else row % 2 for row in range(rows)],
+            "idx": list(range(rows)),
+        }
+        file = io.BytesIO()
+        Dataset.from_dict(columns, features=features).to_parquet(file)
+        files[f"rte/{split}-00000-of-00001.parquet"] = file.getvalue()
+    card = ["---", "configs:", "- config_name: rte", "  data_files:"]
+    for split in ("train", "validation", "test"):
+        card += [f"  - split: {split}", f"    path: rte/{split}-*"]
+    files["README.md"] = "\n".join([*card, "---", ""]).encode()
+    return files

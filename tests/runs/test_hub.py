@@ -1,0 +1,210 @@
+"""Runs with a model and a data set of the hub, for which a server on this machine stands in."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from istar import models, results
+from istar.config import ModelConfig
+from istar.errors import UserError
+from istar.results import RunRecord
+from istar.runs import launch
+from istar.runs import run as run_module
+from istar.runs.resolving import resolve_model
+from istar.runs.run import run
+from istar.runs.store import model_identity
+from istar.tasks import hub as hub_module
+from istar.tasks.loading import find_source, load_splits
+from istar.tasks.specs import TASKS
+from tests.conftest import SMALL
+from tests.jobs import starting
+from tests.mock_hub import MockHub, Repository, model_files, rte_files, serving, set_offline, use
+from tests.outcomes import only_run
+from tests.runs.artifacts import Build
+
+MODEL = ("task=rte", "model=auto", "model.name=org/tiny", "reg=none", "run.geometry=false")
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, bytes]]:
+    """The files of two models that differ in their weights alone."""
+    return [model_files(tmp_path_factory.mktemp("model"), seed) for seed in (0, 1)]
+
+
+@pytest.fixture
+def hub(tmp_path: Path, weights: list[dict[str, bytes]], monkeypatch: pytest.MonkeyPatch) -> Iterator[MockHub]:
+    """A hub with the model org/tiny and GLUE's RTE, which the libraries ask, and whose cache is empty."""
+    with serving() as hub:
+        for name, files in (("models/org/tiny", weights[0]), ("datasets/nyu-mll/glue", rte_files())):
+            hub.repositories[name] = Repository()
+            hub.repositories[name].push(files)
+        use(hub, tmp_path / "cache", monkeypatch)
+        yield hub
+
+
+def test_a_run_belongs_to_the_commit_that_its_branch_stands_for(
+    hub: MockHub, small: Build, weights: list[dict[str, bytes]], monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    model, data = hub.repositories["models/org/tiny"], hub.repositories["datasets/nyu-mll/glue"]
+    before = model.branches["main"]
+    with caplog.at_level(logging.INFO):
+        first = run(small(*MODEL))
+    assert not [record for record in caplog.records if record.name.startswith("httpx")]
+    assert (first.model_commit, first.data_commit) == (before, data.branches["main"])
+    assert first.config["model"]["revision"] == before
+    assert all(f"/{before}" in request for request in hub.requests if "/org/tiny/resolve/" in request)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "_assemble", None)  # nothing is trained
+        assert run(small(*MODEL)) == first
+        assert run(small(*MODEL, "model.revision=main")) == first
+
+    after = model.push(weights[1])
+    second = run(small(*MODEL))
+    assert second.name != first.name
+    assert second.model_commit == after
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "_assemble", None)
+        set_offline(True, patch)
+        assert run(small(*MODEL)) == second
+        assert run(small(*MODEL, f"model.revision={before}")) == first
+
+
+def test_train_py_asks_the_hub_and_is_quiet_about_it(hub: MockHub, own_cache: Path, tmp_path: Path) -> None:
+    environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "0"}
+    with starting(own_cache) as start:
+        done = start(tmp_path / "call", *SMALL, *MODEL, **environment).wait()
+    assert done.code == 0, done.stderr
+    assert "HTTP Request" not in done.stdout + done.stderr
+    record = results.read(only_run(tmp_path / "call" / "runs"))
+    assert record.model_commit == hub.repositories["models/org/tiny"].branches["main"]
+    assert record.data_commit == hub.repositories["datasets/nyu-mll/glue"].branches["main"]
+
+
+def test_all_processes_of_a_run_load_one_commit(hub: MockHub, small: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commit is found before they are started."""
+    given = []
+
+    class Ended:
+        def __init__(self, config: Any, *_: Any) -> None:
+            given.append(config.model.revision)
+
+        def has_ended(self) -> bool:
+            return True
+
+        def record(self, signals: Any) -> RunRecord:
+            return RunRecord("name", "finished", {})
+
+    monkeypatch.setattr(launch, "RunProcesses", Ended)
+    launch.launch(small(*MODEL, "trainer.devices=2"), 2)
+    assert given == [hub.repositories["models/org/tiny"].branches["main"]]
+
+
+def test_a_complete_commit_and_a_folder_need_no_question(hub: MockHub, tmp_path: Path) -> None:
+    commit, folder = hub.repositories["models/org/tiny"].branches["main"], str(tmp_path)
+    assert resolve_model(ModelConfig("org/tiny", revision=commit)).revision == commit
+    for local in (ModelConfig(folder), ModelConfig(folder, pretrained=False), ModelConfig("tiny", pretrained=False)):
+        assert resolve_model(local) == local
+    assert hub.requests == []
+
+
+def test_a_branch_and_the_main_branch_have_their_commits(hub: MockHub, weights: list[dict[str, bytes]]) -> None:
+    model = hub.repositories["models/org/tiny"]
+    other = model.push(weights[1], branch="step 1/2")
+    assert resolve_model(ModelConfig("org/tiny", revision="step 1/2")).revision == other
+    assert resolve_model(ModelConfig("org/tiny")).revision == model.branches["main"] != other
+
+
+def test_the_commit_of_a_data_set_is_known_offline(hub: MockHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the commit of what is loaded, which is the data set that was prepared last."""
+    data = hub.repositories["datasets/nyu-mll/glue"]
+    assert find_source(TASKS["rte"], None, ["train"]).commit == data.branches["main"]
+    latest = data.push(rte_files(rows=20))
+    assert len(load_splits(TASKS["rte"], None, ["train"])["train"]) == 20
+    set_offline(True, monkeypatch)
+    assert find_source(TASKS["rte"], None, ["train"]).commit == latest
+
+
+def test_random_weights_need_no_file_with_weights(hub: MockHub) -> None:
+    """The architecture and the tokenizer are those of the model on the hub."""
+    config = resolve_model(ModelConfig("org/tiny", pretrained=False))
+    tokenizer = models.load_tokenizer(config)
+    model = models.load_model(config, TASKS["rte"], models.load_config(config, TASKS["rte"], tokenizer), tokenizer)
+    assert type(model).__name__ == "BertForSequenceClassification"
+    assert model_identity(config) == f"org/tiny@{hub.repositories['models/org/tiny'].branches['main']}"
+    assert not [request for request in hub.requests if request.endswith("model.safetensors")]
+
+
+# ---- what the hub refuses
+
+MODEL_COPY = "; name a local copy with model=auto model.name=<folder from save_pretrained>"
+DATA_COPY = "; name a local copy with task.data_dir=<folder>"
+LOG_IN = "log in with `hf auth login` or set HF_TOKEN"
+
+
+def complaint_about_model(revision: str | None = None) -> str:
+    with pytest.raises(UserError) as error:
+        models.load_tokenizer(resolve_model(ModelConfig("org/tiny", revision=revision)))
+    return str(error.value)
+
+
+def complaint_about_data() -> str:
+    with pytest.raises(UserError) as error:
+        load_splits(TASKS["rte"], None, ["train"])
+    return str(error.value)
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_gated_repository_needs_consent_and_a_token(hub: MockHub, status: int) -> None:
+    for repository in hub.repositories.values():
+        repository.status, repository.error = status, "GatedRepo"
+    consent = f"access needs consent to its conditions: accept them at {hub.url}"
+    assert complaint_about_model() == f"model org/tiny: {consent}/org/tiny, then {LOG_IN}{MODEL_COPY}"
+    assert complaint_about_data() == (f"nyu-mll/glue rte: {consent}/datasets/nyu-mll/glue, then {LOG_IN}{DATA_COPY}")
+
+
+def test_a_repository_that_is_gone_or_private(hub: MockHub) -> None:
+    hub.repositories.clear()
+    assert complaint_about_model() == (
+        f"model org/tiny: the hub has no model of this name, or a private one: check the name, or {LOG_IN}{MODEL_COPY}"
+    )
+    assert complaint_about_data() == (
+        "data set nyu-mll/glue: the hub has no data set of this name, or a private one: check the name, or "
+        f"{LOG_IN}{DATA_COPY}"
+    )
+
+
+def test_a_token_without_permission(hub: MockHub) -> None:
+    hub.repositories["models/org/tiny"].status = 403
+    assert complaint_about_model() == (
+        "model org/tiny: the hub refuses access (HTTP status 403): log in with `hf auth login`, or set HF_TOKEN to a "
+        f"token that may read it{MODEL_COPY}"
+    )
+
+
+def test_a_branch_that_does_not_exist(hub: MockHub) -> None:
+    assert complaint_about_model("mian") == (
+        "model org/tiny at revision mian: the hub has no such revision; expected a branch, a tag or a commit, which "
+        f"are listed at {hub.url}/org/tiny{MODEL_COPY}"
+    )
+
+
+def test_a_hub_that_does_not_answer(
+    hub: MockHub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is not waited for; a commit that it has named before is used, with a warning."""
+    commit = resolve_model(ModelConfig("org/tiny")).revision
+    hub.silent = True
+    monkeypatch.setattr(hub_module, "COMMIT_SECONDS", 0.1)
+    silence = f"the hub {hub.url} gave no answer within 0.1 s"
+    assert resolve_model(ModelConfig("org/tiny")).revision == commit
+    assert caplog.messages == [f"model org/tiny: {silence}; using commit {commit}, the latest that is known"]
+    assert (
+        complaint_about_model("other")
+        == f"model org/tiny at revision other: not in the local cache, and {silence}{MODEL_COPY}"
+    )
