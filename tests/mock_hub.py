@@ -6,7 +6,7 @@ import io
 import json
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -179,23 +179,42 @@ def model_files(folder: Path, seed: int) -> dict[str, bytes]:
 
 def rte_files(rows: int = 16) -> dict[str, bytes]:
     """The files of RTE as they lie in the repository of GLUE on the hub."""
-    labels = ClassLabel(names=["entailment", "not_entailment"])
+    texts = {"sentence1": "the {split} lamp number {row} is old", "sentence2": "a lamp is old"}
+    return glue_files({"rte": ("train", "validation", "test")}, texts, ["entailment", "not_entailment"], rows)
+
+
+def mnli_files() -> dict[str, bytes]:
+    """The files of MNLI and of GLUE's diagnostic set, which is a configuration of its own on the hub."""
+    sets = [f"{name}_{kind}" for name in ("validation", "test") for kind in ("matched", "mismatched")]
+    texts = {"premise": "the {split} lamp number {row} is old", "hypothesis": "a lamp is old"}
+    labels = ["entailment", "neutral", "contradiction"]
+    return glue_files({"mnli": ("train", *sets), "ax": ("test",)}, texts, labels, rows=4)
+
+
+def glue_files(
+    splits: Mapping[str, Sequence[str]], texts: Mapping[str, str], labels: Sequence[str], rows: int
+) -> dict[str, bytes]:
+    """The files of configurations of GLUE, each with some splits, and the card that lists them.
+
+    The texts of a column are made from a template with the fields `split` and `row`.
+    """
     features = Features(
-        {"sentence1": Value("string"), "sentence2": Value("string"), "label": labels, "idx": Value("int32")}
+        {**dict.fromkeys(texts, Value("string")), "label": ClassLabel(names=list(labels)), "idx": Value("int32")}
     )
-    files = {}
-    for split in ("train", "validation", "test"):
-        columns = {
-            "sentence1": [f"the {split} lamp number {row} is old" for row in range(rows)],
-            "sentence2": ["a lamp is old"] * rows,
-            "label": [-1 if split == "test" else row % 2 for row in range(rows)],
-            "idx": list(range(rows)),
-        }
-        file = io.BytesIO()
-        Dataset.from_dict(columns, features=features).to_parquet(file)
-        files[f"rte/{split}-00000-of-00001.parquet"] = file.getvalue()
-    card = ["---", "configs:", "- config_name: rte", "  data_files:"]
-    for split in ("train", "validation", "test"):
-        card += [f"  - split: {split}", f"    path: rte/{split}-*"]
+    files, card = {}, ["---", "configs:"]
+    for configuration, names in splits.items():
+        card += [f"- config_name: {configuration}", "  data_files:"]
+        for split in names:
+            columns: dict[str, Any] = {
+                name: [template.format(split=split, row=row) for row in range(rows)] for name, template in texts.items()
+            }
+            columns |= {
+                "label": [-1 if split.startswith("test") else row % len(labels) for row in range(rows)],
+                "idx": list(range(rows)),
+            }
+            file = io.BytesIO()
+            Dataset.from_dict(columns, features=features).to_parquet(file)
+            files[f"{configuration}/{split}-00000-of-00001.parquet"] = file.getvalue()
+            card += [f"  - split: {split}", f"    path: {configuration}/{split}-*"]
     files["README.md"] = "\n".join([*card, "---", ""]).encode()
     return files

@@ -135,10 +135,11 @@ def _featurize(
     tokenize = partial(
         featurize, spec, tokenizer=tokenizer, max_length=length, doc_stride=config.task.doc_stride, cache_dir=cache
     )
-    return Examples(
-        tokenize(examples.train, training=True),
-        [tokenize(split, training=False) for split in examples.validation],
-        [tokenize(split, training=False) for split in examples.test],
+    return replace(
+        examples,
+        train=tokenize(examples.train, training=True),
+        validation=[tokenize(split, training=False) for split in examples.validation],
+        test=[tokenize(split, training=False) for split in examples.test],
     )
 
 
@@ -448,8 +449,8 @@ def _write_submission(job: Job) -> None:
     """Predict the test sets and write their submission files."""
     batches: Any = job.trainer.predict(job.module, datamodule=job.data)
     # Lightning returns a list of batches for a single test set, and a list of such lists for several.
-    batches_by_set = batches if len(job.spec.test) > 1 else [batches]
-    sets = zip(job.spec.test, job.examples.test, job.features.test, batches_by_set, strict=True)
+    batches_by_set = batches if len(job.examples.test) > 1 else [batches]
+    sets = zip(job.examples.test_sets, job.examples.test, job.features.test, batches_by_set, strict=True)
     for split, rows, tokens, outputs in sets:
         evaluation = Evaluator(job.spec, rows, tokens)(merge_outputs(all_gather_object(merge_outputs(outputs))))
         if job.trainer.is_global_zero:

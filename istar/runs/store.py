@@ -5,6 +5,7 @@ Nothing here imports the training, so a sweep can look up thousands of runs quic
 
 import hashlib
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from istar.errors import UserError, did_you_mean, shorten
 from istar.results import RunRecord
 from istar.runs.resolving import resolve_model
 from istar.tasks.loading import find_source, fingerprint, hold_out, overlap, read_splits
-from istar.tasks.specs import HELD_OUT, TASKS, TaskSpec
+from istar.tasks.specs import HELD_OUT, TASKS, Split, TaskSpec
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ class Examples:
     train: Dataset
     validation: list[Dataset]
     test: list[Dataset]
+    test_sets: Sequence[Split]  # the specifications of the sets in `test`
     commit: str | None = None  # commit of the data set on the hub; None for other sources, or if it is not known
 
 
@@ -38,19 +40,24 @@ def load_examples(spec: TaskSpec, config: TaskConfig) -> Examples:
     """Load the task's splits, cut to `limit_train` and `limit_validation` examples.
 
     If `spec` has the validation set `HELD_OUT`, it is split off the training data by `hold_out`. A warning is logged if
-    the training data contain validation examples.
+    the training data contain validation examples, or if a test set that the benchmark ships apart is missing.
     """
-    test = [split.name for split in spec.test] if config.submission else []
     names = [split.name for split in spec.validation if split != HELD_OUT]
-    requested = [spec.train, *names, *test]
+    test: Sequence[Split] = spec.test if config.submission else ()
+    requested = [spec.train, *names, *(split.name for split in test)]
     source = find_source(spec, config.data_dir, requested)
-    splits = read_splits(source, spec, requested)
+    missing = [split for split in test if split.is_apart and not source.has(split.name)]
+    for split in missing:
+        message = "the submission lacks %s: task.data_dir=%s holds no %s, which the benchmark ships apart"
+        log.warning(message, split.submission, config.data_dir, " or ".join(f"{stem}.tsv" for stem in split.stems))
+    test = [split for split in test if split not in missing]
+    splits = read_splits(source, spec, [spec.train, *names, *(split.name for split in test)])
     train = _first(splits[spec.train], config.limit_train)
     validation = [_first(splits[name], config.limit_validation) for name in names]
     if config.validation_fraction is not None:
         train, held_out = hold_out(spec, train, config.validation_fraction)
         validation.append(held_out)
-    examples = Examples(train, validation, [splits[name] for name in test], source.commit)
+    examples = Examples(train, validation, [splits[split.name] for split in test], test, source.commit)
     for name, split in zip([split.name for split in spec.validation], validation, strict=True):
         if shared := overlap(spec, examples.train, split):
             message = "%d of the %d examples of %s are also in the training data, word for word: the score is inflated"
@@ -142,7 +149,8 @@ class RunFolders:
         config = self.resolve(config)
         data, model = _data_key(config.task), repr(config.model)
         if data not in self._sizes:
-            examples = load_examples(task_spec(config.task), config.task)
+            # Test sets do not identify a run.
+            examples = load_examples(task_spec(config.task), replace(config.task, submission=False))
             self._fingerprints[data] = fingerprint(examples.train, *examples.validation)
             self._sizes[data] = len(examples.train)
         if model not in self._model_identities:

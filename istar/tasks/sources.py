@@ -38,6 +38,7 @@ class Source:
     """Where the splits of a task come from."""
 
     read: Callable[[str], RawSplit]  # reads a split, given its name
+    has: Callable[[str], bool]  # whether there is such a split
     commit: str | None = None  # commit of the data set on the hub; None for other sources, or if it is not known
 
 
@@ -62,7 +63,7 @@ def from_folder(spec: TaskSpec, data_dir: Path, splits: Sequence[str]) -> Source
     candidates = itertools.product([data_dir, *(data_dir / name for name in subfolders)], layouts)
 
     def split_counts(candidate: tuple[Path, Layout]) -> tuple[int, int]:
-        available = {split for split in {*splits, *spec.splits} if _find_file(*candidate, split)}
+        available = {split for split in {*splits, *spec.splits} if _find_file(spec, *candidate, split)}
         return len(available & set(splits)), len(available)
 
     folder, layout = best = max(candidates, key=split_counts)
@@ -72,14 +73,14 @@ def from_folder(spec: TaskSpec, data_dir: Path, splits: Sequence[str]) -> Source
         raise UserError(f"{option} holds no data of task {spec.name}: no {names} in it or in {places}")
 
     def read(split: str) -> RawSplit:
-        match = _find_file(folder, layout, split)
+        match = _find_file(spec, folder, layout, split)
         if match is None:
-            names = " or ".join(name for pattern in layout for name in _file_names(pattern, split))
+            names = " or ".join(name for pattern in layout for name in _file_names(spec, pattern, split))
             raise UserError(f"{option}: split {split!r} of task {spec.name} is missing: no {names} in {folder}")
         path, reader = match
         return reader(path, spec, split)
 
-    return Source(read)
+    return Source(read, lambda split: _find_file(spec, folder, layout, split) is not None)
 
 
 def from_hub(spec: TaskSpec) -> Source:
@@ -94,21 +95,29 @@ def from_hub(spec: TaskSpec) -> Source:
     source = " ".join(filter(None, spec.hub))
     problem = hub_problem()
     commit = None if problem else find_commit(spec.hub[0], None, "dataset")
-    try:
-        with _offline() if problem else contextlib.nullcontext():
-            dataset = datasets.load_dataset(*spec.hub, revision=commit)
-    except Exception as error:  # `datasets` and the libraries below it raise many types
-        answer = f"the hub did not deliver it ({shorten(f'{type(error).__name__}: {error}')})"
-        reason = refusal(error, spec.hub[0], "dataset") or answer
-        reason = f"not in the local cache, and {problem}" if problem else reason
-        raise UserError(f"{source}: {reason}; {LOCAL_COPY['dataset']}") from error
+    name, configuration = spec.hub
+
+    def load(configuration: str | None) -> datasets.DatasetDict:
+        try:
+            with _offline() if problem else contextlib.nullcontext():
+                return datasets.load_dataset(name, configuration, revision=commit)
+        except Exception as error:  # `datasets` and the libraries below it raise many types
+            answer = f"the hub did not deliver it ({shorten(f'{type(error).__name__}: {error}')})"
+            reason = refusal(error, name, "dataset") or answer
+            reason = f"not in the local cache, and {problem}" if problem else reason
+            source = " ".join(filter(None, (name, configuration)))
+            raise UserError(f"{source}: {reason}; {LOCAL_COPY['dataset']}") from error
+
+    dataset = load(configuration)
+    apart = {split.name: split.hub for split in spec.test if split.hub is not None}
 
     def read(split: str) -> RawSplit:
-        if split not in dataset:
-            raise UserError(f"{source} has no split {split!r}; found: {', '.join(dataset)}")
-        return readers.from_dataset(dataset[split], spec, split, f"{source}, split {split}")
+        splits, name_on_hub = (load(apart[split][0]), apart[split][1]) if split in apart else (dataset, split)
+        if name_on_hub not in splits:
+            raise UserError(f"{source} has no split {name_on_hub!r}; found: {', '.join(splits)}")
+        return readers.from_dataset(splits[name_on_hub], spec, split, f"{source}, split {split}")
 
-    return Source(read, commit or _cached_commit(dataset))
+    return Source(read, lambda split: split in apart or split in dataset, commit or _cached_commit(dataset))
 
 
 def _cached_commit(dataset: datasets.DatasetDict) -> str | None:
@@ -127,21 +136,21 @@ def from_generator(spec: TaskSpec) -> Source:
     def read(split: str) -> RawSplit:
         return readers.from_dataset(demo.generate(spec.name, split), spec, split, f"generated {split} of {spec.name}")
 
-    return Source(read)
+    return Source(read, lambda split: True)
 
 
-def _find_file(folder: Path, layout: Layout, split: str) -> tuple[Path, Reader] | None:
+def _find_file(spec: TaskSpec, folder: Path, layout: Layout, split: str) -> tuple[Path, Reader] | None:
     """Return the first existing file of a split and its reader, or None."""
     for pattern, reader in layout.items():
-        for name in _file_names(pattern, split):
+        for name in _file_names(spec, pattern, split):
             if (folder / name).is_file():
                 return folder / name, reader
     return None
 
 
-def _file_names(pattern: str, split: str) -> list[str]:
-    """Return the possible file names of a split; the benchmarks' files say `dev` instead of `validation`."""
-    return [pattern.format(stem) for stem in dict.fromkeys((split, split.replace("validation", "dev")))]
+def _file_names(spec: TaskSpec, pattern: str, split: str) -> list[str]:
+    """Return the possible file names of a split."""
+    return [pattern.format(stem) for stem in spec.stems(split)]
 
 
 @contextlib.contextmanager

@@ -15,6 +15,15 @@ class Split:
     name: str  # name of the split on the hub, e.g. `validation_matched`
     suffix: str = ""  # appended to metric names if a task has several such sets, e.g. `accuracy_mismatched`
     submission: str = ""  # file name of the GLUE submission for a test set; empty if there is none
+    # For a set that the benchmark ships apart from the others: its paths without suffix relative to their folder, and
+    # its configuration and split on the hub. A submission leaves out such a set, with a warning, where it is missing.
+    stems: tuple[str, ...] = ()
+    hub: tuple[str, str] | None = None
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether the benchmark ships this set apart from the others."""
+        return bool(self.stems)
 
 
 HELD_OUT = Split("held_out", suffix="held_out")
@@ -52,6 +61,11 @@ class TaskSpec:
     def selection_metric(self) -> str:
         """Name of the metric that selects the best epoch: the headline metric, on held-out data if there are any."""
         return f"{self.headline}_{HELD_OUT.suffix}" if HELD_OUT in self.validation else self.headline
+
+    def stems(self, split: str) -> tuple[str, ...]:
+        """Return the names without suffix that the file of a split may have; the benchmarks' files may say `dev`."""
+        apart = [stem for test in self.test if test.name == split for stem in test.stems]
+        return tuple(dict.fromkeys((split, split.replace("validation", "dev"), *apart)))
 
     def is_test(self, split: str) -> bool:
         """Return whether a split is a test set, which may lack labels."""
@@ -122,6 +136,14 @@ _SPECS = (
         test=(
             Split("test_matched", submission="MNLI-m.tsv"),
             Split("test_mismatched", suffix="mismatched", submission="MNLI-mm.tsv"),
+            # GLUE's diagnostic set, for models that were trained on MNLI.
+            Split(
+                "ax",
+                suffix="ax",
+                submission="AX.tsv",
+                stems=("AX", "../AX/AX", "../diagnostic/diagnostic"),
+                hub=("ax", "test"),
+            ),
         ),
         submit_labels=True,
     ),

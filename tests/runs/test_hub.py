@@ -8,20 +8,20 @@ from typing import Any
 import pytest
 
 from istar import models, results
-from istar.config import ModelConfig
+from istar.config import ModelConfig, TaskConfig
 from istar.errors import UserError
 from istar.results import RunRecord
 from istar.runs import launch
 from istar.runs import run as run_module
 from istar.runs.resolving import resolve_model
 from istar.runs.run import run
-from istar.runs.store import model_identity
+from istar.runs.store import load_examples, model_identity, task_spec
 from istar.tasks import hub as hub_module
 from istar.tasks.loading import find_source, load_splits
 from istar.tasks.specs import TASKS
 from tests.conftest import SMALL
 from tests.jobs import starting
-from tests.mock_hub import MockHub, Repository, model_files, rte_files, serving, set_offline, use
+from tests.mock_hub import MockHub, Repository, mnli_files, model_files, rte_files, serving, set_offline, use
 from tests.outcomes import only_run
 from tests.runs.artifacts import Build
 
@@ -128,6 +128,15 @@ def test_the_commit_of_a_data_set_is_known_offline(hub: MockHub, monkeypatch: py
     assert len(load_splits(TASKS["rte"], None, ["train"])["train"]) == 20
     set_offline(True, monkeypatch)
     assert find_source(TASKS["rte"], None, ["train"]).commit == latest
+
+
+def test_the_diagnostic_set_is_another_configuration_of_the_same_commit(hub: MockHub) -> None:
+    hub.repositories["datasets/nyu-mll/glue"].push(mnli_files())
+    config = TaskConfig(name="mnli", submission=True)
+    examples = load_examples(task_spec(config), config)
+    assert [split.submission for split in examples.test_sets] == ["MNLI-m.tsv", "MNLI-mm.tsv", "AX.tsv"]
+    assert examples.test[2]["premise"][3] == "the test lamp number 3 is old"
+    assert examples.commit == hub.repositories["datasets/nyu-mll/glue"].branches["main"]
 
 
 def test_random_weights_need_no_file_with_weights(hub: MockHub) -> None:

@@ -10,9 +10,10 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from istar.config import TaskConfig
 from istar.errors import UserError
 from istar.runs.run import run
-from istar.runs.store import load_examples
+from istar.runs.store import load_examples, task_spec
 from istar.tasks import demo
 from istar.tasks.loading import load_splits
 from istar.tasks.specs import TASKS
@@ -62,6 +63,8 @@ def test_mnli_has_two_validation_sets(small: Build, tmp_path: Path) -> None:
     table(folder, "dev_mismatched.tsv", *lines("that", 13))
     table(folder, "test_matched.tsv", "index|sentence1|sentence2", *(f"{n}|my lamp {n} .|old ." for n in range(5)))
     table(folder, "test_mismatched.tsv", "index|sentence1|sentence2", *(f"{n}|your lamp {n} .|old ." for n in range(6)))
+    diagnostic = ("index|sentence1|sentence2", *(f"{n}|her lamp {n} .|new ." for n in range(4)))
+    table(tmp_path / "glue_data" / "diagnostic", "diagnostic.tsv", *diagnostic)
     config = small(
         *TINY, "task=mnli", f"task.data_dir={tmp_path / 'glue_data'}", "data.eval_batch_size=4", "task.submission=true",
         "trainer.max_epochs=2",
@@ -81,6 +84,32 @@ def test_mnli_has_two_validation_sets(small: Build, tmp_path: Path) -> None:
     assert {"val/accuracy", "val/accuracy_mismatched"} <= set(logged(result))
     assert len((result / "submission" / "MNLI-m.tsv").read_text().splitlines()) == 6
     assert len((result / "submission" / "MNLI-mm.tsv").read_text().splitlines()) == 7
+    lines = [line.split("\t") for line in (result / "submission" / "AX.tsv").read_text().splitlines()]
+    assert lines[0] == ["index", "prediction"]
+    assert [line[0] for line in lines[1:]] == ["0", "1", "2", "3"]
+    assert {line[1] for line in lines[1:]} <= set(labels)
+
+
+@pytest.mark.parametrize("name", ["MNLI/AX.tsv", "AX/AX.tsv", "diagnostic/diagnostic.tsv", None])
+def test_the_diagnostic_set_is_where_the_benchmark_puts_it(
+    tmp_path: Path, name: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "MNLI"
+    for split in ("train", "dev_matched", "dev_mismatched"):
+        table(folder, f"{split}.tsv", "index|sentence1|sentence2|gold_label", f"0|{split} .|old .|neutral")
+    for split in ("test_matched", "test_mismatched"):
+        table(folder, f"{split}.tsv", "index|sentence1|sentence2", f"0|{split} .|old .")
+    if name is not None:
+        table((tmp_path / name).parent, Path(name).name, "index|sentence1|sentence2", "0|a lamp .|old .", "1|b .|c .")
+    # Both the folder of the task and the folder of all tasks may be named.
+    for data_dir in (tmp_path, folder):
+        config = TaskConfig(name="mnli", data_dir=str(data_dir), submission=True)
+        with caplog.at_level(logging.WARNING):
+            examples = load_examples(task_spec(config), config)
+        files = ["MNLI-m.tsv", "MNLI-mm.tsv"] + ["AX.tsv"] * bool(name)
+        assert [split.submission for split in examples.test_sets] == files
+        assert [len(rows) for rows in examples.test] == [1, 1] + [2] * bool(name)
+    assert ("the submission lacks AX.tsv" in caplog.text) == (name is None)
 
 
 def test_submission(small: Build, tmp_path: Path) -> None:
