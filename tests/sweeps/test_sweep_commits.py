@@ -17,7 +17,7 @@ from istar.sweeps.sweep import Runs, SweepRequest, _launcher_overrides, search
 from istar.tasks import hub
 
 MODEL = ("model=auto", "model.name=org/tiny")
-COMMITS = ("0123456789" * 4, "f" * 40)
+COMMITS = ("12345678901234567890e1234567890123456789", "f" * 40)
 """Of the branch before and after it moves; the first one looks like a number."""
 
 
