@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from istar.config import TrainerConfig
+from istar.config import SweepConfig, TrainerConfig
 from istar.errors import StoppedError, UserError
 from istar.results import RunRecord
 from istar.runs import fork_server
@@ -31,10 +31,11 @@ class TrialSource(Protocol):
         """Called many times a second while trials run."""
 
 
-def run_trials(source: TrialSource, jobs: int, fail_fast: bool, logs: Path) -> None:
-    """Execute trials, `jobs` of them in parallel, until the source has no more and all have ended.
+def run_trials(source: TrialSource, settings: SweepConfig, logs: Path) -> None:
+    """Execute trials, `settings.jobs` of them in parallel, until the source has no more and all have ended.
 
-    The output of the processes goes to files in the folder `logs`. With `fail_fast`, a failure stops all trials.
+    The output of the processes goes to files in the folder `logs`. With `settings.fail_fast`, a failure stops all
+    trials.
 
     Raises:
         StoppedError: if a signal has stopped the sweep; the signal was forwarded to the running trials.
@@ -42,7 +43,8 @@ def run_trials(source: TrialSource, jobs: int, fail_fast: bool, logs: Path) -> N
     logs.mkdir(parents=True, exist_ok=True)
     with fork_server.ServerPool(logs / "server.log") as servers:
         # A new interpreter costs seconds for every run; a forked process does not.
-        pool = _Pool(source, jobs, fail_fast, logs, servers.spawn if fork_server.is_supported() else spawn)
+        start = servers.spawn if settings.fork and fork_server.is_supported() else spawn
+        pool = _Pool(source, settings, logs, start)
         with forward_signals(pool.runs) as signals:
             while pool.fill_slots(signals):
                 pool.collect_ended(signals)
@@ -56,11 +58,12 @@ def run_trials(source: TrialSource, jobs: int, fail_fast: bool, logs: Path) -> N
 class _Pool:
     """The running trials, each in a slot of its own, and their processes (`runs`)."""
 
-    def __init__(self, source: TrialSource, jobs: int, fail_fast: bool, logs: Path, start: Spawn) -> None:
+    def __init__(self, source: TrialSource, settings: SweepConfig, logs: Path, start: Spawn) -> None:
         self.runs: list[RunProcesses] = []
-        self._source, self._jobs, self._fail_fast, self._logs, self._spawn = source, jobs, fail_fast, logs, start
+        self._source, self._logs, self._spawn = source, logs, start
+        self._jobs, self._fail_fast = settings.jobs, settings.fail_fast
         self._slots: dict[int, tuple[Trial, RunProcesses]] = {}
-        self._gpus = visible_gpus() if jobs > 1 else []
+        self._gpus = visible_gpus() if settings.jobs > 1 else []
         self._is_stopping = False
 
     def fill_slots(self, signals: Sequence[int]) -> bool:

@@ -222,7 +222,7 @@ def run_queue(queue: TrialQueue) -> None:
     request = queue.runs.request
     settings = request.settings
     if request.launcher is None:
-        pool.run_trials(queue, settings.jobs, settings.fail_fast, queue.runs.folder / "logs")
+        pool.run_trials(queue, settings, queue.runs.folder / "logs")
         return
     # A grid is launched as a whole; a search in batches, because later trials depend on earlier results.
     limit = settings.jobs if isinstance(queue, SearchQueue) else math.inf

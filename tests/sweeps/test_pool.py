@@ -6,9 +6,10 @@ from typing import Any, ClassVar
 
 import pytest
 
-from istar.config import Config, TrainerConfig
+from istar.config import Config, SweepConfig, TrainerConfig
 from istar.errors import StoppedError, UserError
 from istar.results import RunRecord
+from istar.runs import fork_server, launch
 from istar.sweeps import pool
 from istar.sweeps.pool import run_trials, slot_environment
 from istar.sweeps.trials import Trial
@@ -74,7 +75,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def execute(source: Source, tmp_path: Path, jobs: int = 2, fail_fast: bool = False) -> None:
-    run_trials(source, jobs, fail_fast, tmp_path / "logs")
+    run_trials(source, SweepConfig(jobs=jobs, fail_fast=fail_fast), tmp_path / "logs")
 
 
 @pytest.mark.parametrize("jobs", [1, 2, 3, 20])
@@ -124,6 +125,20 @@ def test_a_signal_stops_all_and_begins_no_other(composed: Any, tmp_path: Path) -
     assert error.value.exit_code == 128 + signal.SIGINT
     assert source.told == {"a": "stopped", "b": "stopped"}
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("fork", [True, False])
+def test_fresh_processes_on_request(composed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fork: bool) -> None:
+    starts = []
+
+    class Recorded(Run):
+        def __init__(self, *arguments: Any) -> None:
+            starts.append(arguments[-1])
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(pool, "RunProcesses", Recorded)
+    run_trials(Source(composed(), "a"), SweepConfig(fork=fork), tmp_path / "logs")
+    assert (starts == [launch.spawn]) == (not fork or not fork_server.is_supported())
 
 
 @pytest.mark.parametrize(
