@@ -11,7 +11,6 @@ leave threads (a debugger's, a tracer's), the server says so and exits, and fres
 script, hides libraries that cannot be imported, and reports exit codes of live processes when the server is killed.
 """
 
-import logging
 import os
 import signal
 import subprocess
@@ -44,8 +43,6 @@ _REFUSAL = 0
 _FORK_SAFE_THREADS = {"jemalloc_bg_thd"}
 """Threads that may run during a fork: Arrow's allocator only uses it to return memory to the operating system."""
 
-_logger = logging.getLogger(__name__)
-
 
 def is_supported() -> bool:
     """Whether runs can be forked on this platform.
@@ -58,12 +55,12 @@ def is_supported() -> bool:
 class ServerPool:
     """Starts the processes of runs like `launch.spawn`, through one server for each set of `IMPORT_TIME_VARIABLES`.
 
-    The servers write their stdout and stderr to the file `log`. If a server cannot fork, a warning is logged once, and
-    `launch.spawn` starts all processes, including those that the server has not started.
+    The servers write their stdout and stderr to the file `log`. If a server cannot fork, `warn` is called once with a
+    line that says why, and `launch.spawn` starts all processes, including those that the server has not started.
     """
 
-    def __init__(self, log: Path) -> None:
-        self._log = log
+    def __init__(self, log: Path, warn: Callable[[str], None]) -> None:
+        self._log, self._warn = log, warn
         self._servers: dict[tuple[str | None, ...], Server] = {}
         self._has_refused = False
 
@@ -86,10 +83,9 @@ class ServerPool:
 
     def _on_refusal(self, reason: str) -> None:
         if not self._has_refused:
-            _logger.warning(
-                "%s, so that runs cannot be forked: each starts in a fresh process, which takes some seconds more; "
-                "sweep.fork=false starts fresh processes from the beginning",
-                reason,
+            self._warn(
+                f"{reason}, so that runs cannot be forked: each starts in a fresh process, which takes some seconds "
+                "more; sweep.fork=false starts fresh processes from the beginning"
             )
         self._has_refused = True
 

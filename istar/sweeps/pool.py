@@ -30,6 +30,9 @@ class TrialSource(Protocol):
     def tick(self) -> None:
         """Called many times a second while trials run."""
 
+    def warn(self, message: str) -> None:
+        """Called with a line for the user."""
+
 
 def run_trials(source: TrialSource, settings: SweepConfig, logs: Path) -> None:
     """Execute trials, `settings.jobs` of them in parallel, until the source has no more and all have ended.
@@ -41,7 +44,7 @@ def run_trials(source: TrialSource, settings: SweepConfig, logs: Path) -> None:
         StoppedError: if a signal has stopped the sweep; the signal was forwarded to the running trials.
     """
     logs.mkdir(parents=True, exist_ok=True)
-    with fork_server.ServerPool(logs / "server.log") as servers:
+    with fork_server.ServerPool(logs / "server.log", source.warn) as servers:
         # A new interpreter costs seconds for every run; a forked process does not.
         start = servers.spawn if settings.fork and fork_server.is_supported() else spawn
         pool = _Pool(source, settings, logs, start)

@@ -170,6 +170,9 @@ class TrialQueue:
     def tick(self) -> None:
         self.board.tick()
 
+    def warn(self, message: str) -> None:
+        self.runs.console.out(f"warning: {message}", highlight=False)
+
 
 class SearchQueue(TrialQueue):
     """Supplies the trials that Optuna suggests and reports their results to Optuna and the board."""

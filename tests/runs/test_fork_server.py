@@ -67,6 +67,10 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **more}
 
 
+def fail(warning: str) -> None:
+    raise AssertionError(warning)
+
+
 def is_over(process: ForkedProcess) -> int:
     until(lambda: process.poll() is not None)
     assert process.returncode is not None
@@ -85,7 +89,7 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
     folder = tmp_path_factory.mktemp("logs")
-    with ServerPool(folder / "server.log") as servers:
+    with ServerPool(folder / "server.log", fail) as servers:
         yield servers
     assert (folder / "server.log").read_text() == ""
 
@@ -194,7 +198,7 @@ def is_gone(pid: int) -> bool:
 
 
 def test_a_server_that_is_killed_and_one_that_nobody_needs_any_more(tmp_path: Path) -> None:
-    with ServerPool(tmp_path / "server.log") as servers:
+    with ServerPool(tmp_path / "server.log", fail) as servers:
         for ending in ("killed", "left"):
             process = servers.spawn([WATCH], environment(), tmp_path / ending)
             pid = pid_in(tmp_path / ending)
@@ -210,13 +214,15 @@ def test_a_server_that_is_killed_and_one_that_nobody_needs_any_more(tmp_path: Pa
     until(lambda: is_gone(pid))
 
 
-def server_with(library: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ServerPool:
+def server_with(
+    library: str, folder: Path, monkeypatch: pytest.MonkeyPatch, warn: Callable[[str], None] = fail
+) -> ServerPool:
     """Servers that import this library instead of those of a run."""
     (folder / "library.py").write_text(library)
     script = folder / "server.py"
     script.write_text(f"from istar.runs import fork_server; fork_server.PRELOADED_MODULES = ('library',)\n{STAND_IN}")
     monkeypatch.setattr(fork_server, "COMMAND", (sys.executable, str(script)))
-    return ServerPool(folder / "server.log")
+    return ServerPool(folder / "server.log", warn)
 
 
 def test_a_library_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,9 +233,8 @@ def test_a_library_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.M
     assert "ModuleNotFoundError: No module named 'nowhere'" in (tmp_path / "server.log").read_text()
 
 
-def test_fresh_processes_replace_forks_that_are_not_possible(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_fresh_processes_replace_forks_that_are_not_possible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings: list[str] = []
     thread = "threading.Thread(target=time.sleep, args=(3600,), name='tracer', daemon=True)"
 
     def spawn_fresh(arguments: Sequence[str], environment: Mapping[str, str], log: Path | None) -> object:
@@ -237,7 +242,7 @@ def test_fresh_processes_replace_forks_that_are_not_possible(
 
     monkeypatch.setattr(launch, "spawn", spawn_fresh)
     wait = "import signal; signal.sigwait([signal.SIGUSR1]); raise SystemExit({})"
-    with server_with(f"import threading, time; {thread}.start()", tmp_path, monkeypatch) as servers:
+    with server_with(f"import threading, time; {thread}.start()", tmp_path, monkeypatch, warnings.append) as servers:
         # Both are requested before the server has said that it cannot fork; the third one is requested afterwards.
         first, second = (servers.spawn([wait.format(code)], environment(), None) for code in (3, 4))
         first.send_signal(signal.SIGUSR1)
@@ -247,7 +252,7 @@ def test_fresh_processes_replace_forks_that_are_not_possible(
         assert second.wait() == 4
         third = servers.spawn(["raise SystemExit(5)"], environment(OMP_NUM_THREADS="4"), None)
         assert third.wait() == 5
-    [warning] = [record.getMessage() for record in caplog.records if record.name == "istar.runs.fork_server"]
+    [warning] = warnings
     assert "threads that a fork would lose: tracer, so that" in warning
     assert "sweep.fork=false" in warning
     assert "\n" not in warning
@@ -278,7 +283,7 @@ def test_a_fork_that_the_system_refuses(tmp_path: Path, monkeypatch: pytest.Monk
         f"{refuse}\nfrom istar.runs import fork_server as s; s.PRELOADED_MODULES, s._fork = (), refuse\n{STAND_IN}"
     )
     monkeypatch.setattr(fork_server, "COMMAND", (sys.executable, str(script)))
-    with ServerPool(tmp_path / "server.log") as servers:
+    with ServerPool(tmp_path / "server.log", fail) as servers:
         for _ in range(2):
             with pytest.raises(UserError, match=r"the process of the run could not be started: .*unavailable"):
                 servers.spawn(["pass"], environment(), None).wait()

@@ -66,6 +66,9 @@ class Source:
     def tick(self) -> None:
         pass
 
+    def warn(self, message: str) -> None:
+        raise AssertionError(message)
+
 
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
