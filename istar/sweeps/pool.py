@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from istar.config import SweepConfig, TrainerConfig
-from istar.errors import StoppedError, UserError
+from istar.errors import LockedError, StoppedError, UserError
 from istar.results import RunRecord
 from istar.runs import fork_server
 from istar.runs.launch import RunProcesses, Spawn, blocked_signals, forward_signals, processes_to_start, spawn
@@ -21,14 +21,20 @@ class TrialSource(Protocol):
     def next(self) -> Trial | None:
         """The next trial to start; None if there is none at the moment."""
 
+    def is_waiting(self) -> bool:
+        """Whether `next` may return another trial later, although none is running."""
+
     def started(self, trial: Trial, log: Path) -> None:
         """Called when a trial has started."""
 
     def ended(self, trial: Trial, outcome: RunRecord | UserError, status: str | None = None) -> None:
         """Called when a trial has ended; `status` is given if it does not follow from the outcome."""
 
+    def set_aside(self, trial: Trial) -> None:
+        """Called when a trial could not be executed because another process executes it."""
+
     def tick(self) -> None:
-        """Called many times a second while trials run."""
+        """Called many times a second while trials run or are waited for."""
 
     def warn(self, message: str) -> None:
         """Called with a line for the user."""
@@ -70,14 +76,15 @@ class _Pool:
         self._is_stopping = False
 
     def fill_slots(self, signals: Sequence[int]) -> bool:
-        """Start a trial in each free slot; returns whether any trial is running."""
+        """Start a trial in each free slot; returns whether any trial is running or waited for."""
         for slot in range(self._jobs):
             while slot not in self._slots and not signals and not self._is_stopping:
                 trial = self._source.next()
                 if trial is None:
                     break
                 self._start(slot, trial)
-        return bool(self._slots)
+        may_start = not signals and not self._is_stopping
+        return bool(self._slots) or (may_start and self._source.is_waiting())
 
     def collect_ended(self, signals: Sequence[int]) -> None:
         """Free the slots of trials that have ended, and report their outcomes to the source."""
@@ -106,6 +113,8 @@ class _Pool:
         """Report the record or the error of a trial that has ended to its source."""
         try:
             self._source.ended(trial, run.record(signals))
+        except LockedError:
+            self._source.set_aside(trial)
         except UserError as error:
             # Without a signal to the sweep, a trial that was stopped has failed, and the sweep goes on.
             if isinstance(error, StoppedError) and (signals or self._is_stopping):

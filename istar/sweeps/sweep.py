@@ -1,6 +1,7 @@
 """Runs a sweep, which `train.py -m` calls: expands the trials, executes the missing ones and compares the results."""
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -13,8 +14,8 @@ from rich.progress import track
 
 from istar import results
 from istar.config import Config, SweepConfig, WandbConfig, schema
-from istar.errors import StoppedError, UserError
-from istar.files import write_text
+from istar.errors import LockedError, StoppedError, UserError
+from istar.files import is_locked, write_text
 from istar.reports import comparison, run_tables
 from istar.results import RunRecord
 from istar.runs import extras
@@ -30,6 +31,9 @@ SEARCH, SEEDS = "search", "seeds"
 _MAX_COMPARED = 24
 """With more configurations than fit into a table and a figure, only the best of each method are compared."""
 _PROGRESS_BAR_FROM = 50  # number of runs from which composing them shows a progress bar
+
+CHECK_SECONDS = 1.0
+"""How often a sweep checks whether the runs that other processes execute have ended."""
 
 Launcher = Callable[[Sequence[Overrides]], Sequence[RunRecord | UserError]]
 """Executes several runs elsewhere, as Hydra's launchers do; returns the record or the error of each."""
@@ -112,9 +116,8 @@ class Runs:
             config = replace(config, logger=replace(config.logger, group=self.folder.name))
         message, record = None, None
         try:
-            folder = self.folders(config)
-            record = None if config.run.overwrite else finished_run(folder, config)
-            name = folder.name
+            name = self.folders(config).name
+            record = self.finished_record(Trial(overrides, config, name))
         except UserError as error:
             message, name = str(error), f"not-started-{len(self.entries) + 1}"
         trial = self.trials.setdefault(name, Trial(overrides, config, name))
@@ -128,6 +131,14 @@ class Runs:
         if message is not None:
             entry.status, entry.error = "failed", message
         return trial
+
+    def finished_record(self, trial: Trial) -> RunRecord | None:
+        """The record of a trial that is finished and need not be executed again; None if there is none.
+
+        Raises:
+            UserError: if the folder holds a result that cannot be used.
+        """
+        return None if trial.config.run.overwrite else finished_run(self.request.root / trial.name, trial.config)
 
     def sample_config(self) -> Config:
         """A config with only the values that are not swept over; raises a `UserError` if its data cannot be loaded."""
@@ -152,14 +163,43 @@ class Runs:
 
 
 class TrialQueue:
-    """Supplies the waiting runs in their order and reports their results to the board; see `pool.TrialSource`."""
+    """Supplies the waiting runs in their order and reports their results to the board; see `pool.TrialSource`.
+
+    A run whose folder another process has locked has the status `elsewhere` until the lock is free. Then the result of
+    the other process counts, or the run is executed here if the other process has not finished it.
+    """
 
     def __init__(self, runs: Runs, live_board: Board) -> None:
         self.runs, self.board = runs, live_board
+        self._checked = 0.0
 
     def next(self) -> Trial | None:
-        waiting = self.runs.state.entries_with("waiting")
-        return self.runs.trials[waiting[0].name] if waiting else None
+        for entry in self.runs.state.entries_with("waiting"):
+            trial = self.runs.trials[entry.name]
+            if self._is_elsewhere(entry):
+                self.set_aside(trial)
+            elif not self._take_result(trial):
+                return trial
+        return None
+
+    def is_waiting(self) -> bool:
+        return bool(self.runs.state.entries_with("elsewhere"))
+
+    def set_aside(self, trial: Trial) -> None:
+        self.board.set_status(self.runs.entries[trial.name], "elsewhere")
+
+    def _is_elsewhere(self, entry: Entry) -> bool:
+        return is_locked(self.runs.request.root / entry.name)
+
+    def _take_result(self, trial: Trial) -> bool:
+        """Report the result of a trial that another process has finished; returns whether there is one."""
+        try:
+            outcome: RunRecord | UserError | None = self.runs.finished_record(trial)
+        except UserError as error:
+            outcome = error
+        if outcome is not None:
+            self.ended(trial, outcome)
+        return outcome is not None
 
     def started(self, trial: Trial, log: Path | None) -> None:
         self.board.started(self.runs.entries[trial.name], log)
@@ -168,6 +208,11 @@ class TrialQueue:
         self.board.ended(self.runs.entries[trial.name], outcome, status)
 
     def tick(self) -> None:
+        if time.monotonic() - self._checked >= CHECK_SECONDS:
+            self._checked = time.monotonic()
+            for entry in self.runs.state.entries_with("elsewhere"):
+                if not self._is_elsewhere(entry):
+                    self.board.set_status(entry, "waiting")
         self.board.tick()
 
     def warn(self, message: str) -> None:
@@ -234,12 +279,19 @@ def run_queue(queue: TrialQueue) -> None:
         while len(batch) < limit and (trial := queue.next()) is not None:
             queue.started(trial, None)
             batch.append(trial)
-        if not batch:
+        if not batch and not queue.is_waiting():
             return
-        with queue.board.ticking():
-            outcomes = request.launcher([_launcher_overrides(trial) for trial in batch])
-        for trial, outcome in zip(batch, outcomes, strict=True):
-            queue.ended(trial, outcome, "stopped" if isinstance(outcome, StoppedError) else None)
+        if batch:
+            with queue.board.ticking():
+                outcomes = request.launcher([_launcher_overrides(trial) for trial in batch])
+            for trial, outcome in zip(batch, outcomes, strict=True):
+                if isinstance(outcome, LockedError):
+                    queue.set_aside(trial)
+                else:
+                    queue.ended(trial, outcome, "stopped" if isinstance(outcome, StoppedError) else None)
+        else:
+            time.sleep(CHECK_SECONDS)
+        queue.tick()
 
 
 def _launcher_overrides(trial: Trial) -> Overrides:
@@ -295,7 +347,7 @@ def print_results(runs: Runs) -> int:
         console.print(run_tables.comparison(records))
         console.out(f"{runs.folder / 'comparison.png'} and .svg, .md", highlight=False)
     count = len(runs.state.entries)
-    failed, stopped = runs.state.entries_with("failed"), runs.state.entries_with("waiting", "stopped")
+    failed, stopped = runs.state.entries_with("failed"), runs.state.entries_with("waiting", "stopped", "elsewhere")
     if failed:
         console.out(f"{len(failed)} of {count} runs failed; the same command runs them again:")
         for entry in failed:

@@ -1,13 +1,14 @@
 """N runs at a time. The runs are stand-ins that end when they are told to; real ones are in test_sweep.py."""
 
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
 from istar.config import Config, SweepConfig, TrainerConfig
-from istar.errors import StoppedError, UserError
+from istar.errors import LockedError, StoppedError, UserError
 from istar.results import RunRecord
 from istar.runs import fork_server, launch
 from istar.sweeps import pool
@@ -42,6 +43,8 @@ class Run:
     def record(self, signals: Any) -> RunRecord:
         if self.signals:
             raise StoppedError("stopped by SIGTERM: saved", signal.SIGTERM)
+        if self.name.startswith("locked"):
+            raise LockedError("another process has it")
         if self.name.startswith("bad"):
             raise UserError("it broke")
         return RunRecord(self.name, "finished", {})
@@ -50,6 +53,7 @@ class Run:
 class Source:
     def __init__(self, config: Config, *names: str) -> None:
         self.waiting = [Trial((), config, name) for name in names]
+        self.elsewhere: list[Trial] = []
         self.running: list[str] = []
         self.told: dict[str, str] = {}
 
@@ -62,6 +66,12 @@ class Source:
     def ended(self, trial: Trial, outcome: RunRecord | UserError, status: str | None = None) -> None:
         assert trial.name not in self.told
         self.told[trial.name] = status or (outcome.status if isinstance(outcome, RunRecord) else f"failed: {outcome}")
+
+    def set_aside(self, trial: Trial) -> None:
+        self.elsewhere.append(trial)
+
+    def is_waiting(self) -> bool:
+        return bool(self.elsewhere)
 
     def tick(self) -> None:
         pass
@@ -142,6 +152,40 @@ def test_fresh_processes_on_request(composed: Any, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(pool, "RunProcesses", Recorded)
     run_trials(Source(composed(), "a"), SweepConfig(fork=fork), tmp_path / "logs")
     assert (starts == [launch.spawn]) == (not fork or not fork_server.is_supported())
+
+
+class SourceWithRunsElsewhere(Source):
+    """Runs that are executed elsewhere come back after some looks, once nothing else runs."""
+
+    looks = 0
+
+    def tick(self) -> None:
+        if Run.alive:
+            return
+        self.looks += 1
+        if self.looks > 3 and self.elsewhere:
+            trial = self.elsewhere.pop()
+            self.waiting.append(replace(trial, name=trial.name.removeprefix("locked-")))
+
+
+def test_what_another_process_executes_is_waited_for(composed: Any, tmp_path: Path) -> None:
+    """Neither a failure nor, with fail_fast, the end of the sweep; the others go on in the meantime."""
+    source = SourceWithRunsElsewhere(composed(), "locked-a", "b", "locked-c", "d")
+    execute(source, tmp_path, fail_fast=True)
+    assert source.told == dict.fromkeys("abcd", "finished")
+    assert source.running == ["locked-a", "b", "locked-c", "d", "c", "a"]
+
+
+def test_a_signal_ends_the_wait(composed: Any, tmp_path: Path) -> None:
+    class Stopping(Source):
+        def tick(self) -> None:
+            if self.elsewhere:
+                signal.raise_signal(signal.SIGTERM)
+
+    source = Stopping(composed(), "locked")
+    with pytest.raises(StoppedError, match="stopped by SIGTERM"):
+        execute(source, tmp_path)
+    assert source.told == {}
 
 
 @pytest.mark.parametrize(
