@@ -9,6 +9,7 @@ import pickle
 import re
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from socket import socket
 
@@ -222,10 +223,11 @@ def test_a_lock_is_told_from_other_errors(composed):
     """By its exit code, whatever it says."""
 
     class Ended:
-        def __init__(self, code, folder):
+        def __init__(self, code, arguments, environment, log):
             self.returncode = code
             if code == LockedError.exit_code:
-                (folder / "error-0.json").write_text(json.dumps({"message": "busy", "code": code, "trace": ""}))
+                error = {"message": "busy", "code": code, "trace": ""}
+                (Path(arguments[1]) / "error-0.json").write_text(json.dumps(error))
 
         def poll(self):
             return self.returncode
@@ -234,7 +236,7 @@ def test_a_lock_is_told_from_other_errors(composed):
 
     errors = []
     for code in (LockedError.exit_code, 1):
-        run = launch.RunProcesses(composed(), 1, spawn=lambda arguments, *_: Ended(code, Path(arguments[1])))
+        run = launch.RunProcesses(composed(), 1, spawn=partial(Ended, code))
         assert run.has_ended()
         with pytest.raises(UserError) as error:
             run.record([])
