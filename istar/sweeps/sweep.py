@@ -111,7 +111,7 @@ class Runs:
         Raises:
             UserError: if the overrides do not compose.
         """
-        config = schema.load(self.request.compose(overrides))
+        config = self._config(overrides)
         if isinstance(config.logger, WandbConfig) and config.logger.group is None:
             config = replace(config, logger=replace(config.logger, group=self.folder.name))
         message, record = None, None
@@ -131,6 +131,16 @@ class Runs:
         if message is not None:
             entry.status, entry.error = "failed", message
         return trial
+
+    def name(self, overrides: Overrides) -> str:
+        """The name of the run with these overrides; the overrides themselves if its data cannot be loaded."""
+        try:
+            return self.folders(self._config(overrides)).name
+        except UserError:
+            return " ".join(overrides)
+
+    def _config(self, overrides: Overrides) -> Config:
+        return schema.load(self.request.compose(overrides))
 
     def finished_record(self, trial: Trial) -> RunRecord | None:
         """The record of a trial that is finished and need not be executed again; None if there is none.
@@ -228,18 +238,24 @@ class SearchQueue(TrialQueue):
         self._numbers: dict[str, int] = {}
 
     def next(self) -> Trial | None:
-        while (suggestion := self._study.ask()) is not None:
-            number, overrides = suggestion
-            trial = replace(self.runs.add(overrides, SEARCH), study=self._study.trial_address(number))
+        while (trial := super().next()) is None:
+            suggestion = self._study.ask()
             self.runs.state.to_come = self._study.to_come()
-            entry = self.runs.entries[trial.name]
-            if entry.status in ("waiting", "stopped"):
-                self._numbers[trial.name] = number
-                return trial
-            # The run of these values has ended already, or its data cannot be loaded.
+            if suggestion is None:
+                return None
+            self._add(*suggestion)
+        return replace(trial, study=self._study.trial_address(self._numbers[trial.name]))
+
+    def _add(self, number: int, overrides: Overrides) -> None:
+        """Add the run of a suggested trial to the waiting ones, or report its outcome to Optuna if it has one."""
+        entry = self.runs.entries[self.runs.add(overrides, SEARCH).name]
+        if entry.status in ("waiting", "stopped"):
+            entry.status = "waiting"
+            self._numbers[entry.name] = number
+        else:
+            # The run was finished before the search began, or its data cannot be loaded.
             has_record = entry.status in ("finished", "pruned")
             self._study.tell(number, self.runs.record(entry) if has_record else UserError(entry.error or entry.status))
-        return None
 
     def ended(self, trial: Trial, outcome: RunRecord | UserError, status: str | None = None) -> None:
         number = self._numbers.pop(trial.name)
@@ -255,7 +271,7 @@ def search(runs: Runs, live_board: Board) -> None:
     # Optuna takes seconds to import, and a grid does not need it.
     from istar.sweeps.study import Study
 
-    with closing(Study(runs.request.settings, runs.spaces, runs.folder)) as study:
+    with closing(Study(runs.request.settings, runs.spaces, runs.folder, runs.name)) as study:
         for _, overrides in study.ended_trials():
             trial = runs.add(overrides, SEARCH)
             entry = runs.entries[trial.name]

@@ -29,6 +29,12 @@ def record_of(name: str, config: Config) -> RunRecord:
     return RunRecord(name, "finished", to_dict(config), headline)
 
 
+def write_result(folder: Path, config: Config) -> None:
+    """Write what a finished run leaves."""
+    results.write(record_of(folder.name, config), folder)
+    (folder / "model").mkdir(exist_ok=True)
+
+
 class Run:
     """Has ended at once and is finished; the seeds in `locked` find their folders locked the first time."""
 
@@ -52,7 +58,9 @@ class Run:
     def record(self, signals: Any) -> RunRecord:
         if self.is_locked:
             raise LockedError("another process has it")
-        return record_of(self.name, self.config)
+        folder = Path(self.config.run.root) / self.name
+        write_result(folder, self.config)
+        return results.read(folder)
 
 
 @pytest.fixture(autouse=True)
@@ -106,8 +114,7 @@ def test_a_run_of_another_process_is_waited_for(runs: Callable[..., Runs], locks
     def end_elsewhere() -> None:
         assert Run.seeds == [2, 3]
         if is_finished:
-            results.write(record_of(folder.name, config), folder)
-            (folder / "model").mkdir()
+            write_result(folder, config)
         locks.close()
 
     assert execute(ours, end_elsewhere) == {1: "finished", 2: "finished", 3: "finished"}
@@ -119,8 +126,7 @@ def test_a_run_that_was_finished_since_the_sweep_began_is_not_started(runs: Call
     ours = with_all_runs(runs(*GRID))
     [trial] = [trial for trial in ours.trials.values() if trial.config.seed == 2]
     folder = ours.request.root / trial.name
-    results.write(record_of(trial.name, trial.config), folder)
-    (folder / "model").mkdir()
+    write_result(folder, trial.config)
     assert execute(ours) == {1: "finished", 2: "finished", 3: "finished"}
     assert Run.seeds == [1, 3]
 
@@ -149,7 +155,8 @@ def test_the_seeds_follow_when_all_is_settled(
     runs: Callable[..., Runs], locks: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The best learning rate is that of the run that another process executes."""
-    request = runs("optim.lr=1e-3,1e-4", "seed=1", "sweep.seeds=[1,2]", *TINY).request
+    request = runs("optim.lr=1e-3,1e-4", "seed=1", *TINY).request
+    request = replace(request, settings=replace(request.settings, seeds=[1, 2]))
     theirs = with_all_runs(runs("optim.lr=1e-4", "seed=1", *TINY))
     [(name, trial)] = theirs.trials.items()
     folder = request.root / name
@@ -186,3 +193,47 @@ def test_a_launcher_that_finds_a_lock(runs: Callable[..., Runs]) -> None:
     ours.request = replace(ours.request, launcher=launch)
     assert execute(ours) == {1: "finished", 2: "finished", 3: "failed"}
     assert launched == [["seed=1", "seed=2", "seed=3"], ["seed=2"]]
+
+
+@pytest.mark.parametrize(("sampler", "trials", "expected"), [("tpe", 5, 5), ("random", 5, 5), ("tpe", 9, 6)])
+def test_a_search_executes_as_many_different_runs_as_it_has_trials(
+    runs: Callable[..., Runs], sampler: str, trials: int, expected: int
+) -> None:
+    """Unless the space has fewer; what is running or has ended is not executed again and is no failure."""
+    pytest.importorskip("optuna")
+    ours = runs(
+        "optim.lr=1e-3,1e-4", "seed=1,2,3", f"sweep.trials={trials}", f"sweep.sampler={sampler}",
+        "sweep.search=optuna", "sweep.jobs=2", *TINY,
+    )  # fmt: skip
+    with Board(ours.folder, ours.state, Console(quiet=True)) as board:
+        sweep.search(ours, board)
+    executed = list(zip(Run.seeds, Run.rates, strict=True))
+    assert len(executed) == len(set(executed)) == expected
+    assert [entry.status for entry in ours.state.entries] == ["finished"] * expected
+    assert ours.state.to_come == 0
+
+
+def test_a_search_waits_for_a_run_of_another_process(
+    runs: Callable[..., Runs], locks: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its result is the trial's."""
+    optuna = pytest.importorskip("optuna")
+    arguments = ("sweep.search=optuna", "sweep.trials=3", *TINY)
+    ours = runs("seed=1,2,3", *arguments)
+    folder, config = lock(with_all_runs(runs("seed=2", *arguments)), 2, locks)
+
+    class Finishing(sweep.SearchQueue):
+        def tick(self) -> None:
+            if len(self.runs.state.entries_with("finished")) == 2:
+                write_result(folder, config)
+                locks.close()
+            super().tick()
+
+    monkeypatch.setattr(sweep, "SearchQueue", Finishing)
+    with Board(ours.folder, ours.state, Console(quiet=True)) as board:
+        sweep.search(ours, board)
+    assert sorted(Run.seeds) == [1, 3]
+    [study] = optuna.get_all_study_summaries(f"sqlite:///{ours.folder / 'optuna.db'}")
+    trials = optuna.load_study(study_name=study.study_name, storage=f"sqlite:///{ours.folder / 'optuna.db'}").trials
+    complete = {trial.params["seed"]: trial.value for trial in trials if trial.state.name == "COMPLETE"}
+    assert complete == {"1": 0.1, "2": 0.2, "3": 0.3}
