@@ -275,8 +275,8 @@ class SweepConfig:
     search: str = "grid"
     """grid runs all combinations; optuna runs `trials` of them, chosen by the results of earlier trials."""
     trials: int = 20
-    """Number of Optuna trials, each with a run of its own, not counting failed ones. A search space with fewer runs ends
-    the search."""
+    """Number of Optuna trials, not counting failed ones. Each has a different run; the search ends when all runs of the
+    search space have been tried."""
     sampler: str = "tpe"
     """Optuna sampler: tpe or random."""
     sampler_seed: int = 0

@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -40,11 +40,13 @@ class TrialSource(Protocol):
         """Called with a line for the user."""
 
 
-def run_trials(source: TrialSource, settings: SweepConfig, logs: Path) -> None:
+def run_trials(
+    source: TrialSource, settings: SweepConfig, logs: Path, environment: Mapping[str, str] | None = None
+) -> None:
     """Execute trials, `settings.jobs` of them in parallel, until the source has no more and all have ended.
 
-    The output of the processes goes to files in the folder `logs`. With `settings.fail_fast`, a failure stops all
-    trials.
+    The output of the processes goes to files in the folder `logs`; `environment` has further variables for them. With
+    `settings.fail_fast`, a failure stops all trials.
 
     Raises:
         StoppedError: if a signal has stopped the sweep; the signal was forwarded to the running trials.
@@ -53,7 +55,7 @@ def run_trials(source: TrialSource, settings: SweepConfig, logs: Path) -> None:
     with fork_server.ServerPool(logs / "server.log", source.warn) as servers:
         # A new interpreter costs seconds for every run; a forked process does not.
         start = servers.spawn if settings.fork and fork_server.is_supported() else spawn
-        pool = _Pool(source, settings, logs, start)
+        pool = _Pool(source, settings, logs, environment or {}, start)
         with forward_signals(pool.runs) as signals:
             while pool.fill_slots(signals):
                 pool.collect_ended(signals)
@@ -67,9 +69,11 @@ def run_trials(source: TrialSource, settings: SweepConfig, logs: Path) -> None:
 class _Pool:
     """The running trials, each in a slot of its own, and their processes (`runs`)."""
 
-    def __init__(self, source: TrialSource, settings: SweepConfig, logs: Path, start: Spawn) -> None:
+    def __init__(
+        self, source: TrialSource, settings: SweepConfig, logs: Path, environment: Mapping[str, str], start: Spawn
+    ) -> None:
         self.runs: list[RunProcesses] = []
-        self._source, self._logs, self._spawn = source, logs, start
+        self._source, self._logs, self._environment, self._spawn = source, logs, environment, start
         self._jobs, self._fail_fast = settings.jobs, settings.fail_fast
         self._slots: dict[int, tuple[Trial, RunProcesses]] = {}
         self._gpus = visible_gpus() if settings.jobs > 1 else []
@@ -99,6 +103,7 @@ class _Pool:
         log = self._logs / f"{trial.name}.log"
         try:
             variables = slot_environment(slot, self._jobs, trial.config.trainer, self._gpus)
+            variables.update(self._environment)
             processes = processes_to_start(trial.config.trainer)
         except UserError as error:
             self._fail(trial, error)

@@ -4,10 +4,11 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hydra.core.config_loader import ConfigLoader
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.progress import track
@@ -50,6 +51,8 @@ class SweepRequest:
     root: Path  # folder that holds the runs
     compose: Callable[[Overrides], DictConfig]  # composes the config of a run from its overrides
     launcher: Launcher | None = None  # executes the runs; None executes them on this machine
+    config_loader: ConfigLoader | None = None  # lists the options of config groups for `glob(*)`
+    environment: Mapping[str, str] = field(default_factory=dict)  # further variables of the runs' processes
 
 
 def sweep(request: SweepRequest, console: Console) -> int:
@@ -89,7 +92,8 @@ class Runs:
         settings = request.settings
         self.request, self.console = request, console
         # The search spaces by the names of the grids.
-        self.spaces = trials.spaces(request.arguments, request.params, settings.grids or {}, settings.only)
+        grids, loader = settings.grids or {}, request.config_loader
+        self.spaces = trials.spaces(request.arguments, request.params, grids, settings.only, loader)
         digest = trials.identity(self.spaces, settings.seeds, settings.search, settings.sampler_seed)
         self.folder = request.root / board.FOLDER / f"{settings.name}-{digest}"
         self.state = SweepState(self.folder.name, request.command, str(request.root), settings.jobs)
@@ -286,7 +290,7 @@ def run_queue(queue: TrialQueue) -> None:
     request = queue.runs.request
     settings = request.settings
     if request.launcher is None:
-        pool.run_trials(queue, settings, queue.runs.folder / "logs")
+        pool.run_trials(queue, settings, queue.runs.folder / "logs", request.environment)
         return
     # A grid is launched as a whole; a search in batches, because later trials depend on earlier results.
     limit = settings.jobs if isinstance(queue, SearchQueue) else math.inf

@@ -27,7 +27,6 @@ def sweeper_for() -> Iterator[Callable[..., IstarSweeper]]:
 
     def make(*arguments: str) -> IstarSweeper:
         master = compose("config", overrides=list(arguments), return_hydra_config=True)
-        HydraConfig.instance().set_config(master)
         sweeper = IstarSweeper(master.hydra.sweeper.params)
         context = HydraContext(GlobalHydra.instance().config_loader(), Callbacks(master))
         sweeper.setup(hydra_context=context, task_function=lambda config: None, config=master)

@@ -141,16 +141,18 @@ def test_a_signal_stops_all_and_begins_no_other(composed: Any, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("fork", [True, False])
-def test_fresh_processes_on_request(composed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fork: bool) -> None:
-    starts = []
+def test_how_processes_are_started(composed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fork: bool) -> None:
+    starts, variables = [], []
 
     class Recorded(Run):
         def __init__(self, *arguments: Any) -> None:
             starts.append(arguments[-1])
+            variables.append(arguments[3])
             super().__init__(*arguments)
 
     monkeypatch.setattr(pool, "RunProcesses", Recorded)
-    run_trials(Source(composed(), "a"), SweepConfig(fork=fork), tmp_path / "logs")
+    run_trials(Source(composed(), "a"), SweepConfig(fork=fork), tmp_path / "logs", {"OMP_NUM_THREADS": "7"})
+    assert variables == [{"OMP_NUM_THREADS": "7"}]
     assert (starts == [launch.spawn]) == (not fork or not fork_server.is_supported())
 
 
