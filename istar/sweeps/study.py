@@ -19,7 +19,7 @@ from istar.errors import UserError, shorten
 from istar.results import RunRecord
 from istar.runs.private_names import load_trial
 from istar.sweeps.trials import Overrides, Space
-from istar.training.pruning import TrialOfStudy
+from istar.training.pruning import PRUNER, TrialOfStudy
 
 _STATES = {"finished": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "failed": TrialState.FAIL}
 # Keys of the user attributes that a trial has in Optuna's storage.
@@ -62,11 +62,11 @@ class Study:
         self.name = folder.name
         self._trials, self._spaces, self._folder, self._run_name = settings.trials, spaces, folder, run_name
         self._worker = uuid.uuid4().hex
-        pruner = _PRUNERS[settings.pruner]()
         try:
             self._study = optuna.create_study(
-                study_name=self.name, storage=self.storage, pruner=pruner, direction="maximize", load_if_exists=True
+                study_name=self.name, storage=self.storage, direction="maximize", load_if_exists=True
             )
+            self._study.set_user_attr(PRUNER, settings.pruner)
         except Exception as error:
             raise UserError(f"sweep.storage={self.storage} cannot be used: {shorten(error)}") from error
         # A sampler with the same seed as before would suggest the same values again.
@@ -298,10 +298,4 @@ def _tpe_sampler(seed: int) -> optuna.samplers.BaseSampler:
 _SAMPLERS: dict[str, Callable[[int], optuna.samplers.BaseSampler]] = {
     "tpe": _tpe_sampler,
     "random": optuna.samplers.RandomSampler,
-}
-_PRUNERS: dict[str, Callable[[], optuna.pruners.BasePruner]] = {
-    "none": optuna.pruners.NopPruner,
-    "median": optuna.pruners.MedianPruner,
-    # Fine-tuning has few epochs, so the better half of the trials continues after 1, 2, 4, ... epochs.
-    "asha": lambda: optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=2),
 }
