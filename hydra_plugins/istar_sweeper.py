@@ -81,7 +81,8 @@ class IstarSweeper(Sweeper):
 
         for callback in self.hydra_context.callbacks.callbacks:
             for name in ("on_job_start", "on_job_end"):
-                if getattr(type(callback), name, None) is not getattr(Callback, name):
+                nothing = getattr(Callback, name)
+                if getattr(type(callback), name, nothing) is not nothing:
                     raise UserError(
                         f"hydra.callbacks: {type(callback).__name__}.{name} is not called with -m, because runs have "
                         "processes without Hydra; use on_multirun_start and on_multirun_end"

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
@@ -23,7 +23,7 @@ Call = Callable[..., int]
 class MultirunCallback(Callback):
     """Records what Hydra calls."""
 
-    calls: list[str] = []  # noqa: RUF012
+    calls: ClassVar[list[str]] = []
 
     def on_multirun_start(self, config: Any, **kwargs: Any) -> None:
         self.calls.append("start")
