@@ -1,10 +1,15 @@
 """Kill a real run at random moments, send its command again until it ends, and compare it with an undisturbed one.
 
     python -m benchmarks.chaos --kills 50
+    python -m benchmarks.chaos --sweep --kills 20
 
 Every kill is a SIGKILL, to all processes of the run at once or (where there are several) to one of them, at a random
 moment: one in four while it loads, the others while it trains, validates, writes or closes. Equal means: weights,
 predictions, geometry, logged metrics and `result.json` byte for byte, durations and paths aside.
+
+With `--sweep`, the command is a sweep with two runs at a time. A kill is for all of its processes, as when a machine
+loses power, or for the sweep alone, whose runs then stop by themselves while the same command has already been sent
+again. All runs of the sweep must be equal to those of an undisturbed sweep.
 """
 
 import argparse
@@ -20,6 +25,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,13 +42,15 @@ SETTINGS = (
     "optim.schedule=linear", "optim.warmup=0.1",
 )  # fmt: skip
 """I-STAR on the demo task: 38 steps an epoch, with dropout, a schedule and a checkpoint every five steps."""
+SWEEP = ("-m", "seed=1,2,3,4", "sweep.jobs=2")
+"""What makes a sweep of the run."""
 
 
 @dataclass
 class Tally:
-    """What happened to the runs of one number of processes."""
+    """What happened to the runs or sweeps of one kind."""
 
-    processes: int
+    kind: str
     loading: float
     training: float
     kills: int = 0
@@ -58,20 +66,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos", description=__doc__.partition("\n")[0])
     parser.add_argument("--kills", type=int, default=50, help="in all, at least (default: 50)")
     parser.add_argument("--processes", default="1,2", help="numbers of processes of a run (default: 1,2)")
+    parser.add_argument("--sweep", action="store_true", help="kill a sweep instead of single runs")
     parser.add_argument("--seed", type=int, default=0, help="of the moments (default: 0)")
     parser.add_argument("overrides", nargs="*", help="settings of the run, as for train.py, e.g. reg=cosreg")
     options = parser.parse_args(arguments)
     console = Console()
     generator = random.Random(options.seed)
-    worlds = [int(number) for number in options.processes.split(",")]
+    if options.sweep:
+        commands = {"sweep": _sweep_command(options.overrides)}
+    else:
+        worlds = [int(number) for number in options.processes.split(",")]
+        commands = {f"{world} processes": _command(world, options.overrides) for world in worlds}
     tallies = []
     with tempfile.TemporaryDirectory(prefix="istar-chaos-") as name, Progress(console=console) as progress:
         bar = progress.add_task("kills", total=options.kills)
-        for number, world in enumerate(worlds):
-            share = (options.kills - sum(tally.kills for tally in tallies)) // (len(worlds) - number)
-            folder = Path(name) / str(world)
-            command = _command(world, options.overrides)
-            tallies.append(torment(folder, command, world, share, generator, lambda: progress.advance(bar)))
+        for number, (kind, command) in enumerate(commands.items()):
+            share = (options.kills - sum(tally.kills for tally in tallies)) // (len(commands) - number)
+            folder = Path(name) / kind.replace(" ", "-")
+            tallies.append(torment(folder, command, kind, share, generator, lambda: progress.advance(bar)))
     console.print(table(tallies))
     for tally in tallies:
         for trouble in tally.troubles:
@@ -80,27 +92,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def torment(
-    folder: Path, command: Sequence[str], world: int, kills: int, generator: random.Random, on_kill: Callable[[], None]
+    folder: Path, command: Sequence[str], kind: str, kills: int, generator: random.Random, on_kill: Callable[[], None]
 ) -> Tally:
-    """Undisturbed once; then run after run is killed until there were enough kills."""
+    """Undisturbed once; then run after run, or sweep after sweep, is killed until there were enough kills."""
     began = time.time()
     if start(folder / "undisturbed", command).wait() != 0:
         raise SystemExit(f"the undisturbed run failed: {told(folder / 'undisturbed')}")
     ready = prepared(folder / "undisturbed", began)
-    tally = Tally(world, loading=ready - began, training=time.time() - ready)
-    expected = outcome(only_run(folder / "undisturbed"))
+    tally = Tally(kind, loading=ready - began, training=time.time() - ready)
+    expected = outcomes(folder / "undisturbed")
     while tally.kills < kills:
         root = folder / f"run-{tally.runs}"
         tally.runs += 1
         trouble = _kill_until_done(root, command, tally, kills, generator, on_kill)
         if trouble is None:
-            unequal = differences(outcome(only_run(root)), expected)
+            unequal = unequal_parts(outcomes(root), expected)
             tally.identical += not unequal
             trouble = f"{root.name} differs in {', '.join(unequal)}" if unequal else None
         else:
             tally.lost += 1
         if trouble is not None:
-            tally.troubles.append(f"{world} processes, {trouble}")
+            tally.troubles.append(f"{kind}, {trouble}")
         shutil.rmtree(root)
     return tally
 
@@ -122,7 +134,8 @@ def _kill_until_done(
         else:
             process.wait()
         if process.poll() is None:
-            tally.moments[_kill(process, root, generator)] += 1
+            kill = _kill_sweep if tally.kind == "sweep" else _kill
+            tally.moments[kill(process, root, generator)] += 1
             tally.kills += 1
             on_kill()
         elif process.returncode == 0:
@@ -145,9 +158,9 @@ def _let_run(
 
 
 def prepared(root: Path, began: float) -> float:
-    """When the run that began then was ready to train; infinity before."""
+    """When the run that began then, or the first one of a sweep, was ready to train; infinity before."""
     written = [path.stat().st_mtime for path in root.glob("*/config.yaml")]
-    return max((at for at in written if at > began), default=float("inf"))
+    return min((at for at in written if at > began), default=float("inf"))
 
 
 def _kill(process: "subprocess.Popen[bytes]", root: Path, generator: random.Random) -> str:
@@ -167,9 +180,34 @@ def _kill(process: "subprocess.Popen[bytes]", root: Path, generator: random.Rand
     return "training" if any(root.glob("*/checkpoints/step-*.ckpt")) else "before a checkpoint"
 
 
+def _kill_sweep(process: "subprocess.Popen[bytes]", root: Path, generator: random.Random) -> str:
+    """SIGKILL, to all processes of a sweep or to the sweep alone; returns how many of its runs were finished."""
+    victims = descendants(process.pid) if generator.random() < 0.5 else []
+    for victim in [process.pid, *victims]:
+        # A run may have ended in the meantime.
+        with suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGKILL)
+    process.wait()
+    return f"{len(list(root.glob('*/result.json')))} runs finished"
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes that a process has started, and those that they have started."""
+    try:
+        children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except FileNotFoundError:
+        return []
+    return [*children, *(process for child in children for process in descendants(child))]
+
+
 def _command(world: int, overrides: Sequence[str]) -> list[str]:
     processes = ["trainer=ddp", f"trainer.devices={world}"] if world > 1 else []
     return [sys.executable, str(REPOSITORY / "train.py"), *processes, *SETTINGS, *overrides]
+
+
+def _sweep_command(overrides: Sequence[str]) -> list[str]:
+    settings = [setting for setting in SETTINGS if not setting.startswith("seed=")]
+    return [sys.executable, str(REPOSITORY / "train.py"), *SWEEP, *settings, *overrides]
 
 
 def start(root: Path, command: Sequence[str]) -> "subprocess.Popen[bytes]":
@@ -186,10 +224,30 @@ def told(root: Path) -> str:
     return lines[-1] if lines else "nothing was said"
 
 
+def run_folders(root: Path) -> list[Path]:
+    """The folders of the runs below a folder."""
+    return [path for path in root.iterdir() if path.name not in (".locks", "sweeps")]
+
+
 def only_run(root: Path) -> Path:
     """The folder of the one run below a folder."""
-    [folder] = [path for path in root.iterdir() if path.name not in (".locks", "sweeps")]
+    [folder] = run_folders(root)
     return folder
+
+
+def outcomes(root: Path) -> dict[str, dict[str, Any]]:
+    """The outcomes of the runs below a folder by their names, which are equal for equal configs."""
+    return {folder.name: outcome(folder) for folder in run_folders(root)}
+
+
+def unequal_parts(ours: dict[str, dict[str, Any]], theirs: dict[str, dict[str, Any]]) -> list[str]:
+    """The runs that only one side has, and the parts of the others that are not equal."""
+    missing = [f"{name}, which is missing" for name in theirs.keys() - ours.keys()]
+    further = [f"{name}, which is not expected" for name in ours.keys() - theirs.keys()]
+    unequal = [
+        f"{part} of {name}" for name in theirs.keys() & ours.keys() for part in differences(ours[name], theirs[name])
+    ]
+    return [*missing, *further, *unequal]
 
 
 def outcome(folder: Path) -> dict[str, Any]:
@@ -214,12 +272,13 @@ def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
 
 
 def table(tallies: Sequence[Tally]) -> Table:
-    """One row for each number of processes."""
-    shown = Table("processes", "kills survived", "runs", "identical", "results lost", "killed while", title="chaos")
+    """One row for each kind of runs."""
+    columns = ("killed", "kills survived", "times", "identical", "results lost", "moments")
+    shown = Table(*columns, title="chaos")
     for tally in tallies:
         moments = ", ".join(f"{moment} {count}" for moment, count in sorted(tally.moments.items()))
         survived = tally.kills - tally.lost
-        numbers = (tally.processes, f"{survived} of {tally.kills}", tally.runs, tally.identical, tally.lost)
+        numbers = (tally.kind, f"{survived} of {tally.kills}", tally.runs, tally.identical, tally.lost)
         shown.add_row(*map(str, numbers), moments)
     return shown
 

@@ -1,6 +1,7 @@
 """Hydra's sweeper plugin for `-m`, which calls `istar.sweeps`. Hydra only finds plugins in this package."""
 
 import copy
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -9,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
+from hydra.experimental.callback import Callback
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
@@ -30,6 +33,8 @@ class IstarSweeper(Sweeper):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.config, self.hydra_context = config, hydra_context
+        # Hydra sets it for each run, but the sweep needs run.root, which may be ${hydra:runtime.cwd}/runs.
+        HydraConfig.instance().set_config(config)
         self.launcher = None
         # istar.sweeps.pool replaces Hydra's basic launcher, which executes the runs one after another in this process.
         if config.hydra.runtime.choices["hydra/launcher"] != "basic":
@@ -50,6 +55,8 @@ class IstarSweeper(Sweeper):
         launch.fix_slurm_detection()
         if launch.has_external_launcher():
             raise UserError("-m starts the processes of its runs by itself; call it without torchrun or srun")
+        if self.launcher is None:
+            self._refuse_job_callbacks()
         request = SweepRequest(
             settings=schema.load_sweep(self.config),
             arguments=arguments,
@@ -57,31 +64,78 @@ class IstarSweeper(Sweeper):
             command=f"{sys.argv[0]} {shlex.join(sys.argv[1:])}",
             root=Path(self.config.run.root).expanduser(),
             compose=self.compose,
+            config_loader=self.hydra_context.config_loader,
+            environment={name: str(value) for name, value in self.config.hydra.job.env_set.items()},
             launcher=self._launch if self.launcher is not None else None,
         )
-        sys.exit(sweep(request, Console()))
+        # After a return, Hydra calls on_multirun_end; as for its own sweepers, not after a failure.
+        if code := sweep(request, Console()):
+            sys.exit(code)
+
+    def _refuse_job_callbacks(self) -> None:
+        """Raise a `UserError` if a callback of Hydra is for the start or the end of a run.
+
+        Hydra calls these in the process of the run, but the processes of `istar.runs.launch` know nothing of Hydra.
+        """
+        from istar.errors import UserError
+
+        for callback in self.hydra_context.callbacks.callbacks:
+            for name in ("on_job_start", "on_job_end"):
+                nothing = getattr(Callback, name)
+                if getattr(type(callback), name, nothing) is not nothing:
+                    raise UserError(
+                        f"hydra.callbacks: {type(callback).__name__}.{name} is not called with -m, because runs have "
+                        "processes without Hydra; use on_multirun_start and on_multirun_end"
+                    )
 
     def compose(self, overrides: Sequence[str]) -> DictConfig:
         """Compose the config of a run, equal to Hydra's but without its `hydra` node.
 
         Hydra needs some 100 ms, nearly all of it to choose the options of the config groups. Runs of a sweep have most
-        of these in common, so this part is cached; the values are then merged into a copy.
+        of these in common, so this part is cached; the values are then merged into a copy. A config with values of
+        Hydra, like `${hydra:runtime.cwd}`, is composed by Hydra.
 
         Raises:
             HydraException: if an override does not fit the config.
         """
+        if any(map(_HYDRA_VALUE.search, overrides)):
+            return self._compose_with_hydra(overrides)
         values = [override for override in map(_parse, overrides) if _sets_value(override)]
         groups = tuple(text for text in overrides if not _sets_value(_parse(text)))
         if groups not in self._group_cache:
             composed = self.hydra_context.config_loader.load_sweep_config(self.config, list(groups))
-            keys = [str(key) for key in composed if key != "hydra"]
-            self._group_cache[groups] = OmegaConf.masked_copy(composed, keys)
+            self._group_cache[groups] = _without_hydra(composed)
+        if _HYDRA_VALUE.search(OmegaConf.to_yaml(self._group_cache[groups])):
+            return self._compose_with_hydra(overrides)
         config = copy.deepcopy(self._group_cache[groups])
         for override in values:
             try:
                 OmegaConf.update(config, override.key_or_group, override.value(), merge=True)
             except OmegaConfBaseException as error:
                 raise HydraException(f"Error merging override {override.input_line}") from error
+        return config
+
+    def _compose_with_hydra(self, overrides: Sequence[str]) -> DictConfig:
+        """Compose the config of a run, with interpolations resolved by the run's own `hydra` node.
+
+        Raises a `UserError` if the config depends on the number of the run in the sweep.
+        """
+        from istar.errors import UserError
+
+        sweep_config = HydraConfig.instance().cfg
+        composed = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
+        config = _without_hydra(composed)
+        for key in ("job.num", "job.id"):
+            if f"{{hydra:{key}}}" in OmegaConf.to_yaml(config):
+                raise UserError(
+                    f"${{hydra:{key}}} has no value with -m, because a run is identified by its config and has no "
+                    "number; run folders are named after their configs"
+                )
+        HydraConfig.instance().set_config(composed)
+        try:
+            OmegaConf.resolve(config)
+        finally:
+            HydraConfig.instance().cfg = sweep_config
         return config
 
     def _launch(self, jobs: Sequence[Sequence[str]]) -> list[Any]:
@@ -108,6 +162,15 @@ class IstarSweeper(Sweeper):
             except Exception as error:
                 outcomes.append(UserError(f"{type(error).__name__}: {shorten(error)}"))
         return outcomes
+
+
+_HYDRA_VALUE = re.compile(r"\{hydra\\?:")
+"""An interpolation of a value of Hydra, like `${hydra:runtime.cwd}`; in lists of values, Hydra escapes `{` and `:`."""
+
+
+def _without_hydra(config: DictConfig) -> DictConfig:
+    """A copy of a composed config without its `hydra` node."""
+    return OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
 
 
 @cache

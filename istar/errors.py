@@ -23,6 +23,15 @@ class NonFiniteError(UserError):
     """A loss, a gradient or a point is NaN or infinite, usually because training has diverged."""
 
 
+class LockedError(UserError):
+    """Another process holds the lock of a run's folder because it executes the run.
+
+    The exit code is `EX_TEMPFAIL` of `sysexits.h`: the same command succeeds later.
+    """
+
+    exit_code = 75
+
+
 class StoppedError(UserError):
     """A signal stopped the run; the same command resumes it.
 

@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 from filelock import FileLock, Timeout
 
-from istar.errors import UserError, shorten
+from istar.errors import LockedError, UserError, shorten
 
 
 @contextmanager
@@ -71,14 +71,16 @@ def sole_writer(folder: Path) -> Iterator[None]:
     The lock is released at the end of the `with` block, or when the process ends for any reason.
 
     Raises:
-        UserError: if another process still holds the lock after 10 seconds, or the lock file cannot be written.
+        LockedError: if another process still holds the lock after 10 seconds.
+        UserError: if the lock file cannot be written.
     """
-    lock = FileLock(folder.parent / ".locks" / f"{folder.name}.lock", timeout=_LOCK_SECONDS)
+    path = _lock_path(folder)
+    lock = FileLock(path, timeout=_LOCK_SECONDS)
     try:
-        Path(lock.lock_file).parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except Timeout as error:
-        raise UserError(
+        raise LockedError(
             f"{folder} is being written by another process; wait for it, the same command then finds its result"
         ) from error
     except OSError as error:
@@ -87,6 +89,28 @@ def sole_writer(folder: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a process holds the lock of a folder at the moment.
+
+    A lock file that cannot be opened counts as not locked: whoever writes to the folder reports the reason.
+    """
+    path = _lock_path(folder)
+    if not path.exists():
+        return False
+    try:
+        with FileLock(path, timeout=0):
+            return False
+    except Timeout:
+        return True
+    except OSError:
+        return False
+
+
+def _lock_path(folder: Path) -> Path:
+    """The lock file of a folder, beside which it lies, so that the folder can be renamed while it is locked."""
+    return folder.parent / ".locks" / f"{folder.name}.lock"
 
 
 _LOCK_SECONDS = 10.0

@@ -35,11 +35,22 @@ def main(arguments: Sequence[str], command: str) -> None:
     schema.register()
     schema.register_sweeps()
     try:
+        check_folders(arguments)
         hydra.main(version_base="1.3", config_path=str(schema.config_folder()), config_name="config")(compose_and_run)()
     except (UserError, HydraException, OmegaConfBaseException, ValueError, KeyboardInterrupt) as error:
         if SHOW_TRACE:
             raise
         exit_with_error(error)
+
+
+def check_folders(arguments: Sequence[str]) -> None:
+    """Raise a `UserError` if an argument sets a folder of Hydra, which has no effect: `run.root` does."""
+    for argument in arguments:
+        key = argument.partition("=")[0].lstrip("+")
+        if key in ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir"):
+            raise UserError(
+                f"{key} has no effect, because the folder of a run is named after its config; set run.root=<folder>"
+            )
 
 
 def compose_and_run(config: DictConfig) -> object:

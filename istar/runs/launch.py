@@ -28,7 +28,7 @@ from rich.console import Console
 
 from istar import results
 from istar.config import Config, TrainerConfig, schema
-from istar.errors import SHOW_TRACE, StoppedError, UserError, shorten
+from istar.errors import SHOW_TRACE, LockedError, StoppedError, UserError, shorten
 from istar.files import write_text
 from istar.results import RunRecord
 from istar.runs.importing import large_imports
@@ -326,6 +326,8 @@ def _user_error(message: str, code: int = UNEXPECTED_ERROR) -> UserError:
     """The exception for the message and the exit code of a process."""
     if code > StoppedError.exit_code:
         return StoppedError(message, code - StoppedError.exit_code)
+    if code == LockedError.exit_code:
+        return LockedError(message)
     error = UserError(message)
     error.exit_code = code
     return error

@@ -39,13 +39,15 @@ class Entry:
     method: str
     seed: int
     stage: str  # `search` (over the grid or by Optuna) or `seeds` (repetitions of the best configurations)
-    # `waiting`, `running`, `finished`, `pruned`, `failed`, or `stopped` (the same command resumes it).
+    # `waiting`, `running`, `elsewhere` (another process executes the run), `finished`, `pruned`, `failed`, or `stopped`
+    # (the same command resumes it).
     status: str = "waiting"
     started: float | None = None  # when this command started the run, in seconds since 1970; None if it did not
     ended: float | None = None  # when the run ended, in seconds since 1970; None if it has not ended under this command
     epochs: tuple[int, int] = (0, 0)  # number of completed epochs, and of all epochs
     metric: str | None = None
     value: float | None = None  # the headline metric on the validation set, as a fraction
+    selection: float | None = None  # the value by which runs are compared, on held-out data if there are any
     collapsed: bool = False
     error: str | None = None
     log: str | None = None  # file with the output of the run's processes
@@ -65,10 +67,16 @@ class Entry:
         """Task, model and method without its hyperparameters (Base, I-STAR or CosReg)."""
         return self.task, self.model, self.method.split(" ")[0]
 
+    @property
+    def rank(self) -> float:
+        """The value by which runs are compared; the states of earlier versions have the headline metric only."""
+        return (self.value if self.selection is None else self.selection) or 0.0
+
     def apply_record(self, record: RunRecord) -> None:
         """Copy status, score and epochs from the record of the ended run."""
         self.status = record.status
         self.metric, self.value = record.headline.get("metric"), record.headline.get("value")
+        self.selection = record.selection_value
         self.collapsed, self.error = any(record.collapsed.values()), record.error
         self.epochs = (len(record.epochs), self.epochs[1])
 
@@ -134,6 +142,11 @@ class Board:
         entry.log = str(log) if log is not None else None
         self._write()
 
+    def set_status(self, entry: Entry, status: str) -> None:
+        """Record that a run is executed by another process (`elsewhere`), or no longer is (`waiting`)."""
+        entry.status, entry.started, entry.error = status, None, None
+        self._write()
+
     def ended(self, entry: Entry, outcome: RunRecord | UserError, status: str | None = None) -> None:
         """Record the outcome of a run; after an error, its status is `status`, by default `failed`."""
         if isinstance(outcome, RunRecord):
@@ -179,8 +192,8 @@ class Board:
 
 
 def update_epochs(state: SweepState, root: Path) -> None:
-    """Update the completed epochs of running runs from their folders."""
-    for entry in state.entries_with("running"):
+    """Update the completed epochs of running runs from their folders, here and elsewhere."""
+    for entry in state.entries_with("running", "elsewhere"):
         entry.epochs = (epochs_done(root / entry.name), entry.epochs[1])
 
 
@@ -234,7 +247,8 @@ def result_line(state: SweepState, entry: Entry) -> str:
     if entry.value is not None and entry.error is None:
         collapsed = ", collapsed" if entry.collapsed else ""
         pruned = ", pruned" if entry.status == "pruned" else ""
-        return f"{prefix}{entry.metric} {100 * entry.value:.2f}{collapsed}{pruned} ({duration(entry.seconds)})"
+        origin = "by another process" if entry.started is None else duration(entry.seconds)
+        return f"{prefix}{entry.metric} {100 * entry.value:.2f}{collapsed}{pruned} ({origin})"
     if entry.status == "stopped":
         return f"{prefix}{entry.error}"
     return f"{prefix}{entry.status}: {entry.error}" + (f" ({entry.log})" if entry.log else "")
@@ -242,7 +256,7 @@ def result_line(state: SweepState, entry: Entry) -> str:
 
 _COLUMNS = {
     "done": ("finished", "pruned"),
-    "running": ("running",),
+    "running": ("running", "elsewhere"),
     "failed": ("failed",),
     "left": ("waiting", "stopped"),
 }
@@ -250,7 +264,10 @@ _COLUMNS = {
 
 
 def render(state: SweepState) -> Group:
-    """The live table: a headline, one row for each task, model and method, and one line for each running run."""
+    """The live table: a headline, one row for each task, model and method, and one line for each running run.
+
+    The column of the running runs includes those that other processes execute.
+    """
     table = Table("task", "model", "method")
     for column in _COLUMNS:
         table.add_column(column, justify="right")
@@ -262,7 +279,7 @@ def render(state: SweepState) -> Group:
     for names, group in groups.items():
         counts = [str(sum(entry.status in statuses for entry in group)) for statuses in _COLUMNS.values()]
         scored = [entry for entry in group if entry.value is not None and entry.status == "finished"]
-        best = max(scored, key=lambda entry: entry.value or 0.0, default=None)
+        best = max(scored, key=lambda entry: entry.rank, default=None)
         score, origin = "-", "-"
         if best is not None:
             score = f"{best.metric} {100 * (best.value or 0):.2f}"
@@ -270,20 +287,31 @@ def render(state: SweepState) -> Group:
             origin = " ".join(distinctive) or best.method
         table.add_row(*names, *counts, score, origin)
     lines = []
-    for entry in state.entries_with("running"):
-        epoch = f"epoch {min(entry.epochs[0] + 1, entry.epochs[1])} of {entry.epochs[1]}"
-        elapsed = f", {duration(time.time() - entry.started)}" if entry.started else ""
-        lines.append(f"  {entry.label}: {epoch}{elapsed}")
-    return Group(Text(headline(state)), table, *map(Text, ["running:", *lines] if lines else []))
+    for status, title in _RUNNING.items():
+        entries = state.entries_with(status)
+        lines += [f"{title}:", *map(_progress, entries)] if entries else []
+    return Group(Text(headline(state)), table, *map(Text, lines))
+
+
+_RUNNING = {"running": "running", "elsewhere": "running elsewhere"}
+"""The statuses of runs that are under way, in words."""
+
+
+def _progress(entry: Entry) -> str:
+    """One line with the epoch of a run that is under way and, if this sweep has started it, the time since then."""
+    epoch = f"epoch {min(entry.epochs[0] + 1, entry.epochs[1])} of {entry.epochs[1]}"
+    elapsed = f", {duration(time.time() - entry.started)}" if entry.started else ""
+    return f"  {entry.label}: {epoch}{elapsed}"
 
 
 def headline(state: SweepState) -> str:
     """One line with the number of runs by status and the estimated time left."""
-    statuses = ("finished", "running", "failed", "pruned", "stopped")
+    statuses = ("finished", "running", "elsewhere", "failed", "pruned", "stopped")
     counts = {status: len(state.entries_with(status)) for status in statuses}
     left = len(state.entries_with("waiting")) + state.to_come
     parts = [f"{state.name}: {counts['finished']} of {len(state.entries) + state.to_come} runs finished"]
-    parts += [f"{count} {status}" for status, count in counts.items() if count and status != "finished"]
+    others = [(status, count) for status, count in counts.items() if count and status != "finished"]
+    parts += [f"{count} {_RUNNING.get(status, status)}" for status, count in others]
     parts += [f"{left} left"] if left else []
     seconds = seconds_left(state)
     if not state.is_over and seconds is not None and left + counts["running"]:

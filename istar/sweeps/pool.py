@@ -3,12 +3,12 @@
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from istar.config import TrainerConfig
-from istar.errors import StoppedError, UserError
+from istar.config import SweepConfig, TrainerConfig
+from istar.errors import LockedError, StoppedError, UserError
 from istar.results import RunRecord
 from istar.runs import fork_server
 from istar.runs.launch import RunProcesses, Spawn, blocked_signals, forward_signals, processes_to_start, spawn
@@ -21,28 +21,41 @@ class TrialSource(Protocol):
     def next(self) -> Trial | None:
         """The next trial to start; None if there is none at the moment."""
 
+    def is_waiting(self) -> bool:
+        """Whether `next` may return another trial later, although none is running."""
+
     def started(self, trial: Trial, log: Path) -> None:
         """Called when a trial has started."""
 
     def ended(self, trial: Trial, outcome: RunRecord | UserError, status: str | None = None) -> None:
         """Called when a trial has ended; `status` is given if it does not follow from the outcome."""
 
+    def set_aside(self, trial: Trial) -> None:
+        """Called when a trial could not be executed because another process executes it."""
+
     def tick(self) -> None:
-        """Called many times a second while trials run."""
+        """Called many times a second while trials run or are waited for."""
+
+    def warn(self, message: str) -> None:
+        """Called with a line for the user."""
 
 
-def run_trials(source: TrialSource, jobs: int, fail_fast: bool, logs: Path) -> None:
-    """Execute trials, `jobs` of them in parallel, until the source has no more and all have ended.
+def run_trials(
+    source: TrialSource, settings: SweepConfig, logs: Path, environment: Mapping[str, str] | None = None
+) -> None:
+    """Execute trials, `settings.jobs` of them in parallel, until the source has no more and all have ended.
 
-    The output of the processes goes to files in the folder `logs`. With `fail_fast`, a failure stops all trials.
+    The output of the processes goes to files in the folder `logs`; `environment` has further variables for them. With
+    `settings.fail_fast`, a failure stops all trials.
 
     Raises:
         StoppedError: if a signal has stopped the sweep; the signal was forwarded to the running trials.
     """
     logs.mkdir(parents=True, exist_ok=True)
-    with fork_server.ServerPool(logs / "server.log") as servers:
+    with fork_server.ServerPool(logs / "server.log", source.warn) as servers:
         # A new interpreter costs seconds for every run; a forked process does not.
-        pool = _Pool(source, jobs, fail_fast, logs, servers.spawn if fork_server.is_supported() else spawn)
+        start = servers.spawn if settings.fork and fork_server.is_supported() else spawn
+        pool = _Pool(source, settings, logs, environment or {}, start)
         with forward_signals(pool.runs) as signals:
             while pool.fill_slots(signals):
                 pool.collect_ended(signals)
@@ -56,22 +69,26 @@ def run_trials(source: TrialSource, jobs: int, fail_fast: bool, logs: Path) -> N
 class _Pool:
     """The running trials, each in a slot of its own, and their processes (`runs`)."""
 
-    def __init__(self, source: TrialSource, jobs: int, fail_fast: bool, logs: Path, start: Spawn) -> None:
+    def __init__(
+        self, source: TrialSource, settings: SweepConfig, logs: Path, environment: Mapping[str, str], start: Spawn
+    ) -> None:
         self.runs: list[RunProcesses] = []
-        self._source, self._jobs, self._fail_fast, self._logs, self._spawn = source, jobs, fail_fast, logs, start
+        self._source, self._logs, self._environment, self._spawn = source, logs, environment, start
+        self._jobs, self._fail_fast = settings.jobs, settings.fail_fast
         self._slots: dict[int, tuple[Trial, RunProcesses]] = {}
-        self._gpus = visible_gpus() if jobs > 1 else []
+        self._gpus = visible_gpus() if settings.jobs > 1 else []
         self._is_stopping = False
 
     def fill_slots(self, signals: Sequence[int]) -> bool:
-        """Start a trial in each free slot; returns whether any trial is running."""
+        """Start a trial in each free slot; returns whether any trial is running or waited for."""
         for slot in range(self._jobs):
             while slot not in self._slots and not signals and not self._is_stopping:
                 trial = self._source.next()
                 if trial is None:
                     break
                 self._start(slot, trial)
-        return bool(self._slots)
+        may_start = not signals and not self._is_stopping
+        return bool(self._slots) or (may_start and self._source.is_waiting())
 
     def collect_ended(self, signals: Sequence[int]) -> None:
         """Free the slots of trials that have ended, and report their outcomes to the source."""
@@ -86,6 +103,7 @@ class _Pool:
         log = self._logs / f"{trial.name}.log"
         try:
             variables = slot_environment(slot, self._jobs, trial.config.trainer, self._gpus)
+            variables.update(self._environment)
             processes = processes_to_start(trial.config.trainer)
         except UserError as error:
             self._fail(trial, error)
@@ -100,6 +118,8 @@ class _Pool:
         """Report the record or the error of a trial that has ended to its source."""
         try:
             self._source.ended(trial, run.record(signals))
+        except LockedError:
+            self._source.set_aside(trial)
         except UserError as error:
             # Without a signal to the sweep, a trial that was stopped has failed, and the sweep goes on.
             if isinstance(error, StoppedError) and (signals or self._is_stopping):

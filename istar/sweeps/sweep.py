@@ -1,20 +1,22 @@
 """Runs a sweep, which `train.py -m` calls: expands the trials, executes the missing ones and compares the results."""
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hydra.core.config_loader import ConfigLoader
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.progress import track
 
 from istar import results
 from istar.config import Config, SweepConfig, WandbConfig, schema
-from istar.errors import StoppedError, UserError
-from istar.files import write_text
+from istar.errors import LockedError, StoppedError, UserError
+from istar.files import is_locked, write_text
 from istar.reports import comparison, run_tables
 from istar.results import RunRecord
 from istar.runs import extras
@@ -32,6 +34,9 @@ _MAX_COMPARED = 24
 """With more configurations than fit into a table and a figure, only the best of each method are compared."""
 _PROGRESS_BAR_FROM = 50  # number of runs from which composing them shows a progress bar
 
+CHECK_SECONDS = 1.0
+"""How often a sweep checks whether the runs that other processes execute have ended."""
+
 Launcher = Callable[[Sequence[Overrides]], Sequence[RunRecord | UserError]]
 """Executes several runs elsewhere, as Hydra's launchers do; returns the record or the error of each."""
 
@@ -47,6 +52,8 @@ class SweepRequest:
     root: Path  # folder that holds the runs
     compose: Callable[[Overrides], DictConfig]  # composes the config of a run from its overrides
     launcher: Launcher | None = None  # executes the runs; None executes them on this machine
+    config_loader: ConfigLoader | None = None  # lists the options of config groups for `glob(*)`
+    environment: Mapping[str, str] = field(default_factory=dict)  # further variables of the runs' processes
 
 
 def sweep(request: SweepRequest, console: Console) -> int:
@@ -86,7 +93,8 @@ class Runs:
         settings = request.settings
         self.request, self.console = request, console
         # The search spaces by the names of the grids.
-        self.spaces = trials.spaces(request.arguments, request.params, settings.grids or {}, settings.only)
+        grids, loader = settings.grids or {}, request.config_loader
+        self.spaces = trials.spaces(request.arguments, request.params, grids, settings.only, loader)
         digest = trials.identity(self.spaces, settings.seeds, settings.search, settings.sampler_seed)
         self.folder = request.root / board.FOLDER / f"{settings.name}-{digest}"
         self.state = SweepState(self.folder.name, request.command, str(request.root), settings.jobs)
@@ -108,16 +116,15 @@ class Runs:
         Raises:
             UserError: if the overrides do not compose.
         """
-        config = self._with_precision(schema.load(self.request.compose(overrides)))
+        config = self._config(overrides)
         if isinstance(config.logger, WandbConfig) and config.logger.group is None:
             config = replace(config, logger=replace(config.logger, group=self.folder.name))
         message, record = None, None
         try:
             # The processes of the run load the commit for which the run is named.
             config = self.folders.resolve(config)
-            folder = self.folders(config)
-            record = None if config.run.overwrite else finished_run(folder, config)
-            name = folder.name
+            name = self.folders(config).name
+            record = self.finished_record(Trial(overrides, config, name))
         except UserError as error:
             message, name = str(error), f"not-started-{len(self.entries) + 1}"
         trial = self.trials.setdefault(name, Trial(overrides, config, name))
@@ -132,20 +139,20 @@ class Runs:
             entry.status, entry.error = "failed", message
         return trial
 
-    def sample_config(self) -> Config:
-        """A config with only the values that are not swept over; raises a `UserError` if its data cannot be loaded."""
-        space = next(iter(self.spaces.values()))
-        fixed = tuple(override.input_line or "" for override in space.values() if not override.is_sweep_override())
-        config = self._with_precision(schema.load(self.request.compose(fixed)))
-        self.folders(config)
-        return config
+    def name(self, overrides: Overrides) -> str:
+        """The name of the run with these overrides; the overrides themselves if its data cannot be loaded."""
+        try:
+            return self.folders(self._config(overrides)).name
+        except UserError:
+            return " ".join(overrides)
 
-    def _with_precision(self, config: Config) -> Config:
-        """Resolve the precision, unless a launcher executes the runs on other machines.
+    def _config(self, overrides: Overrides) -> Config:
+        """Compose the config of a run, and resolve its precision unless a launcher executes the runs elsewhere.
 
         Raises:
             UserError: if a launcher would have to choose the precision, which is part of the name of a run.
         """
+        config = schema.load(self.request.compose(overrides))
         if self.request.launcher is None:
             return resolve_precision(config)
         if config.trainer.precision == "auto":
@@ -155,11 +162,27 @@ class Runs:
             )
         return config
 
+    def finished_record(self, trial: Trial) -> RunRecord | None:
+        """The record of a trial that is finished and need not be executed again; None if there is none.
+
+        Raises:
+            UserError: if the folder holds a result that cannot be used.
+        """
+        return None if trial.config.run.overwrite else finished_run(self.request.root / trial.name, trial.config)
+
+    def sample_config(self) -> Config:
+        """A config with only the values that are not swept over; raises a `UserError` if its data cannot be loaded."""
+        space = next(iter(self.spaces.values()))
+        fixed = tuple(override.input_line or "" for override in space.values() if not override.is_sweep_override())
+        config = self._config(fixed)
+        self.folders(config)
+        return config
+
     def best_with_seeds(self) -> list[Overrides]:
         """The overrides of the best finished run of each task, model and method, once with each of `sweep.seeds`."""
         best: dict[tuple[str, str, str], Entry] = {}
         for entry in self.state.entries_with("finished"):
-            if entry.group not in best or (entry.value or 0) > (best[entry.group].value or 0):
+            if entry.group not in best or entry.rank > best[entry.group].rank:
                 best[entry.group] = entry
         seeds = self.request.settings.seeds
         return [trials.with_seed(tuple(entry.overrides), seed) for entry in best.values() for seed in seeds]
@@ -170,14 +193,43 @@ class Runs:
 
 
 class TrialQueue:
-    """Supplies the waiting runs in their order and reports their results to the board; see `pool.TrialSource`."""
+    """Supplies the waiting runs in their order and reports their results to the board; see `pool.TrialSource`.
+
+    A run whose folder another process has locked has the status `elsewhere` until the lock is free. Then the result of
+    the other process counts, or the run is executed here if the other process has not finished it.
+    """
 
     def __init__(self, runs: Runs, live_board: Board) -> None:
         self.runs, self.board = runs, live_board
+        self._checked = 0.0
 
     def next(self) -> Trial | None:
-        waiting = self.runs.state.entries_with("waiting")
-        return self.runs.trials[waiting[0].name] if waiting else None
+        for entry in self.runs.state.entries_with("waiting"):
+            trial = self.runs.trials[entry.name]
+            if self._is_elsewhere(entry):
+                self.set_aside(trial)
+            elif not self._take_result(trial):
+                return trial
+        return None
+
+    def is_waiting(self) -> bool:
+        return bool(self.runs.state.entries_with("elsewhere"))
+
+    def set_aside(self, trial: Trial) -> None:
+        self.board.set_status(self.runs.entries[trial.name], "elsewhere")
+
+    def _is_elsewhere(self, entry: Entry) -> bool:
+        return is_locked(self.runs.request.root / entry.name)
+
+    def _take_result(self, trial: Trial) -> bool:
+        """Report the result of a trial that another process has finished; returns whether there is one."""
+        try:
+            outcome: RunRecord | UserError | None = self.runs.finished_record(trial)
+        except UserError as error:
+            outcome = error
+        if outcome is not None:
+            self.ended(trial, outcome)
+        return outcome is not None
 
     def started(self, trial: Trial, log: Path | None) -> None:
         self.board.started(self.runs.entries[trial.name], log)
@@ -186,7 +238,15 @@ class TrialQueue:
         self.board.ended(self.runs.entries[trial.name], outcome, status)
 
     def tick(self) -> None:
+        if time.monotonic() - self._checked >= CHECK_SECONDS:
+            self._checked = time.monotonic()
+            for entry in self.runs.state.entries_with("elsewhere"):
+                if not self._is_elsewhere(entry):
+                    self.board.set_status(entry, "waiting")
         self.board.tick()
+
+    def warn(self, message: str) -> None:
+        self.runs.console.out(f"warning: {message}", highlight=False)
 
 
 class SearchQueue(TrialQueue):
@@ -198,18 +258,24 @@ class SearchQueue(TrialQueue):
         self._numbers: dict[str, int] = {}
 
     def next(self) -> Trial | None:
-        while (suggestion := self._study.ask()) is not None:
-            number, overrides = suggestion
-            trial = replace(self.runs.add(overrides, SEARCH), study=self._study.trial_address(number))
+        while (trial := super().next()) is None:
+            suggestion = self._study.ask()
             self.runs.state.to_come = self._study.to_come()
-            entry = self.runs.entries[trial.name]
-            if entry.status in ("waiting", "stopped"):
-                self._numbers[trial.name] = number
-                return trial
-            # The run of these values has ended already, or its data cannot be loaded.
+            if suggestion is None:
+                return None
+            self._add(*suggestion)
+        return replace(trial, study=self._study.trial_address(self._numbers[trial.name]))
+
+    def _add(self, number: int, overrides: Overrides) -> None:
+        """Add the run of a suggested trial to the waiting ones, or report its outcome to Optuna if it has one."""
+        entry = self.runs.entries[self.runs.add(overrides, SEARCH).name]
+        if entry.status in ("waiting", "stopped"):
+            entry.status = "waiting"
+            self._numbers[entry.name] = number
+        else:
+            # The run was finished before the search began, or its data cannot be loaded.
             has_record = entry.status in ("finished", "pruned")
             self._study.tell(number, self.runs.record(entry) if has_record else UserError(entry.error or entry.status))
-        return None
 
     def ended(self, trial: Trial, outcome: RunRecord | UserError, status: str | None = None) -> None:
         number = self._numbers.pop(trial.name)
@@ -229,7 +295,7 @@ def search(runs: Runs, live_board: Board) -> None:
     # Optuna takes seconds to import, and a grid does not need it.
     from istar.sweeps.study import Study
 
-    with closing(Study(runs.request.settings, runs.spaces, runs.folder)) as study:
+    with closing(Study(runs.request.settings, runs.spaces, runs.folder, runs.name)) as study:
         for _, overrides in study.ended_trials():
             trial = runs.add(overrides, SEARCH)
             entry = runs.entries[trial.name]
@@ -250,7 +316,7 @@ def run_queue(queue: TrialQueue) -> None:
     request = queue.runs.request
     settings = request.settings
     if request.launcher is None:
-        pool.run_trials(queue, settings.jobs, settings.fail_fast, queue.runs.folder / "logs")
+        pool.run_trials(queue, settings, queue.runs.folder / "logs", request.environment)
         return
     # A grid is launched as a whole; a search in batches, because later trials depend on earlier results.
     limit = settings.jobs if isinstance(queue, SearchQueue) else math.inf
@@ -259,12 +325,19 @@ def run_queue(queue: TrialQueue) -> None:
         while len(batch) < limit and (trial := queue.next()) is not None:
             queue.started(trial, None)
             batch.append(trial)
-        if not batch:
+        if not batch and not queue.is_waiting():
             return
-        with queue.board.ticking():
-            outcomes = request.launcher([_launcher_overrides(trial) for trial in batch])
-        for trial, outcome in zip(batch, outcomes, strict=True):
-            queue.ended(trial, outcome, "stopped" if isinstance(outcome, StoppedError) else None)
+        if batch:
+            with queue.board.ticking():
+                outcomes = request.launcher([_launcher_overrides(trial) for trial in batch])
+            for trial, outcome in zip(batch, outcomes, strict=True):
+                if isinstance(outcome, LockedError):
+                    queue.set_aside(trial)
+                else:
+                    queue.ended(trial, outcome, "stopped" if isinstance(outcome, StoppedError) else None)
+        else:
+            time.sleep(CHECK_SECONDS)
+        queue.tick()
 
 
 def _launcher_overrides(trial: Trial) -> Overrides:
@@ -322,7 +395,7 @@ def print_results(runs: Runs) -> int:
         console.print(run_tables.comparison(records))
         console.out(f"{runs.folder / 'comparison.png'} and .svg, .md", highlight=False)
     count = len(runs.state.entries)
-    failed, stopped = runs.state.entries_with("failed"), runs.state.entries_with("waiting", "stopped")
+    failed, stopped = runs.state.entries_with("failed"), runs.state.entries_with("waiting", "stopped", "elsewhere")
     if failed:
         console.out(f"{len(failed)} of {count} runs failed; the same command runs them again:")
         for entry in failed:
@@ -335,11 +408,11 @@ def print_results(runs: Runs) -> int:
 def best_configurations(records: Sequence[RunRecord]) -> list[RunRecord]:
     """The runs, with all seeds, of the configuration of each task, model and penalty that Table 1 would show.
 
-    That is the configuration with the most seeds, and among several the one with the highest mean headline metric.
+    That is the configuration with the most seeds, and among several the one with the highest mean selection value.
     """
 
     def rank(runs: Sequence[RunRecord]) -> tuple[int, float]:
-        return run_tables.selection_rank([run.headline["value"] for run in runs])
+        return run_tables.selection_rank([run.selection_value for run in runs])
 
     best: dict[tuple[str, str, str], list[RunRecord]] = {}
     for (task, model), configurations in run_tables.by_task(records).items():

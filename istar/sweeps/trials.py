@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 
@@ -30,7 +31,11 @@ class Trial:
 
 
 def spaces(
-    arguments: Sequence[str], params: Mapping[str, Any], grids: Mapping[str, Mapping[str, Any]], only: Sequence[str]
+    arguments: Sequence[str],
+    params: Mapping[str, Any],
+    grids: Mapping[str, Mapping[str, Any]],
+    only: Sequence[str],
+    config_loader: ConfigLoader | None = None,
 ) -> dict[str, Space]:
     """The search space of each grid: the keys common to all grids, then the grid's keys, then the command line.
 
@@ -42,12 +47,14 @@ def spaces(
         params: values by key, common to all grids.
         grids: values by key for each grid; an empty mapping means one grid without keys.
         only: names of the grids to use; empty means all.
+        config_loader: lists the options of a config group for `glob(*)`, which cannot be used without it.
 
     Raises:
-        UserError: if the command line chooses the option of a config group that the grids choose, too.
+        UserError: if the command line chooses the option of a config group that the grids choose, too, or if a
+            `glob` matches no option.
         HydraException: if an override cannot be parsed.
     """
-    parser = OverridesParser.create()
+    parser = OverridesParser.create(config_loader)
     parsed = parser.parse_overrides(list(arguments))
     command_line = {item.key_or_group: item for item in parsed if not item.key_or_group.startswith("sweep.")}
     grid_keys = {key for grid in grids.values() for key in grid}
@@ -62,6 +69,11 @@ def spaces(
         texts = [f"{key}={_override_value(value)}" for key, value in {**params, **grid}.items()]
         space = {override.key_or_group: override for override in parser.parse_overrides(texts)}
         space |= {key: override for key, override in command_line.items() if key not in grid_keys or key in grid}
+        for override in space.values():
+            if override.is_choice_sweep() and not list(override.sweep_string_iterator()):
+                raise UserError(
+                    f"{override.input_line}: no option matches; glob(...) chooses options of a config group"
+                )
         result[name] = space
     return result
 

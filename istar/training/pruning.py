@@ -10,6 +10,15 @@ from istar.errors import UserError, shorten
 from istar.training.history import History
 
 SEPARATOR = "#"
+PRUNERS: dict[str, Callable[[], optuna.pruners.BasePruner]] = {
+    "none": optuna.pruners.NopPruner,
+    "median": optuna.pruners.MedianPruner,
+    # Fine-tuning has few epochs, so the better half of the trials continues after 1, 2, 4, ... epochs.
+    "asha": lambda: optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=2),
+}
+"""The pruners by the values of `sweep.pruner`."""
+PRUNER = "pruner"
+"""The study's user attribute with the value of `sweep.pruner`: Optuna's storage does not keep the pruner itself."""
 
 
 @dataclass(frozen=True)
@@ -40,15 +49,16 @@ class Pruning(L.Callback):
     """Report each epoch to an Optuna study, and stop the training if the pruner says so.
 
     The reported value is that of the metric that selects the best epoch. Rank 0 asks the pruner and broadcasts its
-    decision, so that all processes stop together. A resumed run reports all its epochs again; the storage ignores
-    values that it already has. The callback `history`, which records the epochs, must precede this callback.
-    `load_trial` returns the started trial of a study with a given number.
+    decision, so that all processes stop together. A resumed run reports the epochs that the storage does not have yet.
+    The callback `history`, which records the epochs, must precede this callback. `load_trial` returns the started trial
+    of a study with a given number.
     """
 
     reference: TrialOfStudy
     history: History
     load_trial: Callable[[optuna.Study, int], optuna.trial.Trial]
     _trial: optuna.trial.Trial | None = field(default=None, init=False)
+    _reported: set[int] = field(default_factory=set, init=False)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._stop_if_pruned(trainer)
@@ -65,13 +75,18 @@ class Pruning(L.Callback):
             self.history.pruned = trainer.should_stop = True
 
     def _should_prune(self) -> bool:
-        """Report all epochs and return the pruner's decision."""
+        """Report the new epochs and return the pruner's decision."""
         try:
             if self._trial is None:
                 study = optuna.load_study(study_name=self.reference.study, storage=self.reference.storage)
+                study.pruner = PRUNERS[study.user_attrs[PRUNER]]()
                 self._trial = self.load_trial(study, self.reference.number)
+                self._reported = set(study.get_trials(deepcopy=False)[self.reference.number].intermediate_values)
             for number, epoch in enumerate(self.history.epochs, start=1):
-                self._trial.report(epoch["metrics"][self.history.selection_metric], number)
+                # Optuna warns of a value that is reported twice.
+                if number not in self._reported:
+                    self._trial.report(epoch["metrics"][self.history.selection_metric], number)
+                    self._reported.add(number)
             return self._trial.should_prune()
         except Exception as error:
             raise UserError(f"the Optuna trial {self.reference} cannot be read or written: {shorten(error)}") from error

@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -67,6 +67,10 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **more}
 
 
+def fail(warning: str) -> None:
+    raise AssertionError(warning)
+
+
 def is_over(process: ForkedProcess) -> int:
     until(lambda: process.poll() is not None)
     assert process.returncode is not None
@@ -85,7 +89,7 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
     folder = tmp_path_factory.mktemp("logs")
-    with ServerPool(folder / "server.log") as servers:
+    with ServerPool(folder / "server.log", fail) as servers:
         yield servers
     assert (folder / "server.log").read_text() == ""
 
@@ -194,7 +198,7 @@ def is_gone(pid: int) -> bool:
 
 
 def test_a_server_that_is_killed_and_one_that_nobody_needs_any_more(tmp_path: Path) -> None:
-    with ServerPool(tmp_path / "server.log") as servers:
+    with ServerPool(tmp_path / "server.log", fail) as servers:
         for ending in ("killed", "left"):
             process = servers.spawn([WATCH], environment(), tmp_path / ending)
             pid = pid_in(tmp_path / ending)
@@ -210,29 +214,66 @@ def test_a_server_that_is_killed_and_one_that_nobody_needs_any_more(tmp_path: Pa
     until(lambda: is_gone(pid))
 
 
-@pytest.mark.parametrize(
-    ("library", "told"),
-    [
-        ("import nowhere", "ModuleNotFoundError: No module named 'nowhere'"),
-        ("import threading, time; threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()", "threads"),
-        (
-            "import torch; a = torch.ones(600, 600); (a @ a).sum()",
-            "RuntimeError: loading the libraries has left threads",
-        ),
-    ],
-)
-def test_a_library_that_is_no_good_for_forks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str, told: str
-) -> None:
-    (tmp_path / "no_good.py").write_text(library)
-    script = tmp_path / "server.py"
-    script.write_text(f"from istar.runs import fork_server; fork_server.PRELOADED_MODULES = ('no_good',)\n{STAND_IN}")
+def server_with(
+    library: str, folder: Path, monkeypatch: pytest.MonkeyPatch, warn: Callable[[str], None] = fail
+) -> ServerPool:
+    """Servers that import this library instead of those of a run."""
+    (folder / "library.py").write_text(library)
+    script = folder / "server.py"
+    script.write_text(f"from istar.runs import fork_server; fork_server.PRELOADED_MODULES = ('library',)\n{STAND_IN}")
     monkeypatch.setattr(fork_server, "COMMAND", (sys.executable, str(script)))
-    with ServerPool(tmp_path / "server.log") as servers:
-        process = servers.spawn(["pass"], environment(OMP_NUM_THREADS="2"), None)
+    return ServerPool(folder / "server.log", warn)
+
+
+def test_a_library_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with server_with("import nowhere", tmp_path, monkeypatch) as servers:
+        process = servers.spawn(["pass"], environment(), None)
         with pytest.raises(UserError, match=r"the process that starts the runs ended with exit code 1 .*server\.log"):
             process.wait()
-    assert told in (tmp_path / "server.log").read_text()
+    assert "ModuleNotFoundError: No module named 'nowhere'" in (tmp_path / "server.log").read_text()
+
+
+def test_fresh_processes_replace_forks_that_are_not_possible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings: list[str] = []
+    thread = "threading.Thread(target=time.sleep, args=(3600,), name='tracer', daemon=True)"
+
+    def spawn_fresh(arguments: Sequence[str], environment: Mapping[str, str], log: Path | None) -> object:
+        return subprocess.Popen([sys.executable, "-c", *arguments], env=environment, start_new_session=True)
+
+    monkeypatch.setattr(launch, "spawn", spawn_fresh)
+    wait = "import signal; signal.sigwait([signal.SIGUSR1]); raise SystemExit({})"
+    with server_with(f"import threading, time; {thread}.start()", tmp_path, monkeypatch, warnings.append) as servers:
+        # Both are requested before the server has said that it cannot fork; the third one is requested afterwards.
+        first, second = (servers.spawn([wait.format(code)], environment(), None) for code in (3, 4))
+        first.send_signal(signal.SIGUSR1)
+        assert is_over(first) == 3
+        until(lambda: second.poll() is None and second.is_fresh)
+        second.send_signal(signal.SIGUSR1)
+        assert second.wait() == 4
+        third = servers.spawn(["raise SystemExit(5)"], environment(OMP_NUM_THREADS="4"), None)
+        assert third.wait() == 5
+    [warning] = warnings
+    assert "threads that a fork would lose: tracer, so that" in warning
+    assert "sweep.fork=false" in warning
+    assert "\n" not in warning
+    # The server leaves without an error.
+    assert (tmp_path / "server.log").read_text() == ""
+
+
+def test_what_prevents_a_fork() -> None:
+    code = """if True:
+        import torch
+        from istar.runs.fork_server import reason_not_to_fork
+        print(reason_not_to_fork())
+        torch.cuda.is_initialized = lambda: True
+        print(reason_not_to_fork())
+        (torch.ones(600, 600) @ torch.ones(600, 600)).sum()
+        print(reason_not_to_fork())"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, check=True, env=environment(OMP_NUM_THREADS="2"), capture_output=True, text=True)
+    nothing, gpu, product = done.stdout.splitlines()
+    assert (nothing, gpu) == ("", "loading the libraries has begun to use the GPU")
+    assert product.startswith("loading the libraries has left threads that a fork would lose: ")
 
 
 def test_a_fork_that_the_system_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +283,7 @@ def test_a_fork_that_the_system_refuses(tmp_path: Path, monkeypatch: pytest.Monk
         f"{refuse}\nfrom istar.runs import fork_server as s; s.PRELOADED_MODULES, s._fork = (), refuse\n{STAND_IN}"
     )
     monkeypatch.setattr(fork_server, "COMMAND", (sys.executable, str(script)))
-    with ServerPool(tmp_path / "server.log") as servers:
+    with ServerPool(tmp_path / "server.log", fail) as servers:
         for _ in range(2):
             with pytest.raises(UserError, match=r"the process of the run could not be started: .*unavailable"):
                 servers.spawn(["pass"], environment(), None).wait()
@@ -258,6 +299,7 @@ def test_loading_does_not_touch_the_gpu() -> None:
         "def touched(*_): raise SystemError('the driver was called')\n"
         "for name in ('is_available', 'device_count', 'init', '_lazy_init'): setattr(torch.cuda, name, touched)\n"
         "for name in [name for name in vars(torch._C) if name.startswith('_cuda_')]: setattr(torch._C, name, touched)\n"
-        "from istar.runs import fork_server; fork_server.preload()"
+        "from istar.runs import fork_server; fork_server.preload()\n"
+        "assert fork_server.reason_not_to_fork() == ''"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY, timeout=SECONDS)

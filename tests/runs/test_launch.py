@@ -3,10 +3,13 @@
 Starting a process costs seconds, so calls that need no order are made at once, and a broken run is broken again.
 """
 
+import json
 import os
+import pickle
 import re
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from socket import socket
 
@@ -15,7 +18,7 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 
 from istar import results
 from istar.config import TrainerConfig
-from istar.errors import StoppedError
+from istar.errors import LockedError, StoppedError, UserError
 from istar.runs import launch
 from istar.runs.run import run
 from istar.training import FineTuningData
@@ -216,6 +219,34 @@ def test_two_at_once_do_not_disturb_each_other(twins):
     assert len((only_run(folder / "runs") / "predictions.jsonl").read_text().splitlines()) == 9
 
 
+def test_a_lock_is_told_from_other_errors(composed):
+    """By its exit code, whatever it says."""
+
+    class Ended:
+        def __init__(self, code, arguments, environment, log):
+            self.returncode = code
+            if code == LockedError.exit_code:
+                error = {"message": "busy", "code": code, "trace": ""}
+                (Path(arguments[1]) / "error-0.json").write_text(json.dumps(error))
+
+        def poll(self):
+            return self.returncode
+
+        kill = wait = poll
+
+    errors = []
+    for code in (LockedError.exit_code, 1):
+        run = launch.RunProcesses(composed(), 1, spawn=partial(Ended, code))
+        assert run.has_ended()
+        with pytest.raises(UserError) as error:
+            run.record([])
+        errors.append(error.value)
+    assert [type(error) for error in errors] == [LockedError, UserError]
+    # What a launcher's job returns is pickled.
+    again = pickle.loads(pickle.dumps(errors[0]))
+    assert (type(again), str(again), again.exit_code) == (LockedError, "busy", LockedError.exit_code)
+
+
 # ---- signals
 
 
@@ -338,7 +369,7 @@ def test_a_writer_is_not_disturbed(tmp_path, start):
     arguments = (*LONG, "trainer.max_epochs=1000")
     first = start(tmp_path, *arguments).until_it_trains()
     second = start(tmp_path, *arguments).wait()
-    assert second.code == 2
+    assert second.code == LockedError.exit_code
     assert "is being written by another process" in second.line()
     assert_stopped(first.send(signal.SIGTERM).wait(), signal.SIGTERM)
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from istar import files
-from istar.errors import UserError
-from istar.files import sole_writer
+from istar.errors import LockedError
+from istar.files import is_locked, sole_writer
 from tests.waiting import SECONDS
 
 HOLD = """
@@ -45,15 +45,22 @@ def other(tmp_path: Path, repository: Path) -> Iterator["subprocess.Popen[str]"]
 def test_one_writer_at_a_time(tmp_path: Path, other: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "runs" / "one"
     monkeypatch.setattr(files, "_LOCK_SECONDS", 0.2)
-    with pytest.raises(UserError, match="is being written by another process") as told, sole_writer(folder):
+    assert is_locked(folder)
+    with pytest.raises(LockedError, match="is being written by another process") as told, sole_writer(folder):
         pass
     assert "\n" not in str(told.value)
     other.kill()
     assert other.wait() == -signal.SIGKILL
     # It has let go of the folder: there is nothing to wait for.
     monkeypatch.setattr(files, "_LOCK_SECONDS", 0.0)
+    assert not is_locked(folder)
     with sole_writer(folder):
         pass
+
+
+def test_asking_for_a_lock_leaves_nothing_behind(tmp_path: Path) -> None:
+    assert not is_locked(tmp_path / "runs" / "one")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_writer_that_is_just_ending_is_waited_for(

@@ -9,10 +9,16 @@ from hydra._internal.callbacks import Callbacks
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import HydraContext
+from rich.console import Console
 
 from hydra_plugins.istar_sweeper import IstarSweeper
+from istar.config import schema
+from istar.sweeps.sweep import Runs, SweepRequest
+from istar.sweeps.trials import combinations
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
+TINY = ("reg.num_points=200", "task.limit_train=32", "task.limit_validation=9", "data.batch_size=8",
+        "trainer.max_epochs=2", "trainer.accelerator=cpu", "trainer.progress_bar=false")  # fmt: skip
 
 
 @pytest.fixture
@@ -21,7 +27,6 @@ def sweeper_for() -> Iterator[Callable[..., IstarSweeper]]:
 
     def make(*arguments: str) -> IstarSweeper:
         master = compose("config", overrides=list(arguments), return_hydra_config=True)
-        HydraConfig.instance().set_config(master)
         sweeper = IstarSweeper(master.hydra.sweeper.params)
         context = HydraContext(GlobalHydra.instance().config_loader(), Callbacks(master))
         sweeper.setup(hydra_context=context, task_function=lambda config: None, config=master)
@@ -31,3 +36,23 @@ def sweeper_for() -> Iterator[Callable[..., IstarSweeper]]:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         yield make
     HydraConfig.instance().cfg = None
+
+
+@pytest.fixture
+def runs(tmp_path: Path, sweeper_for: Callable[..., IstarSweeper]) -> Callable[..., Runs]:
+    """The runs that a command line asks for, before any is started."""
+
+    def make(*arguments: str) -> Runs:
+        arguments = (*arguments, f"run.root={tmp_path / 'runs'}")
+        sweeper = sweeper_for(*(argument for argument in arguments if "," not in argument))
+        settings = schema.load_sweep(sweeper.config)
+        request = SweepRequest(settings, arguments, {}, "python train.py", tmp_path / "runs", sweeper.compose)
+        return Runs(request, Console(quiet=True))
+
+    return make
+
+
+def with_all_runs(sweep: Runs) -> Runs:
+    """Add the runs of all grids to a sweep, and return it."""
+    sweep.add_all([overrides for space in sweep.spaces.values() for overrides in combinations(space)], "search")
+    return sweep

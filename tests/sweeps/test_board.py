@@ -107,15 +107,19 @@ def test_the_table() -> None:
         entry(5, status="running", started=NOW - 65, epochs=(1, 3)),
         entry(6),
         entry(7, method="Base", status="stopped"),
+        entry(8, method="Base", status="elsewhere", epochs=(2, 3)),
     ]
     text = shown(state(*entries, to_come=4))
-    assert "sweep-1: 2 of 11 runs finished · 1 running · 1 failed · 1 pruned · 1 stopped · 5 left" in text
+    expected = "2 of 12 runs finished · 1 running · 1 running elsewhere · 1 failed · 1 pruned · 1 stopped · 5 left"
+    assert f"sweep-1: {expected}" in text
     [row] = [row for row in text.splitlines() if "│ I-STAR" in row]
     # A pruned run's score does not count.
     assert [cell.strip() for cell in row.strip("│ ").split("│")] == [
         "rte", "bert", "I-STAR", "3", "1", "1", "1", "accuracy 70.00", "seed=2",
     ]  # fmt: skip
-    assert "rte · bert · I-STAR λ=-1 ζ=0.4 · seed 5: epoch 2 of 3, 65 s" in text
+    lines = [line.strip() for line in text.splitlines()]
+    assert lines[lines.index("running:") + 1] == "rte · bert · I-STAR λ=-1 ζ=0.4 · seed 5: epoch 2 of 3, 65 s"
+    assert lines[lines.index("running elsewhere:") + 1] == "rte · bert · Base · seed 8: epoch 3 of 3"
 
 
 def test_lines() -> None:

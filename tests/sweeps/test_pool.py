@@ -1,14 +1,16 @@
 """N runs at a time. The runs are stand-ins that end when they are told to; real ones are in test_sweep.py."""
 
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
-from istar.config import Config, TrainerConfig
-from istar.errors import StoppedError, UserError
+from istar.config import Config, SweepConfig, TrainerConfig
+from istar.errors import LockedError, StoppedError, UserError
 from istar.results import RunRecord
+from istar.runs import fork_server, launch
 from istar.sweeps import pool
 from istar.sweeps.pool import run_trials, slot_environment
 from istar.sweeps.trials import Trial
@@ -41,6 +43,8 @@ class Run:
     def record(self, signals: Any) -> RunRecord:
         if self.signals:
             raise StoppedError("stopped by SIGTERM: saved", signal.SIGTERM)
+        if self.name.startswith("locked"):
+            raise LockedError("another process has it")
         if self.name.startswith("bad"):
             raise UserError("it broke")
         return RunRecord(self.name, "finished", {})
@@ -49,6 +53,7 @@ class Run:
 class Source:
     def __init__(self, config: Config, *names: str) -> None:
         self.waiting = [Trial((), config, name) for name in names]
+        self.elsewhere: list[Trial] = []
         self.running: list[str] = []
         self.told: dict[str, str] = {}
 
@@ -62,8 +67,17 @@ class Source:
         assert trial.name not in self.told
         self.told[trial.name] = status or (outcome.status if isinstance(outcome, RunRecord) else f"failed: {outcome}")
 
+    def set_aside(self, trial: Trial) -> None:
+        self.elsewhere.append(trial)
+
+    def is_waiting(self) -> bool:
+        return bool(self.elsewhere)
+
     def tick(self) -> None:
         pass
+
+    def warn(self, message: str) -> None:
+        raise AssertionError(message)
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +88,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def execute(source: Source, tmp_path: Path, jobs: int = 2, fail_fast: bool = False) -> None:
-    run_trials(source, jobs, fail_fast, tmp_path / "logs")
+    run_trials(source, SweepConfig(jobs=jobs, fail_fast=fail_fast), tmp_path / "logs")
 
 
 @pytest.mark.parametrize("jobs", [1, 2, 3, 20])
@@ -124,6 +138,56 @@ def test_a_signal_stops_all_and_begins_no_other(composed: Any, tmp_path: Path) -
     assert error.value.exit_code == 128 + signal.SIGINT
     assert source.told == {"a": "stopped", "b": "stopped"}
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("fork", [True, False])
+def test_how_processes_are_started(composed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fork: bool) -> None:
+    starts, variables = [], []
+
+    class Recorded(Run):
+        def __init__(self, *arguments: Any) -> None:
+            starts.append(arguments[-1])
+            variables.append(arguments[3])
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(pool, "RunProcesses", Recorded)
+    run_trials(Source(composed(), "a"), SweepConfig(fork=fork), tmp_path / "logs", {"OMP_NUM_THREADS": "7"})
+    assert variables == [{"OMP_NUM_THREADS": "7"}]
+    assert (starts == [launch.spawn]) == (not fork or not fork_server.is_supported())
+
+
+class SourceWithRunsElsewhere(Source):
+    """Runs that are executed elsewhere come back after some looks, once nothing else runs."""
+
+    looks = 0
+
+    def tick(self) -> None:
+        if Run.alive:
+            return
+        self.looks += 1
+        if self.looks > 3 and self.elsewhere:
+            trial = self.elsewhere.pop()
+            self.waiting.append(replace(trial, name=trial.name.removeprefix("locked-")))
+
+
+def test_what_another_process_executes_is_waited_for(composed: Any, tmp_path: Path) -> None:
+    """Neither a failure nor, with fail_fast, the end of the sweep; the others go on in the meantime."""
+    source = SourceWithRunsElsewhere(composed(), "locked-a", "b", "locked-c", "d")
+    execute(source, tmp_path, fail_fast=True)
+    assert source.told == dict.fromkeys("abcd", "finished")
+    assert source.running == ["locked-a", "b", "locked-c", "d", "c", "a"]
+
+
+def test_a_signal_ends_the_wait(composed: Any, tmp_path: Path) -> None:
+    class Stopping(Source):
+        def tick(self) -> None:
+            if self.elsewhere:
+                signal.raise_signal(signal.SIGTERM)
+
+    source = Stopping(composed(), "locked")
+    with pytest.raises(StoppedError, match="stopped by SIGTERM"):
+        execute(source, tmp_path)
+    assert source.told == {}
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Searches: what is asked for, what is kept, and what a later or a neighbouring call makes of it."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,18 +11,24 @@ import pytest
 from istar.config import SweepConfig
 from istar.errors import UserError
 from istar.results import RunRecord
-from istar.sweeps.study import Study
-from istar.sweeps.trials import spaces
+from istar.sweeps.study import Study, combination, space_size
+from istar.sweeps.trials import combinations, spaces
 from istar.training.pruning import TrialOfStudy
 
 ARGUMENTS = ["reg=istar", "reg.lambda=interval(-5,5)", "optim.lr=tag(log,interval(1e-5,1e-3))", "reg.zeta=0.2,0.4",
              "data.batch_size=int(interval(8,32))"]  # fmt: skip
 
 
-def study(folder: Path, arguments: list[str] = ARGUMENTS, grids: Any = None, **settings: Any) -> Study:
+def study(
+    folder: Path,
+    arguments: list[str] = ARGUMENTS,
+    grids: Any = None,
+    name: Callable[[tuple[str, ...]], str] = " ".join,
+    **settings: Any,
+) -> Study:
     folder.mkdir(exist_ok=True)
     values = {"search": "optuna", "trials": 4, **settings}
-    return Study(SweepConfig(**values), spaces(arguments, {}, grids or {}, []), folder)
+    return Study(SweepConfig(**values), spaces(arguments, {}, grids or {}, []), folder, name)
 
 
 def record(value: float, status: str = "finished") -> RunRecord:
@@ -125,6 +133,88 @@ def test_the_best_values_are_looked_for_where_good_ones_were(tmp_path: Path) -> 
     assert sum(away["tpe"]) < 0.75 * sum(away["random"])
 
 
+DISCRETE = ["reg.zeta=0.2,0.4", "data.batch_size=int(interval(8,9))"]
+"""Four combinations."""
+
+
+def search(*workers: Study, jobs: int = 2) -> list[tuple[str, ...]]:
+    """Let workers in turn start and end trials, `jobs` at a time each; the best values are always the same."""
+    started, running = [], [[] for _ in workers]
+    while True:
+        for worker, own in zip(workers, running, strict=True):
+            while len(own) < jobs and (asked := worker.ask()):
+                own.append(asked)
+                started.append(asked[1])
+        if not any(running):
+            return started
+        for worker, own in zip(workers, running, strict=True):
+            if own:
+                number, overrides = own.pop(0)
+                worker.tell(number, record(float(overrides == ("reg.zeta=0.4", "data.batch_size=9"))))
+
+
+@pytest.mark.parametrize(
+    ("sampler", "workers", "trials", "expected"),
+    [("tpe", 1, 3, 3), ("random", 1, 9, 4), ("tpe", 2, 9, 4), ("random", 2, 3, 3)],
+)
+def test_no_run_is_tried_twice(tmp_path: Path, sampler: str, workers: int, trials: int, expected: int) -> None:
+    found = [study(tmp_path, DISCRETE, trials=trials, sampler=sampler) for _ in range(workers)]
+    started = search(*found)
+    assert len(started) == len(set(started)) == expected
+    known = optuna.load_study(study_name=tmp_path.name, storage=found[0].storage).trials
+    assert sum(trial.state.name == "COMPLETE" for trial in known) == expected
+    assert all(trial.user_attrs["is_duplicate"] for trial in known if trial.state.name == "FAIL")
+    if trials == expected:
+        assert found[0].to_come() == 0
+
+
+def test_what_failed_is_not_tried_again_by_the_same_call(tmp_path: Path) -> None:
+    found = study(tmp_path, DISCRETE, trials=9)
+    started = []
+    while asked := found.ask():
+        started.append(asked[1])
+        found.tell(asked[0], UserError("it broke"))
+    assert len(started) == len(set(started)) == 4
+    # The next call tries again.
+    assert study(tmp_path, DISCRETE, trials=9).ask() is not None
+
+
+def test_equal_runs_of_different_values_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The continuous key has no effect, as one that is not part of a run's identity."""
+
+    def name(overrides: tuple[str, ...]) -> str:
+        return values(overrides)["reg.zeta"]
+
+    monkeypatch.setattr("istar.sweeps.study.MAX_RANDOM_DUPLICATES", 5)
+    for arguments in (["reg.zeta=0.2,0.4", "reg.lambda=interval(0,1)"], ["reg.zeta=0.2,0.4", "seed=range(1,4)"]):
+        started = search(study(tmp_path / arguments[1][:4], arguments, trials=10, name=name))
+        assert sorted(map(name, started)) == ["0.2", "0.4"]
+
+
+def test_a_grid_of_one_run_beside_one_with_an_interval(tmp_path: Path) -> None:
+    """The one run has the best result, so that Optuna suggests it again and again."""
+    grids = {"base": {"reg": "none"}, "istar": {"reg": "istar", "reg.lambda": "interval(-1,1)"}}
+    found = study(tmp_path, ["seed=1"], grids, trials=6)
+    started = []
+    while asked := found.ask():
+        started.append(asked[1])
+        found.tell(asked[0], record(float("reg=none" in asked[1])))
+    assert len(set(started)) == len(started) == 6
+
+
+def test_combinations_have_indices(tmp_path: Path) -> None:
+    grids = {"base": {"reg": "none"}, "istar": {"reg": "istar", "reg.lambda": "-1,1", "data.batch_size": "range(8,11)"}}
+    found = spaces(["seed=1,2"], {}, grids, [])
+    size = space_size(found)
+    assert size == 2 + 2 * 3 * 2
+    every = [combination(found, index) for index in range(size)]
+    assert {overrides for _, overrides in every} == {one for space in found.values() for one in combinations(space)}
+    parameters = {"grid": "istar", "reg.lambda": "1", "data.batch_size": "9", "seed": "2"}
+    overrides = ("reg=istar", "reg.lambda=1", "data.batch_size=9", "seed=2")
+    assert (parameters, overrides) in every
+    assert space_size(spaces(["reg.lambda=interval(0,1)"], {}, {}, [])) is None
+
+
 @pytest.mark.parametrize("storage", ["nonsense", "sqlite:////no/such/folder/x.db"])
 def test_a_storage_that_cannot_be_used(tmp_path: Path, storage: str) -> None:
     with pytest.raises(UserError, match=r"sweep.storage=.* cannot be used") as error:
@@ -138,3 +228,13 @@ def test_handles() -> None:
     for text in ("", "a#b", "a#b#c"):
         with pytest.raises(UserError, match=r"expected storage#study#number"):
             TrialOfStudy.parse(text)
+
+
+def test_held_out_data_judge_a_trial(tmp_path: Path) -> None:
+    """Not the validation set, on which the result is reported."""
+    search = study(tmp_path, trials=2)
+    for reported, held_out in ((0.9, 0.2), (0.1, 0.8)):
+        number, _ = search.ask()
+        search.tell(number, replace(record(reported), selection={"metric": "accuracy_held_out", "value": held_out}))
+    stored = optuna.load_study(study_name=search.name, storage=search.storage)
+    assert [trial.value for trial in stored.get_trials()] == [0.2, 0.8]

@@ -10,25 +10,23 @@ from pathlib import Path
 
 import pytest
 from hydra.errors import HydraException
-from rich.console import Console
 
 from hydra_plugins.istar_sweeper import IstarSweeper
 from istar import results
 from istar.config import schema
 from istar.config.schema import to_dict
 from istar.errors import UserError
+from istar.files import sole_writer
 from istar.results import RunRecord
 from istar.runs import fork_server
 from istar.sweeps.board import read
-from istar.sweeps.sweep import Runs, SweepRequest
-from istar.sweeps.trials import combinations
+from istar.sweeps.sweep import Runs
 from tests.jobs import Done, Job, Start, at_once, starting
 from tests.outcomes import assert_same
+from tests.sweeps.conftest import TINY, with_all_runs
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
 
-TINY = ("reg.num_points=200", "task.limit_train=32", "task.limit_validation=9", "data.batch_size=8",
-        "trainer.max_epochs=2", "trainer.accelerator=cpu", "trainer.progress_bar=false")  # fmt: skip
 GRID = ("-m", "reg=istar_scratch", "reg.lambda=-0.2,0.2", "seed=1,2,3", *TINY)
 """Six runs: when three are done, two at a time, there is more to come than can end while a signal is on its way."""
 
@@ -150,22 +148,21 @@ def test_the_process_that_starts_the_runs_is_killed(tmp_path: Path, start: Start
     assert_same(tmp_path / "sweep" / "runs" / name, tmp_path / "alone" / "runs" / name)
 
 
+def test_a_run_that_another_process_executes(tmp_path: Path, start: Start, runs: Callable[..., Runs]) -> None:
+    """It is not begun as long as its folder is locked, and nothing is reported as failed."""
+    first, second = with_all_runs(runs("seed=1,2", *TINY)).trials
+    with sole_writer(tmp_path / "runs" / first):
+        job = start(tmp_path, "-m", "seed=1,2", *TINY)
+        job.until(lambda: second in ended(job) and state(tmp_path).entries_with("finished") != [])
+        assert [entry.status for entry in state(tmp_path).entries] == ["elsewhere", "finished"]
+    done = job.wait().well()
+    assert "failed" not in done.stdout
+    assert records(tmp_path).keys() == {first, second}
+    assert [entry.status for entry in state(tmp_path).entries] == ["finished", "finished"]
+
+
 def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-@pytest.fixture
-def runs(tmp_path: Path, sweeper_for: Callable[..., IstarSweeper]) -> Callable[..., Runs]:
-    """The runs that a command line asks for, before any is started."""
-
-    def make(*arguments: str) -> Runs:
-        arguments = (*arguments, f"run.root={tmp_path / 'runs'}")
-        sweeper = sweeper_for(*(argument for argument in arguments if "," not in argument))
-        settings = schema.load_sweep(sweeper.config)
-        request = SweepRequest(settings, arguments, {}, "python train.py", tmp_path / "runs", sweeper.compose)
-        return Runs(request, Console(quiet=True))
-
-    return make
 
 
 def test_runs_are_grouped_by_sweep_in_wandb(runs: Callable[..., Runs]) -> None:
@@ -191,12 +188,6 @@ def test_finished_runs_are_run_again_only_if_asked(runs: Callable[..., Runs], tm
         for overwrite in ("run.overwrite=false", "run.overwrite=true")
     }
     assert statuses == {"run.overwrite=false": ["finished", "waiting"], "run.overwrite=true": ["waiting", "waiting"]}
-
-
-def with_all_runs(sweep: Runs) -> Runs:
-    """Add the runs of all grids to a sweep, and return it."""
-    sweep.add_all([overrides for space in sweep.spaces.values() for overrides in combinations(space)], "search")
-    return sweep
 
 
 def test_data_that_cannot_be_loaded_fail_their_runs_alone(runs: Callable[..., Runs]) -> None:

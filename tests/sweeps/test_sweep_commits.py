@@ -53,7 +53,7 @@ def test_the_runs_of_a_sweep_have_one_commit(runs: Callable[..., Runs]) -> None:
 def test_a_search_does_not_mix_the_results_of_two_commits(runs: Callable[..., Runs]) -> None:
     first, second = (runs("sweep.search=optuna") for _ in COMMITS)
     first.folder.mkdir(parents=True)
-    with closing(Study(first.request.settings, first.spaces, first.folder)) as study:
+    with closing(Study(first.request.settings, first.spaces, first.folder, first.name)) as study:
         number, overrides = study.ask() or (0, ())
         name = first.add(overrides, "search").name
         record = RunRecord(name, "finished", {}, {"metric": "accuracy", "value": 0.5, "epoch": 1})
