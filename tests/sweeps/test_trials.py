@@ -90,7 +90,7 @@ def test_the_same_sweep_is_found_again() -> None:
 # ---- the shipped files
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
-FILES = sorted(path.stem for path in (CONF / "sweep").glob("*.yaml"))
+FILES = sorted(path.stem for path in (CONF.parent / "sweep").glob("*.yaml"))
 
 
 def test_there_is_a_file_for_each_artefact() -> None:
