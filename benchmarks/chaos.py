@@ -76,7 +76,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         commands = {"sweep": _sweep_command(options.overrides)}
     else:
         worlds = [int(number) for number in options.processes.split(",")]
-        commands = {f"{world} processes": _command(world, options.overrides) for world in worlds}
+        commands = {
+            "one process" if world == 1 else f"{world} processes": _command(world, options.overrides)
+            for world in worlds
+        }
     tallies = []
     with tempfile.TemporaryDirectory(prefix="istar-chaos-") as name, Progress(console=console) as progress:
         bar = progress.add_task("kills", total=options.kills)
