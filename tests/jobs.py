@@ -44,7 +44,11 @@ FORKS = threading.Lock()
 
 
 class Fork:
-    """A fork that runs train.py, with the interface of `subprocess.Popen` as far as it is needed."""
+    """A fork that runs train.py, with the interface of `subprocess.Popen` as far as it is needed.
+
+    Attributes:
+        returncode: the exit code, once `poll` or `wait` has returned it.
+    """
 
     def __init__(
         self, arguments: Sequence[str], folder: Path, environment: dict[str, str], files: Sequence[Path]
@@ -54,16 +58,17 @@ class Fork:
             self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
+        self.returncode: int | None = None
 
     def poll(self) -> int | None:
         with FORKS:
-            return self._process.exitcode
+            self.returncode = self._process.exitcode
+        return self.returncode
 
     def wait(self, timeout: float = SECONDS) -> int:
         until(lambda: self.poll() is not None, timeout)
-        code = self.poll()
-        assert code is not None
-        return code
+        assert self.returncode is not None
+        return self.returncode
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:

@@ -13,3 +13,9 @@ def until(condition: Callable[[], bool], seconds: float = SECONDS) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def until_the_next_second() -> None:
+    """Wait until the clock shows another second, by which W&B names the folder of a run."""
+    second = int(time.time())
+    until(lambda: int(time.time()) > second)
