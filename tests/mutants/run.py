@@ -54,11 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for mutation in MUTATIONS
         if not options.words or any(word in f"{mutation.mistake} {mutation.file}" for word in options.words)
     ]
-    outdated = [mutation for mutation in chosen if not mutation.is_up_to_date()]
+    outdated = [mutation for mutation in chosen if mutation.problem()]
+    for mutation in outdated:
+        print(f"{'outdated':<11}{mutation.mistake} {mutation.problem()}", flush=True)
     chosen = [mutation for mutation in chosen if mutation not in outdated]
     problems = len(outdated)
-    for mutation in outdated:
-        print(f"{'outdated':<11}{mutation.file}: expected exactly one {mutation.original!r}", flush=True)
     with tempfile.TemporaryDirectory(prefix="istar-mutants-") as name:
         everything = Attempt(None, sorted({mutation.test for mutation in chosen}), Path(name) / "unchanged")
         attempts = [everything] if chosen else []

@@ -24,10 +24,12 @@ class Mutation:
     broken: str
     test: str
 
-    def is_up_to_date(self) -> bool:
-        """Whether the original text occurs exactly once in the product, and the file of the test exists."""
-        path, test = REPOSITORY / self.file, REPOSITORY / self.test.partition("::")[0]
-        return path.is_file() and test.is_file() and path.read_text(encoding="utf-8").count(self.original) == 1
+    def problem(self) -> str:
+        """Return why the mutation no longer fits the checkout; empty if it does."""
+        path, test = REPOSITORY / self.file, self.test.partition("::")[0]
+        if not path.is_file() or path.read_text(encoding="utf-8").count(self.original) != 1:
+            return f"{self.file} does not contain exactly once: {self.original}"
+        return "" if (REPOSITORY / test).is_file() else f"{test} does not exist"
 
     def apply(self, checkout: Path) -> None:
         """Break a copy of the checkout."""
