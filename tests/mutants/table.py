@@ -60,7 +60,7 @@ MUTATIONS = [
             include_padding=self.include_padding,""",
         """            layers=self.layers,
             include_padding=True,""",
-        "tests/config/test_groups.py",
+        "tests/config/test_penalties.py",
     ),
     Mutation(
         "The sign of lambda is turned.",

@@ -222,4 +222,5 @@ def test_the_best_epoch_is_kept_when_it_is_not_the_last(small: Build, monkeypatc
     from_file = compute(("pearson",), [row["prediction"] for row in rows], [row["label"] for row in rows])
     assert from_file["pearson"] == pytest.approx(max(values))
     model = AutoModelForSequenceClassification.from_pretrained(folder / "model")
-    assert model.classifier.weight.abs().max() > 0
+    # In the last epoch, only the steps of 1e-12 are left of the weights.
+    assert model.classifier.weight.abs().max() > 1e-3
