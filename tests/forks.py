@@ -8,16 +8,18 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import BaseContext
 from pathlib import Path
 
 from torch.multiprocessing import start_processes
 
 import istar
 from istar.cli.main import train_main
-from istar.runs.fork_server import IMPORT_TIME_VARIABLES, PRELOADED_MODULES, RANK_KEYS
+from istar.runs.fork_server import IMPORT_TIME_VARIABLES, PRELOADED_MODULES, RANK_KEYS, is_supported
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+METHOD = "forkserver" if is_supported() else "spawn"
+"""How processes are started. Elsewhere than on Linux, a process that has loaded the libraries cannot be forked."""
 MODULES = [
     *PRELOADED_MODULES,
     "istar.cli.train",
@@ -27,9 +29,9 @@ MODULES = [
 ]
 
 
-def forking() -> ForkServerContext:
-    """The context of `multiprocessing` whose processes are forks of the server."""
-    context = multiprocessing.get_context("forkserver")
+def forking() -> BaseContext:
+    """The context of `multiprocessing` whose processes are forks of the server; on Linux alone, see `METHOD`."""
+    context = multiprocessing.get_context(METHOD)
     context.set_forkserver_preload(MODULES)
     return context
 
@@ -56,4 +58,4 @@ def train(arguments: Sequence[str], folder: Path, environment: Mapping[str, str]
 def run_in_processes(function: Callable[..., object], arguments: tuple[object, ...], processes: int) -> None:
     """Call `function(rank, *arguments)` in several forks at once; raises the error of one that fails."""
     forking()
-    start_processes(function, arguments, processes, start_method="forkserver")
+    start_processes(function, arguments, processes, start_method=METHOD)
