@@ -18,10 +18,13 @@ lint:  ## ruff and mypy
 	$(PYTHON) -m mypy
 
 test: lint  ## Linters and the fast tests
-	$(PYTHON) -m pytest -n auto --dist loadfile
+	$(PYTHON) -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 slow:  ## The slow tests
 	$(PYTHON) -m pytest -m slow
+
+mutants:  ## Break the product in many places, and see the tests notice
+	$(PYTHON) -m tests.mutants.run
 
 docs:  ## The documentation site, in site/
 	$(PYTHON) -m mkdocs build --strict
@@ -29,4 +32,4 @@ docs:  ## The documentation site, in site/
 notebooks:  ## Execute the tutorials anew and keep their outputs
 	$(PYTHON) docs/execute_notebooks.py
 
-.PHONY: help setup demo lint test slow docs notebooks
+.PHONY: help setup demo lint test slow mutants docs notebooks

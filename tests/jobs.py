@@ -1,10 +1,11 @@
-"""Starts train.py in real processes, which tests can find, signal and kill."""
+"""Starts train.py in processes of its own, which tests can find, signal and kill."""
 
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.forks import forking, train, works_in_a_fork
 from tests.waiting import SECONDS, until
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -37,19 +39,64 @@ class Done:
         return self
 
 
-class Job:
-    """A command and all its descendant processes, which are found by a unique mark in their environment."""
+FORKS = threading.Lock()
+"""Held to start a fork or to ask for its exit code, since `multiprocessing` asks for all of them at every start."""
 
-    def __init__(self, folder: Path, command: Sequence[str], environment: dict[str, str]) -> None:
+
+class Fork:
+    """A fork that runs train.py, with the interface of `subprocess.Popen` as far as it is needed.
+
+    Attributes:
+        returncode: the exit code, once `poll` or `wait` has returned it.
+    """
+
+    def __init__(
+        self, arguments: Sequence[str], folder: Path, environment: dict[str, str], files: Sequence[Path]
+    ) -> None:
+        self._process = forking().Process(target=train, args=(arguments, folder, environment, files))
+        with FORKS:
+            self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        with FORKS:
+            self.returncode = self._process.exitcode
+        return self.returncode
+
+    def wait(self, timeout: float = SECONDS) -> int:
+        until(lambda: self.poll() is not None, timeout)
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+class Job:
+    """A call of train.py, in a new interpreter or, without one, in a fork.
+
+    Its descendant processes are found by a unique mark in their environment.
+    """
+
+    def __init__(
+        self, folder: Path, interpreter: Sequence[str], arguments: Sequence[str], environment: dict[str, str]
+    ) -> None:
         self.folder = folder
         self.mark = uuid.uuid4().hex
         self.files = [folder / f"{self.mark}.{kind}" for kind in ("stdout", "stderr")]
         self.before = newest(folder)
         folder.mkdir(exist_ok=True)
+        environment = {**environment, MARK: self.mark}
+        self.process: Fork | subprocess.Popen[bytes]
         with self.files[0].open("w") as stdout, self.files[1].open("w") as stderr:
-            self.process = subprocess.Popen(
-                command, cwd=folder, env={**environment, MARK: self.mark}, stdout=stdout, stderr=stderr
-            )
+            if interpreter:
+                command = [*interpreter, str(REPOSITORY / "train.py"), *arguments]
+                self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=stdout, stderr=stderr)
+            else:
+                self.process = Fork(arguments, folder, environment, self.files)
 
     def wait(self) -> Done:
         code = self.process.wait(SECONDS)
@@ -72,7 +119,10 @@ class Job:
         return self
 
     def pids(self) -> list[int]:
-        return [int(path.name) for path in Path("/proc").glob("[0-9]*") if f"{MARK}={self.mark}" in environ(path)]
+        """The PIDs of all its processes that are still there."""
+        marked = {int(path.name) for path in Path("/proc").glob("[0-9]*") if f"{MARK}={self.mark}" in environ(path)}
+        # The environment that /proc shows of a fork is that of the server.
+        return sorted(marked | ({self.process.pid} if self.process.poll() is None else set()))
 
     def rank(self, rank: int) -> int:
         """The PID of a rank's process."""
@@ -123,7 +173,10 @@ def at_once(*calls: Callable[[], Done]) -> list[Done]:
 
 @contextmanager
 def starting(cache: Path) -> Iterator[Start]:
-    """Yield `start(folder, *arguments, **environment)`, which runs train.py; its processes are killed afterwards."""
+    """Yield `start(folder, *arguments, **environment)`, which runs train.py; its processes are killed afterwards.
+
+    It runs in a fork, unless an interpreter is given, as a command without the script, or needed for a variable.
+    """
     jobs: list[Job] = []
     kept = {name: value for name, value in os.environ.items() if not NOT_THE_TESTS.match(name)}
     # The temporary files of a killed parent are deleted with the cache.
@@ -136,8 +189,9 @@ def starting(cache: Path) -> Iterator[Start]:
     }
 
     def start(folder: Path, *arguments: str, python: Sequence[str] = (), **environment: str) -> Job:
-        command = [sys.executable, *python, str(REPOSITORY / "train.py"), *arguments]
-        jobs.append(Job(folder, command, {**kept, **environment}))
+        needs_interpreter = python or not works_in_a_fork(environment)
+        interpreter = [sys.executable, *python] if needs_interpreter else []
+        jobs.append(Job(folder, interpreter, arguments, {**kept, **environment}))
         return jobs[-1]
 
     try:

@@ -16,6 +16,7 @@ import pytest
 from istar import __version__, results
 from istar.cli.main import main
 from istar.runs import extras, fork_server
+from tests.waiting import SECONDS
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
@@ -52,7 +53,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copy(there, here)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index",
                "--wheel-dir", str(folder), str(folder / "source")]  # fmt: skip
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=SECONDS)
     [built] = folder.glob("istar-*.whl")
     return built
 
@@ -69,7 +70,13 @@ def python(*arguments: str, cwd: Path, path: Path) -> "subprocess.CompletedProce
     kept = {name: value for name, value in os.environ.items() if name != "HYDRA_FULL_ERROR"}
     environment = {**kept, "PYTHONPATH": str(path), "COLUMNS": "200", "ISTAR_CACHE": str(cwd / "cache")}
     return subprocess.run(
-        [sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=200, check=False
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
     )
 
 

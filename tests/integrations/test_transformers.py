@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.testing import assert_close
 from transformers import BertForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
 
 import istar
 from istar.errors import UserError
 from istar.integrations.transformers import PenaltyMixin, PenaltyTrainer
+from tests.forks import run_in_processes
 from tests.integrations.naive import (
     collate,
     expected_gradient,
@@ -253,8 +253,7 @@ def results(request, tmp_path_factory):
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    mp.get_context("forkserver").set_forkserver_preload(["istar.integrations.transformers", "tests.integrations.naive"])
-    mp.start_processes(work, (request.param, port, str(folder)), request.param, start_method="forkserver")
+    run_in_processes(work, (request.param, port, str(folder)), request.param)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(request.param)]
 
 

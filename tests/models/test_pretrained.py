@@ -28,6 +28,7 @@ from istar.runs.run import run
 from istar.runs.store import model_identity
 from istar.tasks import demo
 from istar.tasks.specs import TASKS
+from istar.training import FineTuner
 
 Build = Callable[..., Config]
 SIZE = len(tiny.tokenizer(demo.vocabulary()))
@@ -429,7 +430,6 @@ def test_gradient_checkpointing_of_a_model_that_has_none(small: Build, tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 @pytest.mark.parametrize("options", [(), ("task=demo_span", "trainer.precision=bf16-mixed")], ids=" ".join)
 def test_compiled_losses_are_the_same(small: Build, tmp_path: Path, options: tuple[str, ...]) -> None:
@@ -441,10 +441,21 @@ def test_compiled_losses_are_the_same(small: Build, tmp_path: Path, options: tup
     assert compiled == pytest.approx(plain, rel=2e-2 if "trainer.precision=bf16-mixed" in options else 1e-4, abs=1e-5)
 
 
+def test_an_error_of_the_compiler_is_one_line(small: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise torch._dynamo.exc.InternalTorchDynamoError("no such\ncompiler")
+
+    monkeypatch.setattr(FineTuner, "training_step", fail)
+    with pytest.raises(UserError, match=r"^model.compile=true: the model cannot be compiled here: no such compiler$"):
+        losses(small, save(tmp_path / "model"))
+
+
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 def test_a_model_that_cannot_be_compiled_is_one_line(
     small: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The compiler of the machine is missing, which torch notices when it has translated the whole model."""
     torch.compiler.reset()
     monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("/nowhere/g++",))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -15,6 +14,7 @@ from torch.testing import assert_close
 from istar.measures import FourthMoments, Moments
 from istar.measures.processes import sum_over_processes
 from istar.regularizers import CosReg, IStar, attach, shrinkage_covariance
+from tests.forks import run_in_processes
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 WIDTH, LAYERS, STEPS = 5, 3, 3
@@ -191,7 +191,7 @@ def second_derivative(vector):
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gloo")
-    mp.spawn(work, args=(str(folder),), nprocs=2)
+    run_in_processes(work, (str(folder),), 2)
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 

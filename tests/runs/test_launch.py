@@ -124,16 +124,6 @@ def test_a_multirun_of_two_processes_each(tmp_path, start, pair):
     assert "comparison.png" in done.stdout
 
 
-def test_a_run_that_fails_does_not_stop_the_others(tmp_path, start):
-    done = start(tmp_path, "-m", "reg.layers=[7],last", "seed=1", *LONG, "trainer.max_epochs=1").wait()
-    assert (done.code, done.stderr) == (1, "")
-    assert "seed 1: failed: layer 7 does not exist" in done.stdout
-    told = done.stdout[done.stdout.index("1 of 2 runs failed; the same command runs them again:") :]
-    assert re.search(r"\n  reg.layers=\[7\] seed=1 .*: layer 7 does not exist", told)
-    [folder] = (tmp_path / "runs").glob("demo-*")
-    assert results.read(folder).config["reg"]["layers"] == "last"
-
-
 def torchrun() -> tuple[str, ...]:
     port = f"--master-port={free_port()}"
     return "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1", port

@@ -21,8 +21,7 @@ from istar.training import FineTuner
 from tests.runs.artifacts import DEMOS, REGS, Build, folders_in, logged, place, rows_of
 
 
-@pytest.mark.parametrize("reg", REGS)
-@pytest.mark.parametrize("task", DEMOS)
+@pytest.mark.parametrize(("task", "reg"), [*((task, "istar") for task in DEMOS), ("demo", "none"), ("demo", "cosreg")])
 def test_what_a_run_leaves(done: Callable[..., Any], task: str, reg: str) -> None:
     config, record, folder = done(f"task={task}", f"reg={reg}")
     spec = TASKS[task]
@@ -225,7 +224,8 @@ def test_the_best_epoch_is_kept_when_it_is_not_the_last(small: Build, monkeypatc
     from_file = compute(("pearson",), [row["prediction"] for row in rows], [row["label"] for row in rows])
     assert from_file["pearson"] == pytest.approx(max(values))
     model = AutoModelForSequenceClassification.from_pretrained(folder / "model")
-    assert model.classifier.weight.abs().max() > 0
+    # In the last epoch, only the steps of 1e-12 are left of the weights.
+    assert model.classifier.weight.abs().max() > 1e-3
 
 
 def test_held_out_training_data_choose_the_epoch_and_the_validation_set_is_reported(done: Callable[..., Any]) -> None:

@@ -1,5 +1,6 @@
 """The penalty and the switches of the training do what the config says."""
 
+import itertools
 import logging
 import math
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from istar.models import tiny
 from istar.runs.run import run
-from istar.tasks import demo
+from istar.tasks import demo, metrics
 from tests.runs.artifacts import DEMOS, TINY, Build, everything_measured, folders_in, logged, place, rows_of, rte
 
 
@@ -78,6 +79,17 @@ def test_early_stopping(small: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     record = run(config)
     assert [epoch["epoch"] for epoch in record.epochs] == [1, 2, 3]
     assert record.headline["epoch"] == 1
+
+
+def test_early_stopping_and_the_best_epoch_go_by_the_highest_metric(
+    small: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each epoch is better than all before it: training goes on to the last, which is the best."""
+    rising = itertools.count()
+    monkeypatch.setattr(metrics, "compute", lambda *_: {"accuracy": next(rising) / 100, "f1": 0.5})
+    record = run(small("reg=none", "trainer.max_epochs=4", "trainer.early_stopping=1"))
+    assert [epoch["epoch"] for epoch in record.epochs] == [1, 2, 3, 4]
+    assert record.headline["epoch"] == 4
 
 
 @pytest.mark.parametrize("task", DEMOS)

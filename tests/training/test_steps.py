@@ -211,6 +211,20 @@ def test_logged_figures_are_means_over_the_micro_batches_of_a_step(setting, harn
     assert [figures["train/points"] for figures in logged] == pytest.approx(points)
 
 
+def test_the_validation_loss_is_the_mean_over_all_examples(setting, harness):
+    """The batches have 16, 16 and 8 examples, so that a mean over batches would be another one."""
+    module = setting.module()
+    [logged] = harness.trainer(limit_val_batches=1.0).validate(module, datamodule=setting.data(), verbose=False)
+    module.model.eval()
+    losses = []
+    for row in setting.validation:
+        batch = setting.collate([row])
+        del batch["feature_id"]
+        with torch.no_grad():
+            losses.append(module.model(**batch).loss.item())
+    assert logged["val/loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+
+
 def test_biases_and_layer_norms_are_not_decayed(setting):
     names = {id(parameter): name for name, parameter in setting.model.named_parameters()}
     decayed, kept = parameter_groups(setting.model, 0.01)

@@ -1,0 +1,445 @@
+"""Mistakes that would change results without an error, and for each the fast test that must notice it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One line of the product with a mistake in it.
+
+    Attributes:
+        mistake: what the broken product does.
+        file: path of the file, from the root of the checkout.
+        original: text that occurs in the file exactly once.
+        broken: text that replaces it.
+        test: file, or node ID, of the test that must fail.
+    """
+
+    mistake: str
+    file: str
+    original: str
+    broken: str
+    test: str
+
+    def problem(self) -> str:
+        """Return why the mutation no longer fits the checkout; empty if it does."""
+        path, test = REPOSITORY / self.file, self.test.partition("::")[0]
+        if not path.is_file() or path.read_text(encoding="utf-8").count(self.original) != 1:
+            return f"{self.file} does not contain exactly once: {self.original}"
+        return "" if (REPOSITORY / test).is_file() else f"{test} does not exist"
+
+    def apply(self, checkout: Path) -> None:
+        """Break a copy of the checkout."""
+        path = checkout / self.file
+        path.write_text(path.read_text(encoding="utf-8").replace(self.original, self.broken), encoding="utf-8")
+
+
+MUTATIONS = [
+    # ---- the penalty
+    Mutation(
+        "Padding counts in the penalty, whatever the settings.",
+        "istar/regularizers/base.py",
+        "tokens = ALL_TOKENS if self.include_padding else tokens",
+        "tokens = ALL_TOKENS",
+        "tests/regularizers/test_istar.py::test_what_padding_holds_changes_nothing_bit_for_bit_and_gets_no_gradient",
+    ),
+    Mutation(
+        "The attention mask of a training pass does not reach the penalty.",
+        "istar/regularizers/hidden_states.py",
+        "self._tokens = Tokens(mask)",
+        "self._tokens = Tokens(None)",
+        "tests/regularizers/test_attach.py::test_a_positional_mask_is_the_mask",
+    ),
+    Mutation(
+        "The setting reg.include_padding=false is not passed on.",
+        "istar/config/penalties.py",
+        """            layers=self.layers,
+            include_padding=self.include_padding,""",
+        """            layers=self.layers,
+            include_padding=True,""",
+        "tests/config/test_penalties.py",
+    ),
+    Mutation(
+        "The sign of lambda is turned.",
+        "istar/regularizers/base.py",
+        "return self.weight * terms.value",
+        "return -self.weight * terms.value",
+        "tests/regularizers/test_istar.py::test_the_penalty_is_weight_times_one_minus_the_score_of_the_layers_chosen",
+    ),
+    Mutation(
+        "The penalty is the score, not 1 minus the score.",
+        "istar/regularizers/istar.py",
+        'value = 1 - (score.clamp(max=1) if self.estimator == "unbiased" else score)',
+        'value = score.clamp(max=1) if self.estimator == "unbiased" else score',
+        "tests/regularizers/test_istar.py::test_the_penalty_is_weight_times_one_minus_the_score_of_the_layers_chosen",
+    ),
+    Mutation(
+        "The penalty weighs Sigma_S by 1 - zeta.",
+        "istar/regularizers/istar.py",
+        "unchecked_isoscore((1 - self.zeta) * covariance + self.zeta * shrinkage)",
+        "unchecked_isoscore(self.zeta * covariance + (1 - self.zeta) * shrinkage)",
+        "tests/regularizers/test_istar.py::test_value_and_gradient_are_algorithm_1_on_the_stacked_layers",
+    ),
+    Mutation(
+        "IsoScore* weighs Sigma_S by 1 - zeta.",
+        "istar/measures/isoscore.py",
+        "return (1 - zeta) * covariance + zeta * shrinkage_covariance.to(covariance)",
+        "return zeta * covariance + (1 - zeta) * shrinkage_covariance.to(covariance)",
+        "tests/measures/test_isoscore.py::test_isoscore_star_and_its_gradient_are_algorithm_1",
+    ),
+    Mutation(
+        "The penalty uses the biased covariance, divided by n.",
+        "istar/measures/isoscore.py",
+        "torch.where(moments.count > 1, moments.count - 1, torch.nan)",
+        "torch.where(moments.count > 1, moments.count, torch.nan)",
+        "tests/regularizers/test_istar.py::test_value_and_gradient_are_algorithm_1_on_the_stacked_layers",
+    ),
+    Mutation(
+        "The measures use the biased covariance, divided by n.",
+        "istar/measures/moments.py",
+        "return self.scatter / (self.count - correction)",
+        "return self.scatter / self.count",
+        "tests/measures/test_moments.py::test_a_batch_gives_its_sample_mean_and_covariance",
+    ),
+    Mutation(
+        "IsoScore divides by d, not by d - 1.",
+        "istar/measures/isoscore.py",
+        "(1 / normalized.square().sum() - 1) / (covariance.shape[0] - 1)",
+        "(1 / normalized.square().sum() - 1) / covariance.shape[0]",
+        "tests/measures/test_isoscore.py::test_isoscore_is_algorithm_2",
+    ),
+    Mutation(
+        "The gradient of the scatter matrix is taken about 0, not about the mean.",
+        "istar/measures/moments.py",
+        "factors = points if ctx.is_rounded else _select(points, indices) - mean.to(dtype)",
+        "factors = points if ctx.is_rounded else _select(points, indices)",
+        "tests/measures/test_moments.py::test_first_and_second_derivatives_are_those_of_finite_differences",
+    ),
+    Mutation(
+        "The gradient of the mean is left out, which matters to the union of several layers.",
+        "istar/measures/moments.py",
+        "mean_term = (grad_mean / count).to(dtype)",
+        "mean_term = (0 * grad_mean / count).to(dtype)",
+        "tests/regularizers/test_istar.py::test_value_and_gradient_are_algorithm_1_on_the_stacked_layers",
+    ),
+    Mutation(
+        "The union of layers ignores the distances between their means.",
+        "istar/measures/moments.py",
+        "moments.scatter = differences.T @ (counts[:, None] * differences)",
+        "moments.scatter = 0 * differences.T @ (counts[:, None] * differences)",
+        "tests/measures/test_moments.py::test_merged_clouds_have_the_moments_of_everything",
+    ),
+    Mutation(
+        'layers="all" includes the embeddings.',
+        "istar/regularizers/points.py",
+        '"all": list(range(1, num_layers + 1)),',
+        '"all": list(range(num_layers + 1)),',
+        "tests/regularizers/test_istar.py::test_the_penalty_is_weight_times_one_minus_the_score_of_the_layers_chosen",
+    ),
+    Mutation(
+        "CosReg does not normalize the points.",
+        "istar/regularizers/cosreg.py",
+        "units = points / norms.masked_fill(norms == 0, torch.inf)",
+        "units = points",
+        "tests/regularizers/test_cosreg.py::test_value_and_gradient_are_the_double_sum",
+    ),
+    Mutation(
+        "CosReg counts the cosine of each point with itself.",
+        "istar/regularizers/cosreg.py",
+        "value = (total.square().sum() - num_nonzero) / count.square()",
+        "value = total.square().sum() / count.square()",
+        "tests/regularizers/test_cosreg.py::test_value_and_gradient_are_the_double_sum",
+    ),
+    Mutation(
+        "Each process has a penalty of its own, although sync is set.",
+        "istar/regularizers/istar.py",
+        "        if self.sync:\n            moments = moments.all_reduce(self.group)",
+        "        if self.sync and False:\n            moments = moments.all_reduce(self.group)",
+        "tests/regularizers/test_processes.py::test_penalties_and_training_equal_one_process_with_the_union",
+    ),
+    # ---- Sigma_S
+    Mutation(
+        "Dropout is on in the passes for Sigma_S.",
+        "istar/regularizers/shrinkage.py",
+        "with preserve_rng_states(device), eval_mode(model), torch.no_grad():",
+        "with preserve_rng_states(device), torch.no_grad():",
+        "tests/regularizers/test_shrinkage.py",
+    ),
+    Mutation(
+        "Sigma_S comes from the same sample in every epoch.",
+        "istar/training/refresh.py",
+        "torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)",
+        "torch.Generator().manual_seed(self.seed * 1_000_003)",
+        "tests/training/test_callbacks.py::test_the_sample_is_seeded_and_new_in_every_epoch",
+    ),
+    Mutation(
+        "Padding counts in Sigma_S, whatever the settings.",
+        "istar/regularizers/shrinkage.py",
+        "tokens = ALL_TOKENS if include_padding else tokens",
+        "tokens = ALL_TOKENS",
+        "tests/regularizers/test_shrinkage.py::test_it_is_the_covariance_of_the_stacked_hidden_states",
+    ),
+    Mutation(
+        "Computing Sigma_S changes the random numbers of the training.",
+        "istar/regularizers/shrinkage.py",
+        "with preserve_rng_states(device), eval_mode(model), torch.no_grad():",
+        "with eval_mode(model), torch.no_grad():",
+        "tests/regularizers/test_shrinkage.py::test_modes_and_random_numbers_are_as_they_were_whatever_the_loader_draws",
+    ),
+    # ---- other measures
+    Mutation(
+        "I(W) is the ratio of the largest to the smallest value of the partition function.",
+        "istar/measures/partition.py",
+        "math.exp(low - high)",
+        "math.exp(high - low)",
+        "tests/measures/test_partition.py::test_with_both_signs_it_is_the_double_loop_over_numpys_eigenvectors",
+    ),
+    Mutation(
+        "I(W) with both signs takes each eigenvector twice and its negative never.",
+        "istar/measures/partition.py",
+        "(-scores).logsumexp(0)",
+        "scores.logsumexp(0)",
+        "tests/measures/test_partition.py::test_with_both_signs_it_is_the_double_loop_over_numpys_eigenvectors",
+    ),
+    Mutation(
+        "TwoNN ranks the ratios from 0, not from 1.",
+        "istar/measures/dimension.py",
+        "torch.arange(1, len(x) + 1, dtype=x.dtype, device=x.device)",
+        "torch.arange(0, len(x), dtype=x.dtype, device=x.device)",
+        "tests/measures/test_dimension.py::test_it_is_the_papers_steps",
+    ),
+    Mutation(
+        "TwoNN takes the second and the third neighbour.",
+        "istar/measures/dimension.py",
+        ".topk(3, largest=False).values",
+        ".topk(4, largest=False).values[:, 1:]",
+        "tests/measures/test_dimension.py::test_it_is_the_papers_steps",
+    ),
+    # ---- training
+    Mutation(
+        "The penalty is logged but not trained on.",
+        "istar/training/module.py",
+        "loss = loss + penalty.to(loss.dtype)",
+        "loss = loss + penalty.detach().to(loss.dtype)",
+        "tests/training/test_steps.py::test_twenty_steps_of_the_paper_code_preset_equal_algorithm_1_by_hand",
+    ),
+    Mutation(
+        "A local model is trained in eval mode, without dropout.",
+        "istar/models/pretrained.py",
+        "return model.train()",
+        "return model",
+        "tests/models/test_pretrained.py::test_dropout_is_on_in_training",
+    ),
+    Mutation(
+        "Biases and gains are decayed.",
+        "istar/training/module.py",
+        'if parameter.dim() <= 1], "weight_decay": 0.0}',
+        'if parameter.dim() <= 1], "weight_decay": weight_decay}',
+        "tests/training/test_steps.py::test_biases_and_layer_norms_are_not_decayed",
+    ),
+    Mutation(
+        "The order of the examples is the same in every epoch.",
+        "istar/training/data.py",
+        "manual_seed(self.seed * 1_000_003 + self.epoch)",
+        "manual_seed(self.seed * 1_000_003)",
+        "tests/training/test_data.py::test_the_order_depends_on_seed_and_epoch_alone",
+    ),
+    Mutation(
+        "The order of the examples is the same for every seed.",
+        "istar/training/data.py",
+        "manual_seed(self.seed * 1_000_003 + self.epoch)",
+        "manual_seed(self.epoch)",
+        "tests/training/test_data.py::test_the_order_depends_on_seed_and_epoch_alone",
+    ),
+    Mutation(
+        "Batches of one length come one after the other, from long to short.",
+        "istar/training/data.py",
+        "batches = batches[torch.randperm(num_full, generator=generator)]",
+        "batches = batches[torch.arange(num_full)]",
+        "tests/training/test_data.py::test_grouping_saves_most_of_the_padding_and_stays_shuffled",
+    ),
+    Mutation(
+        "task.limit_train is ignored.",
+        "istar/runs/store.py",
+        "_first(splits[spec.train], config.limit_train)",
+        "splits[spec.train]",
+        "tests/runs/test_run_data.py::test_examples_are_the_first_ones",
+    ),
+    Mutation(
+        "A step whose gradient is NaN is taken.",
+        "istar/training/nonfinite.py",
+        "if norm is None or torch.isfinite(norm):",
+        "if norm is None or norm is not None:",
+        "tests/training/test_nonfinite.py::test_a_skipped_step_leaves_no_trace",
+    ),
+    # ---- evaluation
+    Mutation(
+        "Every process evaluates all examples, so that duplicates are counted.",
+        "istar/training/data.py",
+        "examples = longest_first(features)[rank::world_size]",
+        "examples = longest_first(features)",
+        "tests/training/test_data.py::test_evaluation_shards_repeat_and_lose_nothing",
+    ),
+    Mutation(
+        "Metrics are averages over batches of two examples.",
+        "istar/tasks/evaluation.py",
+        "scores = metrics.compute(self.spec.metrics, values, references)",
+        "parts = [metrics.compute(self.spec.metrics, values[i : i + 2], references[i : i + 2])"
+        " for i in range(0, len(values), 2)]\n"
+        "        scores = {name: float(np.mean([part[name] for part in parts])) for name in parts[0]}",
+        "tests/tasks/test_evaluation.py",
+    ),
+    Mutation(
+        "Predictions are in the order in which the outputs came, not in that of the examples.",
+        "istar/tasks/evaluation.py",
+        "for id_ in ids]",
+        "for id_ in outputs]",
+        "tests/tasks/test_evaluation.py::test_neither_the_order_of_outputs_nor_that_of_features_matters",
+    ),
+    Mutation(
+        "The validation loss is a mean over batches, whatever their sizes.",
+        "istar/training/module.py",
+        'weight = len(batch["feature_id"]) / len(self.evaluators[""].features)',
+        "weight = 1 / len(self.trainer.val_dataloaders[0])",
+        "tests/training/test_steps.py::test_the_validation_loss_is_the_mean_over_all_examples",
+    ),
+    Mutation(
+        "Padding counts in the isotropy that is reported.",
+        "istar/training/layer_isotropy.py",
+        'layer.update(state, outputs["attention_mask"])',
+        "layer.update(state)",
+        "tests/training/test_callbacks.py::test_layer_isotropy_is_that_of_all_tokens_whatever_the_batches",
+    ),
+    Mutation(
+        "SQuAD's scores take the first gold answer, not the best.",
+        "istar/tasks/metrics.py",
+        "np.mean([max(token_f1(text, gold) for gold in golds) for text, golds in pairs])",
+        "np.mean([token_f1(text, golds[0]) for text, golds in pairs])",
+        "tests/tasks/test_metrics.py::test_squad_takes_the_best_gold_and_agrees_with_torchmetrics",
+    ),
+    # ---- which epoch counts
+    Mutation(
+        "The best epoch is the last one.",
+        "istar/training/history.py",
+        "if self.best == 0 or not self.keep_best:",
+        "if True:",
+        "tests/training/test_callbacks.py::test_history_takes_the_first_of_the_best_epochs",
+    ),
+    Mutation(
+        "The best epoch is the one with the lowest headline metric.",
+        "istar/training/history.py",
+        "return np.float32(value) > np.float32(",
+        "return np.float32(value) < np.float32(",
+        "tests/training/test_callbacks.py::test_history_takes_the_first_of_the_best_epochs",
+    ),
+    Mutation(
+        "The saved model is that of the last epoch.",
+        "istar/runs/run.py",
+        'job.module.load_state_dict(load(job.checkpoints.best_path())["state_dict"])',
+        "load(job.checkpoints.best_path())",
+        "tests/runs/test_run_results.py::test_the_best_epoch_is_kept_when_it_is_not_the_last",
+    ),
+    Mutation(
+        "Early stopping waits for one epoch too many.",
+        "istar/training/trainer.py",
+        "patience=settings.early_stopping,",
+        "patience=settings.early_stopping + 1,",
+        "tests/runs/test_run_training.py::test_early_stopping",
+    ),
+    Mutation(
+        "Early stopping waits for a lower headline metric.",
+        "istar/training/trainer.py",
+        'mode="max", check_on',
+        'mode="min", check_on',
+        "tests/runs/test_run_training.py::test_early_stopping_and_the_best_epoch_go_by_the_highest_metric",
+    ),
+    # ---- runs that go on
+    Mutation(
+        "A resumed run does not restore the random numbers.",
+        "istar/training/checkpoints.py",
+        'set_random_state(self._resumed["random"][trainer.global_rank])',
+        'self._resumed["random"][trainer.global_rank]',
+        "tests/training/test_resume.py::test_a_broken_run_goes_on_exactly",
+    ),
+    Mutation(
+        "A resumed run begins its epoch again.",
+        "istar/training/data.py",
+        'start=self._resumed_at["batches"] * self.config.batch_size,',
+        "start=0,",
+        "tests/training/test_resume.py::test_a_broken_run_goes_on_exactly",
+    ),
+    Mutation(
+        "The checksums of a checkpoint are not verified.",
+        "istar/training/checkpoints.py",
+        "if damaged := archive.testzip():",
+        "if damaged := None:",
+        "tests/runs/test_damaged_checkpoints.py::test_flipped_bits",
+    ),
+    Mutation(
+        "A checkpoint may execute code.",
+        "istar/training/checkpoints.py",
+        'torch.load(path, map_location="cpu", weights_only=True)',
+        'torch.load(path, map_location="cpu", weights_only=False)',
+        "tests/runs/test_damaged_checkpoints.py::test_a_checkpoint_that_would_run_code",
+    ),
+    Mutation(
+        "A checkpoint of another run is taken.",
+        "istar/training/checkpoints.py",
+        "if run_name != run:",
+        "if False:",
+        "tests/runs/test_damaged_checkpoints.py::test_a_foreign_checkpoint",
+    ),
+    Mutation(
+        "Runs with different models have the same name.",
+        "istar/results.py",
+        '"data": data, "model": model}',
+        '"data": data, "model": ""}',
+        "tests/test_results.py::test_what_changes_the_outcome_counts",
+    ),
+    Mutation(
+        "Runs with different data have the same name.",
+        "istar/results.py",
+        '"data": data, "model": model}',
+        '"data": "", "model": model}',
+        "tests/test_results.py::test_what_changes_the_outcome_counts",
+    ),
+    # ---- sweeps and reports
+    Mutation(
+        "A search never prunes.",
+        "istar/training/pruning.py",
+        "return self._trial.should_prune()",
+        "return False",
+        "tests/training/test_pruning.py",
+    ),
+    Mutation(
+        "A pruned run is called finished.",
+        "istar/runs/run.py",
+        'status = "pruned" if job.history.pruned else "finished"',
+        'status = "finished"',
+        "tests/training/test_pruning.py",
+    ),
+    Mutation(
+        "A zeta of the paper's Table 1 is not searched.",
+        "sweep/table1.yaml",
+        'reg.zeta: "0.2,0.4,0.6,0.8"',
+        'reg.zeta: "0.2,0.4,0.5,0.8"',
+        "tests/sweeps/test_trials.py::test_every_sweep_file_has_the_values_of_the_paper",
+    ),
+    Mutation(
+        "A number of the paper's Table 1 is wrong.",
+        "istar/reports/paper/table1.csv",
+        "bert,rte,accuracy,62.24,0.48,62.53,0.70,61.52,1.41",
+        "bert,rte,accuracy,62.24,0.48,62.35,0.70,61.52,1.41",
+        "tests/reports/test_paper.py::test_the_scores_are_those_of_table_1",
+    ),
+    Mutation(
+        "Tables have the standard deviation of a population, not of a sample.",
+        "istar/reports/statistics.py",
+        "np.std(values, ddof=1)",
+        "np.std(values, ddof=0)",
+        "tests/reports/test_statistics.py",
+    ),
+]
