@@ -317,8 +317,11 @@ def assert_a_lost_rank_ends_it(job: Job, rank: int) -> None:
     job.until_it_is_gone()
 
 
-def test_a_lost_process_and_a_lost_parent(tmp_path, start, pair):
+def test_a_lost_process_a_stop_and_a_lost_parent(tmp_path, start, pair):
     assert_a_lost_rank_ends_it(start(tmp_path, *PAIR), 1)
+    job = start(tmp_path, *PAIR).until_it_trains().send(signal.SIGTERM)
+    assert_stopped(job.wait(), signal.SIGTERM)
+    job.until_it_is_gone()
     job = start(tmp_path, *PAIR).until_it_trains().send(signal.SIGKILL)
     job.wait()
     job.until_it_is_gone()
@@ -331,10 +334,9 @@ def test_a_lost_process_and_a_lost_parent(tmp_path, start, pair):
 @pytest.mark.slow
 def test_the_first_process_lost_and_both_stopped(tmp_path, start, pair):
     assert_a_lost_rank_ends_it(start(tmp_path, *PAIR), 0)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        job = start(tmp_path, *PAIR).until_it_trains().send(number)
-        assert_stopped(job.wait(), number)
-        job.until_it_is_gone()
+    job = start(tmp_path, *PAIR).until_it_trains().send(signal.SIGINT)
+    assert_stopped(job.wait(), signal.SIGINT)
+    job.until_it_is_gone()
     job = start(tmp_path, *PAIR).until_it_trains()
     os.kill(job.rank(1), signal.SIGTERM)
     assert_stopped(job.wait(), signal.SIGTERM)
