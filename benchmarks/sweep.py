@@ -1,4 +1,4 @@
-"""Compares what istar's sweeps cost with other ways to execute the same runs: `python -m benchmarks.sweep`.
+"""Compares istar's sweeps with other programs that execute the same runs: `python -m benchmarks.sweep`.
 
 It measures three figures (`--only` chooses), each against a peer that executes the same number of runs in the same
 rounds, in an order that rotates from round to round:
