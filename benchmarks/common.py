@@ -296,6 +296,12 @@ def make_parser(description: str | None, rounds: int) -> argparse.ArgumentParser
     return parser
 
 
+def add_shapes(parser: argparse.ArgumentParser) -> None:
+    """Add the option for the shapes that are measured one after the other."""
+    default = ["bert-base-32x128", "minilm-32x64"]
+    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=default, help=f"default: {' '.join(default)}")
+
+
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """Parse the command line, and prepare the memory allocator for measuring time."""
     options = parser.parse_args()

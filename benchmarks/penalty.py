@@ -26,6 +26,7 @@ from benchmarks.common import (
     SHAPES,
     Method,
     Shape,
+    add_shapes,
     comparison_table,
     console,
     json_from_new_process,
@@ -74,8 +75,9 @@ class HiddenStates:
 def main() -> None:
     """Print a table for each shape and each share of real tokens."""
     parser = make_parser(__doc__, rounds=7)
-    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["bert-base-32x128", "minilm-32x64"])
-    parser.add_argument("--real", nargs="+", type=float, default=[1.0, 0.25], help="share of real tokens in the batch")
+    add_shapes(parser)
+    real_help = "shares of real tokens in the batch, a table for each (default: 1 0.25)"
+    parser.add_argument("--real", nargs="+", type=float, default=[1.0, 0.25], help=real_help)
     options = parse(parser)
     if options.peak_of:
         print(json.dumps(peak(options)))

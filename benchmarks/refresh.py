@@ -117,8 +117,8 @@ def collate(rows: Any) -> dict[str, Tensor]:
 def main() -> None:
     """Print a table for each precision."""
     parser = make_parser(__doc__, rounds=7)
-    parser.add_argument("--shape", choices=SHAPES, default="minilm-32x64")
-    parser.add_argument("--precision", nargs="+", choices=("32", "bf16"), default=["32", "bf16"])
+    parser.add_argument("--shape", choices=SHAPES, default="minilm-32x64", help="default: minilm-32x64")
+    parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=list(PRECISIONS), help="default: both")
     parser.add_argument("--points", type=positive, default=250_000, help="points of Sigma_S (default: 250000)")
     options = parse(parser)
     if not options.peak_of and "bf16" in options.precision:

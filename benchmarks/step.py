@@ -32,6 +32,7 @@ from benchmarks.common import (
     SHAPES,
     Method,
     Shape,
+    add_shapes,
     comparison_table,
     console,
     json_from_new_process,
@@ -109,10 +110,18 @@ class Steps:
 def main() -> None:
     """Print a table for each shape and precision."""
     parser = make_parser(__doc__, rounds=7)
-    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["bert-base-32x128", "minilm-32x64"])
-    parser.add_argument("--precision", nargs="+", choices=("32", "bf16"), default=["32", "bf16"])
+    add_shapes(parser)
+    parser.add_argument("--precision", nargs="+", choices=("32", "bf16"), default=["32", "bf16"], help="default: both")
     parser.add_argument("--real", type=float, default=1.0, help="share of real tokens in the batch (default: 1)")
-    parser.add_argument("--only", nargs="+", choices=(*METHODS, *TRAINER_METHODS), default=list(METHODS))
+    methods = ", ".join(f'"{name}"' for name in (*METHODS, *TRAINER_METHODS))
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=(*METHODS, *TRAINER_METHODS),
+        default=list(METHODS),
+        metavar="METHOD",
+        help=f"contenders besides the step without a penalty: {methods} (default: the first {len(METHODS)})",
+    )
     parser.add_argument("--no-memory", action="store_true", help="measure time alone")
     parser.add_argument(
         "--processor-time",

@@ -16,6 +16,7 @@ The minutes are for the defaults on two idle cores. All files are written to a t
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -154,14 +155,19 @@ def skip(options: argparse.Namespace, folder: Path) -> Table:
 
 
 def write_finished_runs(count: int, folder: Path) -> None:
-    """Execute one run, and write its result under the name and with the config of each of the seeds 1 to `count`."""
+    """Execute one run, and write its result under the name and with the config of each of the seeds 1 to `count`.
+
+    The sweep accepts these folders as finished, although their folder for the model is empty.
+    """
     run_command("train.py", "seed=1", *SMALL, f"run.root={folder / 'template'}")
     [path] = (folder / "template").glob("demo-*/result.json")
-    record, config, folders = results.read(path.parent), compose_config(f"run.root={folder / 'runs'}"), RunFolders()
+    template = path.parent
+    record, config, folders = results.read(template), compose_config(f"run.root={folder / 'runs'}"), RunFolders()
     for seed in track(range(1, count + 1), "writing finished runs", transient=True):
         seeded = replace(config, seed=seed)
         run_folder = folders(seeded)
         results.write(replace(record, name=run_folder.name, config=schema.to_dict(seeded)), run_folder)
+        shutil.copy(template / results.GEOMETRY, run_folder)
         (run_folder / "model").mkdir()
 
 

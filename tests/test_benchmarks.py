@@ -10,6 +10,9 @@ import torch
 from scipy.stats import binom
 
 from benchmarks import common, finetune, sweep
+from istar import results
+from istar.results import RunRecord
+from istar.runs.store import RunFolders, finished_run
 
 # ---- rotation and paired ratios
 
@@ -99,7 +102,6 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
         return 3.0
 
     monkeypatch.setattr(sweep, "run_command", run_command)
-    monkeypatch.setattr(sweep, "write_finished_runs", lambda count, folder: None)
     return executed
 
 
@@ -125,7 +127,22 @@ def test_throughput_executes_the_same_runs_by_the_sweep_and_by_the_loop_in_rotat
     assert len(folders) == len(kinds)
 
 
-def test_skipping_is_compared_at_the_same_number_of_runs(commands: list[tuple[str, ...]], tmp_path: Path) -> None:
+def test_finished_runs_are_finished_for_a_sweep(commands: list[tuple[str, ...]], tmp_path: Path) -> None:
+    template = tmp_path / "template" / "demo-template"
+    results.write(RunRecord("demo-template", "finished", {}), template)
+    (template / results.GEOMETRY).write_text("[]")
+    sweep.write_finished_runs(2, tmp_path)
+    for seed in (1, 2):
+        config = sweep.compose_config(f"run.root={tmp_path / 'runs'}", f"seed={seed}")
+        record = finished_run(RunFolders()(config), config)
+        assert record is not None
+        assert record.config["seed"] == seed
+
+
+def test_skipping_is_compared_at_the_same_number_of_runs(
+    commands: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sweep, "write_finished_runs", lambda count, folder: None)
     options = sweep.make_parser().parse_args(["--done", "7", "--many", "30", "--rounds", "1"])
     table = sweep.skip(options, tmp_path)
     seeds = [argument for command in commands for argument in command if argument.startswith("seed=")]
