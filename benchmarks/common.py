@@ -263,11 +263,14 @@ def comparison_table(title: str, columns: Sequence[str], rounds: int) -> Table:
 
 
 def note_emulated_bfloat16(device_type: str) -> None:
-    """Print a line with the measured factor if the device, `cpu` or `cuda`, only emulates bfloat16."""
+    """Print a line with the measured factor if the device, `cpu` or `cuda`, only emulates bfloat16.
+
+    Other work on the same machine during the measurement can have the same effect, which the line mentions.
+    """
     ratio = bfloat16_ratio(device_type)
     if ratio >= EMULATION_RATIO:
-        factor = f"a matrix product takes {ratio:.0f} times as long as in float32"
-        print(f"Note: this machine only emulates bfloat16; {factor}.", flush=True)
+        factor = f"a matrix product takes {ratio:.0f} times as long in bfloat16 as in float32"
+        print(f"Note: {factor}; this machine only emulates bfloat16, or is too busy for benchmarks.", flush=True)
 
 
 def console() -> Console:

@@ -7,6 +7,7 @@ The defaults take 3 minutes on two idle cores.
 
 import argparse
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -37,7 +38,10 @@ def main() -> None:
         bare_forward()
         cpu = torch.device("cpu")
         before = peak_mb(cpu)
-        calls = {PEER: bare_forward, "istar measure": lambda: Stream(model, tokenizer, settings)([source])}
+        calls: dict[str, Callable[[], object]] = {
+            PEER: bare_forward,
+            "istar measure": lambda: Stream(model, tokenizer, settings)([source]),
+        }
         seconds = seconds_in_rotation(calls, options.rounds, cpu)
     tokens = sum(int(inputs["attention_mask"].sum()) for inputs in blocks)
     columns = ("seconds (median)", "lowest", "highest", f"ratio to the {PEER}")

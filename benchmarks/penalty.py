@@ -15,6 +15,7 @@ memory before the call, and includes the gradients.
 
 import argparse
 import json
+from collections.abc import Callable
 from functools import partial
 from statistics import median
 
@@ -131,7 +132,7 @@ def peak(options: argparse.Namespace) -> float:
     """Return the additional memory in MB that one call with the method `options.peak_of` takes."""
     device = options.device
 
-    def prepare(shape: Shape, real: float) -> partial[object]:
+    def prepare(shape: Shape, real: float) -> Callable[[], object]:
         [penalty] = make_penalties(shape.width, device, [options.peak_of]).values()
         return partial(HiddenStates(shape, real, device), penalty)
 

@@ -138,8 +138,7 @@ def table(calls: dict[str, Callable[[], Any]], precision: str, options: argparse
     seconds = seconds_in_rotation(calls, options.rounds, options.device)
     peaks = {name: peak_in_new_process(name, precision, options) for name in METHODS}
     printed = comparison_table(
-        f"{options.points:,} points, {options.shape.rpartition('-')[0]}, {precision}, {options.device}, "
-        f"{options.rounds} rounds",
+        f"{options.points:,} points, {options.shape}, {precision}, {options.device}, {options.rounds} rounds",
         ("seconds (median)", f"ratio to the {PEER}", f"MB above the {PEER}"),
         options.rounds,
     )

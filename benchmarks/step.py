@@ -67,7 +67,7 @@ class Steps:
 
     def __call__(self, penalty: Method) -> None:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
-            self._loss(penalty).backward()  # type: ignore[no-untyped-call]
+            self._loss(penalty).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -100,7 +100,7 @@ def isolated_environment(folder: Path) -> Iterator[None]:
 
 def cost(options: argparse.Namespace, folder: Path) -> Table:
     """Compare the cost of a forked run with that of a run in a new Python interpreter."""
-    calls = {}
+    calls: dict[str, Callable[[int], float]] = {}
     with fork_server.ServerPool(folder / "server.log") as servers:
         for logger, overrides in LOGGERS.items():
             for name, start in (("forked", servers.spawn), ("new interpreter", spawn)):
@@ -145,8 +145,12 @@ def skip(options: argparse.Namespace, folder: Path) -> Table:
     name = f"istar, {options.done:,} finished runs"
     peer = f"Hydra's sweeper, {options.done:,} calls of an empty function"
     many = f"istar, {options.many:,} finished runs"
-    seconds = in_rotation({name: partial(istar, options.done), peer: hydra, many: partial(istar, options.many)},
-                          options.rounds)  # fmt: skip
+    calls: dict[str, Callable[[int], float]] = {
+        name: partial(istar, options.done),
+        peer: hydra,
+        many: partial(istar, options.many),
+    }
+    seconds = in_rotation(calls, options.rounds)
     table = figure("skipping finished runs: the whole command", "s", options.rounds)
     add_row(table, seconds, name, peer)
     add_row(table, seconds, peer, peer)

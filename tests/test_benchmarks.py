@@ -80,7 +80,7 @@ def test_emulated_bfloat16_is_noted_with_its_factor(
     common.note_emulated_bfloat16("cpu")
     printed = capsys.readouterr().out
     assert printed.count("\n") == 1
-    assert "53 times as long as in float32" in printed
+    assert "53 times as long in bfloat16 as in float32" in printed
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "two", "1.5"])
