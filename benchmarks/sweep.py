@@ -7,7 +7,7 @@ cost        the seconds that a small run takes beyond its training and its first
             has the libraries loaded, as in a sweep, against a new Python interpreter; with metrics.csv alone and with
             W&B offline; 3 minutes
 skip        the whole command of a sweep whose runs are all finished, against Hydra's basic sweeper, which composes the
-            same configs and calls an empty function with each; and istar alone for more runs; 4 minutes
+            same configs and calls an empty function with each; and istar alone for more runs; 5 minutes
 throughput  the runs per minute of a sweep with `sweep.jobs=2`, against a loop that executes `python train.py` once for
             each seed of the sweep; 10 minutes
 
@@ -150,6 +150,7 @@ def skip(options: argparse.Namespace, folder: Path) -> Table:
         peer: hydra,
         many: partial(istar, options.many),
     }
+    in_rotation(calls, 1)  # Warm-up: the first command reads its libraries and the finished runs from the disk.
     seconds = in_rotation(calls, options.rounds)
     table = figure("skipping finished runs: the whole command", "s", options.rounds)
     add_row(table, seconds, name, peer)
