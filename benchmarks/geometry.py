@@ -1,92 +1,97 @@
-"""One pass of `istar measure` against the bare forward pass over the same blocks: `python -m benchmarks.geometry`.
+"""Compares a pass of `istar measure` with the bare forward pass over the same blocks: `python -m benchmarks.geometry`.
 
-Prints seconds of both, their ratio, and how much memory the pass takes above the model's own. The peer is the model's
-forward as transformers runs it, in the same process, alternating with the pass so that both meet the same machine.
+Prints the seconds of both, their ratio, and the memory that the pass takes in addition to the model's forward pass.
+Both take place in this process, on the CPU, and with the same random model; their order rotates from round to round.
+The defaults take 3 minutes on two idle cores.
 """
 
 import argparse
-import resource
 import tempfile
-import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from transformers import BertConfig, BertModel
 
+from benchmarks.common import comparison_table, console, paired_ratio, peak_mb, positive, seconds_in_rotation
 from istar.geometry.corpus import Packer, Source, batch, chunks, documents
 from istar.geometry.stream import Pass, Stream
 from istar.models import tiny
 from istar.tasks import demo
 
+PEER = "bare forward"
+
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=50_000, help="of a round (default: 50,000)")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--width", type=int, default=384)
-    parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--vocabulary", type=int, default=30_522, help="rows of IntraSim's sums")
-    parser.add_argument("--no-intra", action="store_true")
-    options = parser.parse_args()
-    console = Console()
+    """Measure and print the table and the additional memory."""
+    options = make_parser().parse_args()
     tokenizer = tiny.tokenizer(demo.vocabulary())
-    torch.manual_seed(0)
-    model = BertModel(
-        BertConfig(
-            hidden_size=options.width,
-            num_hidden_layers=options.layers,
-            num_attention_heads=options.width // 32,
-            intermediate_size=4 * options.width,
-            vocab_size=options.vocabulary,
-        )
-    ).eval()
+    model = random_model(options.layers, options.width, options.vocabulary)
     settings = Pass(options.length, intra=not options.no_intra)
     with tempfile.TemporaryDirectory() as folder:
-        source = text(Path(folder) / "text.txt", options.tokens)
+        source = write_random_text(Path(folder) / "text.txt", options.tokens)
         packed = Packer(tokenizer, settings.length)(documents(source))
         blocks = [batch(chunk, 0) for chunk in chunks(packed, settings.batch_size)]
-        forward(model, blocks[:1])
-        before = peak_mb()
-        bare, measured = [], []
-        for _ in range(options.rounds):
-            bare.append(timed(lambda: forward(model, blocks)))
-            measured.append(timed(lambda: Stream(model, tokenizer, settings)([source])))  # type: ignore[arg-type]
-    table = Table(title=f"{sum(int(b['attention_mask'].sum()) for b in blocks):,} tokens, {options.rounds} rounds")
-    for column in ("", "seconds (median)", "lowest", "highest"):
-        table.add_column(column)
-    for name, seconds in (("bare forward", bare), ("istar measure", measured)):
-        table.add_row(name, *(f"{value:.1f}" for value in (median(seconds), min(seconds), max(seconds))))
-    console.print(table)
-    console.print(f"ratio of the medians {median(measured) / median(bare):.2f}")
-    console.print(f"peak memory above that of the bare forward {peak_mb() - before:.0f} MB")
+        bare_forward = partial(forward, model, blocks)
+        bare_forward()
+        cpu = torch.device("cpu")
+        before = peak_mb(cpu)
+        calls: dict[str, Callable[[], object]] = {
+            PEER: bare_forward,
+            "istar measure": lambda: Stream(model, tokenizer, settings)([source]),
+        }
+        seconds = seconds_in_rotation(calls, options.rounds, cpu)
+    tokens = sum(int(inputs["attention_mask"].sum()) for inputs in blocks)
+    columns = ("seconds (median)", "lowest", "highest", f"ratio to the {PEER}")
+    table = comparison_table(f"{tokens:,} tokens, {options.rounds} rounds", columns, options.rounds)
+    for name, values in seconds.items():
+        table.add_row(name, *(f"{pick(values):.1f}" for pick in (median, min, max)), paired_ratio(seconds, name, PEER))
+    console().print(table)
+    console().print(f"Additional peak memory of istar measure: {peak_mb(cpu) - before:.0f} MB")
 
 
-def text(path: Path, tokens: int) -> Source:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=positive, default=50_000, help="tokens of each pass (default: 50000)")
+    parser.add_argument("--rounds", type=positive, default=7, help="measured rounds (default: 7)")
+    parser.add_argument("--layers", type=positive, default=6, help="layers of the model (default: 6)")
+    parser.add_argument("--width", type=positive, default=384, help="a multiple of 32 (default: 384)")
+    parser.add_argument("--length", type=positive, default=256, help="tokens of a block (default: 256)")
+    parser.add_argument("--vocabulary", type=positive, default=30_522, help="words of IntraSim (default: 30522)")
+    parser.add_argument("--no-intra", action="store_true", help="leave out IntraSim and its memory")
+    return parser
+
+
+def random_model(layers: int, width: int, vocabulary: int) -> BertModel:
+    """Return a BERT model with random weights in evaluation mode."""
+    torch.manual_seed(0)
+    config = BertConfig(
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 32,
+        intermediate_size=4 * width,
+        vocab_size=vocabulary,
+    )
+    return BertModel(config).eval()
+
+
+def write_random_text(path: Path, tokens: int) -> Source:
+    """Write documents of 19 random words each, about this many tokens in all, and return the file as a source."""
     words = demo.vocabulary()
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(len(words), (tokens // 20, 19), generator=generator).tolist()
-    path.write_text("\n".join(" ".join(words[number] for number in row) for row in drawn))
+    rows = torch.randint(len(words), (max(1, tokens // 20), 19), generator=generator).tolist()
+    path.write_text("\n".join(" ".join(words[number] for number in row) for row in rows))
     return Source("text", path)
 
 
 @torch.inference_mode()
 def forward(model: BertModel, blocks: list[dict[str, torch.Tensor]]) -> None:
+    """Execute the forward pass over all blocks."""
     for inputs in blocks:
         model(**inputs)
-
-
-def timed(call: object) -> float:
-    start = time.perf_counter()
-    call()  # type: ignore[operator]
-    return time.perf_counter() - start
-
-
-def peak_mb() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 if __name__ == "__main__":

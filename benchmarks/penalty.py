@@ -1,20 +1,23 @@
-"""The penalty alone, forward and backward over given hidden states: `python -m benchmarks.penalty`.
+"""Compares istar's penalty alone, without a model, with other formulations: `python -m benchmarks.penalty`.
 
-Time, memory and error of istar's penalty against the formulation of the paper's code (layers stacked, `torch.cov`,
-`svdvals`) and the closed form by plain autograd. All take turns on the same random states, whose layers differ in mean
-and in the deviations of their dimensions; the ratio is to the published formulation, in each round. The error is that
-of the score, and of the norm of the gradient's difference, against the same in float64. Memory is the peak of one call
-in a process of its own above that before the call, the gradients themselves included.
+All contenders compute the score of the same random hidden states and its gradient: istar, with products in float32 and
+in bfloat16; the formulation of the paper's code (layers stacked, `torch.cov`, `svdvals`), to which all ratios refer;
+and the closed form by plain autograd. The layers differ in their means and in the deviations of their dimensions. The
+order of the contenders rotates from round to round.
 
-    python -m benchmarks.penalty
+The error of a score is relative to the score in float64; that of a gradient is the norm of its difference from the
+gradient in float64, divided by the norm of the latter. The memory is the peak of one call in a new process above the
+memory before the call, and includes the gradients.
+
+    python -m benchmarks.penalty                   two models with full and with padded batches; 6 minutes on two cores
     python -m benchmarks.penalty --shape minilm-32x64 --real 0.25
 """
 
 import argparse
 import json
 from collections.abc import Callable
+from functools import partial
 from statistics import median
-from typing import Any
 
 import torch
 from rich.table import Table
@@ -22,25 +25,29 @@ from torch import Tensor
 
 from benchmarks.common import (
     SHAPES,
-    Published,
+    Method,
     Shape,
-    batch,
+    add_shapes,
+    comparison_table,
     console,
-    in_fresh_process,
-    in_turns,
-    parsed,
-    parser,
+    json_from_new_process,
+    make_parser,
+    make_penalties,
+    note_emulated_bfloat16,
+    paired_ratio,
+    parse,
     peak_mb,
-    penalties,
-    ratios,
+    random_batch,
+    seconds_in_rotation,
 )
 from istar.regularizers import IStar
 
-METHODS = ("published", "closed form, autograd", "istar, float32", "istar, bfloat16")
+PEER = "published"
+METHODS = (PEER, "closed form, autograd", "istar, float32", "istar, bfloat16")
 
 
-class Cloud:
-    """Hidden states of a batch, and the penalty's gradient by them."""
+class HiddenStates:
+    """Random hidden states of a batch; a call returns the score of a penalty and its gradient by each layer."""
 
     def __init__(self, shape: Shape, real: float, device: torch.device) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -52,10 +59,11 @@ class Cloud:
             ).to(device)
             for _ in range(shape.layers + 1)
         ]
-        mask = batch(shape, torch.device("cpu"), real)["attention_mask"]
+        mask = random_batch(shape, torch.device("cpu"), real)["attention_mask"]
         self.mask = None if mask.all() else mask.to(device)
 
-    def __call__(self, penalty: IStar | Published, dtype: torch.dtype = torch.float32) -> tuple[Tensor, list[Tensor]]:
+    def __call__(self, penalty: Method, dtype: torch.dtype = torch.float32) -> tuple[Tensor, list[Tensor]]:
+        assert penalty is not None
         states = [state.detach().to(dtype).requires_grad_() for state in self.states]
         if isinstance(penalty, IStar):
             penalty.weight = 1.0
@@ -66,74 +74,81 @@ class Cloud:
 
 
 def main() -> None:
-    known = parser(__doc__, 7, METHODS)
-    known.add_argument("--shape", nargs="+", choices=SHAPES, default=["bert-base-32x128", "minilm-32x64"])
-    known.add_argument("--real", nargs="+", type=float, default=[1.0, 0.25], help="share of real tokens in the batch")
-    options = parsed(known)
+    """Print a table for each shape and each share of real tokens."""
+    parser = make_parser(__doc__, rounds=7)
+    add_shapes(parser)
+    real_help = "shares of real tokens in the batch, a table for each (default: 1 0.25)"
+    parser.add_argument("--real", nargs="+", type=float, default=[1.0, 0.25], help=real_help)
+    options = parse(parser)
     if options.peak_of:
         print(json.dumps(peak(options)))
         return
+    note_emulated_bfloat16(options.device.type)
     for shape in options.shape:
         for real in options.real:
             console().print(table(shape, real, options.rounds, options.device))
 
 
 def table(shape: str, real: float, rounds: int, device: torch.device) -> Table:
-    cloud = Cloud(SHAPES[shape], real, device)
-    made = penalties(SHAPES[shape].width, device, METHODS)
-    calls: dict[str, Callable[[], object]] = {name: lambda one=made[name]: cloud(one) for name in made}  # type: ignore[misc]
-    seconds = in_turns(calls, rounds, device)
-    exact = cloud(IStarInFull(made["istar, float32"]), torch.float64)
-    printed = Table(title=f"{shape}, {real:.0%} real tokens, {device}, {rounds} rounds")
-    for column in ("", "ms (median)", "ratio to published", "MB", "error of the score", "of the gradient"):
-        printed.add_column(column)
-    for name, one in made.items():
-        assert one is not None
-        score, gradients = cloud(one)
-        told = fresh_peak(shape, real, name, device)
+    """Measure all contenders on hidden states of this shape, and return the table."""
+    hidden_states = HiddenStates(SHAPES[shape], real, device)
+    penalties = make_penalties(SHAPES[shape].width, device, METHODS)
+    calls = {name: partial(hidden_states, penalty) for name, penalty in penalties.items()}
+    seconds = seconds_in_rotation(calls, rounds, device)
+    exact_score, exact_gradients = hidden_states(in_float64(penalties["istar, float32"]), torch.float64)
+    columns = ("ms (median)", f"ratio to {PEER}", "MB", "error of the score", "of the gradient")
+    title = f"{shape}, {real:.0%} real tokens, {device}, {rounds} rounds"
+    printed = comparison_table(title, columns, rounds)
+    for name, penalty in penalties.items():
+        score, gradients = hidden_states(penalty)
         printed.add_row(
             name,
             f"{1e3 * median(seconds[name]):.1f}",
-            ratios(seconds[name], seconds["published"]),
-            f"{told:.0f}",
-            f"{abs(score.item() / exact[0].item() - 1):.0e}",
-            f"{distance(gradients, exact[1]):.0e}",
+            paired_ratio(seconds, name, PEER),
+            f"{peak_in_new_process(shape, real, name, device):.0f}",
+            f"{abs(score.item() / exact_score.item() - 1):.0e}",
+            f"{relative_error(gradients, exact_gradients):.0e}",
         )
     return printed
 
 
-class IStarInFull(IStar):
-    """The same penalty of float64 states."""
+def in_float64(penalty: Method) -> IStar:
+    """Return the same penalty with Sigma_S in float64, for hidden states in float64."""
+    assert isinstance(penalty, IStar)
+    assert penalty.shrinkage_covariance is not None
+    exact = IStar(penalty.weight, penalty.zeta)
+    exact.shrinkage_covariance = penalty.shrinkage_covariance.double()
+    return exact
 
-    def __init__(self, other: Any) -> None:
-        super().__init__(other.weight, other.zeta)
-        self.shrinkage_covariance = other.shrinkage_covariance.double()
 
-
-def distance(gradients: list[Tensor], exact: list[Tensor]) -> float:
-    """Norm of the difference over that of the exact one."""
+def relative_error(gradients: list[Tensor], exact: list[Tensor]) -> float:
+    """Return the norm of the difference between two gradients divided by the norm of the exact one."""
     pairs = list(zip(gradients, exact, strict=True))
-    difference = sum(float((own.double() - other).square().sum()) for own, other in pairs)
-    return float(difference / sum(float(other.square().sum()) for other in exact)) ** 0.5
+    difference = sum(float((gradient.double() - reference).square().sum()) for gradient, reference in pairs)
+    return float(difference / sum(float(reference.square().sum()) for reference in exact)) ** 0.5
 
 
 def peak(options: argparse.Namespace) -> float:
-    shape, device = SHAPES[options.shape[0]], options.device
-    cloud = Cloud(shape, options.real[0], device)
-    [penalty] = penalties(shape.width, device, [options.peak_of]).values()
-    assert penalty is not None
-    # Libraries load their kernels at the first call.
-    Cloud(SHAPES["tiny"], 1.0, device)(penalties(SHAPES["tiny"].width, device, [options.peak_of])[options.peak_of])  # type: ignore[arg-type]
+    """Return the additional memory in MB that one call with the method `options.peak_of` takes."""
+    device = options.device
+
+    def prepare(shape: Shape, real: float) -> Callable[[], object]:
+        [penalty] = make_penalties(shape.width, device, [options.peak_of]).values()
+        return partial(HiddenStates(shape, real, device), penalty)
+
+    prepare(SHAPES["tiny"], 1.0)()  # The first call loads kernels, which are not to be counted.
+    call = prepare(SHAPES[options.shape[0]], options.real[0])
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     before = peak_mb(device)
-    cloud(penalty)
+    call()
     return peak_mb(device) - before
 
 
-def fresh_peak(shape: str, real: float, method: str, device: torch.device) -> float:
+def peak_in_new_process(shape: str, real: float, method: str, device: torch.device) -> float:
+    """Return `peak` of a method, measured in a new process."""
     arguments = ["--shape", shape, "--real", str(real), "--device", str(device), "--peak-of", method]
-    return float(in_fresh_process("benchmarks.penalty", *arguments))
+    return float(json_from_new_process("benchmarks.penalty", *arguments))
 
 
 if __name__ == "__main__":

@@ -1,18 +1,18 @@
-"""Sigma_S of 250,000 points against the bare forward pass over the same batches: `python -m benchmarks.refresh`.
+"""Compares a refresh of Sigma_S with the bare forward pass over the same batches: `python -m benchmarks.refresh`.
 
-istar's refresh is its callback's own (`istar.training.ShrinkageCovariance`), progress bar aside. The peers are the
-model's forward over the same batches in inference mode, and the published way: hidden states asked for, every point
-moved to the host and kept, `np.cov` at the end. They take turns; the ratio is that of each round, and its median and
-the middle half of the rounds are printed. Peak memory is that of one refresh in a process of its own, above that of
-the bare forward.
+The contenders are the forward pass of the model in inference mode, to which all ratios refer; istar's refresh, which is
+the callback `istar.training.ShrinkageCovariance` without a progress bar; and the approach of the paper's code: request
+all hidden states, move every point to main memory, keep it, and call `np.cov` at the end. The order of the contenders
+rotates from round to round. The memory of each is the peak of one call in a new process, above that of the bare forward
+pass.
 
-    python -m benchmarks.refresh
-    python -m benchmarks.refresh --shape bert-base-32x128 --precision bf16 --rounds 3
+    python -m benchmarks.refresh                   MiniLM, 250,000 points, both precisions; 8 minutes on two idle cores
+    python -m benchmarks.refresh --shape bert-base-32x128 --precision bf16 --rounds 6
 """
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Any
 
@@ -23,7 +23,19 @@ from datasets import Dataset
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.common import SHAPES, console, in_fresh_process, in_turns, parsed, parser, peak_mb, ratios
+from benchmarks.common import (
+    SHAPES,
+    comparison_table,
+    console,
+    json_from_new_process,
+    make_parser,
+    note_emulated_bfloat16,
+    paired_ratio,
+    parse,
+    peak_mb,
+    positive,
+    seconds_in_rotation,
+)
 from istar.config import TrainerConfig
 from istar.measures.isoscore import unchecked_isoscore
 from istar.regularizers import IStar, attach
@@ -31,39 +43,43 @@ from istar.training import ShrinkageCovariance
 from istar.training.data import evaluation_loader
 from istar.training.trainer import bare_trainer
 
-METHODS = ("bare forward", "istar", "published")
+PEER = "bare forward"
+METHODS = (PEER, "istar", "published")
 PRECISIONS = {"32": "32-true", "bf16": "bf16-mixed"}
 
 
 class Refresh:
-    """One model, one sample of its training data, three ways through it."""
+    """A model and a sample of its training data, with a method for each contender."""
 
-    def __init__(self, shape: str, precision: str, points: int, device: torch.device) -> None:
-        of = SHAPES[shape]
+    def __init__(self, shape_name: str, precision: str, points: int, device: torch.device) -> None:
+        shape = SHAPES[shape_name]
         accelerator = "gpu" if device.type == "cuda" else "cpu"
         settings = TrainerConfig(precision=PRECISIONS[precision], accelerator=accelerator, devices=1)
         self.trainer: L.Trainer = bare_trainer(settings)
-        self.device, self.layers = device, of.layers
+        self.device = device
         compute = "bfloat16" if precision == "bf16" else "float32"
-        self.model = of.model().to(device).eval()
+        self.model = shape.model().to(device).eval()
         self.penalty = IStar(-1.0, 0.4, compute=compute)
         watch = attach(self.model, self.penalty)
-        features, batch_size = texts(points // of.layers, of.tokens), 2 * of.batch
+        features, batch_size = random_texts(points // shape.layers, shape.tokens), 2 * shape.batch
         self.callback = ShrinkageCovariance(watch, features, collate, points, batch_size, 0, progress_bar=False)
-        self.sample = self.callback.sample(of.layers, 0)
+        self.sample = self.callback.sample(shape.layers, 0)
         self.loader = lambda: evaluation_loader(features, collate, batch_size, self.sample)
 
     def bare_forward(self) -> None:
+        """Execute the forward pass over all batches."""
         for inputs in self._batches():
             with torch.inference_mode(), self.trainer.precision_plugin.val_step_context():
                 self.model.base_model(**inputs)
 
     def istar(self) -> Tensor:
+        """Return Sigma_S as istar computes it."""
         self.callback.refresh(self.trainer, self.sample)
         assert self.penalty.shrinkage_covariance is not None
         return self.penalty.shrinkage_covariance
 
     def published(self) -> Tensor:
+        """Return Sigma_S as the paper's code computes it."""
         points = []
         for inputs in self._batches():
             with torch.inference_mode(), self.trainer.precision_plugin.val_step_context():
@@ -72,22 +88,25 @@ class Refresh:
             points += [state[mask].float().cpu() for state in states[1:]]
         return torch.from_numpy(np.cov(torch.cat(points).numpy().T))
 
-    def _batches(self) -> Any:
+    def _batches(self) -> Iterator[dict[str, Tensor]]:
         for rows in self.loader():
             yield {name: rows[name].to(self.device) for name in ("input_ids", "attention_mask")}
 
 
-def texts(tokens: int, longest: int) -> Dataset:
-    """Random tokens in texts whose lengths vary as those of sentence pairs do, twice as many tokens as asked for."""
+def random_texts(tokens: int, longest: int) -> Dataset:
+    """Return texts of random tokens, about twice as many tokens as requested.
+
+    Their lengths vary like those of sentence pairs, up to `longest` tokens.
+    """
     generator = np.random.default_rng(0)
-    drawn = generator.lognormal(np.log(longest / 2.5), 0.5, 2 + 6 * tokens // longest)
-    lengths = np.clip(drawn, 4, longest).astype(int)
+    lengths = generator.lognormal(np.log(longest / 2.5), 0.5, 2 + 6 * tokens // longest)
+    lengths = np.clip(lengths, 4, longest).astype(int)
     rows = [generator.integers(5, 30_000, length).tolist() for length in lengths]
     return Dataset.from_dict({"input_ids": rows, "length": lengths.tolist()})
 
 
 def collate(rows: Any) -> dict[str, Tensor]:
-    """Padded to the longest."""
+    """Return the rows as a batch, padded to the longest of them."""
     lengths = torch.tensor([len(row["input_ids"]) for row in rows])
     ids = torch.zeros(len(rows), int(lengths.max()), dtype=torch.long)
     for target, row in zip(ids, rows, strict=True):
@@ -96,11 +115,14 @@ def collate(rows: Any) -> dict[str, Tensor]:
 
 
 def main() -> None:
-    known = parser(__doc__, 5, METHODS)
-    known.add_argument("--shape", choices=SHAPES, default="minilm-32x64")
-    known.add_argument("--precision", nargs="+", choices=("32", "bf16"), default=["32", "bf16"])
-    known.add_argument("--points", type=int, default=250_000)
-    options = parsed(known)
+    """Print a table for each precision."""
+    parser = make_parser(__doc__, rounds=7)
+    parser.add_argument("--shape", choices=SHAPES, default="minilm-32x64", help="default: minilm-32x64")
+    parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=list(PRECISIONS), help="default: both")
+    parser.add_argument("--points", type=positive, default=250_000, help="points of Sigma_S (default: 250000)")
+    options = parse(parser)
+    if not options.peak_of and "bf16" in options.precision:
+        note_emulated_bfloat16(options.device.type)
     for precision in options.precision:
         refresh = Refresh(options.shape, precision, options.points, options.device)
         calls = dict(zip(METHODS, (refresh.bare_forward, refresh.istar, refresh.published), strict=True))
@@ -108,32 +130,32 @@ def main() -> None:
             calls[options.peak_of]()
             print(json.dumps(peak_mb(options.device)))
             return
-        console().print(table(refresh, calls, precision, options))
+        console().print(table(calls, precision, options))
 
 
-def table(refresh: Refresh, calls: dict[str, Callable[[], Any]], precision: str, options: argparse.Namespace) -> Table:
-    seconds = in_turns(calls, options.rounds, refresh.device)
-    peaks = {name: fresh_peak(name, precision, options) for name in METHODS}
-    printed = Table(
-        title=f"{options.points:,} points, {options.shape.rpartition('-')[0]}, {precision}, {refresh.device}, "
-        f"{options.rounds} rounds"
+def table(calls: dict[str, Callable[[], Any]], precision: str, options: argparse.Namespace) -> Table:
+    """Measure all contenders in this precision, and return the table."""
+    seconds = seconds_in_rotation(calls, options.rounds, options.device)
+    peaks = {name: peak_in_new_process(name, precision, options) for name in METHODS}
+    printed = comparison_table(
+        f"{options.points:,} points, {options.shape}, {precision}, {options.device}, {options.rounds} rounds",
+        ("seconds (median)", f"ratio to the {PEER}", f"MB above the {PEER}"),
+        options.rounds,
     )
-    for column in ("", "seconds (median)", "ratio to the bare forward", "MB above it"):
-        printed.add_column(column)
     for name in METHODS:
-        above = f"{peaks[name] - peaks[METHODS[0]]:.0f}"
-        printed.add_row(name, f"{median(seconds[name]):.2f}", ratios(seconds[name], seconds[METHODS[0]]), above)
-    # Products in bfloat16 leave no covariance that is positive semi-definite to the last digit.
-    own, published = (float(unchecked_isoscore(calls[name]())) for name in ("istar", "published"))
-    printed.caption = f"IsoScore of Sigma_S: {own:.6f} and, published, {published:.6f}"
+        above = f"{peaks[name] - peaks[PEER]:.0f}"
+        printed.add_row(name, f"{median(seconds[name]):.2f}", paired_ratio(seconds, name, PEER), above)
+    # Unchecked, because rounding in bfloat16 can leave a covariance with slightly negative eigenvalues.
+    istar, published = (float(unchecked_isoscore(calls[name]())) for name in ("istar", "published"))
+    printed.caption = f"{printed.caption} IsoScore of Sigma_S: istar {istar:.6f}, published {published:.6f}."
     return printed
 
 
-def fresh_peak(method: str, precision: str, options: argparse.Namespace) -> float:
+def peak_in_new_process(method: str, precision: str, options: argparse.Namespace) -> float:
+    """Return the peak memory in MB of a new process that calls one contender."""
     arguments = ["--shape", options.shape, "--precision", precision, "--points", str(options.points)]
-    return float(
-        in_fresh_process("benchmarks.refresh", *arguments, "--device", str(options.device), "--peak-of", method)
-    )
+    arguments += ["--device", str(options.device), "--peak-of", method]
+    return float(json_from_new_process("benchmarks.refresh", *arguments))
 
 
 if __name__ == "__main__":

@@ -1,22 +1,33 @@
-"""What the penalty costs by arithmetic, and what one machine can check of that: `python -m benchmarks.scaling`.
+"""Computes what the penalty costs for other models and machines, and checks one figure: `python -m benchmarks.scaling`.
 
-Prints the tables of benchmarks/SCALING.md: bytes that processes exchange, the penalty's share of a step predicted and
-measured for models of other depth, width and length of text, and what the paper's whole grid costs. The share is
-measured as in `benchmarks.step`, in float32 and by turns.
+Prints the tables of benchmarks/SCALING.md: the bytes that processes exchange; the duration of a step with I-STAR over
+that without, as predicted from the numbers of multiplications and as measured, for models of different depth and width
+and texts of different lengths; and the cost of the paper's whole grid. The measured ratio is that of `benchmarks.step`
+in float32 on the CPU; the order of both steps rotates from round to round. The defaults take 5 minutes on two idle
+cores, `--no-check` a few seconds.
 """
 
 import argparse
 from dataclasses import dataclass, replace
+from functools import partial
 from math import ceil
 
 import torch
 from rich.table import Table
 
-from benchmarks.common import SHAPES, Shape, console, in_turns, penalties, ratios
+from benchmarks.common import (
+    Shape,
+    comparison_table,
+    console,
+    make_penalties,
+    paired_ratio,
+    positive,
+    seconds_in_rotation,
+)
 from benchmarks.step import Steps
 
 MODELS = {"BERT-base": (109.5, 768), "DistilBERT": (66.4, 768), "ALBERT-base": (11.7, 768), "MiniLM-L6": (22.7, 384)}
-"""Millions of parameters, and width."""
+"""Millions of parameters and width of each model."""
 BASE = Shape(4, 384, 32, 64)
 VARIED = {
     "L = 2": replace(BASE, layers=2),
@@ -32,7 +43,7 @@ VARIED = {
 
 @dataclass(frozen=True)
 class Task:
-    """Training examples, and real tokens of one on average."""
+    """The number of training examples of a task, and the average number of real tokens of an example."""
 
     examples: int
     tokens: int
@@ -44,19 +55,22 @@ TASKS = {
     "QQP": Task(363_846, 31),
 }  # fmt: skip
 RUNS = {8: 234, 16: 234, 32: 234}
-"""Runs of Table 1's grid for a task and a model, by batch size; 12 seeds of the best come on top."""
+"""Runs of Table 1's grid for one task and one model, by batch size; 12 more seeds of the best setting are added."""
 EPOCHS = 4
-"""3, 4 and 5, on average."""
+"""The average of the grid's 3, 4 and 5."""
 DEPTH = {"BERT-base": 12, "ALBERT-base": 12, "DistilBERT": 6}
+"""Layers of the grid's models."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """GPUs, and the part of their peak that matrix products of this size are assumed to reach.
+    """The GPUs of a machine, and how fast they are assumed to train.
 
     Attributes:
-        tflops: bfloat16, dense, from the data sheet.
-        launch: seconds that the host needs to start the kernels of a step of 12 layers, assumed.
+        gpus: number of GPUs.
+        tflops: dense bfloat16 peak of one GPU, from the data sheet.
+        share: fraction of the peak that matrix products of this size are assumed to reach.
+        launch: seconds that the host is assumed to need to start the kernels of a step of 12 layers.
     """
 
     gpus: int
@@ -73,17 +87,19 @@ MACHINES = {
 
 
 def main() -> None:
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--no-check", action="store_true", help="the arithmetic alone")
+    parser.add_argument("--rounds", type=positive, default=9, help="measured rounds (default: 9)")
+    parser.add_argument("--no-check", action="store_true", help="print the computed tables alone")
     options = parser.parse_args()
-    console().print(exchanged())
+    console().print(exchanged_bytes())
     if not options.no_check:
-        console().print(shares(options.rounds))
+        console().print(step_ratios(options.rounds))
     console().print(grid())
 
 
-def exchanged() -> Table:
+def exchanged_bytes() -> Table:
+    """Return the table of the bytes that processes exchange per step for gradient and penalty."""
     table = Table(title="bytes all-reduced per optimizer step")
     for column in ("", "gradient, MB", "penalty, MB", "share"):
         table.add_column(column)
@@ -93,60 +109,66 @@ def exchanged() -> Table:
     return table
 
 
-def predicted(shape: Shape) -> float:
-    """The step with a penalty over that without, by multiplications alone.
+def predicted_ratio(shape: Shape) -> float:
+    """Return the multiplications of a step with a penalty divided by those of the step without.
 
-    A layer of the model takes 12 d^2 + 2 n d for each token of a text of n, three times over for forward and backward.
-    The penalty takes d^2 on the way forward and d^2 on the way back.
+    A layer of the model takes 12 d^2 + 2 n d for each token of a text of n tokens, three times in all for the forward
+    and the backward pass. The penalty takes d^2 in each of both passes.
     """
     width = shape.width
     return 1 + 2 * width**2 / (3 * (12 * width**2 + 2 * shape.tokens * width))
 
 
-def shares(rounds: int) -> Table:
-    table = Table(title=f"a step with I-STAR over the step without, float32, {rounds} rounds")
-    for column in ("", "by arithmetic", "measured"):
-        table.add_column(column)
+def step_ratios(rounds: int) -> Table:
+    """Measure steps with and without a penalty for each shape; return the table of predicted and measured ratios."""
+    title = f"a step with I-STAR over the step without, float32, {rounds} rounds"
+    table = comparison_table(title, ("by arithmetic", "measured"), rounds)
     device = torch.device("cpu")
     for name, shape in VARIED.items():
-        SHAPES[name] = shape
-        steps = Steps(name, "32", 1.0, device)
-        [own] = penalties(shape.width, device, ["istar, float32"]).values()
-        seconds = in_turns({"with": lambda s=steps, o=own: s(o), "without": lambda s=steps: s(None)}, rounds, device)  # type: ignore[misc]
-        table.add_row(name, f"{predicted(shape):.3f}", ratios(seconds["with"], seconds["without"]))
+        steps = Steps(shape, "32", 1.0, device)
+        [penalty] = make_penalties(shape.width, device, ["istar, float32"]).values()
+        calls = {"with": partial(steps, penalty), "without": partial(steps, None)}
+        seconds = seconds_in_rotation(calls, rounds, device)
+        table.add_row(name, f"{predicted_ratio(shape):.3f}", paired_ratio(seconds, "with", "without"))
     return table
 
 
 def grid() -> Table:
+    """Return the table of the days that each machine needs for the paper's grid."""
     table = Table(title="the paper's grid for Table 1: 714 runs for each task and each of three models, days")
     for column in ("", "steps, millions", "PFLOP", *MACHINES, "bound by, one H200"):
         table.add_column(column)
-    totals = {machine: [0.0, 0.0] for machine in MACHINES}
+    total_days = dict.fromkeys(MACHINES, 0.0)
+    total_product_days = dict.fromkeys(MACHINES, 0.0)
     for name, task in TASKS.items():
         steps = len(DEPTH) * sum(number * EPOCHS * ceil(task.examples / size) for size, number in RUNS.items())
         flops = sum(operations(task, depth) for depth in DEPTH.values())
-        days = {}
+        days, product_days = {}, {}
         for machine in MACHINES:
-            parts = [seconds(task, depth, machine) for depth in DEPTH.values()]
-            products = sum(part[1] for part in parts) / 86_400
-            days[machine] = sum(max(part) for part in parts) / 86_400
-            totals[machine] = [totals[machine][0] + days[machine], totals[machine][1] + products]
-        bound = "kernel launches" if days["one H200"] > products else "products"
+            durations = [launch_and_product_seconds(task, depth, machine) for depth in DEPTH.values()]
+            days[machine] = sum(max(launch, products) for launch, products in durations) / 86_400
+            product_days[machine] = sum(products for _, products in durations) / 86_400
+            total_days[machine] += days[machine]
+            total_product_days[machine] += product_days[machine]
+        bound = "kernel launches" if days["one H200"] > product_days["one H200"] else "products"
         table.add_row(name, f"{steps / 1e6:.1f}", f"{flops / 1e15:,.0f}", *(f"{days[m]:.1f}" for m in MACHINES), bound)
-    table.add_row("all nine", "", "", *(f"{both[0]:.0f}" for both in totals.values()), "")
-    table.add_row("products alone", "", "", *(f"{both[1]:.1f}" for both in totals.values()), "")
+    table.add_row("all nine", "", "", *(f"{total:.0f}" for total in total_days.values()), "")
+    table.add_row("products alone", "", "", *(f"{total:.1f}" for total in total_product_days.values()), "")
     return table
 
 
 def operations(task: Task, depth: int) -> float:
-    """Of all runs of a task on one model: 2 x 36 d^2 a token and layer, the penalty's 4.3% and refreshes."""
+    """Return the floating-point operations of all runs of a task on a model of this depth and width 768.
+
+    Training takes 2 x 36 d^2 per token and layer and 4.3% more for the penalty; each epoch has a refresh of Sigma_S.
+    """
     training = 72 * 768**2 * depth * task.examples * task.tokens * 1.043
     refresh = 24 * 768**2 * depth * min(250_000 / depth, task.examples * task.tokens)
     return (training + refresh) * EPOCHS * (sum(RUNS.values()) + 12)
 
 
-def seconds(task: Task, depth: int, name: str) -> tuple[float, float]:
-    """Of all runs of a task on one model: what the host needs to start kernels, and the products."""
+def launch_and_product_seconds(task: Task, depth: int, name: str) -> tuple[float, float]:
+    """Return the seconds that the host needs to start the kernels of all runs of a task, and those of the products."""
     machine = MACHINES[name]
     steps = sum(number * EPOCHS * ceil(task.examples / size) for size, number in RUNS.items())
     launch = steps * machine.launch * depth / 12 / machine.gpus

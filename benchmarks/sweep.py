@@ -1,27 +1,30 @@
-"""What a sweep costs beyond the training of its runs: `python -m benchmarks.sweep`.
+"""Compares istar's sweeps with other programs that execute the same runs: `python -m benchmarks.sweep`.
 
-Each figure stands beside a peer's, measured in the same call on the same machine, the two by turns:
+It measures three figures (`--only` chooses), each against a peer that executes the same number of runs in the same
+rounds, in an order that rotates from round to round:
 
-cost        a run of the demo task from its start to its record, less its training and first validation: forked from a
-            process that has the libraries loaded, against a fresh process; with metrics.csv alone and with W&B offline
-skip        the whole command for a grid of runs that are all done, against Hydra's own sweeper, which composes some of
-            the same grid and hands the configs to a function that does nothing; seconds per run
-throughput  the whole command for a grid of runs, `sweep.jobs` at a time, against `python train.py` once for each seed
-            in a loop, of which some are done and the rest counted as if they took as long
+cost        the seconds that a small run takes beyond its training and its first validation: forked from a process that
+            has the libraries loaded, as in a sweep, against a new Python interpreter; with metrics.csv alone and with
+            W&B offline; 3 minutes
+skip        the whole command of a sweep whose runs are all finished, against Hydra's basic sweeper, which composes the
+            same configs and calls an empty function with each; and istar alone for more runs; 5 minutes
+throughput  the runs per minute of a sweep with `sweep.jobs=2`, against a loop that executes `python train.py` once for
+            each seed of the sweep; 10 minutes
 
-All is written to a temporary folder. With the defaults it takes about a quarter of an hour on two cores.
+The minutes are for the defaults on two idle cores. All files are written to a temporary folder.
 """
 
 import argparse
-import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -30,17 +33,20 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from benchmarks.common import comparison_table, in_rotation, paired_ratio, positive
 from istar import results
 from istar.config import Config, schema
-from istar.config.schema import to_dict
 from istar.runs import fork_server
 from istar.runs.launch import RunProcesses, Spawn, blocked_signals, spawn
 from istar.runs.store import RunFolders
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+ROUNDS = {"cost": 6, "skip": 6, "throughput": 2}
+"""Default number of rounds of each figure."""
 SMALL = ("trainer.max_epochs=1", "task.limit_train=320", "reg.num_points=2000", "trainer.progress_bar=false")
-WANDB = ("logger=wandb", "logger.mode=offline")
-HYDRA = f"""
+"""Settings of a run of the demo task that takes a few seconds."""
+LOGGERS = {"metrics.csv": (), "W&B offline": ("logger=wandb", "logger.mode=offline")}
+EMPTY_FUNCTION = f"""
 import hydra
 from istar.config import schema
 
@@ -55,28 +61,34 @@ main()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=("cost", "skip", "throughput"), default=None, metavar="FIGURE")
-    parser.add_argument("--rounds", type=int, default=5, help="of the first two figures (default: 5)")
-    parser.add_argument("--done", type=int, default=1000, help="runs that are skipped (default: 1000)")
-    parser.add_argument("--trials", type=int, default=50, help="runs of the throughput (default: 50)")
-    parser.add_argument("--loop", type=int, default=5, help="of them in the peer's loop (default: 5)")
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time (default: 2)")
-    parser.add_argument(
-        "--train", nargs="+", default=[], metavar="KEY=VALUE", help="overrides of the throughput's runs"
-    )
-    options = parser.parse_args()
+    """Measure and print the chosen figures."""
+    options = make_parser().parse_args()
     console = Console(width=max(100, Console().width))
     schema.register()
     figures = {"cost": cost, "skip": skip, "throughput": throughput}
     for name in options.only or figures:
-        with tempfile.TemporaryDirectory(prefix="istar-sweep-") as folder, environment(Path(folder)):
-            console.print(figures[name](options, Path(folder)))
+        chosen = argparse.Namespace(**{**vars(options), "rounds": options.rounds or ROUNDS[name]})
+        with tempfile.TemporaryDirectory(prefix="istar-sweep-") as folder, isolated_environment(Path(folder)):
+            console.print(figures[name](chosen, Path(folder)))
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=ROUNDS, metavar="FIGURE", help=f"of {', '.join(ROUNDS)}")
+    rounds = ", ".join(f"{count} for {name}" for name, count in ROUNDS.items())
+    parser.add_argument("--rounds", type=positive, help=f"measured rounds (default: {rounds})")
+    parser.add_argument("--done", type=positive, default=100, help="skip: finished runs of both (default: 100)")
+    parser.add_argument("--many", type=positive, default=1000, help="skip: runs of istar alone (default: 1000)")
+    parser.add_argument("--trials", type=positive, default=8, help="throughput: runs of each contender (default: 8)")
+    parser.add_argument("--jobs", type=positive, default=2, help="throughput: concurrent runs (default: 2)")
+    parser.add_argument("--train", nargs="+", default=[], metavar="KEY=VALUE", help="throughput: settings of the runs")
+    return parser
 
 
 @contextmanager
-def environment(folder: Path) -> Iterator[None]:
-    """A cache that nobody has filled, no network, and no more threads than a run of several gets."""
+def isolated_environment(folder: Path) -> Iterator[None]:
+    """Set environment variables for an empty cache and no network; restore the environment at the end."""
     before = dict(os.environ)
     os.environ.update(ISTAR_CACHE=str(folder / "cache"), HF_HUB_OFFLINE="1", WANDB_SILENT="true")
     try:
@@ -87,122 +99,134 @@ def environment(folder: Path) -> Iterator[None]:
 
 
 def cost(options: argparse.Namespace, folder: Path) -> Table:
-    """Of a run, beyond its training."""
-    ways: dict[str, Callable[[int], float]] = {}
+    """Compare the cost of a forked run with that of a run in a new Python interpreter."""
+    calls: dict[str, Callable[[int], float]] = {}
     with fork_server.ServerPool(folder / "server.log") as servers:
-        for kind, more in (("metrics.csv", ()), ("W&B offline", WANDB)):
-            for name, start in (("forked", servers.spawn), ("fresh process", spawn)):
-                # Not `lambda`, which would see the last values of all.
-                ways[f"{name}, {kind}"] = Trial(folder, more, start, f"{name[:2]}{kind[:1]}")
-        for way in ways.values():
-            way(0)
-        seconds = by_turns(ways, options.rounds)
-    table = figure(f"a run beyond its training, {options.rounds} rounds", "s")
-    for kind in ("metrics.csv", "W&B offline"):
-        compare(table, seconds, f"forked, {kind}", f"fresh process, {kind}")
+        for logger, overrides in LOGGERS.items():
+            for name, start in (("forked", servers.spawn), ("new interpreter", spawn)):
+                runs = folder / f"runs-{len(calls)}"
+                calls[f"{name}, {logger}"] = partial(seconds_beyond_training, runs, overrides, start)
+        for call in calls.values():
+            call(0)  # Starts the fork server and fills the cache.
+        seconds = in_rotation(calls, options.rounds)
+    table = figure("a run beyond its training", "s", options.rounds)
+    for logger in LOGGERS:
+        peer = f"new interpreter, {logger}"
+        add_row(table, seconds, f"forked, {logger}", peer)
+        add_row(table, seconds, peer, peer)
     return table
 
 
-class Trial:
-    """A small run in a folder of its own: seconds from its start to its record, without those of its training."""
-
-    def __init__(self, folder: Path, overrides: tuple[str, ...], start: Spawn, name: str) -> None:
-        self._folder, self._overrides, self._start, self._name = folder, overrides, start, name
-
-    def __call__(self, seed: int) -> float:
-        config = composed(f"run.root={self._folder / self._name}", f"seed={seed}", *SMALL, *self._overrides)
-        begun = time.perf_counter()
-        with blocked_signals():
-            run = RunProcesses(config, 1, None, {"OMP_NUM_THREADS": "1"}, self._folder / "log", self._start)
-        while not run.has_ended():
-            time.sleep(0.01)
-        timing = run.record([]).timing
-        return time.perf_counter() - begun - timing["fit"] - timing["first_validation"]
+def seconds_beyond_training(runs: Path, overrides: Sequence[str], start: Spawn, seed: int) -> float:
+    """Execute a small run, and return its seconds from start to record without training and first validation."""
+    config = compose_config(f"run.root={runs}", f"seed={seed}", *SMALL, *overrides)
+    begin = time.perf_counter()
+    with blocked_signals():
+        run = RunProcesses(config, 1, None, {"OMP_NUM_THREADS": "1"}, runs.with_suffix(".log"), start)
+    while not run.has_ended():
+        time.sleep(0.01)
+    timing = run.record([]).timing
+    return time.perf_counter() - begin - timing["fit"] - timing["first_validation"]
 
 
 def skip(options: argparse.Namespace, folder: Path) -> Table:
-    """Runs that are done, per run of the whole command."""
-    count, few = options.done, max(2, options.done // 20)
-    write_done(count, folder)
-    (folder / "hydra_app.py").write_text(HYDRA)
-    own = ["train.py", "-m", f"seed=range(1,{count + 1})", f"run.root={folder / 'runs'}"]
-    peer = [str(folder / "hydra_app.py"), "-m", f"seed=range(1,{few + 1})", "hydra/sweeper=basic",
-            f"run.root={folder / 'runs'}"]  # fmt: skip
-    name, other = f"istar, {count} runs that are done", f"Hydra's sweeper, {few} runs of an empty function"
-    seconds = by_turns({name: lambda _: called(own) / count * 1000, other: lambda _: called(peer) / few * 1000},
-                       min(options.rounds, 3))  # fmt: skip
-    whole = median(seconds[name]) * count / 1000
-    table = figure(f"skipping: {count} runs in {whole:.1f} s, the start of the process among them", "ms a run")
-    compare(table, seconds, name, other)
+    """Compare a sweep of finished runs with Hydra's basic sweeper over the same configs and an empty function."""
+    write_finished_runs(max(options.done, options.many), folder)
+    script = folder / "empty_function.py"
+    script.write_text(EMPTY_FUNCTION)
+
+    def istar(count: int, _: int) -> float:
+        return run_command("train.py", "-m", f"seed=range(1,{count + 1})", f"run.root={folder / 'runs'}")
+
+    def hydra(_: int) -> float:
+        seeds = f"seed=range(1,{options.done + 1})"
+        return run_command(str(script), "-m", seeds, "hydra/sweeper=basic", f"run.root={folder / 'runs'}")
+
+    name = f"istar, {options.done:,} finished runs"
+    peer = f"Hydra's sweeper, {options.done:,} calls of an empty function"
+    many = f"istar, {options.many:,} finished runs"
+    calls: dict[str, Callable[[int], float]] = {
+        name: partial(istar, options.done),
+        peer: hydra,
+        many: partial(istar, options.many),
+    }
+    in_rotation(calls, 1)  # Warm-up: the first command reads its libraries and the finished runs from the disk.
+    seconds = in_rotation(calls, options.rounds)
+    table = figure("skipping finished runs: the whole command", "s", options.rounds)
+    add_row(table, seconds, name, peer)
+    add_row(table, seconds, peer, peer)
+    add_row(table, seconds, many, None)
     return table
 
 
-def write_done(count: int, folder: Path) -> None:
-    """A finished run for each seed: the record of a real one under the name and config of the others."""
-    called(["train.py", "seed=1", *SMALL, f"run.root={folder / 'one'}"])
-    [path] = (folder / "one").glob("demo-*/result.json")
-    record, base, folders = results.read(path.parent), composed(f"run.root={folder / 'runs'}"), RunFolders()
-    for seed in track(range(1, count + 1), "writing what is done", transient=True):
-        config = replace(base, seed=seed)
-        place = folders(config)
-        results.write(replace(record, name=place.name, config=to_dict(config)), place)
-        (place / "model").mkdir()
+def write_finished_runs(count: int, folder: Path) -> None:
+    """Execute one run, and write its result under the name and with the config of each of the seeds 1 to `count`.
+
+    The sweep accepts these folders as finished, although their folder for the model is empty.
+    """
+    run_command("train.py", "seed=1", *SMALL, f"run.root={folder / 'template'}")
+    [path] = (folder / "template").glob("demo-*/result.json")
+    template = path.parent
+    record, config, folders = results.read(template), compose_config(f"run.root={folder / 'runs'}"), RunFolders()
+    for seed in track(range(1, count + 1), "writing finished runs", transient=True):
+        seeded = replace(config, seed=seed)
+        run_folder = folders(seeded)
+        results.write(replace(record, name=run_folder.name, config=schema.to_dict(seeded)), run_folder)
+        shutil.copy(template / results.GEOMETRY, run_folder)
+        (run_folder / "model").mkdir()
 
 
 def throughput(options: argparse.Namespace, folder: Path) -> Table:
-    """Runs a minute."""
-    shared = ["trainer.progress_bar=false", *options.train]
-    looped: list[float] = []
-    for seed in range(1, options.loop + 1):
-        looped.append(called(["train.py", f"seed={seed}", f"run.root={folder / 'loop'}", *shared]))
-    seeds = f"seed=range(1,{options.trials + 1})"
-    whole = called(["train.py", "-m", seeds, f"sweep.jobs={options.jobs}", f"run.root={folder / 'sweep'}", *shared])
-    each = [json.loads(path.read_text())["timing"]["total"] for path in (folder / "sweep").glob("demo-*/result.json")]
-    assert len(each) == options.trials
-    table = figure(f"{options.trials} runs of the demo task, whole: sweep {whole:.0f} s", "s a run")
-    name, other = f"sweep.jobs={options.jobs}", f"a loop of python train.py ({options.loop} of them)"
-    add(table, name, [whole / options.trials], f"{median(looped) * options.trials / whole:.2f} x the loop's runs")
-    add(table, "  of it in a run's own process", each, "")
-    add(table, other, looped, "")
+    """Compare the runs per minute of a sweep with those of a loop over the same seeds."""
+    settings = ("trainer.progress_bar=false", *options.train)
+
+    def sweep(number: int) -> float:
+        seeds, jobs = f"seed=range(1,{options.trials + 1})", f"sweep.jobs={options.jobs}"
+        seconds = run_command("train.py", "-m", seeds, jobs, f"run.root={folder / f'sweep-{number}'}", *settings)
+        return 60 * options.trials / seconds
+
+    def loop(number: int) -> float:
+        root = f"run.root={folder / f'loop-{number}'}"
+        seconds = sum(run_command("train.py", f"seed={seed}", root, *settings) for seed in range(1, options.trials + 1))
+        return 60 * options.trials / seconds
+
+    # Fills the cache of tokenized data, which the first contender would otherwise fill for all.
+    run_command("train.py", "trainer.fast_dev_run=true", f"run.root={folder / 'warm-up'}", *settings)
+    name, peer = f"one sweep, sweep.jobs={options.jobs}", "a loop of python train.py"
+    rates = in_rotation({name: sweep, peer: loop}, options.rounds)
+    table = figure(f"throughput: {options.trials} runs of each contender per round", "runs a minute", options.rounds)
+    add_row(table, rates, name, peer)
+    add_row(table, rates, peer, peer)
     return table
 
 
-def called(arguments: list[str]) -> float:
-    """Seconds that a command takes, from the start of its process to its end."""
-    begun = time.perf_counter()
-    done = subprocess.run([sys.executable, *arguments], cwd=REPOSITORY, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"{' '.join(arguments)} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    return time.perf_counter() - begun
+def run_command(*arguments: str) -> float:
+    """Run Python with these arguments in the repository, and return the seconds from start to end of the process."""
+    begin = time.perf_counter()
+    process = subprocess.run([sys.executable, *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    if process.returncode:
+        output = process.stdout[-2000:] + process.stderr[-2000:]
+        sys.exit(f"{' '.join(arguments)} ended with exit code {process.returncode}:\n{output}")
+    return time.perf_counter() - begin
 
 
-def composed(*overrides: str) -> Config:
+def compose_config(*overrides: str) -> Config:
+    """Return the config of `python train.py` with these overrides."""
     with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
         return schema.load(compose("config", overrides=list(overrides)))
 
 
-def by_turns(ways: dict[str, Callable[[int], float]], rounds: int) -> dict[str, list[float]]:
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(1, rounds + 1):
-        for name, way in ways.items():
-            seconds[name].append(way(number))
-    return seconds
+def figure(title: str, unit: str, rounds: int) -> Table:
+    """Return an empty table for one figure in this unit."""
+    return comparison_table(
+        f"{title}, {rounds} rounds", (f"{unit} (median)", "lowest", "highest", "ratio to the peer"), rounds
+    )
 
 
-def figure(title: str, unit: str) -> Table:
-    table = Table(title=title)
-    for column in ("", f"{unit} (median)", "lowest", "highest", "ratio"):
-        table.add_column(column, justify="left" if column == "" else "right")
-    return table
-
-
-def compare(table: Table, seconds: dict[str, list[float]], name: str, peer: str) -> None:
-    add(table, name, seconds[name], f"{median(seconds[name]) / median(seconds[peer]):.3f} of the peer's")
-    add(table, peer, seconds[peer], "")
-
-
-def add(table: Table, name: str, seconds: list[float], ratio: str) -> None:
-    table.add_row(name, *(f"{value:.2f}" for value in (median(seconds), min(seconds), max(seconds))), ratio)
+def add_row(table: Table, values: Mapping[str, Sequence[float]], name: str, peer: str | None) -> None:
+    """Add the values of a contender, and their ratio to those of its peer unless that is None."""
+    low, middle, high = (f"{pick(values[name]):.2f}" for pick in (min, median, max))
+    table.add_row(name, middle, low, high, "" if peer is None else paired_ratio(values, name, peer))
 
 
 if __name__ == "__main__":
