@@ -21,12 +21,9 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from istar.regularizers import IStar, select_layers
 from istar.training.memory import keep_freed_memory
-from istar.training.precision import bfloat16_ratio
+from istar.training.precision import EMULATION_RATIO, bfloat16_ratio
 
 Result = TypeVar("Result")
-
-EMULATION_RATIO = 1.5
-"""Duration of a product in bfloat16 over that in float32 from which bfloat16 counts as emulated, as in training."""
 
 
 @dataclass(frozen=True)
@@ -263,14 +260,11 @@ def comparison_table(title: str, columns: Sequence[str], rounds: int) -> Table:
 
 
 def note_emulated_bfloat16(device_type: str) -> None:
-    """Print a line with the measured factor if the device, `cpu` or `cuda`, only emulates bfloat16.
-
-    Other work on the same machine during the measurement can have the same effect, which the line mentions.
-    """
+    """Print a line with the measured factor if the device, `cpu` or `cuda`, only emulates bfloat16."""
     ratio = bfloat16_ratio(device_type)
     if ratio >= EMULATION_RATIO:
         factor = f"a matrix product takes {ratio:.0f} times as long in bfloat16 as in float32"
-        print(f"Note: {factor}; this machine only emulates bfloat16, or is too busy for benchmarks.", flush=True)
+        print(f"Note: {factor}; this machine only emulates bfloat16.", flush=True)
 
 
 def console() -> Console:

@@ -12,11 +12,13 @@ from istar.config import TrainerConfig
 _SIDE = {"cpu": 256, "cuda": 4096}
 """Side of the square matrices that are multiplied: large enough to be fast, and done within 0.1 s if emulated."""
 _REPETITIONS = 5
-_FASTER, _SLOWER = 0.8, 1.5
-"""Ratios of the durations in bfloat16 and in float32 from which one of them counts as faster.
+EMULATION_RATIO = 1.5
+"""Ratio of the durations in bfloat16 and in float32 from which bfloat16 counts as emulated.
 
 With instructions for bfloat16 the ratio is about 0.5, without them 3 to 60.
 """
+_FAST_RATIO = 0.8
+"""Ratio up to which bfloat16 counts as faster."""
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +36,8 @@ def resolve_precision(settings: TrainerConfig) -> TrainerConfig:
     ratio = bfloat16_ratio(device) if device in _SIDE else float("inf")
     if settings.precision == "auto":
         others = "16-mixed" if device == "cuda" else "32-true"
-        return replace(settings, precision="bf16-mixed" if ratio <= _FASTER else others)
-    if _SLOWER <= ratio < float("inf"):
+        return replace(settings, precision="bf16-mixed" if ratio <= _FAST_RATIO else others)
+    if EMULATION_RATIO <= ratio < float("inf"):
         _warn(ratio)
     return settings
 
@@ -50,16 +52,24 @@ def bfloat16_ratio(device: str) -> float:
 
 
 def _shortest(device: str, dtype: torch.dtype) -> float:
-    """Return the shortest duration in seconds of a matrix product."""
+    """Return the shortest duration in seconds of a matrix product.
+
+    On a CPU it is the processor time of one thread, which does not depend on how busy the machine is.
+    """
     matrix = torch.ones(_SIDE[device], _SIDE[device], device=device, dtype=dtype)
-    durations = []
-    # The first product, which may load a library, is not counted.
-    for _ in range(1 + _REPETITIONS):
-        start = time.perf_counter()
-        matrix @ matrix
-        if device == "cuda":
-            torch.cuda.synchronize()
-        durations.append(time.perf_counter() - start)
+    clock = time.perf_counter if device == "cuda" else time.thread_time
+    threads, durations = torch.get_num_threads(), []
+    torch.set_num_threads(1)
+    try:
+        # The first product, which may load a library, is not counted.
+        for _ in range(1 + _REPETITIONS):
+            start = clock()
+            matrix @ matrix
+            if device == "cuda":
+                torch.cuda.synchronize()
+            durations.append(clock() - start)
+    finally:
+        torch.set_num_threads(threads)
     return min(durations[1:])
 
 
