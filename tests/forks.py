@@ -39,7 +39,8 @@ def forking() -> BaseContext:
 def works_in_a_fork(environment: Mapping[str, str]) -> bool:
     """Whether none of these variables is read on import, with another value than the server has."""
     return not any(
-        name in IMPORT_TIME_VARIABLES or (name in RANK_KEYS and value != "0") for name, value in environment.items()
+        name in IMPORT_TIME_VARIABLES or name.startswith("HF_") or (name in RANK_KEYS and value != "0")
+        for name, value in environment.items()
     )
 
 

@@ -16,6 +16,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import datasets
 import huggingface_hub
 import pytest
+import transformers
 from datasets import ClassLabel, Dataset, Features, Value
 from transformers import BertModel
 
@@ -148,6 +149,12 @@ def use(hub: MockHub, cache: Path, patch: pytest.MonkeyPatch) -> None:
     """Make the hub's libraries, which read their environment when they are imported, ask this hub from now on."""
     constants = huggingface_hub.constants
     patch.setattr(constants, "ENDPOINT", hub.url)
+    # These clients are shared by all calls, and keep the address that held when they were made.
+    clients = [huggingface_hub.hf_api.api]
+    if hasattr(transformers.utils.hub, "hf_api"):
+        clients.append(transformers.utils.hub.hf_api())
+    for client in clients:
+        patch.setattr(client, "endpoint", hub.url)
     patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}")
     patch.setattr(constants, "HF_HUB_CACHE", str(cache / "hub"))
     patch.setattr(datasets.config, "HF_ENDPOINT", hub.url)

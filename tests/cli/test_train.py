@@ -7,10 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from hydra.core.global_hydra import GlobalHydra
 
 from istar import results
-from istar.cli import train
 from tests.jobs import Done, starting
 from tests.waiting import SECONDS
 
@@ -59,25 +57,12 @@ def test_a_mistake_is_one_line_in_a_new_interpreter(tmp_path: Path) -> None:
     assert_refused_in_one_line(call("reg.lamda=1", cwd=tmp_path), tmp_path, "did you mean reg.lambda?")
 
 
-def called_in_process(arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
-    """The error that `python train.py` prints, without a process of its own."""
-    monkeypatch.setattr(sys, "argv", [])
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
-    GlobalHydra.instance().clear()
-    with pytest.raises(SystemExit) as stopped:
-        train.main(arguments, "python train.py")
-    assert stopped.value.code == 2
-    return capsys.readouterr().err
-
-
 @pytest.mark.parametrize("argument", ["--dry-run", "sweep.jobs=2", "sweep.search=optuna", "++sweep.jobs=2"])
-def test_options_of_sweeps_need_m(
-    tmp_path: Path, argument: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    error = called_in_process(["debug=smoke", argument], capsys, monkeypatch)
-    assert error == f"error: {argument} is for sweeps, and this command starts a single run; add -m, or leave it out\n"
-    assert not list(tmp_path.iterdir())
+def test_options_of_sweeps_need_m(tmp_path: Path, own_cache: Path, argument: str) -> None:
+    with starting(own_cache) as start:
+        done = start(tmp_path, "debug=smoke", argument).wait()
+    message = f"{argument} is for sweeps, and this command starts a single run; add -m, or leave it out"
+    assert_refused_in_one_line(done, tmp_path, message)
 
 
 def test_help(tmp_path: Path) -> None:

@@ -354,7 +354,7 @@ def test_commands_name_the_data_and_the_folder(tmp_path: Path) -> None:
         ],
         ["task=cola", "reg=istar", "reg.layers=[3,4]", "trainer.early_stopping=2", "trainer.gradient_clip_val=null"],
         ["task=squad", "reg=istar_paper_code", "optim.schedule=linear", "optim.warmup=0.1", "optim.betas=[0.9,0.98]"],
-        ["task=rte", "model=bert", "model.pretrained=false", "optim=scratch"],
+        ["task=rte", "model=bert", "model.pretrained=false", "optim.lr=1e-3"],
         ["task=demo", "model=auto", "model.name=here/there", "model.pretrained=false", "model.revision=abc123"],
         ["task=rte", "model=bert", "model.revision='12345678901234567890e1234567890123456789'"],
         ["task=stsb", "trainer.precision=bf16-mixed", "task.limit_train=1200", "data.group_by_length=false"],

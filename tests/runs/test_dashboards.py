@@ -243,7 +243,7 @@ def agents_run(repository: Path, command: list[str], run_id: str, folder: Path, 
     }
     small = ["task=demo", "model=tiny", "task.limit_train=16", "task.limit_validation=16", "trainer.max_epochs=1",
              "trainer.progress_bar=false", "trainer.accelerator=cpu", "trainer.log_every_n_steps=1",
-             f"run.root={folder / 'runs'}", f"hydra.run.dir={folder / 'hydra'}"]  # fmt: skip
+             f"run.root={folder / 'runs'}"]  # fmt: skip
     command = [*(word for word in command if word != "task=rte"), *small]
     output = folder / f"{run_id}.log"
     if is_forked:

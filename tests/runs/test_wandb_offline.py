@@ -32,8 +32,7 @@ def test_wandb_offline_reports_nothing_at_the_end_of_the_process(
     wandb_at(server.url)
     command = [sys.executable, "train.py", "task=demo", "logger=wandb", "logger.mode=offline", *FOUR_STEPS,
                "task.limit_validation=8", "trainer.max_epochs=1", f"run.root={tmp_path / 'runs'}",
-               f"hydra.run.dir={tmp_path / 'hydra'}", "trainer.progress_bar=false",
-               "trainer.accelerator=cpu"]  # fmt: skip
+               "trainer.progress_bar=false", "trainer.accelerator=cpu"]  # fmt: skip
     done = subprocess.run(
         command,
         cwd=repository,

@@ -183,6 +183,7 @@ def test_finished_runs_are_run_again_only_if_asked(runs: Callable[..., Runs], tm
     results.write(RunRecord(name, "finished", to_dict(trial.config), headline), tmp_path / "runs" / name)
     # As every finished run has.
     (tmp_path / "runs" / name / "model").mkdir()
+    (tmp_path / "runs" / name / results.GEOMETRY).write_text("{}")
     statuses = {
         overwrite: [entry.status for entry in with_all_runs(runs("seed=1,2", overwrite, *TINY)).state.entries]
         for overwrite in ("run.overwrite=false", "run.overwrite=true")
