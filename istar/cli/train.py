@@ -5,13 +5,13 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from istar.config import Config, schema
@@ -73,7 +73,9 @@ def _check_mode() -> None:
     """
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         return
-    for override in HydraConfig.get().overrides.task:
+    # Unresolved, because an override may hold an interpolation of a key that does not exist.
+    overrides: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+    for override in overrides:
         if override.lstrip("+").startswith("sweep."):
             name = DRY_RUN if override == _DRY_RUN_OVERRIDE else override
             raise UserError(f"{name} is for sweeps, and this command starts a single run; add -m, or leave it out")
