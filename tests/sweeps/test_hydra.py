@@ -1,5 +1,7 @@
 """What plain Hydra does with `-m`, a sweep does as well, or refuses in one line."""
 
+import copy
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -49,6 +51,12 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call]:
             return int(error.code or 0)
         return 0
 
+    # Hydra configures the logging of the process, and disables the loggers that exist.
+    for name in ("handlers", "level"):
+        monkeypatch.setattr(logging.root, name, copy.copy(getattr(logging.root, name)))
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            monkeypatch.setattr(logger, "disabled", logger.disabled)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     monkeypatch.setattr(sys, "argv", [])
