@@ -82,6 +82,7 @@ class ServerPool:
         return self._servers[key].spawn(arguments, environment, log)
 
     def _on_refusal(self, reason: str) -> None:
+        """Start all further processes fresh, and warn of it the first time."""
         if not self._has_refused:
             self._warn(
                 f"{reason}, so that runs cannot be forked: each starts in a fresh process, which takes some seconds "

@@ -38,7 +38,7 @@ from istar.runs.store import Examples, finished_run, load_examples, model_identi
 from istar.tasks.evaluation import Evaluator, constant_baseline, write_submission
 from istar.tasks.features import Collator, featurize, max_length_for
 from istar.tasks.loading import fingerprint, overlap
-from istar.tasks.specs import HELD_OUT, TaskSpec
+from istar.tasks.specs import TaskSpec
 from istar.training import FineTuner, FineTuningData, History, LayerIsotropy, ShrinkageCovariance, merge_outputs
 from istar.training.checkpoints import Checkpoints, keep_newest, load, resumable
 from istar.training.loggers import log_outcome, log_outcome_to_agent, logging_to
@@ -199,7 +199,8 @@ def _assemble(
     skip = config.trainer.nonfinite == "skip"
     penalty = config.reg.build()
     watch = None if penalty is None else attach(model, penalty)
-    module = FineTuner(model, watch, config.optim, evaluators, skip, config.trainer.lightning.get("max_steps"))
+    max_steps = config.trainer.lightning.get("max_steps")
+    module = FineTuner(model, watch, config.optim, evaluators, skip_nonfinite=skip, max_steps=max_steps)
     collate = Collator(tokenizer)
     data = FineTuningData(features.train, features.validation, features.test, collate, config.data, config.seed)
     isotropy = LayerIsotropy()
@@ -462,13 +463,12 @@ def _results(job: Job, data_fingerprint: str) -> dict[str, Any]:
     spec, history, train = job.spec, job.history, job.examples.train
     best = history.epochs[history.best - 1]
     validation = {split.name: rows for split, rows in zip(spec.validation, job.examples.validation, strict=True)}
-    chosen_by = spec.validation[-1 if HELD_OUT in spec.validation else 0].name
     sizes = {name: len(rows) for name, rows in validation.items()}
     overlaps = {name: overlap(spec, train, rows) for name, rows in validation.items()}
     return {
         "headline": {"metric": spec.headline, "value": best["metrics"][spec.headline], "epoch": best["epoch"]},
         "selection": {
-            "set": chosen_by,
+            "set": spec.selection_set.name,
             "metric": spec.selection_metric,
             "value": best["metrics"][spec.selection_metric],
         },

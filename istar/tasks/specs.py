@@ -58,9 +58,14 @@ class TaskSpec:
         return [self.train, *(split.name for split in (*self.validation, *self.test))]
 
     @property
+    def selection_set(self) -> Split:
+        """The set that selects the best epoch: the held-out data if there are any, else the first validation set."""
+        return HELD_OUT if HELD_OUT in self.validation else self.validation[0]
+
+    @property
     def selection_metric(self) -> str:
-        """Name of the metric that selects the best epoch: the headline metric, on held-out data if there are any."""
-        return f"{self.headline}_{HELD_OUT.suffix}" if HELD_OUT in self.validation else self.headline
+        """Name of the metric that selects the best epoch: the headline metric on `selection_set`."""
+        return "_".join(filter(None, (self.headline, self.selection_set.suffix)))
 
     def stems(self, split: str) -> tuple[str, ...]:
         """Return the names without suffix that the file of a split may have; the benchmarks' files may say `dev`."""

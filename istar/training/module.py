@@ -35,8 +35,8 @@ class FineTuner(L.LightningModule):
         watch: penalty that is attached to the model; None trains on the task loss alone.
         optim: settings of AdamW and of the learning rate schedule.
         evaluators: evaluator of each validation set, by the suffix of its metrics (`""` for the first).
-        max_steps: number of optimizer steps of a training that stops within its epochs, for the schedule.
         skip_nonfinite: skip optimizer steps whose gradient is not finite instead of stopping the training.
+        max_steps: number of optimizer steps of a training that stops within its epochs, for the schedule.
 
     Attributes:
         evaluations: metrics and predictions of the latest validation, by suffix of the validation set.

@@ -26,20 +26,20 @@ def call(*arguments: str, cwd: Path, **environment: str) -> "subprocess.Complete
     )  # fmt: skip
 
 
-def assert_refused_in_one_line(done: "Done | subprocess.CompletedProcess[str]", folder: Path, told: str) -> None:
+def assert_refused_in_one_line(done: "Done | subprocess.CompletedProcess[str]", folder: Path, message: str) -> None:
     """Assert that a call ended with the exit code 2 and one line on stderr, and left nothing behind."""
     code = done.code if isinstance(done, Done) else done.returncode
     [line] = done.stderr.splitlines()
     assert code == 2
     assert line.startswith("error: ")
-    assert told in line
+    assert message in line
     assert done.stdout == ""
     assert not list(folder.rglob(results.RESULT))
     assert not list(folder.glob("runs/demo*"))
 
 
 @pytest.mark.parametrize(
-    ("argument", "told"),
+    ("argument", "message"),
     [
         ("-m reg.zeta=2,3", "reg.zeta=2 is outside [0, 1]"),
         ("task=null", "must be a string or a list"),
@@ -48,9 +48,9 @@ def assert_refused_in_one_line(done: "Done | subprocess.CompletedProcess[str]", 
         ("task.data_dir=/nowhere", "task.data_dir=/nowhere does not exist"),
     ],
 )
-def test_a_mistake_is_one_line(tmp_path: Path, own_cache: Path, argument: str, told: str) -> None:
+def test_a_mistake_is_one_line(tmp_path: Path, own_cache: Path, argument: str, message: str) -> None:
     with starting(own_cache) as start:
-        assert_refused_in_one_line(start(tmp_path, *argument.split()).wait(), tmp_path, told)
+        assert_refused_in_one_line(start(tmp_path, *argument.split()).wait(), tmp_path, message)
 
 
 def test_a_mistake_is_one_line_in_a_new_interpreter(tmp_path: Path) -> None:
