@@ -4,17 +4,28 @@ The server imports from the folder that pytest was started in. `train.py` itself
 tests/cli/test_train.py's.
 """
 
+import logging
 import multiprocessing
 import os
+import signal
+import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing.context import BaseContext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch.multiprocessing import start_processes
 
 import istar
 from istar.cli.main import train_main
+from istar.runs import fork_server, launch
 from istar.runs.fork_server import IMPORT_TIME_VARIABLES, PRELOADED_MODULES, RANK_KEYS, is_supported
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -37,23 +48,129 @@ def forking() -> BaseContext:
 
 
 def works_in_a_fork(environment: Mapping[str, str]) -> bool:
-    """Whether none of these variables is read on import, with another value than the server has."""
+    """Whether none of these variables is read on import, with another value than this process has."""
     return not any(
-        name in IMPORT_TIME_VARIABLES or name.startswith("HF_") or (name in RANK_KEYS and value != "0")
+        os.environ.get(name) != value
         for name, value in environment.items()
+        if name in IMPORT_TIME_VARIABLES or name.startswith("HF_")
     )
 
 
 def train(arguments: Sequence[str], folder: Path, environment: Mapping[str, str], files: Sequence[Path]) -> None:
-    """Do what `python train.py` does in a folder with this environment; stdout and stderr go to the two files."""
+    """Do what `python train.py` does in a folder with this environment; stdout and stderr go to the two files.
+
+    The processes that the run starts are forks, too. Tests find them by the files that they keep open: the one of this
+    process's stdout, even if theirs is another, and one beside it that is named after their rank.
+    """
     assert Path(istar.__file__).is_relative_to(REPOSITORY), f"the server has imported {istar.__file__}"
-    os.environ.clear()
-    os.environ.update(environment)
     os.chdir(folder)
     for descriptor, path in enumerate(files, start=1):
         with path.open("ab") as file:
             os.dup2(file.fileno(), descriptor)
+    mark = os.dup(1)
+    _adopt_environment(environment)
+
+    def start(command: Sequence[str], **options: Any) -> "subprocess.Popen[bytes] | ForkedInterpreter":
+        if command[2] in MAINS and works_in_a_fork(options["env"]):
+            return ForkedInterpreter(command, mark, files[0], **options)
+        return subprocess.Popen(command, **options)
+
+    launch.subprocess = fork_server.subprocess = SimpleNamespace(Popen=start)  # type: ignore[assignment]
     sys.exit(train_main(arguments, "python train.py"))
+
+
+MAINS: Mapping[str, Callable[[Sequence[str]], NoReturn]] = {
+    "istar.runs.launch": launch.main,
+    "istar.runs.fork_server": fork_server.main,
+}
+"""The modules of istar that are started by `python -m`."""
+
+
+class ForkedInterpreter:
+    """A fork of this process in place of a new interpreter, with the part of `subprocess.Popen` that istar uses.
+
+    It has nothing of what the call of `train.py` has done so far: neither its handlers of signals, nor its logging,
+    nor Hydra's state.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        mark: int,
+        marked: Path,
+        env: Mapping[str, str],
+        stdout: Any,
+        stderr: Any,
+        start_new_session: bool,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        assert start_new_session
+        self.returncode: int | None = None
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                os.setsid()
+                for file, descriptor in ((stdout, 1), (stderr, 2)):
+                    if file is not None:
+                        os.dup2(file.fileno(), descriptor)
+                _close_files({0, 1, 2, mark, *pass_fds})
+                _forget_the_call()
+                _adopt_environment(env)
+                if "LOCAL_RANK" in env:
+                    os.open(marked.with_suffix(f".rank{env['LOCAL_RANK']}"), os.O_CREAT)
+                MAINS[command[2]](command[3:])
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(1)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self) -> int:
+        if self.returncode is None:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _adopt_environment(environment: Mapping[str, str]) -> None:
+    """Have these variables and no others, and the rank that Lightning reads from them on import."""
+    os.environ.clear()
+    os.environ.update(environment)
+    rank = next((int(environment[key]) for key in RANK_KEYS if key in environment), 0)
+    rank_zero_only.rank = rank  # type: ignore[attr-defined]
+
+
+def _forget_the_call() -> None:
+    for number in launch.FORWARDED_SIGNALS:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    GlobalHydra.instance().clear()
+    HydraConfig.instance().cfg = None
+    for logger in [logging.root, *map(logging.getLogger, logging.root.manager.loggerDict)]:
+        logger.handlers.clear()
+        logger.disabled, logger.propagate = False, True
+        logger.setLevel(logging.WARNING if logger is logging.root else logging.NOTSET)
+
+
+def _close_files(kept: set[int]) -> None:
+    """Close the files that a new interpreter would not have."""
+    for descriptor in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
+        if descriptor not in kept:
+            # The folder that was listed is closed already.
+            with suppress(OSError):
+                os.close(descriptor)
 
 
 def run_in_processes(function: Callable[..., object], arguments: tuple[object, ...], processes: int) -> None:

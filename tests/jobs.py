@@ -8,9 +8,9 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,7 +51,7 @@ class Fork:
     """
 
     def __init__(
-        self, arguments: Sequence[str], folder: Path, environment: dict[str, str], files: Sequence[Path]
+        self, arguments: Sequence[str], folder: Path, environment: Mapping[str, str], files: Sequence[Path]
     ) -> None:
         self._process = forking().Process(target=train, args=(arguments, folder, environment, files))
         with FORKS:
@@ -78,7 +78,8 @@ class Fork:
 class Job:
     """A call of train.py, in a new interpreter or, without one, in a fork.
 
-    Its descendant processes are found by a unique mark in their environment.
+    Its descendant processes are found by a unique mark: in their environment, or, as the environment that the system
+    shows of a fork is that of the server, by a file that they keep open.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Job:
     ) -> None:
         self.folder = folder
         self.mark = uuid.uuid4().hex
-        self.files = [folder / f"{self.mark}.{kind}" for kind in ("stdout", "stderr")]
+        self.files = [folder.resolve() / f"{self.mark}.{kind}" for kind in ("stdout", "stderr")]
         self.before = newest(folder)
         folder.mkdir(exist_ok=True)
         environment = {**environment, MARK: self.mark}
@@ -120,13 +121,21 @@ class Job:
 
     def pids(self) -> list[int]:
         """The PIDs of all its processes that are still there."""
-        marked = {int(path.name) for path in Path("/proc").glob("[0-9]*") if f"{MARK}={self.mark}" in environ(path)}
-        # The environment that /proc shows of a fork is that of the server.
-        return sorted(marked | ({self.process.pid} if self.process.poll() is None else set()))
+        return [
+            int(process.name)
+            for process in Path("/proc").glob("[0-9]*")
+            if f"{MARK}={self.mark}" in environ(process) or self.files[0] in open_files(process)
+        ]
 
     def rank(self, rank: int) -> int:
         """The PID of a rank's process."""
-        [pid] = [pid for pid in self.pids() if f"LOCAL_RANK={rank}" in environ(Path(f"/proc/{pid}"))]
+        [pid] = [
+            pid
+            for pid in self.pids()
+            for process in [Path(f"/proc/{pid}")]
+            if f"LOCAL_RANK={rank}" in environ(process)
+            or self.files[0].with_suffix(f".rank{rank}") in open_files(process)
+        ]
         return pid
 
     def until_it_is_gone(self) -> None:
@@ -153,6 +162,16 @@ def environ(process: Path) -> list[str]:
         return (process / "environ").read_bytes().decode(errors="replace").split("\0")
     except OSError:
         return []
+
+
+def open_files(process: Path) -> set[Path]:
+    """The paths of the files that a process of /proc has open; none of one that has ended."""
+    paths = set()
+    with suppress(OSError):
+        for link in (process / "fd").iterdir():
+            with suppress(OSError):
+                paths.add(link.readlink())
+    return paths
 
 
 def catches(pid: int, number: int) -> bool:
