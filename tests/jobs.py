@@ -19,6 +19,8 @@ from tests.waiting import SECONDS, until
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 MARK = "ISTAR_TEST_JOB"
+FRESH = ("-u",)
+"""Arguments of Python for a call in an interpreter of its own, which starts real processes, too."""
 NOT_THE_TESTS = re.compile(r"SLURM|TORCHELASTIC|MASTER_|(LOCAL_|NODE_|GROUP_)?RANK$|WORLD_SIZE|HYDRA_FULL_ERROR")
 
 
@@ -208,7 +210,7 @@ def starting(cache: Path) -> Iterator[Start]:
     }
 
     def start(folder: Path, *arguments: str, python: Sequence[str] = (), **environment: str) -> Job:
-        needs_interpreter = python or not works_in_a_fork(environment)
+        needs_interpreter = python or not works_in_a_fork({**kept, **environment})
         interpreter = [sys.executable, *python] if needs_interpreter else []
         jobs.append(Job(folder, interpreter, arguments, {**kept, **environment}))
         return jobs[-1]

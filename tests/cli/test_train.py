@@ -65,9 +65,10 @@ def test_options_of_sweeps_need_m(tmp_path: Path, own_cache: Path, argument: str
     assert_refused_in_one_line(done, tmp_path, message)
 
 
-def test_help(tmp_path: Path) -> None:
-    done = call("--help", cwd=tmp_path)
-    assert done.returncode == 0
+def test_help(tmp_path: Path, own_cache: Path) -> None:
+    with starting(own_cache) as start:
+        done = start(tmp_path, "--help").wait()
+    assert done.code == 0
     assert done.stderr == ""
     for group in ("task", "model", "reg", "optim", "trainer", "logger", "experiment", "debug"):
         assert re.search(rf"^{group}: ", done.stdout, re.MULTILINE)

@@ -1,14 +1,8 @@
 """`istar embed` on tiny saved models, checked against plain numpy."""
 
 import csv
-import hashlib
 import json
 import math
-import os
-import subprocess
-import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +19,7 @@ from istar.errors import UserError
 from istar.geometry import embed
 from istar.geometry.matrix import read_matrix, untied_output
 from istar.models import tiny
+from tests.mock_hub import Repository, serving, set_offline, use
 
 UNUSED = [f"[unused{number}]" for number in range(5)]
 TOKENIZER = tiny.tokenizer([*UNUSED, *["the", "cat", "dog", "house", "garden", "sees"]])
@@ -172,79 +167,38 @@ def test_without_safetensors_the_model_is_loaded_but_no_code_from_it(tmp_path: P
         read_matrix(ModelConfig(name=str(folder)))
 
 
-def test_from_the_cache_of_the_hub(tmp_path: Path) -> None:
-    """Reads the cache in a separate process, since the hub's library reads its settings only once."""
+def test_from_the_cache_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     cache = tmp_path / "hub" / "models--some--model"
     saved(cache / "snapshots" / "abc")
     (cache / "refs").mkdir()
     (cache / "refs" / "step10").write_text("abc")
-    environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
-    call = ["embed", "some/model", "--out", str(tmp_path / "out")]
-    code = f"""
-from istar.cli.main import main
-assert main([*{call}, "--revision", "step10"]) == 0
-assert main([*{call}, "--revision", "step20"]) == 2
-"""
-    root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=root, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert rows_of(tmp_path / "out" / "embeddings.csv")[0]["revision"] == "step10"
-    [line] = done.stderr.splitlines()
+    with serving() as hub:
+        use(hub, tmp_path, monkeypatch)
+        set_offline(True, monkeypatch)
+        call = ["embed", "some/model", "--out", str(tmp_path / "out")]
+        assert main([*call, "--revision", "step10"]) == 0
+        assert rows_of(tmp_path / "out" / "embeddings.csv")[0]["revision"] == "step10"
+        capsys.readouterr()
+        assert main([*call, "--revision", "step20"]) == 2
+        assert hub.requests == []
+    [line] = capsys.readouterr().err.splitlines()
     assert "not in the local cache" in line
 
 
-class Hub(BaseHTTPRequestHandler):
-    """Serves the part of the hub's API that the download of a file needs."""
-
-    folder: Path
-    asked: list[str]
-
-    def do_HEAD(self) -> None:
-        self.answer()
-
-    def do_GET(self) -> None:
-        if self.answer():
-            name = self.path.rsplit("/", 1)[-1]
-            self.asked.append(name)
-            self.wfile.write((self.folder / name).read_bytes())
-
-    def answer(self) -> bool:
-        _, is_file, name = self.path.partition("/resolve/step10/")
-        path = self.folder / name
-        found = bool(is_file) and path.is_file()
-        self.send_response(200 if found or self.path == "/" else 404)
-        if found:
-            self.send_header("ETag", f'"{hashlib.sha256(path.read_bytes()).hexdigest()}"')
-            self.send_header("X-Repo-Commit", "0" * 40)
-        else:
-            self.send_header("X-Error-Code", "EntryNotFound")
-        self.send_header("Content-Length", str(path.stat().st_size) if found else "0")
-        self.end_headers()
-        return found
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
-def test_one_shard_is_brought_from_the_hub(tmp_path: Path) -> None:
+def test_one_shard_is_brought_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = saved(tmp_path / "model", "neox", max_shard_size="12KB")
     shards = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-    handler = type("Handler", (Hub,), {"folder": folder, "asked": []})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        environment = {
-            **{name: value for name, value in os.environ.items() if "proxy" not in name.lower()},
-            "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
-            "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1",
-        }  # fmt: skip
-        call = [sys.executable, "-m", "istar.cli.main", "embed", "some/model", "--revision", "step10"]
-        root = Path(__file__).parents[2]
-        done = subprocess.run(
-            [*call, "--out", str(tmp_path / "out")], env=environment, cwd=root, capture_output=True, text=True
+    with serving() as hub:
+        hub.repositories["models/some/model"] = Repository()
+        hub.repositories["models/some/model"].push(
+            {path.name: path.read_bytes() for path in folder.iterdir()}, "step10"
         )
-        server.shutdown()
-    assert done.returncode == 0, done.stderr
-    assert [name for name in handler.asked if name.endswith(".safetensors")] == [shards[INPUT["neox"]]]
+        use(hub, tmp_path / "cache", monkeypatch)
+        assert main(["embed", "some/model", "--revision", "step10", "--out", str(tmp_path / "out")]) == 0
+    read = {request.rpartition("/")[2] for request in hub.requests if request.startswith("GET")}
+    assert {name for name in read if name.endswith(".safetensors")} == {shards[INPUT["neox"]]}
 
 
 # ---- what is written

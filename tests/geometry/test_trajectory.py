@@ -2,10 +2,7 @@
 
 import csv
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,7 @@ from istar.cli.main import main
 from istar.errors import UserError
 from istar.geometry import measure, trajectory
 from istar.models import tiny
+from tests.mock_hub import serving, set_offline, use
 
 WORDS = ["the", "cat", "dog", "house", "garden", "sees"]
 TOKENIZER = tiny.tokenizer(WORDS)
@@ -214,21 +212,21 @@ def test_a_pooler_that_is_not_in_the_files_does_not_count(tmp_path: Path, text: 
     assert measured == ["step1"]
 
 
-def test_revisions_from_the_cache_of_the_hub(tmp_path: Path, text: Path) -> None:
-    """Runs in a separate process, since the hub's library reads its settings only once."""
+def test_revisions_from_the_cache_of_the_hub(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     cache = tmp_path / "hub" / "models--some--model"
     (cache / "refs").mkdir(parents=True)
     for number in (1, 2):
         saved(cache / "snapshots" / f"commit{number}", number)
         (cache / "refs" / f"step{number}").write_text(f"commit{number}")
-    environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1", "COLUMNS": "100"}
-    call = ["measure", "some/model", "--revisions", "step1,step2,step3", "--text", str(text), "--length", "16"]
-    done = subprocess.run(
-        [sys.executable, "-m", "istar.cli.main", *call, "--out", str(tmp_path / "out"), "--device", "cpu"],
-        env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 1, done.stderr
-    assert "1 of 3 not measured: step3 (" in done.stderr
+    with serving() as hub:
+        use(hub, tmp_path, monkeypatch)
+        set_offline(True, monkeypatch)
+        call = ["measure", "some/model", "--revisions", "step1,step2,step3", "--text", str(text), "--length", "16"]
+        assert main([*call, "--out", str(tmp_path / "out"), "--device", "cpu"]) == 1
+        assert hub.requests == []
+    assert "1 of 3 not measured: step3 (" in capsys.readouterr().err
     rows = rows_of(tmp_path / "out" / "trajectory.csv")
     assert {(row["model"], row["revision"], row["step"]) for row in rows} == {
         ("some/model", "step1", "1"), ("some/model", "step2", "2")

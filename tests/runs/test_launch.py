@@ -22,7 +22,7 @@ from istar.errors import LockedError, StoppedError, UserError
 from istar.runs import launch
 from istar.runs.run import run
 from istar.training import FineTuningData
-from tests.jobs import NOT_THE_TESTS, Done, Job, Start, at_once, catches, starting
+from tests.jobs import FRESH, NOT_THE_TESTS, Done, Job, Start, at_once, catches, starting
 from tests.outcomes import assert_same, only_run
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
@@ -84,7 +84,7 @@ def pair(own_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     """The folder of a run in two processes that nothing disturbed, and what the call said."""
     folder = tmp_path_factory.mktemp("pair")
     with starting(own_cache) as start:
-        job = start(folder, *PAIR)
+        job = start(folder, *PAIR, python=FRESH)
         done = job.wait()
         job.until_it_is_gone()
         return only_run(folder / "runs"), done
@@ -111,7 +111,7 @@ def test_two_processes(pair):
 
 def test_a_multirun_of_two_processes_each(tmp_path, start, pair):
     arguments = [argument for argument in PAIR if not argument.startswith("seed=")]
-    done = start(tmp_path, "-m", "seed=1,2", *arguments).wait().well()
+    done = start(tmp_path, "-m", "seed=1,2", *arguments, python=FRESH).wait().well()
     runs = {results.read(path).config["seed"]: path for path in (tmp_path / "runs").glob("demo-*")}
     assert sorted(runs) == [1, 2]
     assert_same(runs[1], pair[0])

@@ -128,10 +128,8 @@ def test_failures_are_told_and_may_stop_all(tmp_path: Path, start: Start) -> Non
 def test_the_process_that_starts_the_runs_is_killed(tmp_path: Path, start: Start) -> None:
     """The run under way is lost, the others are not; and all are bit by bit what train.py makes of them by itself."""
     longer = (*TINY, "trainer.max_epochs=15")
-    # Passive: where more threads than cores are at work, those that wait for the others must not do so by counting.
-    threads = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}
-    job = start(tmp_path / "sweep", "-m", "seed=1,2,3", *longer, **threads)
-    alone = start(tmp_path / "alone", "seed=2", *longer, **threads)
+    job = start(tmp_path / "sweep", "-m", "seed=1,2,3", *longer)
+    alone = start(tmp_path / "alone", "seed=2", *longer)
     job.until(lambda: len(list((tmp_path / "sweep").glob("runs/demo-*/metrics.csv"))) == 2)
     [server] = [pid for pid in job.pids() if parent(pid) == job.process.pid]
     os.kill(server, signal.SIGKILL)
@@ -140,7 +138,7 @@ def test_the_process_that_starts_the_runs_is_killed(tmp_path: Path, start: Start
     assert re.search(r"seed 2: failed: the process that starts the runs was killed by SIGKILL \(\S+\)", done.stdout)
     assert [entry.status for entry in state(tmp_path / "sweep").entries] == ["finished", "failed", "finished"]
     job.until_it_is_gone()
-    again = start(tmp_path / "sweep", "-m", "seed=1,2,3", *longer, **threads)
+    again = start(tmp_path / "sweep", "-m", "seed=1,2,3", *longer)
     assert "3 runs, 1 of them to do" in again.wait().well().stdout
     again.until_it_is_gone()
     alone.wait().well()
