@@ -14,7 +14,7 @@ from transformers import AutoModel, AutoTokenizer
 from istar.cli.main import main
 from tests.geometry.test_stream import naive
 
-SENTENCES, LENGTH = 40, 64
+SENTENCES, LENGTH = 16, 64
 
 
 @pytest.fixture(scope="module")

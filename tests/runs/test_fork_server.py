@@ -1,5 +1,6 @@
 """Processes forked from a server: each as if it were the first and had been started by itself.
 
+No test calls the GPU's driver, behind whose first call no fork could use it any more; a server that does fails here.
 They carry out a line of Python in place of a run, in a server that is otherwise the real one; sweeps through it, and
 that their results are those of train.py, are in sweeps/test_sweep.py.
 """
@@ -17,14 +18,19 @@ import pytest
 from istar.errors import UserError
 from istar.runs import fork_server, launch
 from istar.runs.fork_server import ForkedProcess, ServerPool
-from tests.waiting import SECONDS, until
+from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(not fork_server.is_supported(), reason="runs are forked on Linux alone")
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STAND_IN = """
 import sys
+import torch
 from istar.runs import fork_server, launch
+
+def touched(*_): raise SystemError("the driver was called")
+for name in ("is_available", "device_count", "init", "_lazy_init"): setattr(torch.cuda, name, touched)
+for name in [name for name in vars(torch._C) if name.startswith("_cuda_")]: setattr(torch._C, name, touched)
 
 def main(arguments):
     parent, code = arguments
@@ -60,11 +66,13 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN); threading.Thread(target=threading
 (torch.ones(500, 500) @ torch.ones(500, 500)).sum(); os.open("/dev/null", os.O_RDONLY)
 """
 
+THREADS = {"OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "1"}
+"""OpenBLAS starts its threads in a fork with the first product, not, as in a new process, when it is loaded."""
 Start = Callable[..., ForkedProcess]
 
 
 def environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **more}
+    return {**os.environ, "PYTHONPATH": str(REPOSITORY), **THREADS, **more}
 
 
 def fail(warning: str) -> None:
@@ -138,10 +146,8 @@ def test_threads_are_what_the_environment_says(told: Callable[..., dict[str, obj
         "import json, os, torch; a = torch.ones(600, 600); (a @ a).exp().sum()\n"
         "print(json.dumps([torch.get_num_threads(), len(os.listdir('/proc/self/task'))]))"
     )
-    # OpenBLAS starts its own with the first product, not, as in a new process, when it is loaded.
-    wanted = environment(OMP_NUM_THREADS="2", OPENBLAS_NUM_THREADS="1")
-    there = told(code, wanted)
-    alone = subprocess.run([sys.executable, "-c", code], env=wanted, capture_output=True, text=True, check=True)
+    there = told(code)
+    alone = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
     assert there == json.loads(alone.stdout)
     assert there[0] == min(2, os.cpu_count() or 1)  # type: ignore[index]
 
@@ -270,7 +276,7 @@ def test_what_prevents_a_fork() -> None:
         (torch.ones(600, 600) @ torch.ones(600, 600)).sum()
         print(reason_not_to_fork())"""
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, check=True, env=environment(OMP_NUM_THREADS="2"), capture_output=True, text=True)
+    done = subprocess.run(command, check=True, env=environment(), capture_output=True, text=True)
     nothing, gpu, product = done.stdout.splitlines()
     assert (nothing, gpu) == ("", "loading the libraries has begun to use the GPU")
     assert product.startswith("loading the libraries has left threads that a fork would lose: ")
@@ -290,16 +296,3 @@ def test_a_fork_that_the_system_refuses(tmp_path: Path, monkeypatch: pytest.Monk
         # It is the same server, which goes on.
         assert len(servers._servers) == 1
         assert (tmp_path / "server.log").read_text() == ""
-
-
-def test_loading_does_not_touch_the_gpu() -> None:
-    """Behind the driver's first call no fork could use it any more."""
-    code = (
-        "import torch\n"
-        "def touched(*_): raise SystemError('the driver was called')\n"
-        "for name in ('is_available', 'device_count', 'init', '_lazy_init'): setattr(torch.cuda, name, touched)\n"
-        "for name in [name for name in vars(torch._C) if name.startswith('_cuda_')]: setattr(torch._C, name, touched)\n"
-        "from istar.runs import fork_server; fork_server.preload()\n"
-        "assert fork_server.reason_not_to_fork() == ''"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY, timeout=SECONDS)
