@@ -7,12 +7,14 @@ tests/cli/test_train.py's.
 import logging
 import multiprocessing
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from types import SimpleNamespace
@@ -171,6 +173,52 @@ def _close_files(kept: set[int]) -> None:
             # The folder that was listed is closed already.
             with suppress(OSError):
                 os.close(descriptor)
+
+
+class ForkedScript:
+    """A fork that executes a script which gets a file descriptor, as `fork_server.Server` starts a server.
+
+    It has the part of the interface of `subprocess.Popen` that `Server` uses.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        pass_fds: Sequence[int],
+        start_new_session: bool,
+        stdout: Any,
+        stderr: Any,
+    ) -> None:
+        assert start_new_session
+        assert stdout is stderr
+        [descriptor] = pass_fds
+        arguments = (command[1], Connection(os.dup(descriptor)), dict(env), stdout.name)
+        self._process = forking().Process(target=execute, args=arguments)
+        self._process.start()
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self) -> int | None:
+        self._process.join()
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def execute(script: str, connection: Connection, environment: Mapping[str, str], log: str) -> None:
+    """Execute a script with the file descriptor of a connection as its only argument."""
+    os.setsid()
+    with Path(log).open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    _adopt_environment(environment)
+    sys.argv = [script, str(connection.fileno())]
+    sys.path.insert(0, str(Path(script).parent))
+    runpy.run_path(script, run_name="__main__")
 
 
 def run_in_processes(function: Callable[..., object], arguments: tuple[object, ...], processes: int) -> None:

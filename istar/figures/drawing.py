@@ -54,7 +54,7 @@ _STYLE: Any = {
 }
 
 
-def render(plot: Plot) -> dict[str, bytes]:
+def render(plot: Plot, suffixes: Sequence[str] = ("svg", "png")) -> dict[str, bytes]:
     """Render a plot; returns the files by suffix, `svg` and `png`. The same plot always gives the same bytes."""
     with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
         # The font may lack the glyphs of a name in another script. The PNG shows boxes for them; the SVG keeps text.
@@ -66,9 +66,11 @@ def render(plot: Plot) -> dict[str, bytes]:
         png, svg = FigureCanvasAgg(figure), FigureCanvasSVG(figure)
         layout.execute(figure)
         figure.set_layout_engine("none")
-        pictures = {"svg": io.BytesIO(), "png": io.BytesIO()}
-        svg.print_svg(pictures["svg"], metadata={"Date": None})
-        png.print_png(pictures["png"], metadata={"Software": None})
+        pictures = {suffix: io.BytesIO() for suffix in suffixes}
+        if "svg" in pictures:
+            svg.print_svg(pictures["svg"], metadata={"Date": None})
+        if "png" in pictures:
+            png.print_png(pictures["png"], metadata={"Software": None})
     return {suffix: file.getvalue() for suffix, file in pictures.items()}
 
 

@@ -30,4 +30,4 @@ def isotropy_plot(record: RunRecord) -> Plot:
 
 def isotropy_picture(record: RunRecord) -> bytes:
     """`isotropy_plot` as a PNG."""
-    return render(isotropy_plot(record))["png"]
+    return render(isotropy_plot(record), ["png"])["png"]

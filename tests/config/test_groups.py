@@ -82,8 +82,9 @@ def check_choice(composed: Callable[..., Config], task: str, reg: str, model: st
 
 @pytest.mark.parametrize("reg", options("reg"))
 def test_every_pair_of_task_and_reg_and_of_reg_and_model(composed: Callable[..., Config], reg: str) -> None:
-    for number, task in enumerate(options("task")):
-        check_choice(composed, task, reg, options("model")[number % len(options("model"))])
+    tasks, models = options("task"), options("model")
+    for number in range(max(len(tasks), len(models))):
+        check_choice(composed, tasks[number % len(tasks)], reg, models[number % len(models)])
 
 
 @pytest.mark.slow

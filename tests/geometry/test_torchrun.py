@@ -1,28 +1,56 @@
-"""`istar measure` in several processes, started as torchrun does."""
+"""`istar measure` in several processes, as torchrun starts them."""
 
 import csv
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
+from socket import socket
 
 import pytest
 
 from istar.cli.main import main
+from tests.forks import run_in_processes
 from tests.geometry.test_stream import TOKENIZER, WORDS, bert
 from tests.waiting import SECONDS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-def call(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    """Call `istar` in two processes."""
+def measure_as(rank: int, port: int, folder: Path, arguments: Sequence[str]) -> None:
+    """Call `istar` with the variables that torchrun sets for one of two processes; stdout goes to a file."""
+    os.chdir(folder)
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "COLUMNS": "150",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "none",
+    }  # fmt: skip
+    with Path(f"{rank}.txt").open("w") as file, redirect_stdout(file):
+        code = main(arguments)
+    # Skip the interpreter's shutdown, in which the remains of a process group may abort.
+    os._exit(code)
+
+
+def with_torchrun(folder: Path, arguments: Sequence[str]) -> str:
+    """Call `istar` by torchrun itself; returns its stdout."""
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     command = [sys.executable, *torchrun, "-m", "istar.cli.main", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "COLUMNS": "150"}
-    return subprocess.run(
+    done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
     )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def in_two_processes(folder: Path, arguments: Sequence[str]) -> str:
+    """Call `istar` in two processes as torchrun would start them; returns their stdout."""
+    with socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    run_in_processes(measure_as, (port, folder, arguments), 2)
+    return "".join((folder / f"{rank}.txt").read_text() for rank in range(2))
 
 
 @pytest.fixture
@@ -33,18 +61,21 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.parametrize("start", [in_two_processes, pytest.param(with_torchrun, marks=pytest.mark.slow)])
 def test_measures_equal_those_of_one_process(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    start: Callable[[Path, Sequence[str]], str],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.setenv("COLUMNS", "150")
     arguments = ("measure", "model", "--text", "text.txt", "--length", "16", "--batch-size", "4", "--sample", "50")
     assert main([*arguments, "--out", "one"]) == 0
     printed = capsys.readouterr().out
-    two = call(folder, *arguments, "--out", "two")
-    assert two.returncode == 0, two.stderr
+    printed_by_two = start(folder, [*arguments, "--out", "two"])
     # Only rank 0 prints.
-    assert two.stdout.count("embeddings") == printed.count("embeddings") > 0
+    assert printed_by_two.count("embeddings") == printed.count("embeddings") > 0
     tables = []
     for name in ("one", "two"):
         with (folder / name / "measures.csv").open(newline="") as file:

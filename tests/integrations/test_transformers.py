@@ -247,7 +247,7 @@ def refresh_and_save(folder, sync):
     )
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def results(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("gloo")
     with socket.socket() as listener:

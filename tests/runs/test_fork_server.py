@@ -1,8 +1,9 @@
 """Processes forked from a server: each as if it were the first and had been started by itself.
 
 No test calls the GPU's driver, behind whose first call no fork could use it any more; a server that does fails here.
-They carry out a line of Python in place of a run, in a server that is otherwise the real one; sweeps through it, and
-that their results are those of train.py, are in sweeps/test_sweep.py.
+A server takes seconds to import the libraries, so there is one for most tests; the others have servers that are forks
+themselves. They carry out a line of Python in place of a run, in a server that is otherwise the real one; sweeps
+through it, and that their results are those of train.py, are in sweeps/test_sweep.py.
 """
 
 import json
@@ -12,12 +13,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from istar.errors import UserError
 from istar.runs import fork_server, launch
 from istar.runs.fork_server import ForkedProcess, ServerPool
+from tests.forks import ForkedScript
 from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(not fork_server.is_supported(), reason="runs are forked on Linux alone")
@@ -203,6 +206,13 @@ def is_gone(pid: int) -> bool:
     return state == "Z"  # nobody's child any more: reaped by whoever takes care of this machine's
 
 
+@pytest.fixture
+def forked_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have servers that are forks of a process which has the libraries already."""
+    monkeypatch.setattr(fork_server, "subprocess", SimpleNamespace(Popen=ForkedScript))
+
+
+@pytest.mark.usefixtures("forked_servers")
 def test_a_server_that_is_killed_and_one_that_nobody_needs_any_more(tmp_path: Path) -> None:
     with ServerPool(tmp_path / "server.log", fail) as servers:
         for ending in ("killed", "left"):
@@ -231,6 +241,7 @@ def server_with(
     return ServerPool(folder / "server.log", warn)
 
 
+@pytest.mark.usefixtures("forked_servers")
 def test_a_library_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with server_with("import nowhere", tmp_path, monkeypatch) as servers:
         process = servers.spawn(["pass"], environment(), None)
@@ -239,6 +250,7 @@ def test_a_library_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.M
     assert "ModuleNotFoundError: No module named 'nowhere'" in (tmp_path / "server.log").read_text()
 
 
+@pytest.mark.usefixtures("forked_servers")
 def test_fresh_processes_replace_forks_that_are_not_possible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     warnings: list[str] = []
     thread = "threading.Thread(target=time.sleep, args=(3600,), name='tracer', daemon=True)"
@@ -282,6 +294,7 @@ def test_what_prevents_a_fork() -> None:
     assert product.startswith("loading the libraries has left threads that a fork would lose: ")
 
 
+@pytest.mark.usefixtures("forked_servers")
 def test_a_fork_that_the_system_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "server.py"
     refuse = "def refuse(*_): raise BlockingIOError(11, 'Resource temporarily unavailable')"

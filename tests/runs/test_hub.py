@@ -75,6 +75,7 @@ def test_a_run_belongs_to_the_commit_that_its_branch_stands_for(
         assert run(small(*MODEL, f"model.revision={before}")) == first
 
 
+@pytest.mark.slow
 def test_train_py_asks_the_hub_and_is_quiet_about_it(hub: MockHub, own_cache: Path, tmp_path: Path) -> None:
     environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "0"}
     with starting(own_cache) as start:

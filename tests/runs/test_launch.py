@@ -111,7 +111,7 @@ def test_two_processes(pair):
 
 def test_a_multirun_of_two_processes_each(tmp_path, start, pair):
     arguments = [argument for argument in PAIR if not argument.startswith("seed=")]
-    done = start(tmp_path, "-m", "seed=1,2", *arguments, python=FRESH).wait().well()
+    done = start(tmp_path, "-m", "seed=1,2", *arguments).wait().well()
     runs = {results.read(path).config["seed"]: path for path in (tmp_path / "runs").glob("demo-*")}
     assert sorted(runs) == [1, 2]
     assert_same(runs[1], pair[0])
@@ -129,6 +129,19 @@ def torchrun() -> tuple[str, ...]:
     return "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1", port
 
 
+def test_what_torchrun_starts(tmp_path, start, pair):
+    """Two processes with its variables, without the agent that starts and watches them."""
+    shared = {
+        "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "False", "WORLD_SIZE": "2", "GROUP_RANK": "0",
+        "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(),
+    }  # fmt: skip
+    jobs = [start(tmp_path, *PAIR, **shared, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
+    for job in jobs:
+        job.wait().well()
+    assert_same(only_run(tmp_path / "runs"), pair[0])
+
+
+@pytest.mark.slow
 def test_torchrun(tmp_path, start, pair):
     done = start(tmp_path, *PAIR, python=torchrun()).wait()
     assert done.code == 0, done.stderr

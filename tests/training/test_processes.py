@@ -27,7 +27,8 @@ from tests.training.conftest import trainer
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 STEPS, EPOCHS, BATCH, WIDTH, EXAMPLES = 10, 2, 8, 64, 41
-TRAINED, VALIDATED = (2, 4), (2, 3)  # numbers of processes
+TRAINED = (2, pytest.param(4, marks=pytest.mark.slow))  # numbers of processes
+VALIDATED = (2, 3)
 PENALTIES = {
     "none": lambda sync: None,
     "istar": lambda sync: IStar(-1.0, 0.4, sync=sync),
@@ -193,9 +194,9 @@ def validate(name, world_size):
 
 def everything(world_size):
     values = {}
-    if world_size in (1, *TRAINED):
+    if world_size != 3:
         values |= {name: train(name, world_size) for name in CASES}
-    if world_size in (1, *VALIDATED):
+    if world_size != 4:
         values |= {f"{name} validated": validate(name, world_size) for name in VALIDATIONS}
     return values
 
@@ -213,17 +214,21 @@ def work(rank, world_size, folder):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """Return the results of each process, by number of processes and rank. One process has no process group."""
-    by_world_size = {1: [everything(1)]}
-    for world_size in sorted({*TRAINED, *VALIDATED}):
+    """Return a function that gives the results of each rank, by number of processes. One has no process group."""
+
+    @functools.cache
+    def of_ranks(world_size):
+        if world_size == 1:
+            return [everything(1)]
         folder = tmp_path_factory.mktemp("gloo")
         run_in_processes(work, (world_size, str(folder)), world_size)
-        by_world_size[world_size] = [torch.load(folder / f"{rank}.pt") for rank in range(world_size)]
-    return by_world_size
+        return [torch.load(folder / f"{rank}.pt") for rank in range(world_size)]
+
+    return of_ranks
 
 
 def compared(results, name, world_size):
-    return [values[name] for values in results[world_size]], results[1][0][name]
+    return [values[name] for values in results(world_size)], results(1)[0][name]
 
 
 @pytest.mark.parametrize("world_size", TRAINED)
@@ -241,7 +246,7 @@ def test_ten_steps_lead_to_the_parameters_of_one_process(results, name, world_si
 def test_a_step_that_is_not_finite_on_one_process_is_skipped_on_all(results, world_size):
     ranks, alone = compared(results, "istar-skipped", world_size)
     assert [rank["skipped"] for rank in (*ranks, alone)] == [1] * (world_size + 1)
-    assert not torch.equal(alone["end"], results[1][0]["istar"]["end"])
+    assert not torch.equal(alone["end"], results(1)[0]["istar"]["end"])
 
 
 @pytest.mark.parametrize("world_size", TRAINED)

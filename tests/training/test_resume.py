@@ -16,10 +16,10 @@ from tests.outcomes import assert_same, only_run
 
 Build = Callable[..., Config]
 SETTINGS = (
-    "task.limit_train=44", "trainer.max_epochs=3", "trainer.accumulate_grad_batches=2", "data.batch_size=4",
+    "task.limit_train=20", "trainer.max_epochs=3", "trainer.accumulate_grad_batches=2", "data.batch_size=4",
     "optim.schedule=linear", "optim.warmup=0.2", "trainer.early_stopping=2", "trainer.checkpoint_every_n_steps=2",
 )  # fmt: skip
-"""An epoch has eleven micro-batches and six steps. Checkpoints are written every two steps and after epochs."""
+"""An epoch has five micro-batches and three steps. Checkpoints are written every two steps and after epochs."""
 
 
 class Broken(BaseException):
@@ -72,18 +72,18 @@ def disturbed(small: Build, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pa
 
 
 PLACES = [
-    pytest.param(FineTuner, "training_step", 8, id="mid-epoch, on a checkpoint"),
-    pytest.param(FineTuner, "training_step", 11, id="last batch of an epoch"),
-    pytest.param(FineTuner, "training_step", 18, id="second epoch, behind a checkpoint"),
-    pytest.param(FineTuner, "training_step", 33, id="last batch of all"),
+    pytest.param(FineTuner, "training_step", 7, id="mid-epoch, on a checkpoint"),
+    pytest.param(FineTuner, "training_step", 5, id="last batch of an epoch"),
+    pytest.param(FineTuner, "training_step", 9, id="second epoch, behind a checkpoint"),
+    pytest.param(FineTuner, "training_step", 15, id="last batch of all"),
     pytest.param(FineTuner, "validation_step", 1, id="validation before training"),
     pytest.param(FineTuner, "validation_step", 3, id="validation of the second epoch"),
     pytest.param(FineTuner, "on_validation_epoch_end", 2, id="scoring"),
     pytest.param(ShrinkageCovariance, "refresh", 1, id="first refresh"),
     pytest.param(ShrinkageCovariance, "refresh", 2, id="second refresh"),
     pytest.param(AtomicCheckpointIO, "save_checkpoint", 1, id="first checkpoint"),
-    pytest.param(AtomicCheckpointIO, "save_checkpoint", 3, id="best weights"),
-    pytest.param(AtomicCheckpointIO, "save_checkpoint", 4, id="checkpoint behind an epoch"),
+    pytest.param(AtomicCheckpointIO, "save_checkpoint", 2, id="best weights"),
+    pytest.param(AtomicCheckpointIO, "save_checkpoint", 3, id="checkpoint behind an epoch"),
     pytest.param(files, "_sync_folder", 6, id="a checkpoint written, not its rows"),
     pytest.param(models, "save", 1, id="saving the model"),
     pytest.param(results, "write_predictions", 1, id="writing predictions"),
@@ -102,11 +102,13 @@ def test_a_broken_run_goes_on_exactly(disturbed, undisturbed, owner, name, count
                          ids=" ".join)  # fmt: skip
 def test_whatever_the_settings(disturbed, undisturbed, overrides):
     """In the second epoch, behind a checkpoint within it; the other places are those above."""
-    assert_same(disturbed(FineTuner, "training_step", 18, *overrides), undisturbed(*overrides))
+    assert_same(disturbed(FineTuner, "training_step", 9, *overrides), undisturbed(*overrides))
 
 
-MID_EPOCH = ("trainer.val_check_interval=4", "trainer.max_steps=13", "trainer.limit_train_batches=10",
-             "trainer.limit_val_batches=2", "data.eval_batch_size=4", "trainer.early_stopping=null")  # fmt: skip
+MID_EPOCH = (
+    "task.limit_train=44", "trainer.val_check_interval=4", "trainer.max_steps=13", "trainer.limit_train_batches=10",
+    "trainer.limit_val_batches=2", "data.eval_batch_size=4", "trainer.early_stopping=null",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("count", [2, 8, 17])
@@ -129,13 +131,13 @@ def test_arguments_of_lightning_trainer(undisturbed):
 @pytest.mark.parametrize(
     ("interval", "steps"),
     [
-        (("n_steps=null", "n_minutes=null"), [6, 12, 18]),
-        (("n_steps=4", "n_minutes=null"), [4, 6, 8, 12, 16, 18]),
-        (("n_steps=null", "n_minutes=1e-9"), list(range(1, 19))),
+        (("n_steps=null", "n_minutes=null"), [3, 6, 9]),
+        (("n_steps=4", "n_minutes=null"), [3, 4, 6, 8, 9]),
+        (("n_steps=null", "n_minutes=1e-9"), list(range(1, 10))),
     ],
 )
 def test_when_checkpoints_are_written(small, monkeypatch, interval, steps):
-    """After every epoch of six steps, and at the intervals in the settings."""
+    """After every epoch of three steps, and at the intervals in the settings."""
     original, written = AtomicCheckpointIO.save_checkpoint, []
 
     def save(self, checkpoint, path, storage_options=None):
