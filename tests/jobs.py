@@ -19,8 +19,6 @@ from tests.waiting import SECONDS, until
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 MARK = "ISTAR_TEST_JOB"
-FRESH = ("-u",)
-"""Arguments of Python for a call in an interpreter of its own, which starts real processes, too."""
 NOT_THE_TESTS = re.compile(r"SLURM|TORCHELASTIC|MASTER_|(LOCAL_|NODE_|GROUP_)?RANK$|WORLD_SIZE|HYDRA_FULL_ERROR")
 
 

@@ -84,7 +84,9 @@ def test_the_trace_on_request(tmp_path: Path) -> None:
 
 
 def test_smoke(tmp_path: Path) -> None:
-    done = call("debug=smoke", "trainer.accelerator=cpu", cwd=tmp_path, ISTAR_CACHE=str(tmp_path / "cache"))
+    """With two processes, which are new interpreters, too."""
+    two = ("trainer.devices=2", "trainer.strategy=ddp")
+    done = call("debug=smoke", "trainer.accelerator=cpu", *two, cwd=tmp_path, ISTAR_CACHE=str(tmp_path / "cache"))
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     assert "Warning" not in done.stderr

@@ -1,6 +1,7 @@
 """The penalty in transformers' `Trainer`: gradients against those computed by hand, and all that surrounds a step."""
 
 import copy
+import functools
 import os
 import random
 import socket
@@ -502,27 +503,35 @@ RESUMED = {
 }
 
 
+def train_resumed(folder, refresh, momentum, stop=None, **arguments):
+    """Train with the settings of `RESUMED`, up to a step where training stops with a `StopError`."""
+    trainer = make_trainer(
+        folder, istar.IStar(2.0, ZETA), model=make_bert(0.1), refresh=refresh, momentum=momentum,
+        callbacks=[StopAt(stop)], data_collator=collate, **RESUMED,
+    )  # fmt: skip
+    trainer.train(**arguments)
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Return a function that gives the trainer after a training without an interruption."""
+    return functools.cache(lambda *settings: train_resumed(tmp_path_factory.mktemp("whole"), *settings))
+
+
 @pytest.mark.parametrize(
     ("refresh", "momentum", "step"), [("epoch", 0.0, 4), ("epoch", 0.5, 6), ("epoch", 0.5, 8), (3, 0.0, 4), (3, 0.0, 6)]
 )
-def test_a_resumed_training_equals_one_without_an_interruption(refresh, momentum, step, tmp_path):
+def test_a_resumed_training_equals_one_without_an_interruption(whole, refresh, momentum, step, tmp_path):
     """An epoch has 6 steps. Trainer itself resumes exactly only if the collator draws no random numbers."""
-
-    def train(folder, steps=None, **arguments):
-        trainer = make_trainer(
-            folder, istar.IStar(2.0, ZETA), model=make_bert(0.1), refresh=refresh, momentum=momentum,
-            callbacks=[StopAt(steps)], data_collator=collate, **RESUMED,
-        )  # fmt: skip
-        trainer.train(**arguments)
-        return trainer
-
-    whole = train(tmp_path / "whole")
     with pytest.raises(StopError):
-        train(tmp_path / "parts", step + 1)
-    assert (tmp_path / "parts" / f"checkpoint-{step}" / "istar_penalty.safetensors").exists()
-    resumed = train(tmp_path / "parts", resume_from_checkpoint=True)
-    assert_close(parameters(resumed), parameters(whole), rtol=0, atol=1e-7)
-    assert_close(resumed.penalty.shrinkage_covariance, whole.penalty.shrinkage_covariance, rtol=1e-6, atol=1e-8)
+        train_resumed(tmp_path, refresh, momentum, step + 1)
+    assert (tmp_path / f"checkpoint-{step}" / "istar_penalty.safetensors").exists()
+    resumed = train_resumed(tmp_path, refresh, momentum, resume_from_checkpoint=True)
+    expected = whole(refresh, momentum)
+    assert_close(parameters(resumed), parameters(expected), rtol=0, atol=1e-7)
+    sigmas = [trainer.penalty.shrinkage_covariance for trainer in (resumed, expected)]
+    assert_close(*sigmas, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("refresh", ["epoch", 4, None])

@@ -22,15 +22,15 @@ from istar.errors import LockedError, StoppedError, UserError
 from istar.runs import launch
 from istar.runs.run import run
 from istar.training import FineTuningData
-from tests.jobs import FRESH, NOT_THE_TESTS, Done, Job, Start, at_once, catches, starting
+from tests.jobs import NOT_THE_TESTS, Done, Job, Start, at_once, catches, starting
 from tests.outcomes import assert_same, only_run
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
 
-LONG = ("reg.num_points=500", "task.limit_train=200", "task.limit_validation=9", "data.batch_size=2",
+LONG = ("reg.num_points=500", "task.limit_train=100", "task.limit_validation=9", "data.batch_size=2",
         "trainer.max_epochs=2", "trainer.accumulate_grad_batches=1", "trainer.checkpoint_every_n_steps=5",
         "trainer.accelerator=cpu", "trainer.progress_bar=false")  # fmt: skip
-"""Two to four seconds of training: long enough to be met by a signal behind its first checkpoints."""
+"""A hundred steps: long enough to be met by a signal behind its first checkpoints."""
 PAIR = ("trainer=ddp", "trainer.devices=2", "seed=1", *LONG)
 NODES = ("trainer=ddp", "trainer.devices=1", "trainer.num_nodes=2", "seed=1", *LONG)
 
@@ -84,7 +84,7 @@ def pair(own_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     """The folder of a run in two processes that nothing disturbed, and what the call said."""
     folder = tmp_path_factory.mktemp("pair")
     with starting(own_cache) as start:
-        job = start(folder, *PAIR, python=FRESH)
+        job = start(folder, *PAIR)
         done = job.wait()
         job.until_it_is_gone()
         return only_run(folder / "runs"), done

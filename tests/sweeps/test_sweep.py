@@ -127,7 +127,7 @@ def test_failures_are_told_and_may_stop_all(tmp_path: Path, start: Start) -> Non
 @pytest.mark.skipif(not fork_server.is_supported(), reason="runs are forked on Linux alone")
 def test_the_process_that_starts_the_runs_is_killed(tmp_path: Path, start: Start) -> None:
     """The run under way is lost, the others are not; and all are bit by bit what train.py makes of them by itself."""
-    longer = (*TINY, "trainer.max_epochs=15")
+    longer = (*TINY, "trainer.max_epochs=8")
     job = start(tmp_path / "sweep", "-m", "seed=1,2,3", *longer)
     alone = start(tmp_path / "alone", "seed=2", *longer)
     job.until(lambda: len(list((tmp_path / "sweep").glob("runs/demo-*/metrics.csv"))) == 2)
