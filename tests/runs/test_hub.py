@@ -24,6 +24,7 @@ from tests.jobs import starting
 from tests.mock_hub import MockHub, Repository, mnli_files, model_files, rte_files, serving, set_offline, use
 from tests.outcomes import only_run
 from tests.runs.artifacts import Build
+from tests.runs.faults import warnings_in
 
 MODEL = ("task=rte", "model=auto", "model.name=org/tiny", "reg=none", "run.geometry=false")
 
@@ -213,7 +214,7 @@ def test_a_hub_that_does_not_answer(
     monkeypatch.setattr(hub_module, "COMMIT_SECONDS", 0.1)
     silence = f"the hub {hub.url} gave no answer within 0.1 s"
     assert resolve_model(ModelConfig("org/tiny")).revision == commit
-    assert caplog.messages == [f"model org/tiny: {silence}; using commit {commit}, the latest that is known"]
+    assert warnings_in(caplog) == [f"model org/tiny: {silence}; using commit {commit}, the latest that is known"]
     assert (
         complaint_about_model("other")
         == f"model org/tiny at revision other: not in the local cache, and {silence}{MODEL_COPY}"
