@@ -41,33 +41,33 @@ SETTINGS = (
     "trainer.checkpoint_every_n_steps=5", "trainer.log_every_n_steps=5", "trainer.progress_bar=false",
     "optim.schedule=linear", "optim.warmup=0.1",
 )  # fmt: skip
-"""I-STAR on the demo task: 38 steps an epoch, with dropout, a schedule and a checkpoint every five steps."""
+"""Settings of the run: I-STAR on the demo task, 38 steps an epoch, a schedule and a checkpoint every five steps."""
 SWEEP = ("-m", "seed=1,2,3,4", "sweep.jobs=2")
-"""What makes a sweep of the run."""
+"""Arguments that make the run a sweep of four."""
 
 
 @dataclass
 class Tally:
     """What happened to the runs or sweeps of one kind."""
 
-    kind: str
-    loading: float
-    training: float
+    kind: str  # for example "2 processes"
+    loading: float  # seconds that an undisturbed run takes until it is ready to train
+    training: float  # seconds that it takes from then on
     kills: int = 0
-    runs: int = 0
-    identical: int = 0
-    lost: int = 0
-    moments: Counter[str] = field(default_factory=Counter)
-    troubles: list[str] = field(default_factory=list)
+    runs: int = 0  # runs, each killed several times
+    identical: int = 0  # runs that are equal to the undisturbed one
+    lost: int = 0  # runs that could not be resumed
+    moments: Counter[str] = field(default_factory=Counter)  # kills by what the run was doing
+    failures: list[str] = field(default_factory=list)  # a line for each run that was lost or is not identical
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table; 1 if a run was lost or came out otherwise."""
+    """Run the benchmark and print its table; returns 1 if a run was lost or is not equal to the undisturbed one."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos", description=__doc__.partition("\n")[0])
-    parser.add_argument("--kills", type=int, default=50, help="in all, at least (default: 50)")
+    parser.add_argument("--kills", type=int, default=50, help="kills in all, at least (default: 50)")
     parser.add_argument("--processes", default="1,2", help="numbers of processes of a run (default: 1,2)")
     parser.add_argument("--sweep", action="store_true", help="kill a sweep instead of single runs")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random moments (default: 0)")
     parser.add_argument("overrides", nargs="*", help="settings of the run, as for train.py, e.g. reg=cosreg")
     options = parser.parse_args(arguments)
     console = Console()
@@ -86,36 +86,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for number, (kind, command) in enumerate(commands.items()):
             share = (options.kills - sum(tally.kills for tally in tallies)) // (len(commands) - number)
             folder = Path(name) / kind.replace(" ", "-")
-            tallies.append(torment(folder, command, kind, share, generator, lambda: progress.advance(bar)))
+            tallies.append(kill_runs(folder, command, kind, share, generator, lambda: progress.advance(bar)))
     console.print(table(tallies))
     for tally in tallies:
-        for trouble in tally.troubles:
-            console.print(trouble, highlight=False)
+        for failure in tally.failures:
+            console.print(failure, highlight=False)
     return int(any(tally.lost or tally.identical < tally.runs for tally in tallies))
 
 
-def torment(
+def kill_runs(
     folder: Path, command: Sequence[str], kind: str, kills: int, generator: random.Random, on_kill: Callable[[], None]
 ) -> Tally:
-    """Undisturbed once; then run after run, or sweep after sweep, is killed until there were enough kills."""
+    """Execute the command once undisturbed, then kill and resume it in new folders until enough kills are made.
+
+    Args:
+        folder: folder for all runs.
+        command: the command of a run or a sweep, without `run.root`.
+        kind: name of the row in the table.
+        kills: number of kills.
+        generator: source of the random moments and victims.
+        on_kill: called after each kill.
+    """
     began = time.time()
     if start(folder / "undisturbed", command).wait() != 0:
-        raise SystemExit(f"the undisturbed run failed: {told(folder / 'undisturbed')}")
+        raise SystemExit(f"the undisturbed run failed: {last_line(folder / 'undisturbed')}")
     ready = prepared(folder / "undisturbed", began)
     tally = Tally(kind, loading=ready - began, training=time.time() - ready)
     expected = outcomes(folder / "undisturbed")
     while tally.kills < kills:
         root = folder / f"run-{tally.runs}"
         tally.runs += 1
-        trouble = _kill_until_done(root, command, tally, kills, generator, on_kill)
-        if trouble is None:
+        failure = _kill_until_done(root, command, tally, kills, generator, on_kill)
+        if failure is None:
             unequal = unequal_parts(outcomes(root), expected)
             tally.identical += not unequal
-            trouble = f"{root.name} differs in {', '.join(unequal)}" if unequal else None
+            failure = f"{root.name} differs in {', '.join(unequal)}" if unequal else None
         else:
             tally.lost += 1
-        if trouble is not None:
-            tally.troubles.append(f"{kind}, {trouble}")
+        if failure is not None:
+            tally.failures.append(f"{kind}, {failure}")
         shutil.rmtree(root)
     return tally
 
@@ -128,7 +137,7 @@ def _kill_until_done(
     generator: random.Random,
     on_kill: Callable[[], None],
 ) -> str | None:
-    """Why the run cannot end; None when it has ended well."""
+    """Kill and resume one run until it has finished; returns None, or why it cannot finish."""
     while True:
         began = time.time()
         process = start(root, command)
@@ -144,13 +153,13 @@ def _kill_until_done(
         elif process.returncode == 0:
             return None
         else:
-            return f"{root.name} ended with exit code {process.returncode}: {told(root)}"
+            return f"{root.name} ended with exit code {process.returncode}: {last_line(root)}"
 
 
 def _let_run(
     process: "subprocess.Popen[bytes]", root: Path, began: float, tally: Tally, generator: random.Random
 ) -> None:
-    """Up to a moment while it loads, or three times as often while it trains and writes."""
+    """Wait for a random moment: in one of four cases while the run loads, else while it trains and writes."""
     while_loading = generator.random() < 0.25
     moment = generator.uniform(0, tally.loading if while_loading else tally.training)
     reference = began if while_loading else float("inf")
@@ -161,13 +170,16 @@ def _let_run(
 
 
 def prepared(root: Path, began: float) -> float:
-    """When the run that began then, or the first one of a sweep, was ready to train; infinity before."""
+    """Return the time when a run that started at `began`, or the first run of a sweep, was ready to train.
+
+    That is when it wrote its config. Infinity if it is not ready yet.
+    """
     written = [path.stat().st_mtime for path in root.glob("*/config.yaml")]
     return min((at for at in written if at > began), default=float("inf"))
 
 
 def _kill(process: "subprocess.Popen[bytes]", root: Path, generator: random.Random) -> str:
-    """SIGKILL, to all or to one that was started by the first; returns what the run was at."""
+    """Send SIGKILL to all processes of a run or to one of them; returns what the run was doing."""
     children = [int(child) for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
     everyone = [process.pid, *children]
     for victim in everyone if generator.random() < 0.5 else [generator.choice(everyone)]:
@@ -184,7 +196,7 @@ def _kill(process: "subprocess.Popen[bytes]", root: Path, generator: random.Rand
 
 
 def _kill_sweep(process: "subprocess.Popen[bytes]", root: Path, generator: random.Random) -> str:
-    """SIGKILL, to all processes of a sweep or to the sweep alone; returns how many of its runs were finished."""
+    """Send SIGKILL to all processes of a sweep or to the sweep alone; returns how many of its runs were finished."""
     victims = descendants(process.pid) if generator.random() < 0.5 else []
     for victim in [process.pid, *victims]:
         # A run may have ended in the meantime.
@@ -195,7 +207,7 @@ def _kill_sweep(process: "subprocess.Popen[bytes]", root: Path, generator: rando
 
 
 def descendants(pid: int) -> list[int]:
-    """The processes that a process has started, and those that they have started."""
+    """Return the PIDs of all descendants of a process."""
     try:
         children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except FileNotFoundError:
@@ -204,47 +216,49 @@ def descendants(pid: int) -> list[int]:
 
 
 def _command(world: int, overrides: Sequence[str]) -> list[str]:
+    """Return the command of a run in `world` processes."""
     processes = ["trainer=ddp", f"trainer.devices={world}"] if world > 1 else []
     return [sys.executable, str(REPOSITORY / "train.py"), *processes, *SETTINGS, *overrides]
 
 
 def _sweep_command(overrides: Sequence[str]) -> list[str]:
+    """Return the command of a sweep with two runs at a time."""
     settings = [setting for setting in SETTINGS if not setting.startswith("seed=")]
     return [sys.executable, str(REPOSITORY / "train.py"), *SWEEP, *settings, *overrides]
 
 
 def start(root: Path, command: Sequence[str]) -> "subprocess.Popen[bytes]":
-    """Start a run below a folder; what it says goes into a file beside that."""
+    """Start a command whose runs go below the folder `root`; its output goes to a file beside the folder."""
     root.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "ISTAR_CACHE": str(root.parent / "cache"), "OMP_NUM_THREADS": "1"}
     with root.with_suffix(".log").open("wb") as log:
         return subprocess.Popen([*command, f"run.root={root}"], env=environment, stdout=log, stderr=log)
 
 
-def told(root: Path) -> str:
-    """The last line of what a run said."""
+def last_line(root: Path) -> str:
+    """Return the last line of the output of the command whose runs are below a folder."""
     lines = root.with_suffix(".log").read_text(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "nothing was said"
+    return lines[-1] if lines else "no output"
 
 
 def run_folders(root: Path) -> list[Path]:
-    """The folders of the runs below a folder."""
+    """Return the folders of the runs below a folder."""
     return [path for path in root.iterdir() if path.name not in (".locks", "sweeps")]
 
 
 def only_run(root: Path) -> Path:
-    """The folder of the one run below a folder."""
+    """Return the folder of the only run below a folder."""
     [folder] = run_folders(root)
     return folder
 
 
 def outcomes(root: Path) -> dict[str, dict[str, Any]]:
-    """The outcomes of the runs below a folder by their names, which are equal for equal configs."""
+    """Return the outcomes of the runs below a folder by the names of the runs, which are equal for equal configs."""
     return {folder.name: outcome(folder) for folder in run_folders(root)}
 
 
 def unequal_parts(ours: dict[str, dict[str, Any]], theirs: dict[str, dict[str, Any]]) -> list[str]:
-    """The runs that only one side has, and the parts of the others that are not equal."""
+    """Return the runs that only one side has, and the parts in which the others differ."""
     missing = [f"{name}, which is missing" for name in theirs.keys() - ours.keys()]
     further = [f"{name}, which is not expected" for name in ours.keys() - theirs.keys()]
     unequal = [
@@ -254,7 +268,7 @@ def unequal_parts(ours: dict[str, dict[str, Any]], theirs: dict[str, dict[str, A
 
 
 def outcome(folder: Path) -> dict[str, Any]:
-    """All that must be equal of two runs: everything but durations and paths."""
+    """Return what must be equal for equal runs: everything but durations and paths."""
     record = json.loads((folder / "result.json").read_text())
     del record["timing"], record["config"]["run"]
     with (folder / "metrics.csv").open(newline="") as file:
@@ -270,12 +284,12 @@ def outcome(folder: Path) -> dict[str, Any]:
 
 
 def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
-    """The parts of two outcomes that are not equal."""
+    """Return the names of the parts in which two outcomes differ."""
     return [part for part in theirs if ours[part] != theirs[part]]
 
 
 def table(tallies: Sequence[Tally]) -> Table:
-    """One row for each kind of runs."""
+    """Return the table that is printed, with a row for each kind of runs."""
     columns = ("killed", "kills survived", "times", "identical", "results lost", "moments")
     shown = Table(*columns, title="chaos")
     for tally in tallies:
