@@ -21,7 +21,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("measure", help="measure the geometry of a model's layers on texts")
     add = parser.add_argument
     add("model", nargs="?", help="hub id, or a folder that save_pretrained wrote")
-    text = "text file with one document per line, or .jsonl file; name=<file> names it; repeatable"
+    text = "text: a file (one document per line, .jsonl or .parquet) or folder; name=<path> names it; repeatable"
     add("--text", action="append", required=True, help=text)
     add("--out", type=Path, default=Path("geometry"), help="output folder (default: geometry)")
     add("--revision", help="branch, tag or commit on the hub")

@@ -1,6 +1,5 @@
-"""Reading text files and packing their documents into blocks of tokens of equal length."""
+"""Texts to measure on, and packing of their documents into blocks of tokens of equal length."""
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -12,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
-from istar.errors import UserError, shorten
+from istar.errors import UserError
 
 T = TypeVar("T")
 COMBINED = "combined"
@@ -24,10 +23,7 @@ _TOKENIZER_BATCH = 1_000
 
 @dataclass(frozen=True)
 class Source:
-    """A text file with one document in each line that is not empty.
-
-    In a `.jsonl` or `.ndjson` file each line is a JSON object with the document under `text`.
-    """
+    """A corpus: a file or folder that `istar.tasks.documents.read_documents` reads."""
 
     name: str  # name of the source in the results
     path: Path
@@ -37,15 +33,15 @@ def sources(texts: Sequence[str]) -> list[Source]:
     """Parse the values of `--text`: `name=path`, or `path`, whose stem is then the name.
 
     Raises:
-        UserError: if a file is missing, or two sources have the same name.
+        UserError: if a path is missing, or two sources have the same name.
     """
     parsed = []
     for text in texts:
         name, is_named, value = text.partition("=")
         # A file whose own name contains "=" is taken as a path.
         path = Path(value if is_named and not Path(text).exists() else text)
-        if not path.is_file():
-            raise UserError(f"--text {text}: there is no file {path}; expected a text file, or name=<text file>")
+        if not path.exists():
+            raise UserError(f"--text {text}: there is no {path}; expected a file or folder of text, or name=<path>")
         parsed.append(Source(name if path != Path(text) else path.stem, path))
     names = [source.name for source in parsed]
     for name in names:
@@ -54,35 +50,6 @@ def sources(texts: Sequence[str]) -> list[Source]:
     if COMBINED in names and len(names) > 1:
         raise UserError(f"--text: {COMBINED} is the name of all texts together; rename that source with name=<file>")
     return parsed
-
-
-def documents(source: Source) -> Iterator[str]:
-    """Yield the documents of a file, one at a time.
-
-    Raises:
-        UserError: if the file cannot be read or is not UTF-8, or a line is not a JSON object with a text.
-    """
-    is_json = source.path.suffix in (".jsonl", ".ndjson")
-    try:
-        with source.path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield _parse_json(line, f"{source.path}, line {number}") if is_json else line.strip()
-    except UnicodeDecodeError as error:
-        raise UserError(f"{source.path} is not UTF-8 ({shorten(error)}); convert the file") from error
-    except OSError as error:
-        raise UserError(f"{source.path} cannot be read: {shorten(error)}; expected a text file") from error
-
-
-def _parse_json(line: str, location: str) -> str:
-    """Return the field `text` of a JSON line; `location` names the line in error messages."""
-    try:
-        text = json.loads(line)["text"]
-    except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f'{location}: expected a JSON object with a text, such as {{"text": "..."}}') from error
-    if not isinstance(text, str):
-        raise UserError(f"{location}: text is {type(text).__name__}; expected a string")
-    return text
 
 
 class Packer:

@@ -21,11 +21,12 @@ from istar.config import ModelConfig
 from istar.errors import UserError, shorten
 from istar.files import atomic_write, write_text
 from istar.geometry import wordsim
-from istar.geometry.corpus import Source, documents, tokenize
+from istar.geometry.corpus import Source, tokenize
 from istar.geometry.matrix import Matrix, Which, read_matrix
 from istar.geometry.measure import matrix_measures, number_table
 from istar.measures import all_but_the_top, centered, scaled_centered
 from istar.measures.rows import unit_vectors, wide_blocks
+from istar.tasks.documents import read_documents
 
 FORMS: dict[str, Callable[[Tensor, int | None], Tensor]] = {
     "raw": lambda matrix, _: matrix,
@@ -167,7 +168,7 @@ def count_tokens(texts: Iterable[Source], tokenizer: PreTrainedTokenizerBase, ro
     """
     counts = np.zeros(rows, dtype=np.int64)
     for source in texts:
-        for ids in tokenize(documents(source), tokenizer):
+        for ids in tokenize(read_documents(source.path), tokenizer):
             counts += np.bincount(np.asarray(ids, dtype=np.int64), minlength=rows)
     if not counts.any():
         raise UserError("--text: no file holds any text; expected at least one line that is not empty")

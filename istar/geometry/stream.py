@@ -18,10 +18,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from istar.errors import UserError
 from istar.files import atomic_write
-from istar.geometry.corpus import COMBINED, Packer, Source, batch, chunks, documents
+from istar.geometry.corpus import COMBINED, Packer, Source, batch, chunks
 from istar.geometry.layers import Layer, Sample
 from istar.geometry.taps import Taps
 from istar.measures.moments import full_precision
+from istar.tasks.documents import read_documents
 
 SECONDS_BETWEEN_SAVES = 300.0
 
@@ -163,7 +164,7 @@ class Stream:
     def _rank_blocks(self, source: Source, done: int) -> Iterator[tuple[int, list[int]]]:
         """Yield the number and the tokens of this rank's blocks, from block number `done` to the limit of tokens."""
         tokens = 0
-        for number, block in enumerate(self._packer(documents(source))):
+        for number, block in enumerate(self._packer(read_documents(source.path))):
             if self.settings.limit is not None and tokens >= self.settings.limit:
                 return
             tokens += len(block)

@@ -335,7 +335,7 @@ def test_which_tokens_are_unused() -> None:
         (["--form", "all_but_the_top", "--components", "99"], "components is 99; expected 0 to 24"),
         (["--revision", "main"], "needs a model of the hub"),
         (["--wordsim", "nowhere"], "nowhere"),
-        (["--text", "nowhere"], "there is no file nowhere"),
+        (["--text", "nowhere"], "there is no nowhere"),
     ],
 )
 def test_an_error_is_one_line(

@@ -14,10 +14,11 @@ from transformers import PreTrainedModel
 
 from istar.errors import UserError
 from istar.geometry import stream
-from istar.geometry.corpus import Packer, Source, documents
+from istar.geometry.corpus import Packer, Source
 from istar.geometry.stream import Pass, Stream
 from istar.models import tiny
 from istar.tasks import demo
+from istar.tasks.documents import read_documents
 from tests.forks import run_in_processes
 
 WORDS = ["the cat sees a dog", "a dog", "does the old dog see a cat ?", "anna likes the small house and the garden"]
@@ -52,7 +53,7 @@ def all_states(model: PreTrainedModel, source: Source, length: int) -> tuple[dic
     """Return the hidden states by tap and their tokens, computed block by block without padding."""
     states: dict[str, list[Any]] = {}
     tokens: list[int] = []
-    for block in Packer(TOKENIZER, length)(documents(source)):
+    for block in Packer(TOKENIZER, length)(read_documents(source.path)):
         with torch.no_grad():
             found = stream.Taps(model)({"input_ids": torch.tensor([block])})
         for name, state in found.items():

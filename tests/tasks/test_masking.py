@@ -1,0 +1,94 @@
+"""The choice of masked tokens: its shares, its seeds, whole words."""
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from istar.errors import UserError
+from istar.models import tiny
+from istar.tasks.masking import IGNORED, Masking, continues_word
+
+WORDS = [f"w{number}" for number in range(300)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return tiny.tokenizer([*WORDS, *(f"##x{number}" for number in range(100))])
+
+
+def ids(tokenizer: PreTrainedTokenizerBase, tokens: list[str]) -> np.ndarray:
+    return np.array(tokenizer.convert_tokens_to_ids(["[CLS]", *tokens, "[SEP]"]))
+
+
+def test_the_shares_are_those_of_the_paper(tokenizer: PreTrainedTokenizerBase) -> None:
+    random = np.random.default_rng(0)
+    input_ids = ids(tokenizer, random.choice(WORDS, 100_000).tolist())
+    masked, labels = Masking(tokenizer)(input_ids, (0, 1))
+    chosen = labels != IGNORED
+    n = chosen.sum()
+    # Six standard errors of a share p of n tokens.
+    assert chosen[1:-1].mean() == pytest.approx(0.15, abs=6 * (0.15 * 0.85 / 100_000) ** 0.5)
+    assert (masked[chosen] == tokenizer.mask_token_id).mean() == pytest.approx(0.8, abs=6 * (0.8 * 0.2 / n) ** 0.5)
+    changed = (masked[chosen] != input_ids[chosen]) & (masked[chosen] != tokenizer.mask_token_id)
+    # One random token in 400 is the original one.
+    assert changed.mean() == pytest.approx(0.1, abs=6 * (0.1 * 0.9 / n) ** 0.5)
+    assert not set(masked[chosen][changed]) & set(tokenizer.all_special_ids)
+    assert len(set(masked[chosen][changed])) > 300
+    assert (masked[~chosen] == input_ids[~chosen]).all()
+    assert (labels[chosen] == input_ids[chosen]).all()
+    assert not chosen[[0, -1]].any()
+
+
+def test_equal_seeds_give_equal_masks_and_others_do_not(tokenizer: PreTrainedTokenizerBase) -> None:
+    input_ids, masking = ids(tokenizer, WORDS), Masking(tokenizer)
+    first, again, other = (masking(input_ids, seed) for seed in ((3, 0, 7), (3, 0, 7), (3, 1, 7)))
+    assert all((one == two).all() for one, two in zip(first, again, strict=True))
+    assert (first[1] != other[1]).any()
+
+
+def test_each_text_has_a_token_to_predict_if_it_has_one(tokenizer: PreTrainedTokenizerBase) -> None:
+    masking = Masking(tokenizer)
+    for seed in range(50):
+        assert (masking(ids(tokenizer, ["w1", "w2"]), (seed,))[1] != IGNORED).any()
+    masked, labels = masking(ids(tokenizer, []), (0,))
+    assert masked.tolist() == ids(tokenizer, []).tolist()
+    assert (labels == IGNORED).all()
+
+
+def test_whole_words(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokens = [token for number in range(3_000) for token in (f"w{number % 300}", "##x1", "##x2")[: 1 + number % 3]]
+    _, labels = Masking(tokenizer, whole_word=True)(ids(tokenizer, tokens), (0,))
+    chosen = (labels != IGNORED)[1:-1]
+    words: list[list[bool]] = []
+    for token, is_chosen in zip(tokens, chosen, strict=True):
+        if token.startswith("##"):
+            words[-1].append(is_chosen)
+        else:
+            words.append([is_chosen])
+    assert all(len(set(word)) == 1 for word in words)
+    share = np.mean([word[0] for word in words])
+    assert share == pytest.approx(0.15, abs=6 * (0.15 * 0.85 / len(words)) ** 0.5)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "continuing"),
+    [
+        (["[CLS]", "un", "##able", "##", "."], ["##able"]),
+        (["\u0120the", "re", ".", "\u0120", "<s>"], ["re"]),
+        (["\u2581the", "re", ",", "<s>"], ["re"]),
+    ],
+)
+def test_marks_of_words(tokens: list[str], continuing: list[str]) -> None:
+    assert [token for token, is_one in zip(tokens, continues_word(tokens), strict=True) if is_one] == continuing
+
+
+def test_tokenizers_without_masks_or_marks_are_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(UserError, match=r"task.whole_word=true: the tokenizer does not mark"):
+        continues_word(["a", "b"])
+    mask = tokenizer.mask_token
+    tokenizer.mask_token = None
+    try:
+        with pytest.raises(UserError, match="has no mask token, which task=mlm needs"):
+            Masking(tokenizer)
+    finally:
+        tokenizer.mask_token = mask
