@@ -10,6 +10,7 @@ from typing import Any
 
 from istar.errors import UserError, shorten
 from istar.files import write_text
+from istar.scores import merit
 
 RESULT = "result.json"
 CONFIG = "config.yaml"
@@ -60,6 +61,12 @@ class RunRecord:
     def selection_value(self) -> Any:
         """The value by which configurations are compared to choose one; that of the headline metric by default."""
         return self.selection.get("value", self.headline.get("value"))
+
+    @property
+    def selection_merit(self) -> float:
+        """`selection_value` as a number that is higher for better runs, also if the metric is a loss."""
+        metric = self.selection.get("metric", self.headline.get("metric", ""))
+        return merit(metric, self.selection_value)
 
 
 def identity(config: Mapping[str, Any], data: str, model: str) -> str:

@@ -41,6 +41,7 @@ def part(name: str) -> str:
 # What each part of the package may import of it. Parts that stand lower may not import parts that stand higher.
 ALLOWED = {
     "errors": set(),
+    "scores": set(),
     "files": {"errors"},
     "measures": {"errors"},
     "regularizers": {"measures", "errors"},
@@ -48,16 +49,16 @@ ALLOWED = {
     "tasks": {"errors", "files"},
     "config": {"regularizers", "tasks", "errors"},
     "models": {"tasks", "config", "errors"},
-    "training": {"tasks", "regularizers", "measures", "config", "errors", "files"},
-    "results": {"config", "files", "errors"},
+    "training": {"tasks", "regularizers", "measures", "config", "scores", "errors", "files"},
+    "results": {"config", "scores", "files", "errors"},
     "figures": {"errors", "files"},
     "pages": {"figures", "errors", "files"},
     "geometry": {"figures", "pages", "models", "tasks", "measures", "config", "errors", "files"},
-    "reports": {"figures", "pages", "results", "config", "measures", "errors", "files"},
+    "reports": {"figures", "pages", "results", "config", "measures", "scores", "errors", "files"},
 }
 ASSEMBLING = {
     "runs": {"training", "models", "reports", "results", "tasks", "regularizers", "config", "errors", "files"},
-    "sweeps": {"runs", "reports", "results", "training", "config", "errors", "files"},
+    "sweeps": {"runs", "reports", "results", "training", "config", "scores", "errors", "files"},
     "cli": {"sweeps", "runs", "reports", "geometry", "config", "errors"},
 }
 LIBRARIES = {
@@ -65,6 +66,7 @@ LIBRARIES = {
     "regularizers": {"torch"},
     "config": {"hydra", "lightning", "omegaconf"},
     "errors": set(),
+    "scores": set(),
     "files": {"filelock"},
     "results": set(),
     "figures": {"matplotlib", "numpy"},

@@ -18,6 +18,7 @@ from istar.reports.run_frame import Runs
 from istar.reports.run_tables import selection_rank
 from istar.reports.statistics import Spread, spread
 from istar.results import RunRecord, identity
+from istar.scores import displayed, merit
 
 VARIED = {"lambda": "reg.lambda", "zeta": "reg.zeta", "layers": "reg.layers", "method": "reg"}
 """What a figure varies -> the config key in which its runs may differ; `reg` is the whole group."""
@@ -60,16 +61,18 @@ class Cell:
         return {} if self.runs.empty else row_dicts(self.runs.head(1))[0]
 
     def by_seed(self, metric: str) -> dict[int, float]:
-        """Return the metric in percent by seed; empty if the runs do not have this metric."""
+        """Return the metric as `istar.scores.displayed` by seed; empty if the runs do not have this metric."""
         if metric not in self.metrics:
             return {}
         values = self.runs["value" if metric == self.metrics[0] else f"validation.{metric}"]
         return {
-            seed: 100 * float(value) for seed, value in zip(self.seeds, values, strict=True) if math.isfinite(value)
+            seed: displayed(metric, float(value))
+            for seed, value in zip(self.seeds, values, strict=True)
+            if math.isfinite(value)
         }
 
     def spread(self, metric: str) -> Spread:
-        """Return mean and standard deviation of the metric over the seeds, in percent."""
+        """Return mean and standard deviation over the seeds of the metric as `istar.scores.displayed`."""
         return spread(list(self.by_seed(metric).values()))
 
 
@@ -178,9 +181,10 @@ def select_cell(frame: pd.DataFrame, task: str, model: str, family: str) -> Cell
 def best_group(runs: pd.DataFrame, column: str) -> str:
     """Return the value of `column` whose runs rank highest by `selection_rank`; ties go to the first run name."""
     groups = runs.groupby(column)
-    values = groups["selection"].agg(list)
+    metric = runs["metric"].iloc[0]
+    merits = runs.assign(merit=[merit(metric, value) for value in runs["selection"]]).groupby(column)["merit"].agg(list)
     by_first_name = groups["name"].min().sort_values().index
-    return max(by_first_name, key=lambda key: selection_rank(values[key]))
+    return max(by_first_name, key=lambda key: selection_rank(merits[key]))
 
 
 def select_cells(frame: pd.DataFrame) -> list[Cell]:

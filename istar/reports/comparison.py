@@ -15,6 +15,7 @@ from matplotlib.axes import Axes
 from istar.figures.drawing import COLOURS
 from istar.reports.run_tables import by_task, method
 from istar.results import RunRecord
+from istar.scores import axis_label, displayed
 
 Configurations = Sequence[Sequence[RunRecord]]  # the runs of each configuration of a task and a model
 
@@ -41,7 +42,7 @@ def comparison(records: Sequence[RunRecord], path: Path) -> None:
 def _draw_headline_metrics(axes: Axes, configurations: Configurations) -> None:
     """Draw a bar per configuration, and the score of a constant prediction if it is the same for all of them."""
     for number, (runs, colour) in enumerate(zip(configurations, cycle(COLOURS), strict=False)):
-        values = [100 * run.headline["value"] for run in runs]
+        values = [displayed(run.headline["metric"], run.headline["value"]) for run in runs]
         value, deviation = fmean(values), stdev(values) if len(values) > 1 else 0.0
         axes.barh(number, value, color=colour, height=0.6, xerr=deviation or None, capsize=3)
         label_at = (max(value + deviation, 0), number)
@@ -49,12 +50,12 @@ def _draw_headline_metrics(axes: Axes, configurations: Configurations) -> None:
     axes.set_yticks(range(len(configurations)), [method(runs[0]) for runs in configurations])
     axes.invert_yaxis()
     metrics = sorted({runs[0].headline["metric"] for runs in configurations})
-    axes.set_xlabel(f"{' / '.join(metrics)} on the validation set, percent")
+    axes.set_xlabel(f"{' / '.join(map(axis_label, metrics))}, on the validation set")
     axes.spines[["top", "right"]].set_visible(False)
     baselines = {runs[0].baseline.get(runs[0].headline["metric"]) for runs in configurations}
     baseline = baselines.pop() if len(baselines) == 1 else None
     if baseline is not None:
-        axes.axvline(100 * baseline, color="black", linestyle="--", linewidth=1)
+        axes.axvline(displayed(metrics[0], baseline), color="black", linestyle="--", linewidth=1)
         axes.set_title("dashed: a constant prediction", fontsize="medium", loc="left")
 
 

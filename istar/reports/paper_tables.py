@@ -12,6 +12,7 @@ from istar.reports import paper
 from istar.reports.cells import Cell, describe, differing_keys, is_finite, row_dicts
 from istar.reports.run_tables import format_number
 from istar.reports.statistics import compare_paired
+from istar.scores import merit
 
 NONE = "-"
 
@@ -56,8 +57,9 @@ def _table1_rows(group: Sequence[Cell]) -> list[dict[str, Any]]:
         metric_rows = [_table1_row(cell, base, metric) for cell in group]
         # Means that are equal to the two digits shown are equally good.
         means = [round(row["mean"], 2) for row in metric_rows if row["mean"] is not None]
+        best = max(means, key=lambda mean: merit(metric, mean), default=None)
         for row in metric_rows:
-            row["best"] = row["mean"] is not None and round(row["mean"], 2) == max(means)
+            row["best"] = row["mean"] is not None and round(row["mean"], 2) == best
         rows += metric_rows
     return rows
 

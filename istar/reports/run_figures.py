@@ -18,6 +18,7 @@ from istar.reports.cells import Cell, best_group, describe, has_zeta, is_finite,
 from istar.reports.geometry_file import Geometry
 from istar.reports.stability import Stability
 from istar.results import RunRecord
+from istar.scores import axis_label, displayed, merit
 
 PanelBuilder = Callable[[pd.DataFrame], Panel | None]
 """Takes the usable runs of a model and a task; returns their panel, or None if the figure has nothing to show."""
@@ -138,7 +139,7 @@ def zeta_ablation(frame: pd.DataFrame) -> Plot:
         selected = _select(alternatives, "zeta")
         line = _metric_line(selected, "reg.zeta")
         panel = _make_panel([line], selected, alternatives, "zeta", _by_value(selected, "reg.zeta"))
-        return replace(panel, mark=(line.x[np.argmax(line.y)], "best ζ"))
+        return replace(panel, mark=(line.x[_best(selected, line.y)], "best ζ"))
 
     return Plot(
         "figure7",
@@ -171,7 +172,7 @@ def layer_ablation(frame: pd.DataFrame, records: Mapping[str, RunRecord]) -> Plo
         groups: dict[Any, pd.DataFrame] = dict.fromkeys(range(1, count + 1), selected.head(0))
         groups |= {**_by_value(selected, "layer"), "all": all_layers}
         panel = _make_panel([_metric_line(selected, "layer")], selected, single, "layers", groups)
-        level = (100 * float(all_layers["value"].mean()), "all layers") if len(all_layers) else None
+        level = (float(_scores(all_layers).mean()), "all layers") if len(all_layers) else None
         return replace(panel, level=level)
 
     return Plot(
@@ -195,8 +196,8 @@ def curves(cells: Iterable[Cell], records: Mapping[str, RunRecord]) -> tuple[Plo
     for _, cells_of_task in groupby(finished, key=lambda cell: (cell.model, cell.task)):
         group = list(cells_of_task)
         headline = group[0].metrics[0]
-        losses.append(_curve_panel(group, records, "loss", 1, "validation loss"))
-        metrics.append(_curve_panel(group, records, headline, 100, f"{headline}, percent"))
+        losses.append(_curve_panel(group, records, "loss", "validation loss"))
+        metrics.append(_curve_panel(group, records, headline, axis_label(headline)))
 
     def plot(name: str, title: str, quantity: str, panels: Sequence[Panel]) -> Plot:
         averaging = "after each epoch, for the runs in Table 1: mean over seeds, band: standard deviation."
@@ -207,15 +208,13 @@ def curves(cells: Iterable[Cell], records: Mapping[str, RunRecord]) -> tuple[Plo
     return loss_plot, plot("curves_metric", "Validation metric", "Headline metric", metrics)
 
 
-def _curve_panel(
-    group: Sequence[Cell], records: Mapping[str, RunRecord], metric: str, scale: float, y_label: str
-) -> Panel:
+def _curve_panel(group: Sequence[Cell], records: Mapping[str, RunRecord], metric: str, y_label: str) -> Panel:
     """Return a panel with a line per method; it has no lines if no epoch recorded the metric."""
     lines = []
     for cell in group:
         epochs = [entry for folder in cell.runs["folder"] for entry in records[folder].epochs]
         values = pd.Series(
-            [scale * entry["metrics"].get(metric, math.nan) for entry in epochs],
+            [displayed(metric, entry["metrics"].get(metric, math.nan)) for entry in epochs],
             index=[int(entry["epoch"]) for entry in epochs],
             dtype=float,
         )
@@ -293,7 +292,7 @@ def _make_panel(
     hidden = f", {others} other configuration{'s' * (others > 1)} not shown" if others else ""
     runs = f"{len(selected)} run{'s' * (len(selected) > 1)}"
     held = f"{', '.join([*settings, describe(first)])}; {runs}{hidden}"
-    y_label = y_label or f"{first['metric']}, percent"
+    y_label = y_label or axis_label(first["metric"])
     seeds = {value: _seeds(group) for value, group in groups.items()}
     return Panel(first["model"], first["task"], tuple(lines), held, y_label, seeds=seeds)
 
@@ -322,15 +321,27 @@ def _by_value(runs: pd.DataFrame, column: str) -> dict[Any, pd.DataFrame]:
 
 def _mean_point(label: str, runs: pd.DataFrame) -> Line:
     """Return a point at the mean IsoScore* and the mean headline metric, with standard deviations of both."""
-    x, y = runs["isoscore_after"].astype(float), 100 * runs["value"].astype(float)
+    x, y = runs["isoscore_after"].astype(float), _scores(runs)
     # A single run has no standard deviation.
     x_error, y_error = np.nan_to_num([x.std(), y.std()])
     return Line(label, (x.mean(),), (y.mean(),), (x_error,), (y_error,), _seeds(runs))
 
 
 def _metric_line(runs: pd.DataFrame, column: str) -> Line:
-    """Return a line of the headline metric, in percent, by the numbers in a column."""
-    return _mean_line("mean ± std", 100 * runs["value"].astype(float), runs[column].astype(float))
+    """Return a line of the headline metric, as `_scores` gives it, by the numbers in a column."""
+    return _mean_line("mean ± std", _scores(runs), runs[column].astype(float))
+
+
+def _scores(runs: pd.DataFrame) -> pd.Series:
+    """Return the headline metric of each run as `istar.scores.displayed` gives it."""
+    pairs = zip(runs["metric"], runs["value"].astype(float), strict=True)
+    return pd.Series([displayed(metric, value) for metric, value in pairs], index=runs.index, dtype=float)
+
+
+def _best(runs: pd.DataFrame, scores: Sequence[float]) -> int:
+    """Return the position of the best score of the headline metric of these runs."""
+    metric = runs["metric"].iloc[0]
+    return int(np.argmax([merit(metric, score) for score in scores]))
 
 
 def _mean_line(label: str, values: pd.Series, xs: Any, seeds: tuple[int, ...] = ()) -> Line:

@@ -5,6 +5,7 @@ from pathlib import Path
 from istar.figures.drawing import render
 from istar.figures.plot import Line, Panel, Plot
 from istar.results import RunRecord
+from istar.scores import displayed
 
 
 def isotropy_plot(record: RunRecord) -> Plot:
@@ -16,7 +17,8 @@ def isotropy_plot(record: RunRecord) -> Plot:
         for moment in ("before", "after")
     )
     model, task = Path(record.config["model"]["name"]).name, record.config["task"]["name"]
-    score = f"{record.headline['metric']} {100 * record.headline['value']:.2f}"
+    metric = record.headline["metric"]
+    score = f"{metric} {displayed(metric, record.headline['value']):.2f}"
     return Plot(
         "isotropy",
         "Isotropy of each layer before and after training",

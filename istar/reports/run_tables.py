@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from istar.results import RunRecord
+from istar.scores import displayed
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -21,10 +22,12 @@ def summary(record: RunRecord) -> Table:
     table = Table(title=title, title_justify="left", caption=_caption(record), caption_justify="left")
     for column in ("", "before", "after", "change"):
         table.add_column(column, justify="left" if not column else "right")
-    table.add_row(f"{headline['metric']} (epoch {headline['epoch']})", "", f"{100 * headline['value']:.2f}", "")
+    table.add_row(
+        f"{headline['metric']} (epoch {headline['epoch']})", "", _format(headline["metric"], headline["value"]), ""
+    )
     for name, value in record.metrics.items():
         if name not in (headline["metric"], "loss"):
-            table.add_row(name, "", f"{100 * value:.2f}", "")
+            table.add_row(name, "", _format(name, value), "")
     table.add_section()
     before, after = record.isotropy["before"], record.isotropy["after"]
     names = {"0": "embeddings", "union": "layers 1 to L"}
@@ -69,7 +72,7 @@ def comparison_row(runs: Sequence[RunRecord]) -> list[str]:
     """
     first = runs[0]
     metric = first.headline["metric"]
-    values = [100 * run.headline["value"] for run in runs]
+    values = [displayed(metric, run.headline["value"]) for run in runs]
     score = f"{fmean(values):.2f}" + (f" ± {stdev(values):.2f}" if len(runs) > 1 else "")
     collapsed = sum(any(run.collapsed.values()) for run in runs)
     if collapsed:
@@ -82,7 +85,7 @@ def comparison_row(runs: Sequence[RunRecord]) -> list[str]:
         method(first),
         ",".join(str(run.config["seed"]) for run in runs),
         score,
-        _format_percent(first.baseline.get(metric)),
+        _format(metric, first.baseline.get(metric)),
         str(epochs[0]) if len(epochs) == 1 else f"{epochs[0]}-{epochs[-1]}",
         f"{before:.4f} → {after:.4f}",
         f"{fmean([run.timing['total'] for run in runs]):.0f}",
@@ -107,8 +110,8 @@ def runs(frame: "pd.DataFrame") -> Table:
             run["model"],
             run["method"],
             str(run["seed"]),
-            _format_percent(run["value"]) + collapsed,
-            _format_percent(run["constant"]),
+            _format(run["metric"], run["value"]) + collapsed,
+            _format(run["metric"], run["constant"]),
             format_number(run["epoch"], ".0f"),
             f"{format_number(run['isoscore_before'], '.4f')} → {format_number(run['isoscore_after'], '.4f')}",
             format_number(run["seconds"], ".0f"),
@@ -125,8 +128,9 @@ def format_number(value: float | None, format_spec: str) -> str:
     return text.replace("-", "+", 1) if "+" in format_spec and not text.strip("-0.") else text
 
 
-def _format_percent(fraction: float | None) -> str:
-    return "-" if fraction is None else f"{100 * fraction:.2f}"
+def _format(metric: str, value: float | None) -> str:
+    """Format the value of a metric as `istar.scores.displayed` does, or None as a dash."""
+    return "-" if value is None else f"{displayed(metric, value):.2f}"
 
 
 def by_task(records: Sequence[RunRecord]) -> dict[tuple[str, str], list[list[RunRecord]]]:
@@ -142,9 +146,9 @@ def by_task(records: Sequence[RunRecord]) -> dict[tuple[str, str], list[list[Run
     return {key: list(group.values()) for key, group in groups.items()}
 
 
-def selection_rank(values: Sequence[float]) -> tuple[int, float]:
-    """Return the rank of a configuration, from its headline metric by seed: most seeds first, then the highest mean."""
-    return len(values), fmean(values)
+def selection_rank(merits: Sequence[float]) -> tuple[int, float]:
+    """Return the rank of a configuration, from `selection_merit` by seed: most seeds first, then the highest mean."""
+    return len(merits), fmean(merits)
 
 
 def markdown(records: Sequence[RunRecord]) -> str:
@@ -176,10 +180,10 @@ def _caption(record: RunRecord) -> str:
     metric = record.headline["metric"]
     lines = []
     if metric in record.baseline:
-        lines.append(f"A constant prediction has {metric} {100 * record.baseline[metric]:.2f}.")
+        lines.append(f"A constant prediction has {metric} {_format(metric, record.baseline[metric])}.")
     if record.selection.get("metric", metric) != metric:
-        value = 100 * record.selection["value"]
-        lines.append(f"The epoch was chosen by {record.selection['metric']} {value:.2f}.")
+        chosen_by = record.selection["metric"]
+        lines.append(f"The epoch was chosen by {chosen_by} {_format(chosen_by, record.selection['value'])}.")
     collapsed = [name for name, is_collapsed in record.collapsed.items() if is_collapsed]
     lines += [f"Collapsed on {name}: all predictions are the same." for name in collapsed]
     lines.append(f"IsoScore* of {record.isotropy['points']} validation tokens; metrics in percent.")

@@ -20,6 +20,7 @@ from istar.errors import UserError, shorten
 from istar.files import write_text
 from istar.reports.run_frame import row
 from istar.results import RunRecord
+from istar.scores import displayed, merit
 from istar.sweeps.trials import Trial
 
 FOLDER, STATE = "sweeps", "sweep.json"  # the state of a sweep is in `<run.root>/sweeps/<sweep>/sweep.json`
@@ -69,8 +70,11 @@ class Entry:
 
     @property
     def rank(self) -> float:
-        """The value by which runs are compared; the states of earlier versions have the headline metric only."""
-        return (self.value if self.selection is None else self.selection) or 0.0
+        """The number by which runs are compared, higher for better runs.
+
+        The states of earlier versions have the headline metric only.
+        """
+        return merit(self.metric or "", (self.value if self.selection is None else self.selection) or 0.0)
 
     def apply_record(self, record: RunRecord) -> None:
         """Copy status, score and epochs from the record of the ended run."""
@@ -248,7 +252,7 @@ def result_line(state: SweepState, entry: Entry) -> str:
         collapsed = ", collapsed" if entry.collapsed else ""
         pruned = ", pruned" if entry.status == "pruned" else ""
         origin = "by another process" if entry.started is None else duration(entry.seconds)
-        return f"{prefix}{entry.metric} {100 * entry.value:.2f}{collapsed}{pruned} ({origin})"
+        return f"{prefix}{entry.metric} {displayed(entry.metric or '', entry.value):.2f}{collapsed}{pruned} ({origin})"
     if entry.status == "stopped":
         return f"{prefix}{entry.error}"
     return f"{prefix}{entry.status}: {entry.error}" + (f" ({entry.log})" if entry.log else "")
@@ -282,7 +286,7 @@ def render(state: SweepState) -> Group:
         best = max(scored, key=lambda entry: entry.rank, default=None)
         score, origin = "-", "-"
         if best is not None:
-            score = f"{best.metric} {100 * (best.value or 0):.2f}"
+            score = f"{best.metric} {displayed(best.metric or '', best.value or 0):.2f}"
             distinctive = [text for text in best.overrides if not all(text in entry.overrides for entry in group)]
             origin = " ".join(distinctive) or best.method
         table.add_row(*names, *counts, score, origin)

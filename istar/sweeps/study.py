@@ -166,8 +166,8 @@ class Study:
         """Report the outcome of a trial to Optuna."""
         self._running.discard(number)
         state = _STATES[outcome.status] if isinstance(outcome, RunRecord) else TrialState.FAIL
-        # Optuna takes the last reported value as the value of a pruned trial.
-        value = outcome.selection_value if state == TrialState.COMPLETE else None  # type: ignore[union-attr]
+        # Optuna takes the last reported value as the value of a pruned trial. Both are merits, which are maximized.
+        value = outcome.selection_merit if state == TrialState.COMPLETE else None  # type: ignore[union-attr]
         self._study.tell(number, value, state)
 
     def release(self, number: int) -> None:

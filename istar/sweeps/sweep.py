@@ -412,7 +412,7 @@ def best_configurations(records: Sequence[RunRecord]) -> list[RunRecord]:
     """
 
     def rank(runs: Sequence[RunRecord]) -> tuple[int, float]:
-        return run_tables.selection_rank([run.selection_value for run in runs])
+        return run_tables.selection_rank([run.selection_merit for run in runs])
 
     best: dict[tuple[str, str, str], list[RunRecord]] = {}
     for (task, model), configurations in run_tables.by_task(records).items():

@@ -40,7 +40,7 @@ class Masking:
             )
         self.mask = int(tokenizer.mask_token_id)
         self.probability = probability
-        tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+        tokens: Any = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
         special = set(tokenizer.all_special_ids)
         self._is_special = np.array([number in special for number in range(len(tokens))])
         self._ordinary = np.flatnonzero(~self._is_special)

@@ -6,6 +6,7 @@ from typing import Any
 import lightning as L
 import numpy as np
 
+from istar.scores import merit
 from istar.tasks.evaluation import Evaluation
 from istar.training.layer_isotropy import LayerIsotropy
 from istar.training.module import FineTuner
@@ -15,10 +16,10 @@ from istar.training.module import FineTuner
 class History(L.Callback):
     """Record the metrics and the isotropy of every validation, and determine the best epoch.
 
-    The best epoch has the highest value of the metric that selects; among equal epochs it is the first.
+    The best epoch has the best value of the metric that selects; among equal epochs it is the first.
 
     Attributes:
-        selection_metric: name of the metric that selects the best epoch, for which higher is better.
+        selection_metric: name of the metric that selects the best epoch, see `istar.scores.is_lower_better`.
         isotropy: callback that measures the isotropy; it must precede this callback.
         keep_best: False makes the latest epoch the best, for runs without checkpoints of earlier epochs.
         before: metrics and isotropy before training.
@@ -72,4 +73,6 @@ class History(L.Callback):
         if self.best == 0 or not self.keep_best:
             return True
         # Early stopping compares in float32. The same precision here makes both agree on the best epoch.
-        return np.float32(value) > np.float32(self.epochs[self.best - 1]["metrics"][self.selection_metric])  # type: ignore[return-value]
+        best = self.epochs[self.best - 1]["metrics"][self.selection_metric]
+        new, old = (np.float32(merit(self.selection_metric, number)) for number in (value, best))
+        return bool(new > old)

@@ -7,6 +7,7 @@ import lightning as L
 import optuna
 
 from istar.errors import UserError, shorten
+from istar.scores import merit
 from istar.training.history import History
 
 SEPARATOR = "#"
@@ -48,10 +49,10 @@ class TrialOfStudy:
 class Pruning(L.Callback):
     """Report each epoch to an Optuna study, and stop the training if the pruner says so.
 
-    The reported value is that of the metric that selects the best epoch. Rank 0 asks the pruner and broadcasts its
-    decision, so that all processes stop together. A resumed run reports the epochs that the storage does not have yet.
-    The callback `history`, which records the epochs, must precede this callback. `load_trial` returns the started trial
-    of a study with a given number.
+    The reported value is the `istar.scores.merit` of the metric that selects the best epoch. Rank 0 asks the pruner and
+    broadcasts its decision, so that all processes stop together. A resumed run reports the epochs that the storage does
+    not have yet. The callback `history`, which records the epochs, must precede this callback. `load_trial` returns the
+    started trial of a study with a given number.
     """
 
     reference: TrialOfStudy
@@ -85,7 +86,8 @@ class Pruning(L.Callback):
             for number, epoch in enumerate(self.history.epochs, start=1):
                 # Optuna warns of a value that is reported twice.
                 if number not in self._reported:
-                    self._trial.report(epoch["metrics"][self.history.selection_metric], number)
+                    metric = self.history.selection_metric
+                    self._trial.report(merit(metric, epoch["metrics"][metric]), number)
                     self._reported.add(number)
             return self._trial.should_prune()
         except Exception as error:

@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import EarlyStopping, RichProgressBar
 
 from istar.config import TrainerConfig
 from istar.errors import UserError, shorten
+from istar.scores import is_lower_better
 from istar.training.checkpoints import AtomicCheckpointIO, Checkpoints
 
 
@@ -52,7 +53,10 @@ def build_trainer(
         # Early stopping is checked after the validation, because the checkpoint at the end of the epoch stores it.
         callbacks.append(
             EarlyStopping(
-                f"val/{selection_metric}", patience=settings.early_stopping, mode="max", check_on_train_epoch_end=False
+                f"val/{selection_metric}",
+                patience=settings.early_stopping,
+                mode="min" if is_lower_better(selection_metric) else "max",
+                check_on_train_epoch_end=False,
             )
         )
     if "max_steps" in settings.lightning:

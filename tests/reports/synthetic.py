@@ -10,7 +10,7 @@ import numpy as np
 
 from istar.results import RunRecord, write
 
-METRICS = {"rte": "accuracy", "cola": "matthews_correlation", "squad": "f1", "stsb": "pearson"}
+METRICS = {"rte": "accuracy", "cola": "matthews_correlation", "squad": "f1", "stsb": "pearson", "clm": "perplexity"}
 LAYERS = 4
 BASE: dict[str, Any] = {"name": "none"}
 

@@ -72,6 +72,24 @@ def test_most_seeds_then_mean(prepare: Prepare) -> None:
     assert cell.configurations == 3
 
 
+def test_the_lowest_loss_is_the_best(prepare: Prepare) -> None:
+    """Among configurations and among the means of a table; a perplexity is not shown in percent."""
+    frame = prepare(
+        record("clm", BERT, BASE, 1, 31.5),
+        record("clm", BERT, istar(-1), 1, 30.25),
+        record("clm", BERT, istar(-3), 1, 29.75),
+        record("clm", BERT, istar(-5), 1, 40.0),
+        record("clm", BERT, cosreg(), 1, 33.0),
+    )
+    cell = cells.select_cell(frame, "clm", BERT.split("/")[1], "istar")
+    assert set(cell.runs["reg.lambda"]) == {-3.0}
+    assert cell.spread("perplexity").mean == 29.75
+    rows = paper_tables.table1(cells.select_cells(frame)).rows
+    assert {row[1].text: (row[4].text, row[4].bold) for row in rows} == {
+        "Base": ("31.50", False), "I-STAR": ("29.75", True), "CosReg": ("33.00", False)
+    }  # fmt: skip
+
+
 def test_selection_sees_the_values_of_the_choosing_set_alone(prepare: Prepare) -> None:
     """Other columns, however good they look, change nothing."""
     runs = [record("squad", BERT, istar(weight), 1, value) for weight, value in ((-1, 0.5), (-3, 0.6), (-5, 0.4))]

@@ -122,6 +122,13 @@ def test_the_table() -> None:
     assert lines[lines.index("running elsewhere:") + 1] == "rte · bert · Base · seed 8: epoch 3 of 3"
 
 
+def test_the_best_perplexity_is_the_lowest() -> None:
+    entries = [entry(number, status="finished", metric="perplexity", value=30.0 + number % 3) for number in (1, 2, 3)]
+    [row] = [row for row in shown(state(*entries)).splitlines() if "│ I-STAR" in row]
+    assert [cell.strip() for cell in row.strip("│ ").split("│")][-2:] == ["perplexity 30.00", "seed=3"]
+    assert ": perplexity 31.00 (" in result_line(state(*entries), entries[0])
+
+
 def test_lines() -> None:
     good = entry(1, status="finished", metric="accuracy", value=0.625, started=10, ended=70, collapsed=True)
     whole = state(good, entry(2))

@@ -31,8 +31,8 @@ def study(
     return Study(SweepConfig(**values), spaces(arguments, {}, grids or {}, []), folder, name)
 
 
-def record(value: float, status: str = "finished") -> RunRecord:
-    return RunRecord("r", status, {}, {"metric": "accuracy", "value": value, "epoch": 1})
+def record(value: float, status: str = "finished", metric: str = "accuracy") -> RunRecord:
+    return RunRecord("r", status, {}, {"metric": metric, "value": value, "epoch": 1})
 
 
 def values(overrides: tuple[str, ...]) -> dict[str, str]:
@@ -53,6 +53,19 @@ def test_values_lie_in_their_ranges(tmp_path: Path) -> None:
     # On a logarithmic scale half of them are below 1e-4.
     assert 3 <= sum(float(own["optim.lr"]) < 1e-4 for own in seen) <= 12
     assert len({own["reg.lambda"] for own in seen}) == 15
+
+
+@pytest.mark.parametrize(("metric", "best"), [("accuracy", 3.0), ("perplexity", 1.0)])
+def test_the_best_trial_is_that_of_the_best_metric(tmp_path: Path, metric: str, best: float) -> None:
+    found = study(tmp_path)
+    told = {}
+    for value in (2.0, 1.0, 3.0):
+        asked = found.ask()
+        assert asked is not None
+        found.tell(asked[0], record(value, metric=metric))
+        told[asked[0]] = value
+    stored = optuna.load_study(study_name=found.name, storage=found.storage)
+    assert told[stored.best_trial.number] == best
 
 
 def test_grids_are_a_choice(tmp_path: Path) -> None:

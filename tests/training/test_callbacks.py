@@ -7,11 +7,13 @@ import lightning as L
 import pytest
 import torch
 
+from istar.config import TrainerConfig
 from istar.errors import UserError
 from istar.measures import isoscore
 from istar.regularizers import IStar
 from istar.tasks.evaluation import Evaluation
 from istar.training import History, LayerIsotropy, ShrinkageCovariance
+from istar.training.trainer import build_trainer
 from tests.oracles import algorithm_1
 
 
@@ -142,7 +144,15 @@ def test_a_model_that_has_diverged_is_one_line(setting, harness):
         )
 
 
-def test_history_takes_the_first_of_the_best_epochs(setting):
+@pytest.mark.parametrize(
+    ("metric", "values", "best"),
+    [
+        ("accuracy", [0.5, 0.75, 0.75, 0.25], 2),
+        ("loss", [0.5, 0.25, 0.25, 0.75], 2),
+        ("perplexity_held_out", [9.0, 8.0, 7.0, 8.0], 3),
+    ],
+)
+def test_history_takes_the_first_of_the_best_epochs(setting, metric, values, best):
     class Trainer:
         callback_metrics: ClassVar = {}
         global_step = 0
@@ -151,13 +161,20 @@ def test_history_takes_the_first_of_the_best_epochs(setting):
             fn = "fit"
 
     isotropy = LayerIsotropy()
-    for keep_best, expected in ((True, 2), (False, 4)):
-        history, module, trainer = History("accuracy", isotropy, keep_best), setting.module(), Trainer()
-        for epoch, value in enumerate([0.5, 0.75, 0.75, 0.25]):
+    for keep_best, expected in ((True, best), (False, 4)):
+        history, module, trainer = History(metric, isotropy, keep_best), setting.module(), Trainer()
+        for epoch, value in enumerate(values):
             trainer.current_epoch = epoch
-            module.metrics = {"accuracy": value}
-            module.evaluations = {"": Evaluation({"accuracy": value}, [{"id": epoch}], False)}
+            module.metrics = {metric: value}
+            module.evaluations = {"": Evaluation({metric: value}, [{"id": epoch}], False)}
             history.on_validation_end(trainer, module)
         assert history.best == expected
         assert history.best_evaluations[""].predictions == [{"id": expected - 1}]
         assert [entry["epoch"] for entry in history.epochs] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("metric", "mode"), [("accuracy", "max"), ("loss", "min"), ("perplexity_held_out", "min")])
+def test_early_stopping_follows_the_direction_of_the_metric(tmp_path, metric, mode):
+    settings = TrainerConfig(early_stopping=2, accelerator="cpu", progress_bar=False)
+    trainer = build_trainer(settings, metric, tmp_path, [], None)
+    assert (trainer.early_stopping_callback.monitor, trainer.early_stopping_callback.mode) == (f"val/{metric}", mode)

@@ -1,0 +1,40 @@
+"""How the metrics of tasks are compared and shown: whether lower values are better, and whether they are fractions."""
+
+_LOSSES = ("loss", "perplexity")
+"""Metrics whose lower values are better. All others are fractions or correlations, whose higher values are better."""
+
+
+def is_lower_better(metric: str) -> bool:
+    """Return whether lower values of a metric are better; the metric may have the suffix of a validation set.
+
+    >>> is_lower_better("perplexity"), is_lower_better("loss_held_out"), is_lower_better("accuracy")
+    (True, True, False)
+    """
+    return metric in _LOSSES or metric.startswith(tuple(f"{name}_" for name in _LOSSES))
+
+
+def merit(metric: str, value: float) -> float:
+    """Return a number that is higher for better values of a metric: the value, or minus the value of a loss.
+
+    >>> merit("accuracy", 0.8), merit("loss", 0.8)
+    (0.8, -0.8)
+    """
+    return -value if is_lower_better(metric) else value
+
+
+def displayed(metric: str, value: float) -> float:
+    """Return the number that tables and figures show: a fraction in percent, a loss or a perplexity as it is.
+
+    >>> displayed("accuracy", 0.8), displayed("perplexity", 31.5)
+    (80.0, 31.5)
+    """
+    return value if is_lower_better(metric) else 100 * value
+
+
+def axis_label(metric: str) -> str:
+    """Return the name of a metric with the unit of `displayed`.
+
+    >>> axis_label("accuracy"), axis_label("perplexity")
+    ('accuracy, percent', 'perplexity')
+    """
+    return metric if is_lower_better(metric) else f"{metric}, percent"
