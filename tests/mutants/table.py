@@ -331,8 +331,8 @@ MUTATIONS = [
     Mutation(
         "The best epoch is the one with the lowest headline metric.",
         "istar/training/history.py",
-        "return np.float32(value) > np.float32(",
-        "return np.float32(value) < np.float32(",
+        "return bool(new > old)",
+        "return bool(new < old)",
         "tests/training/test_callbacks.py::test_history_takes_the_first_of_the_best_epochs",
     ),
     Mutation(
@@ -352,9 +352,16 @@ MUTATIONS = [
     Mutation(
         "Early stopping waits for a lower headline metric.",
         "istar/training/trainer.py",
-        'mode="max", check_on',
-        'mode="min", check_on',
+        'mode="min" if is_lower_better(selection_metric) else "max"',
+        'mode="min"',
         "tests/runs/test_run_training.py::test_early_stopping_and_the_best_epoch_go_by_the_highest_metric",
+    ),
+    Mutation(
+        "A higher loss is better.",
+        "istar/scores.py",
+        "return -value if is_lower_better(metric) else value",
+        "return value",
+        "tests/reports/test_cells.py::test_the_lowest_loss_is_the_best",
     ),
     # ---- runs that go on
     Mutation(
