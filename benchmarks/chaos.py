@@ -51,10 +51,10 @@ class Tally:
     """What happened to the runs or sweeps of one kind."""
 
     kind: str  # for example "2 processes"
-    loading: float  # seconds that an undisturbed run takes until it is ready to train
-    training: float  # seconds that it takes from then on
+    loading: float = 0.0  # seconds that an undisturbed run takes until it is ready to train
+    training: float = 0.0  # seconds that it takes from then on
     kills: int = 0
-    runs: int = 0  # runs, each killed several times
+    runs: int = 0  # runs that have ended, each killed several times
     identical: int = 0  # runs that are equal to the undisturbed one
     lost: int = 0  # runs that could not be resumed
     moments: Counter[str] = field(default_factory=Counter)  # kills by what the run was doing
@@ -80,13 +80,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "one process" if world == 1 else f"{world} processes": _command(world, options.overrides)
             for world in worlds
         }
-    tallies = []
-    with tempfile.TemporaryDirectory(prefix="istar-chaos-") as name, Progress(console=console) as progress:
+    tallies: list[Tally] = []
+    # Ctrl-C ends the benchmark early, with the table of what it has seen.
+    with (
+        suppress(KeyboardInterrupt),
+        tempfile.TemporaryDirectory(prefix="istar-chaos-") as name,
+        Progress(console=console) as progress,
+    ):
         bar = progress.add_task("kills", total=options.kills)
         for number, (kind, command) in enumerate(commands.items()):
             share = (options.kills - sum(tally.kills for tally in tallies)) // (len(commands) - number)
             folder = Path(name) / kind.replace(" ", "-")
-            tallies.append(kill_runs(folder, command, kind, share, generator, lambda: progress.advance(bar)))
+            tallies.append(Tally(kind))
+            kill_runs(folder, command, tallies[-1], share, generator, lambda: progress.advance(bar))
     console.print(table(tallies))
     for tally in tallies:
         for failure in tally.failures:
@@ -95,14 +101,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def kill_runs(
-    folder: Path, command: Sequence[str], kind: str, kills: int, generator: random.Random, on_kill: Callable[[], None]
-) -> Tally:
+    folder: Path,
+    command: Sequence[str],
+    tally: Tally,
+    kills: int,
+    generator: random.Random,
+    on_kill: Callable[[], None],
+) -> None:
     """Execute the command once undisturbed, then kill and resume it in new folders until enough kills are made.
 
     Args:
         folder: folder for all runs.
         command: the command of a run or a sweep, without `run.root`.
-        kind: name of the row in the table.
+        tally: counts what happens.
         kills: number of kills.
         generator: source of the random moments and victims.
         on_kill: called after each kill.
@@ -111,12 +122,12 @@ def kill_runs(
     if start(folder / "undisturbed", command).wait() != 0:
         raise SystemExit(f"the undisturbed run failed: {last_line(folder / 'undisturbed')}")
     ready = prepared(folder / "undisturbed", began)
-    tally = Tally(kind, loading=ready - began, training=time.time() - ready)
+    tally.loading, tally.training = ready - began, time.time() - ready
     expected = outcomes(folder / "undisturbed")
     while tally.kills < kills:
         root = folder / f"run-{tally.runs}"
-        tally.runs += 1
         failure = _kill_until_done(root, command, tally, kills, generator, on_kill)
+        tally.runs += 1
         if failure is None:
             unequal = unequal_parts(outcomes(root), expected)
             tally.identical += not unequal
@@ -124,9 +135,8 @@ def kill_runs(
         else:
             tally.lost += 1
         if failure is not None:
-            tally.failures.append(f"{kind}, {failure}")
+            tally.failures.append(f"{tally.kind}, {failure}")
         shutil.rmtree(root)
-    return tally
 
 
 def _kill_until_done(
