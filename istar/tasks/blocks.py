@@ -55,6 +55,8 @@ def write_corpus(documents: Iterable[Sequence[int]], vocabulary: int, folder: Pa
                 file.write(np.concatenate(pending).tobytes())
                 pending, size = [], 0
         file.write(b"".join(part.tobytes() for part in pending))
+        # From here on, until the new description is written, the folder holds no corpus.
+        (folder / FORMAT).unlink(missing_ok=True)
     with atomic_write(folder / STARTS) as file:
         np.save(file, np.array(starts, dtype=np.int64))
     write_text(folder / FORMAT, json.dumps({"dtype": np.dtype(dtype).name, "tokens": starts[-1]}))

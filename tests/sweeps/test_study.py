@@ -57,15 +57,16 @@ def test_values_lie_in_their_ranges(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("metric", "best"), [("accuracy", 3.0), ("perplexity", 1.0)])
 def test_the_best_trial_is_that_of_the_best_metric(tmp_path: Path, metric: str, best: float) -> None:
-    found = study(tmp_path)
-    told = {}
+    search = study(tmp_path)
+    value_by_trial = {}
     for value in (2.0, 1.0, 3.0):
-        asked = found.ask()
-        assert asked is not None
-        found.tell(asked[0], record(value, metric=metric))
-        told[asked[0]] = value
-    stored = optuna.load_study(study_name=found.name, storage=found.storage)
-    assert told[stored.best_trial.number] == best
+        suggestion = search.ask()
+        assert suggestion is not None
+        number, _ = suggestion
+        search.tell(number, record(value, metric=metric))
+        value_by_trial[number] = value
+    stored = optuna.load_study(study_name=search.name, storage=search.storage)
+    assert value_by_trial[stored.best_trial.number] == best
 
 
 def test_grids_are_a_choice(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from istar.tasks.blocks import STARTS, TOKENS, Corpus, open_corpus, packed, sepa
 
 DOCUMENTS = [[11, 12, 13], [], [14], [15, 16, 17, 18, 19, 20, 21], [22, 23]]
 FLAT = [token for document in DOCUMENTS for token in document]
+SPECIAL_TOKENS = pytest.mark.parametrize(("prefix", "suffix"), [((), ()), ((1,), (2,))])
 
 
 @pytest.fixture
@@ -54,6 +55,20 @@ def test_what_is_not_whole_is_no_corpus(corpus: Corpus, tmp_path: Path) -> None:
     assert open_corpus(tmp_path / "nowhere") is None
 
 
+def test_what_a_writer_did_not_describe_is_no_corpus(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tokens replace others of equal number, and it is killed before it has written the description."""
+
+    def kill(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("istar.tasks.blocks.write_text", kill)
+    with pytest.raises(KeyboardInterrupt):
+        write_corpus([document[::-1] for document in DOCUMENTS], 100, tmp_path)
+    assert open_corpus(tmp_path) is None
+
+
 def test_a_writer_that_fails_leaves_no_corpus(tmp_path: Path) -> None:
     def documents() -> object:
         yield [1]
@@ -66,7 +81,7 @@ def test_a_writer_that_fails_leaves_no_corpus(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("length", [3, 5, 6, 15, 99])
-@pytest.mark.parametrize(("prefix", "suffix"), [((), ()), ((1,), (2,))])
+@SPECIAL_TOKENS
 def test_packed_blocks_hold_the_tokens_in_their_order(
     corpus: Corpus, length: int, prefix: tuple[int, ...], suffix: tuple[int, ...]
 ) -> None:
@@ -85,7 +100,7 @@ def test_packed_blocks_hold_the_tokens_in_their_order(
 
 
 @pytest.mark.parametrize("length", [3, 4, 99])
-@pytest.mark.parametrize(("prefix", "suffix"), [((), ()), ((1,), (2,))])
+@SPECIAL_TOKENS
 def test_separate_blocks_are_parts_of_one_document(
     corpus: Corpus, length: int, prefix: tuple[int, ...], suffix: tuple[int, ...]
 ) -> None:
