@@ -20,8 +20,9 @@ lint:  ## ruff and mypy
 test: lint  ## Linters and the fast tests
 	$(PYTHON) -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
-slow:  ## The slow tests
-	$(PYTHON) -m pytest -m slow
+slow:  ## The slow tests, and what only they need
+	$(PYTHON) -m pip install --quiet -c constraints.txt -e '.[nightly]'
+	$(PYTHON) -m pytest -m slow -n auto --dist loadfile
 
 mutants:  ## Break the product in many places, and see the tests notice
 	$(PYTHON) -m tests.mutants.run

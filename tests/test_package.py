@@ -104,11 +104,15 @@ def test_the_repository_holds_no_symbolic_links() -> None:
     assert "120000" not in {line.split()[0] for line in tracked.stdout.splitlines()}
 
 
-def test_it_trains_in_an_empty_folder(unpacked: Path, tmp_path: Path) -> None:
+def test_it_has_the_configs_and_the_sweeper_of_the_package(unpacked: Path, tmp_path: Path) -> None:
     code = "from hydra_plugins import istar_sweeper; from istar.config import schema; print(schema.config_folder())"
     places = python("-c", f"{code}; print(istar_sweeper.__file__)", cwd=tmp_path, path=unpacked)
     assert places.stdout.split() == [str(unpacked / name) for name in ("istar/conf", "hydra_plugins/istar_sweeper.py")]
     assert not (unpacked / "istar" / "conf" / "sweep").is_symlink()
+
+
+@pytest.mark.slow
+def test_it_trains_in_an_empty_folder(unpacked: Path, tmp_path: Path) -> None:
     # Python reads this file before anything else: what other extras bring than `train` cannot be imported.
     hidden = ("optuna", "accelerate", "peft", "sentence_transformers", "trl", "psutil", "wandb_workspaces")
     (unpacked / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({hidden}))\n")

@@ -83,6 +83,7 @@ def test_the_trace_on_request(tmp_path: Path) -> None:
     assert "Traceback (most recent call last)" in done.stderr
 
 
+@pytest.mark.slow
 def test_smoke(tmp_path: Path) -> None:
     """With two processes, which are new interpreters, too."""
     two = ("trainer.devices=2", "trainer.strategy=ddp")

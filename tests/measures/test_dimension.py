@@ -1,4 +1,4 @@
-"""TwoNN against the paper's steps, against scikit-dimension where it is installed, and by what must not change it."""
+"""TwoNN against the paper's steps, against scikit-dimension (slow), and by what must not change it."""
 
 import math
 
@@ -48,9 +48,10 @@ def test_it_is_the_papers_steps(make, discard):
     assert two_nn(points, discard) == pytest.approx(oracles.two_nn(points.numpy(), discard), rel=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", CLOUDS.values(), ids=CLOUDS)
 def test_it_is_what_scikit_dimension_computes(make):
-    skdim = pytest.importorskip("skdim.id", reason="scikit-dimension (with numba, 200 MB) is not part of the extras")
+    skdim = pytest.importorskip("skdim.id", reason="scikit-dimension is part of the extra 'nightly'")
     points = make(700)
     expected = skdim.TwoNN(discard_fraction=0.1).fit(points.numpy()).dimension_
     assert two_nn(points) == pytest.approx(expected, rel=1e-8)

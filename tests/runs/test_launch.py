@@ -109,6 +109,7 @@ def test_two_processes(pair):
     assert done.stdout.count("IsoScore* of ") == 1
 
 
+@pytest.mark.slow
 def test_a_multirun_of_two_processes_each(tmp_path, start, pair):
     arguments = [argument for argument in PAIR if not argument.startswith("seed=")]
     done = start(tmp_path, "-m", "seed=1,2", *arguments).wait().well()

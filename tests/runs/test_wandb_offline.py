@@ -25,6 +25,7 @@ def test_wandb_offline_touches_no_network(small: Build, wandb_at: Any, serve: An
     assert len(offline_records(only_folder(config))) == (1 if mode == "offline" else 0)
 
 
+@pytest.mark.slow
 def test_wandb_offline_reports_nothing_at_the_end_of_the_process(
     repository: Path, wandb_at: Any, serve: Any, tmp_path: Path
 ) -> None:
