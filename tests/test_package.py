@@ -218,6 +218,10 @@ def test_messages_know_the_extras(extra: str) -> None:
         assert set(extras.MODULES[extra]) == {module for module in imported() if distribution(module) in brought}
 
 
-def test_dev_brings_every_extra() -> None:
-    every = {name for extra in PROJECT["optional-dependencies"].values() for name in declared(extra)}
-    assert every == set(declared(PROJECT["optional-dependencies"]["dev"]))
+def test_dev_brings_every_extra_and_nightly_adds_to_it() -> None:
+    extras_of_the_project = PROJECT["optional-dependencies"]
+    every = {
+        name for extra, required in extras_of_the_project.items() if extra != "nightly" for name in declared(required)
+    }
+    assert every == set(declared(extras_of_the_project["dev"]))
+    assert set(declared(extras_of_the_project["nightly"])) - every == {"scikit-dimension"}

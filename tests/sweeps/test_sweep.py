@@ -56,7 +56,7 @@ def test_a_sweep_that_is_killed_loses_and_repeats_nothing(tmp_path: Path, start:
     assert (undisturbed.code, undisturbed.stderr) == (0, "")
     # All of its processes at once, as when a machine loses power.
     job = start(tmp_path / "killed", *GRID, "sweep.jobs=2")
-    job.until(lambda job: ended(job))
+    job.until(lambda: ended(job))
     job.kill()
     job.process.wait()
     job.until_it_is_gone()
