@@ -16,10 +16,11 @@ import torch
 from transformers import BertConfig, BertModel
 
 from benchmarks.common import comparison_table, console, paired_ratio, peak_mb, positive, seconds_in_rotation
-from istar.geometry.corpus import Packer, Source, batch, chunks, documents
+from istar.geometry.corpus import Packer, Source, batch, chunks
 from istar.geometry.stream import Pass, Stream
 from istar.models import tiny
 from istar.tasks import demo
+from istar.tasks.documents import read_documents
 
 PEER = "bare forward"
 
@@ -32,7 +33,7 @@ def main() -> None:
     settings = Pass(options.length, intra=not options.no_intra)
     with tempfile.TemporaryDirectory() as folder:
         source = write_random_text(Path(folder) / "text.txt", options.tokens)
-        packed = Packer(tokenizer, settings.length)(documents(source))
+        packed = Packer(tokenizer, settings.length)(read_documents(source.path))
         blocks = [batch(chunk, 0) for chunk in chunks(packed, settings.batch_size)]
         bare_forward = partial(forward, model, blocks)
         bare_forward()
