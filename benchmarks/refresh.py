@@ -58,7 +58,7 @@ class Refresh:
         self.trainer: L.Trainer = bare_trainer(settings)
         self.device = device
         compute = "bfloat16" if precision == "bf16" else "float32"
-        self.model = shape.model().to(device).eval()
+        self.model = shape.model().to(device).eval()  # type: ignore[arg-type]
         self.penalty = IStar(-1.0, 0.4, compute=compute)
         watch = attach(self.model, self.penalty)
         features, batch_size = random_texts(points // shape.layers, shape.tokens), 2 * shape.batch

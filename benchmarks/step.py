@@ -60,7 +60,7 @@ class Steps:
 
     def __init__(self, shape: Shape, precision: str, real: float, device: torch.device) -> None:
         self.device, self.autocast = device, precision == "bf16"
-        self.model = shape.model().to(device)
+        self.model = shape.model().to(device)  # type: ignore[arg-type]
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
         self.inputs = random_batch(shape, device, real)
         self.is_padded = real < 1

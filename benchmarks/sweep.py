@@ -98,10 +98,15 @@ def isolated_environment(folder: Path) -> Iterator[None]:
         os.environ.update(before)
 
 
+def refuse(reason: str) -> None:
+    """End the benchmark, because a fork server that starts fresh processes is nothing to compare with them."""
+    raise SystemExit(reason)
+
+
 def cost(options: argparse.Namespace, folder: Path) -> Table:
     """Compare the cost of a forked run with that of a run in a new Python interpreter."""
     calls: dict[str, Callable[[int], float]] = {}
-    with fork_server.ServerPool(folder / "server.log") as servers:
+    with fork_server.ServerPool(folder / "server.log", refuse) as servers:
         for logger, overrides in LOGGERS.items():
             for name, start in (("forked", servers.spawn), ("new interpreter", spawn)):
                 runs = folder / f"runs-{len(calls)}"
