@@ -47,7 +47,7 @@ class Entry:
     ended: float | None = None  # when the run ended, in seconds since 1970; None if it has not ended under this command
     epochs: tuple[int, int] = (0, 0)  # number of completed epochs, and of all epochs
     metric: str | None = None
-    value: float | None = None  # the headline metric on the validation set, as a fraction
+    value: float | None = None  # the headline metric on the validation set, as in `result.json`
     selection: float | None = None  # the value by which runs are compared, on held-out data if there are any
     collapsed: bool = False
     error: str | None = None

@@ -54,13 +54,15 @@ def ended(job: Job) -> dict[str, int]:
 def test_a_sweep_that_is_killed_loses_and_repeats_nothing(tmp_path: Path, start: Start) -> None:
     undisturbed = start(tmp_path / "whole", *GRID, "sweep.jobs=2").wait()
     assert (undisturbed.code, undisturbed.stderr) == (0, "")
-    # All of its processes at once, as when a machine loses power.
-    job = start(tmp_path / "killed", *GRID, "sweep.jobs=2")
-    job.until(lambda: ended(job))
-    job.kill()
-    job.process.wait()
-    job.until_it_is_gone()
-    written = ended(job)
+    # First the sweep alone, whose runs then stop by themselves; then all at once, as when a machine loses power.
+    written: dict[str, int] = {}
+    for expected, kill in ((1, lambda job: job.send(signal.SIGKILL)), (3, lambda job: job.kill())):
+        job = start(tmp_path / "killed", *GRID, "sweep.jobs=2")
+        job.until(lambda job=job, expected=expected: len(ended(job)) >= expected)
+        kill(job)
+        job.process.wait()
+        job.until_it_is_gone()
+        written = {**ended(job), **written}
     assert not state(tmp_path / "killed").is_over
     last = start(tmp_path / "killed", *GRID, "sweep.jobs=2")
     done = last.wait()
