@@ -83,6 +83,7 @@ def navigation() -> list[str]:
     return list(names(yaml.safe_load(text[text.index("\nnav:") :])["nav"]))
 
 
+@pytest.mark.slow
 def test_every_page_of_the_navigation_exists(site: Path) -> None:
     assert len(navigation()) > 20
     assert [name for name in navigation() if not (site / name).with_suffix(".html").is_file()] == []
@@ -94,6 +95,7 @@ def test_every_written_page_is_in_the_navigation() -> None:
     assert written - set(navigation()) == set()
 
 
+@pytest.mark.slow
 def test_no_internal_link_is_broken(site: Path, pages: dict[Path, Links]) -> None:
     broken = []
     for path, page in pages.items():
@@ -112,11 +114,13 @@ def test_no_internal_link_is_broken(site: Path, pages: dict[Path, Links]) -> Non
     assert broken == []
 
 
+@pytest.mark.slow
 def test_the_pages_load_nothing_from_a_network(pages: dict[Path, Links]) -> None:
     loaded = {link for page in pages.values() for link in page.loaded}
     assert {link for link in loaded if urlsplit(link).netloc} == set()
 
 
+@pytest.mark.slow
 def test_the_reference_has_every_key(site: Path, composed: Callable[..., Config]) -> None:
     text = (site / "reference" / "config.html").read_text(encoding="utf-8")
     keys = set(re.findall(r"<td><code>([\w.]+)</code></td>", text))
@@ -127,6 +131,7 @@ def test_the_reference_has_every_key(site: Path, composed: Callable[..., Config]
         assert used | {"seed"} <= keys
 
 
+@pytest.mark.slow
 def test_the_reference_has_every_command_and_name(site: Path, pages: dict[Path, Links]) -> None:
     text = (site / "reference" / "commands.html").read_text(encoding="utf-8")
     commands = {"train", "results", "report", "watch", "measure", "embed", "correlate"}

@@ -21,6 +21,7 @@ def start_in_a_fork(root: Path, command: Sequence[str]) -> Fork:
     return Fork([*arguments, f"run.root={root}"], root.parent, environment, [log, log])
 
 
+@pytest.mark.slow
 def test_kills_with_one_process(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chaos, "start", start_in_a_fork)
     assert chaos.main(["--kills", "2", "--processes", "1", *SHORT]) == 0

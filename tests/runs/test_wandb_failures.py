@@ -57,8 +57,12 @@ def test_wandb_that_never_answers(
 
 @pytest.mark.parametrize(
     ("status", "early"),
-    [(500, ()), (403, ()), (500, (200,)), (403, (200,))],
-    ids=["500", "403", "500 after the probe", "403 after the probe"],
+    [
+        pytest.param(500, (), id="500"),
+        pytest.param(403, (), id="403"),
+        pytest.param(500, (200,), id="500 after the probe"),
+        pytest.param(403, (200,), id="403 after the probe", marks=pytest.mark.slow),
+    ],
 )
 def test_wandb_that_fails(
     small: Build,

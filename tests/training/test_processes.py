@@ -28,7 +28,7 @@ from tests.training.conftest import trainer
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 STEPS, EPOCHS, BATCH, WIDTH, EXAMPLES = 10, 2, 8, 64, 41
 TRAINED = (2, pytest.param(4, marks=pytest.mark.slow))  # numbers of processes
-VALIDATED = (2, 3)
+VALIDATED = (2, pytest.param(3, marks=pytest.mark.slow))
 PENALTIES = {
     "none": lambda sync: None,
     "istar": lambda sync: IStar(-1.0, 0.4, sync=sync),
