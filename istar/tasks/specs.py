@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Kind = Literal["classification", "regression", "span"]
-Files = Literal["", "tsv", "trees", "squad"]
+Kind = Literal["classification", "regression", "span", "causal_lm", "masked_lm"]
+Files = Literal["", "tsv", "trees", "squad", "text"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class TaskSpec:
 
     name: str  # value of `task` on the command line
     text_columns: tuple[str, ...]  # names on the hub of the one or two text columns; question and context for spans
-    kind: Kind = "classification"  # `span` is extractive question answering
+    kind: Kind = "classification"  # `span` is extractive question answering, `_lm` is language modelling
     metrics: tuple[str, ...] = ("accuracy",)  # keys of `istar.tasks.metrics.METRICS`
     headline: str = "accuracy"  # metric that is reported in tables, see also `selection_metric`; higher is better
     labels: tuple[str, ...] = ()  # class names in the order of their ids; empty for regression and spans
@@ -51,6 +51,11 @@ class TaskSpec:
     tsv_header: tuple[str, ...] = ()  # columns of training and validation TSV files that have no header line
     max_length: int = 128  # default sequence length in tokens
     submit_labels: bool = False  # whether a GLUE submission contains class names instead of ids
+
+    @property
+    def is_language_modelling(self) -> bool:
+        """Whether the model predicts tokens of the text itself."""
+        return self.kind in ("causal_lm", "masked_lm")
 
     @property
     def splits(self) -> list[str]:
