@@ -14,6 +14,8 @@ from transformers import AutoModel, AutoTokenizer
 from istar.cli.main import main
 from tests.geometry.test_stream import naive
 
+pytestmark = pytest.mark.slow
+
 SENTENCES, LENGTH = 16, 64
 
 

@@ -54,10 +54,10 @@ def ended(job: Job) -> dict[str, int]:
 @pytest.mark.parametrize(
     "victim",
     [
-        # Its runs notice that the sweep is gone, and stop by themselves.
-        "the sweep",
         # As when a machine loses power.
-        pytest.param("everything", marks=pytest.mark.slow),
+        "everything",
+        # The runs notice that the sweep is gone, and stop by themselves.
+        pytest.param("the sweep", marks=pytest.mark.slow),
     ],
 )
 def test_a_sweep_that_is_killed_loses_and_repeats_nothing(tmp_path: Path, start: Start, victim: str) -> None:
