@@ -16,11 +16,12 @@ import torch
 from transformers import BertConfig, BertModel
 
 from benchmarks.common import comparison_table, console, paired_ratio, peak_mb, positive, seconds_in_rotation
-from istar.geometry.corpus import Packer, Source, batch, chunks
+from istar.geometry.corpus import Packer, Source, batch
 from istar.geometry.stream import Pass, Stream
 from istar.models import tiny
 from istar.tasks import demo
 from istar.tasks.documents import read_documents
+from istar.tasks.tokenizing import chunks
 
 PEER = "bare forward"
 

@@ -39,6 +39,7 @@ from benchmarks.common import (
 from istar.config import TrainerConfig
 from istar.measures.isoscore import unchecked_isoscore
 from istar.regularizers import IStar, attach
+from istar.tasks.features import FeatureRows
 from istar.training import ShrinkageCovariance
 from istar.training.data import evaluation_loader
 from istar.training.trainer import bare_trainer
@@ -61,10 +62,11 @@ class Refresh:
         self.model = shape.model().to(device).eval()  # type: ignore[arg-type]
         self.penalty = IStar(-1.0, 0.4, compute=compute)
         watch = attach(self.model, self.penalty)
-        features, batch_size = random_texts(points // shape.layers, shape.tokens), 2 * shape.batch
-        self.callback = ShrinkageCovariance(watch, features, collate, points, batch_size, 0, progress_bar=False)
+        rows = FeatureRows(random_texts(points // shape.layers, shape.tokens))
+        batch_size = 2 * shape.batch
+        self.callback = ShrinkageCovariance(watch, rows, collate, points, batch_size, 0, progress_bar=False)
         self.sample = self.callback.sample(shape.layers, 0)
-        self.loader = lambda: evaluation_loader(features, collate, batch_size, self.sample)
+        self.loader = lambda: evaluation_loader(rows, collate, batch_size, self.sample)
 
     def bare_forward(self) -> None:
         """Execute the forward pass over all batches."""

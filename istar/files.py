@@ -13,6 +13,11 @@ from filelock import FileLock, Timeout
 from istar.errors import LockedError, UserError, shorten
 
 
+def cache_folder(cache_dir: str | None) -> Path:
+    """Return the folder of cached data: `cache_dir`, or $ISTAR_CACHE, or ~/.cache/istar."""
+    return Path(cache_dir or os.environ.get("ISTAR_CACHE", "~/.cache/istar")).expanduser()
+
+
 @contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """Open a binary file that replaces `path` atomically when the `with` block ends without an exception.

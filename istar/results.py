@@ -31,7 +31,9 @@ class RunRecord:
     # What has chosen that epoch: the `set` (a validation set, or `held_out`), the name of the `metric` and its `value`.
     selection: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)  # all validation metrics of that epoch, as fractions
-    # The same metrics for a constant prediction: the majority class or the mean label of the training set.
+    metrics_before: dict[str, float] = field(default_factory=dict)  # the same before training
+    # The same metrics for a prediction that ignores the input: the majority class or the mean label of the training
+    # set, or the frequencies of its tokens.
     baseline: dict[str, float] = field(default_factory=dict)
     collapsed: dict[str, bool] = field(default_factory=dict)  # by validation set: whether all its predictions are equal
     # IsoScore* on the validation set `before` and `after` training, by layer (0 is the embedding output) and for the

@@ -32,7 +32,8 @@ class TaskConfig:
     name: str = MISSING
     """Name of the task, a key of `istar.tasks.specs.TASKS`."""
     data_dir: str | None = field(default=None, metadata=NOT_IN_IDENTITY)
-    """Folder with the task's files. None loads the data from the hub; the demo tasks generate their data."""
+    """Folder with the task's files; for language modelling also a text file. None loads the data from the hub, or
+    generates them for the demo tasks, `clm` and `mlm`."""
     limit_train: int | None = None
     """Number of training examples to use, counted from the first; None uses all."""
     limit_validation: int | None = None
@@ -50,6 +51,11 @@ class TaskConfig:
     """Span tasks only: number of candidate start positions, and of end positions, that are combined into spans."""
     max_answer_length: int = 30
     """Span tasks only: maximum number of tokens in an answer."""
+    packing: bool = True
+    """Language modelling only: fill each block of `max_length` tokens, across the ends of documents. Documents of a
+    block do not attend to each other where the model allows it. False gives each block tokens of one document only."""
+    whole_word: bool = False
+    """`mlm` only: mask all tokens of a word or none."""
 
     def __post_init__(self) -> None:
         for name in ("limit_train", "limit_validation", "max_length", "doc_stride", "n_best", "max_answer_length"):

@@ -2,9 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,13 +10,10 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from istar.errors import UserError
+from istar.tasks.tokenizing import separator, special_tokens, tokenize
 
-T = TypeVar("T")
 COMBINED = "combined"
 """Name of the results over several sources together."""
-
-_TOKENIZER_BATCH = 1_000
-"""Documents tokenized in one call, enough for the tokenizer's threads to share."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +59,13 @@ class Packer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, length: int) -> None:
         self._tokenizer = tokenizer
-        self._prefix, self._suffix = _special_tokens(tokenizer)
+        self._prefix, self._suffix = special_tokens(tokenizer)
         self._room = length - len(self._prefix) - len(self._suffix)
         if self._room < 1:
             raise UserError(
                 f"a block of {length} tokens has no room for text beside the special tokens; choose a greater length"
             )
-        end = tokenizer.sep_token_id if tokenizer.sep_token_id is not None else tokenizer.eos_token_id
+        end = separator(tokenizer)
         self._separator = [] if end is None else [end]
 
     def __call__(self, texts: Iterable[str]) -> Iterator[list[int]]:
@@ -84,31 +79,6 @@ class Packer:
             del rest[:whole]
         if rest:
             yield [*self._prefix, *rest, *self._suffix]
-
-
-def tokenize(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
-    """Yield the token ids of each text, without special tokens."""
-    for chunk in chunks(texts, _TOKENIZER_BATCH):
-        # `verbose=False` silences the warning about texts that are longer than the model's input.
-        encoded = tokenizer(
-            chunk, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
-        )
-        yield from encoded["input_ids"]
-
-
-def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Return the special tokens that the tokenizer adds before and behind a text."""
-    inner = tokenizer("a", add_special_tokens=False)["input_ids"]
-    whole = tokenizer("a")["input_ids"]
-    start = next(index for index in range(len(whole)) if whole[index : index + len(inner)] == inner)
-    return whole[:start], whole[start + len(inner) :]
-
-
-def chunks(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    """Yield lists of `size` items; the last list may be shorter."""
-    iterator = iter(items)
-    while chunk := list(islice(iterator, size)):
-        yield chunk
 
 
 def batch(blocks: Sequence[Sequence[int]], pad: int) -> dict[str, Tensor]:

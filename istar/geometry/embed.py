@@ -21,12 +21,13 @@ from istar.config import ModelConfig
 from istar.errors import UserError, shorten
 from istar.files import atomic_write, write_text
 from istar.geometry import wordsim
-from istar.geometry.corpus import Source, tokenize
+from istar.geometry.corpus import Source
 from istar.geometry.matrix import Matrix, Which, read_matrix
 from istar.geometry.measure import matrix_measures, number_table
 from istar.measures import all_but_the_top, centered, scaled_centered
 from istar.measures.rows import unit_vectors, wide_blocks
 from istar.tasks.documents import read_documents
+from istar.tasks.tokenizing import tokenize
 
 FORMS: dict[str, Callable[[Tensor, int | None], Tensor]] = {
     "raw": lambda matrix, _: matrix,

@@ -18,11 +18,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from istar.errors import UserError
 from istar.files import atomic_write
-from istar.geometry.corpus import COMBINED, Packer, Source, batch, chunks
+from istar.geometry.corpus import COMBINED, Packer, Source, batch
 from istar.geometry.layers import Layer, Sample
 from istar.geometry.taps import Taps
 from istar.measures.moments import full_precision
 from istar.tasks.documents import read_documents
+from istar.tasks.tokenizing import chunks
 
 SECONDS_BETWEEN_SAVES = 300.0
 

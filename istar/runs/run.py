@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,31 +15,31 @@ import lightning as L
 import torch
 import torch.distributed as dist
 import yaml
-from datasets import Dataset
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from rich.console import Console
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from istar import models, results
 from istar.config import Config, TensorBoardConfig, TrainerConfig
 from istar.config.schema import to_dict
 from istar.errors import NonFiniteError, StoppedError, UserError, shorten
 from istar.files import atomic_write, remove_drafts, sole_writer, write_text
-from istar.regularizers import IStar, attach, layer_numbers
+from istar.regularizers import IStar, Watch, attach, layer_numbers
 from istar.reports.run_picture import isotropy_picture
 from istar.reports.run_tables import summary
 from istar.results import RunRecord
 from istar.runs import extras
+from istar.runs.prepared_data import PreparedData, collator, prepare
 from istar.runs.private_names import is_compile_error, load_trial
 from istar.runs.provenance import code_state, hardware
 from istar.runs.resolving import resolve
 from istar.runs.store import Examples, finished_run, load_examples, model_identity, run_folder, task_spec
-from istar.tasks.evaluation import Evaluator, constant_baseline, write_submission
-from istar.tasks.features import Collator, featurize, max_length_for
+from istar.tasks.evaluation import write_submission
 from istar.tasks.loading import fingerprint, overlap
 from istar.tasks.specs import TaskSpec
 from istar.training import FineTuner, FineTuningData, History, LayerIsotropy, ShrinkageCovariance, merge_outputs
 from istar.training.checkpoints import Checkpoints, keep_newest, load, resumable
+from istar.training.language_model import LanguageModelTuner
 from istar.training.loggers import log_outcome, log_outcome_to_agent, logging_to
 from istar.training.memory import keep_freed_memory
 from istar.training.metrics_file import MetricsFile
@@ -64,8 +63,7 @@ class Job:
     config: Config
     spec: TaskSpec
     folder: Path
-    examples: Examples
-    features: Examples
+    prepared: PreparedData
     tokenizer: PreTrainedTokenizerBase
     module: FineTuner
     data: FineTuningData
@@ -105,7 +103,7 @@ def run(config: Config, console: Console | None = None, trial: str | None = None
         extras.require("logger=tensorboard", "tensorboard")
     spec = task_spec(config.task)
     check_hardware(config.trainer)
-    examples = load_examples(spec, config.task)
+    examples = load_examples(spec, config.task, config.data.cache_dir)
     data_fingerprint = fingerprint(examples.train, *examples.validation)
     tokenizer = models.load_tokenizer(config.model)
     folder = run_folder(config, data_fingerprint, model_identity(config.model))
@@ -126,55 +124,6 @@ def run(config: Config, console: Console | None = None, trial: str | None = None
     return finished
 
 
-def _featurize(
-    spec: TaskSpec, config: Config, examples: Examples, tokenizer: PreTrainedTokenizerBase, model_config: Any
-) -> Examples:
-    """Tokenize all splits, using the cache of tokenized data."""
-    length = max_length_for(tokenizer, model_config, config.task.max_length or spec.max_length)
-    cache = Path(config.data.cache_dir or os.environ.get("ISTAR_CACHE", "~/.cache/istar")).expanduser()
-    tokenize = partial(
-        featurize, spec, tokenizer=tokenizer, max_length=length, doc_stride=config.task.doc_stride, cache_dir=cache
-    )
-    return replace(
-        examples,
-        train=tokenize(examples.train, training=True),
-        validation=[tokenize(split, training=False) for split in examples.validation],
-        test=[tokenize(split, training=False) for split in examples.test],
-    )
-
-
-def _limit_evaluation(config: Config, examples: Examples, features: Examples) -> tuple[Examples, Examples]:
-    """Cut the evaluation sets to the batches that `fast_dev_run` or `limit_val_batches` allow.
-
-    Lightning would leave out batches while it validates, but metrics need the predictions of complete sets.
-    """
-    is_test_run = config.trainer.fast_dev_run
-    limit = 1 if is_test_run else config.trainer.lightning.get("limit_val_batches", 1.0)
-
-    def cut(rows: Dataset, tokens: Dataset) -> tuple[Dataset, Dataset]:
-        size = limit * config.data.eval_batch_size if type(limit) is int else max(1, int(limit * len(tokens)))
-        return _first_features(rows, tokens, size)
-
-    validation = [cut(*pair) for pair in zip(examples.validation, features.validation, strict=True)]
-    test = list(zip(examples.test, features.test, strict=True))
-    test = [cut(*pair) for pair in test] if is_test_run else test
-    return (
-        replace(examples, validation=[rows for rows, _ in validation], test=[rows for rows, _ in test]),
-        replace(features, validation=[tokens for _, tokens in validation], test=[tokens for _, tokens in test]),
-    )
-
-
-def _first_features(rows: Dataset, tokens: Dataset, size: int) -> tuple[Dataset, Dataset]:
-    """Return the first examples that have at most `size` features together (for spans: windows), and these features."""
-    if len(tokens) <= size:
-        return rows, tokens
-    example_ids = tokens["example_id"][: size + 1]
-    incomplete = example_ids[size]
-    if incomplete == 0:
-        raise UserError(f"the first example has more than {size} windows; set a larger data.eval_batch_size")
-    return rows.select(range(incomplete)), tokens.select(range(example_ids.index(incomplete)))
-
-
 def _assemble(
     config: Config,
     spec: TaskSpec,
@@ -187,22 +136,15 @@ def _assemble(
     model_config = models.load_config(config.model, spec, tokenizer)
     if config.reg.name != "none":
         layer_numbers(model_config.num_hidden_layers, config.reg.layers)
-    features = _featurize(spec, config, examples, tokenizer, model_config)
-    examples, features = _limit_evaluation(config, examples, features)
+    prepared = prepare(spec, config, examples, tokenizer, model_config)
     # From here on, only the initialization of the head and dropout draw from the global random generators.
     L.seed_everything(config.seed, workers=True, verbose=False)
     model = models.load_model(config.model, spec, model_config, tokenizer)
-    evaluators = {
-        split.suffix: Evaluator(spec, rows, tokens, config.task.n_best, config.task.max_answer_length)
-        for split, rows, tokens in zip(spec.validation, examples.validation, features.validation, strict=True)
-    }
-    skip = config.trainer.nonfinite == "skip"
     penalty = config.reg.build()
     watch = None if penalty is None else attach(model, penalty)
-    max_steps = config.trainer.lightning.get("max_steps")
-    module = FineTuner(model, watch, config.optim, evaluators, skip_nonfinite=skip, max_steps=max_steps)
-    collate = Collator(tokenizer)
-    data = FineTuningData(features.train, features.validation, features.test, collate, config.data, config.seed)
+    module = _module(config, spec, model, watch, prepared)
+    collate = collator(spec, config, tokenizer, model)
+    data = FineTuningData(prepared.train, prepared.validation, prepared.test, collate, config.data, config.seed)
     isotropy = LayerIsotropy()
     history = History(spec.selection_metric, isotropy, keep_best=keeps_checkpoints(config.trainer))
     stop, metrics = StopSignal(), MetricsFile(folder / "metrics.csv")
@@ -214,9 +156,23 @@ def _assemble(
     if trainer.strategy.root_device.type == "cpu":
         keep_freed_memory()
     return Job(
-        config, spec, folder, examples, features, tokenizer, module, data, trainer,
+        config, spec, folder, prepared, tokenizer, module, data, trainer,
         isotropy, history, refresh, checkpoints, metrics, stop,
     )  # fmt: skip
+
+
+def _module(
+    config: Config, spec: TaskSpec, model: PreTrainedModel, watch: Watch | None, prepared: PreparedData
+) -> FineTuner:
+    """The LightningModule of the task."""
+    options: dict[str, Any] = {
+        "skip_nonfinite": config.trainer.nonfinite == "skip",
+        "max_steps": config.trainer.lightning.get("max_steps"),
+    }
+    if not spec.is_language_modelling:
+        return FineTuner(model, watch, config.optim, prepared.evaluators, **options)
+    options |= {"is_causal": spec.kind == "causal_lm", "head_at_labels": not config.model.compile}
+    return LanguageModelTuner(model, watch, config.optim, prepared.evaluators, **options)
 
 
 def _checkpoints(
@@ -263,7 +219,7 @@ def _check_processes(job: Job) -> None:
             f"trainer.devices={job.config.trainer.devices} needs more processes than this one: train.py and "
             "istar.runs.launch.launch(config, processes) start them"
         )
-    smallest = min(len(features) for features in (*job.features.validation, *job.features.test))
+    smallest = min(len(rows) for rows in (*job.prepared.validation, *job.prepared.test))
     if smallest < job.trainer.world_size:
         raise UserError(
             f"{job.trainer.world_size} processes are too many for an evaluation set of {smallest}; give fewer devices"
@@ -361,7 +317,7 @@ def _train_and_record(job: Job, checkpoint: Path | None, data_fingerprint: str, 
         to_dict(job.config),
         versions=results.versions(),
         model_commit=job.config.model.revision,
-        data_commit=job.examples.commit,
+        data_commit=job.prepared.examples.commit,
         **code_state(),
         **hardware(job.trainer.strategy.root_device, job.trainer.world_size),
     )
@@ -435,7 +391,7 @@ def _save(job: Job) -> None:
         path = job.folder / (f"predictions_{suffix}.jsonl" if suffix else "predictions.jsonl")
         results.write_predictions(path, evaluation.predictions)
     if job.config.run.geometry:
-        first, size = job.features.validation[0], job.config.data.eval_batch_size
+        first, size = job.prepared.validation[0], job.config.data.eval_batch_size
         layers = geometry(job.trainer, job.module, first, job.data.collate, size)
         write_text(job.folder / results.GEOMETRY, json.dumps(layers) + "\n")
     if job.config.run.save_model:
@@ -450,19 +406,23 @@ def _write_submission(job: Job) -> None:
     """Predict the test sets and write their submission files."""
     batches: Any = job.trainer.predict(job.module, datamodule=job.data)
     # Lightning returns a list of batches for a single test set, and a list of such lists for several.
-    batches_by_set = batches if len(job.examples.test) > 1 else [batches]
-    sets = zip(job.examples.test_sets, job.examples.test, job.features.test, batches_by_set, strict=True)
-    for split, rows, tokens, outputs in sets:
-        evaluation = Evaluator(job.spec, rows, tokens)(merge_outputs(all_gather_object(merge_outputs(outputs))))
+    evaluators = job.prepared.test_evaluators
+    batches_by_set = batches if len(evaluators) > 1 else [batches]
+    sets = zip(job.prepared.examples.test_sets, evaluators, batches_by_set, strict=True)
+    for split, evaluator, outputs in sets:
+        evaluation = evaluator(merge_outputs(all_gather_object(merge_outputs(outputs))))
         if job.trainer.is_global_zero:
             write_submission(job.spec, split, evaluation.predictions, job.folder / "submission")
 
 
 def _results(job: Job, data_fingerprint: str) -> dict[str, Any]:
     """The fields of `RunRecord` that only a completed training has."""
-    spec, history, train = job.spec, job.history, job.examples.train
-    best = history.epochs[history.best - 1]
-    validation = {split.name: rows for split, rows in zip(spec.validation, job.examples.validation, strict=True)}
+    spec, history, examples = job.spec, job.history, job.prepared.examples
+    train, best = examples.train, history.epochs[history.best - 1]
+    validation = {split.name: rows for split, rows in zip(spec.validation, examples.validation, strict=True)}
+    baseline = job.prepared.baseline(
+        spec, job.data.collate, job.config.data.eval_batch_size, max(job.tokenizer.get_vocab().values()) + 1
+    )
     sizes = {name: len(rows) for name, rows in validation.items()}
     overlaps = {name: overlap(spec, train, rows) for name, rows in validation.items()}
     return {
@@ -473,7 +433,8 @@ def _results(job: Job, data_fingerprint: str) -> dict[str, Any]:
             "value": best["metrics"][spec.selection_metric],
         },
         "metrics": best["metrics"],
-        "baseline": constant_baseline(spec, train, job.examples.validation[0]),
+        "metrics_before": history.before["metrics"],
+        "baseline": baseline,
         "collapsed": {split.name: history.best_evaluations[split.suffix].collapsed for split in spec.validation},
         "isotropy": {"before": history.before["isotropy"], "after": best["isotropy"], "points": job.isotropy.points},
         "epochs": history.epochs,

@@ -22,6 +22,12 @@ from istar.runs.resolving import resolve_model
 from istar.tasks.loading import find_source, fingerprint, hold_out, overlap, read_splits
 from istar.tasks.specs import HELD_OUT, TASKS, Split, TaskSpec
 
+_VALIDATION_SHARE = 0.05
+"""Share of the documents of a text corpus without validation data that is held out for validation."""
+
+_SHARED_DOCUMENTS = 0.01
+"""Share of the validation documents that may also be in the training data without a warning."""
+
 log = logging.getLogger(__name__)
 
 
@@ -36,8 +42,11 @@ class Examples:
     commit: str | None = None  # commit of the data set on the hub; None for other sources, or if it is not known
 
 
-def load_examples(spec: TaskSpec, config: TaskConfig) -> Examples:
+def load_examples(spec: TaskSpec, config: TaskConfig, cache_dir: str | None = None) -> Examples:
     """Load the task's splits, cut to `limit_train` and `limit_validation` examples.
+
+    A text corpus without validation data gives a twentieth of its documents, chosen at random, to the validation set.
+    Its documents are cached below `cache_dir`, see `istar.files.cache_folder`.
 
     If `spec` has the validation set `HELD_OUT`, it is split off the training data by `hold_out`. A warning is logged if
     the training data contain validation examples, or if a test set that the benchmark ships apart is missing.
@@ -45,13 +54,16 @@ def load_examples(spec: TaskSpec, config: TaskConfig) -> Examples:
     names = [split.name for split in spec.validation if split != HELD_OUT]
     test: Sequence[Split] = spec.test if config.submission else ()
     requested = [spec.train, *names, *(split.name for split in test)]
-    source = find_source(spec, config.data_dir, requested)
+    source = find_source(spec, config.data_dir, requested, cache_dir)
     missing = [split for split in test if split.is_apart and not source.has(split.name)]
     for split in missing:
         message = "the submission lacks %s: task.data_dir=%s holds no %s, which the benchmark ships apart"
         log.warning(message, split.submission, config.data_dir, " or ".join(f"{stem}.tsv" for stem in split.stems))
     test = [split for split in test if split not in missing]
-    splits = read_splits(source, spec, [spec.train, *names, *(split.name for split in test)])
+    if spec.is_language_modelling and not source.has(spec.validation[0].name):
+        splits = _split_text(spec, read_splits(source, spec, [spec.train])[spec.train], config)
+    else:
+        splits = read_splits(source, spec, [spec.train, *names, *(split.name for split in test)])
     train = _first(splits[spec.train], config.limit_train)
     validation = [_first(splits[name], config.limit_validation) for name in names]
     if config.validation_fraction is not None:
@@ -59,10 +71,24 @@ def load_examples(spec: TaskSpec, config: TaskConfig) -> Examples:
         validation.append(held_out)
     examples = Examples(train, validation, [splits[split.name] for split in test], test, source.commit)
     for name, split in zip([split.name for split in spec.validation], validation, strict=True):
-        if shared := overlap(spec, examples.train, split):
+        shared = overlap(spec, examples.train, split)
+        # In a corpus, a heading or a short paragraph may well occur again.
+        if shared > (_SHARED_DOCUMENTS * len(split) if spec.is_language_modelling else 0):
             message = "%d of the %d examples of %s are also in the training data, word for word: the score is inflated"
             log.warning(message, shared, len(split), name)
     return examples
+
+
+def _split_text(spec: TaskSpec, documents: Dataset, config: TaskConfig) -> dict[str, Dataset]:
+    train, validation = hold_out(spec, documents, _VALIDATION_SHARE)
+    log.warning(
+        "task.data_dir=%s has no validation data such as validation.txt; %d of its %d documents, chosen at random, are "
+        "held out for validation",
+        config.data_dir,
+        len(validation),
+        len(documents),
+    )
+    return {spec.train: train, spec.validation[0].name: validation}
 
 
 def task_spec(config: TaskConfig) -> TaskSpec:
@@ -113,6 +139,9 @@ def _effective_values(config: Config) -> dict[str, Any]:
     if spec.kind != "span":
         for key in ("doc_stride", "n_best", "max_answer_length"):
             task[key] = getattr(TaskConfig, key)
+    for key, kinds in (("packing", ("causal_lm", "masked_lm")), ("whole_word", ("masked_lm",))):
+        if spec.kind not in kinds:
+            del task[key]
     if config.trainer.stop_at_inter_sim is None:
         trainer["inter_sim_patience"] = TrainerConfig.inter_sim_patience
     # Only the number of devices changes the result, because it multiplies the batch size.
@@ -150,7 +179,8 @@ class RunFolders:
         data, model = _data_key(config.task), repr(config.model)
         if data not in self._sizes:
             # Test sets do not identify a run.
-            examples = load_examples(task_spec(config.task), replace(config.task, submission=False))
+            task = replace(config.task, submission=False)
+            examples = load_examples(task_spec(config.task), task, config.data.cache_dir)
             self._fingerprints[data] = fingerprint(examples.train, *examples.validation)
             self._sizes[data] = len(examples.train)
         if model not in self._model_identities:

@@ -191,9 +191,23 @@ def _generate_errand(rng: random.Random, index: int) -> Row:
     }
 
 
+def _generate_document(rng: random.Random, index: int) -> Row:
+    """Four sentences about people who appear again, in any order."""
+    who, other_who = rng.sample(GRAMMAR["who"], 2)
+    names = {"who": who, "other_who": other_who, "other_place": "{place}"}
+    kinds = rng.sample(("judgement", "judgement", "scene", "errand", "stay", "weather"), 4)
+    verdicts = rng.choices(("{positive}", "{negative}"), k=len(kinds))
+    sentences = [
+        _expand(rng, f"{{{kind}}}", verdict=verdict, **names) for kind, verdict in zip(kinds, verdicts, strict=True)
+    ]
+    return {"text": " ".join(sentences)}
+
+
 _GENERATORS: dict[str, Callable[[random.Random, int], Row]] = {
     "demo": _generate_pair,
     "demo_sentence": _generate_sentence,
     "demo_regression": _generate_scenes,
     "demo_span": _generate_errand,
+    "clm": _generate_document,
+    "mlm": _generate_document,
 }

@@ -1,7 +1,8 @@
 """The documents of a text corpus, read one at a time: text files, JSON lines, Parquet and saved data sets."""
 
+import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pyarrow as pa
@@ -9,6 +10,8 @@ import pyarrow.parquet as pq
 from datasets import Dataset, load_from_disk
 
 from istar.errors import UserError, shorten
+from istar.files import atomic_write
+from istar.tasks.tokenizing import chunks
 
 TEXT = "text"
 """Name of the column, or of the key in JSON lines, that holds the documents."""
@@ -40,6 +43,42 @@ def read_documents(path: Path) -> Iterator[str]:
             yield from read_documents(file)
     else:
         yield from _not_blank(_READERS.get(path.suffix, _lines)(path))
+
+
+def document_dataset(documents: Iterable[str], folder: Path, content: str) -> Dataset:
+    """Return documents as a memory-mapped data set with the column `text`, written to the folder only once.
+
+    Args:
+        documents: the documents; not read if an earlier call has written them.
+        folder: folder of the file, created if absent.
+        content: digest of what the documents are read from, which names the file.
+
+    Raises:
+        UserError: if the file cannot be written.
+    """
+    path = folder / f"{content}.arrow"
+    if not path.exists():
+        schema = pa.schema({TEXT: pa.large_string()})
+        try:
+            with atomic_write(path) as file, pa.ipc.new_stream(file, schema) as stream:
+                for rows in chunks(documents, _BATCH_ROWS):
+                    stream.write_batch(pa.record_batch([pa.array(rows, pa.large_string())], schema))
+        except OSError as error:
+            raise UserError(
+                f"the documents cannot be cached: {shorten(error)}; name another folder with data.cache_dir"
+            ) from error
+    return Dataset.from_file(str(path))
+
+
+def content_digest(path: Path) -> str:
+    """Return a digest of the content of a file, or of all files below a folder with their names."""
+    digest = hashlib.sha256()
+    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+        if file.is_file():
+            digest.update(f"{file.relative_to(path)}\0".encode() if file != path else file.suffix.encode())
+            with file.open("rb") as stream:
+                digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()
 
 
 def _not_blank(documents: Iterator[str]) -> Iterator[str]:

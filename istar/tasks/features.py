@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import datasets
 import numpy as np
@@ -19,6 +19,7 @@ import tokenizers
 import torch
 import transformers
 from datasets.table import InMemoryTable
+from numpy.typing import NDArray
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from istar.errors import UserError
@@ -115,6 +116,22 @@ def max_length_for(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig,
     return length
 
 
+class Rows(Protocol):
+    """The tokenized rows of a split, for a `DataLoader`."""
+
+    @property
+    def lengths(self) -> NDArray[Any]:
+        """Number of tokens of each row, (rows,) integers."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        """Return the features of a row by name, as in validation."""
+
+    def in_epoch(self, row: int, epoch: int) -> dict[str, Any]:
+        """Return the features of a row as in training, where they may be new in each epoch."""
+
+
 class FeatureRows(torch.utils.data.Dataset[dict[str, Any]]):
     """The rows of a feature set, the result of `featurize`, for a `DataLoader` with a `Collator`.
 
@@ -131,6 +148,11 @@ class FeatureRows(torch.utils.data.Dataset[dict[str, Any]]):
         lists = {name: table[name].chunk(0) for name in names if name in squad.INPUTS}
         self._tokens = {name: (column.values.to_numpy(), column.offsets.to_numpy()) for name, column in lists.items()}
 
+    @property
+    def lengths(self) -> NDArray[Any]:
+        """Number of tokens of each row, (rows,)."""
+        return np.diff(self._tokens["input_ids"][1])
+
     def __len__(self) -> int:
         return len(self._numbers["feature_id"])
 
@@ -139,6 +161,10 @@ class FeatureRows(torch.utils.data.Dataset[dict[str, Any]]):
         for name, (tokens, starts) in self._tokens.items():
             features[name] = tokens[starts[row] : starts[row + 1]]
         return features
+
+    def in_epoch(self, row: int, epoch: int) -> dict[str, Any]:
+        """Return the row, which is the same in all epochs."""
+        return self[row]
 
 
 class Collator:
@@ -276,20 +302,25 @@ def _check_labels(spec: TaskSpec, labels: Sequence[Any], first_row: int) -> None
 
 def _cache_key(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, parameters: Mapping[str, Any]) -> str:
     """Return a SHA-256 digest of the content of the rows, the tokenizer, the parameters and library versions."""
+    description = {
+        "format": _CACHE_VERSION,
+        "versions": [library.__version__ for library in (transformers, tokenizers, datasets)],
+        "parameters": dict(parameters),
+        "tokenizer": tokenizer_description(tokenizer),
+    }
+    digest = hashlib.sha256(json.dumps(description, sort_keys=True).encode())
+    digest.update(fingerprint(rows).encode())
+    return digest.hexdigest()
+
+
+def tokenizer_description(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
+    """Return all that determines how a fast tokenizer splits texts, as plain data."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     # These reflect the latest call of the tokenizer; the next call overwrites them.
     for state in ("truncation", "padding"):
         backend.pop(state, None)
     settings = ("model_input_names", "truncation_side", "split_special_tokens")
-    description = {
-        "format": _CACHE_VERSION,
-        "versions": [library.__version__ for library in (transformers, tokenizers, datasets)],
-        "parameters": dict(parameters),
-        "tokenizer": [type(tokenizer).__name__, backend, {name: getattr(tokenizer, name) for name in settings}],
-    }
-    digest = hashlib.sha256(json.dumps(description, sort_keys=True).encode())
-    digest.update(fingerprint(rows).encode())
-    return digest.hexdigest()
+    return [type(tokenizer).__name__, backend, {name: getattr(tokenizer, name) for name in settings}]
 
 
 def _load_or_build(folder: Path, build: Callable[[], datasets.Dataset]) -> datasets.Dataset:

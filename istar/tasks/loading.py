@@ -19,6 +19,7 @@ from datasets import Dataset, Features, List, Value
 from datasets.table import InMemoryTable
 
 from istar.errors import UserError, shorten
+from istar.files import cache_folder
 from istar.tasks import sources
 from istar.tasks.readers import RawSplit
 from istar.tasks.sources import Source
@@ -39,12 +40,18 @@ def load_splits(spec: TaskSpec, data_dir: str | Path | None, splits: Sequence[st
     return read_splits(find_source(spec, data_dir, splits), spec, splits)
 
 
-def find_source(spec: TaskSpec, data_dir: str | Path | None, splits: Sequence[str]) -> Source:
+def find_source(
+    spec: TaskSpec, data_dir: str | Path | None, splits: Sequence[str], cache_dir: str | None = None
+) -> Source:
     """Return the source of a task's splits, as `load_splits` chooses it; a data set of the hub is downloaded.
+
+    The documents of a text corpus are cached in a folder below `cache_dir`; None is the default of `cache_folder`.
 
     Raises:
         UserError: if no suitable files are found, or the hub cannot be reached.
     """
+    if data_dir is not None and spec.is_language_modelling:
+        return sources.from_text(Path(data_dir).expanduser(), cache_folder(cache_dir))
     if data_dir is not None:
         return sources.from_folder(spec, Path(data_dir).expanduser(), splits)
     return sources.from_generator(spec) if spec.hub is None else sources.from_hub(spec)
@@ -109,8 +116,10 @@ _UNLABELLED = {"-1", "-1.0", "", "None"}
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-def _validated(raw: RawSplit, spec: TaskSpec, split: str) -> Dataset:
-    """Check the texts, convert the labels and return the data set."""
+def _validated(raw: RawSplit | Dataset, spec: TaskSpec, split: str) -> Dataset:
+    """Check the texts, convert the labels and return the data set; documents of a corpus were checked when read."""
+    if isinstance(raw, Dataset):
+        return raw
     columns = dict(raw.columns)
     labels = columns.pop(spec.label_column, None)
     if not any(columns.values()):

@@ -1,4 +1,4 @@
-"""Sources of a task's splits: a folder, the hub, or the generator of the demo tasks."""
+"""Sources of a task's splits: a folder, a text corpus, the hub, or the generator of the demo tasks."""
 
 import contextlib
 import itertools
@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
+from datasets import Dataset
 
 from istar.errors import UserError, shorten
 from istar.tasks import demo, formats, readers
 from istar.tasks.hub import COMMIT, LOCAL_COPY, find_commit, hub_problem, refusal
 from istar.tasks.readers import RawSplit
 from istar.tasks.specs import Files, TaskSpec
+from istar.tasks.texts import read_texts, text_splits, without_blank_rows
 
 Reader = Callable[[Path, TaskSpec, str], RawSplit]
 Layout = Mapping[str, Reader]
@@ -24,6 +26,7 @@ _BENCHMARK_FILES: Mapping[Files, Layout] = {
     "tsv": {"{}.tsv": readers.read_tsv},
     "trees": {"{}.txt": formats.read_trees},
     "squad": {"{}-v1.1.json": formats.read_squad},
+    "text": {},
 }
 _TABLES: Layout = {
     "{}.csv": readers.read_csv,
@@ -37,7 +40,8 @@ _TABLES: Layout = {
 class Source:
     """Where the splits of a task come from."""
 
-    read: Callable[[str], RawSplit]  # reads a split, given its name
+    # Reads a split, given its name. Documents come as a data set, which may be larger than the memory.
+    read: Callable[[str], RawSplit | Dataset]
     has: Callable[[str], bool]  # whether there is such a split
     commit: str | None = None  # commit of the data set on the hub; None for other sources, or if it is not known
 
@@ -83,6 +87,12 @@ def from_folder(spec: TaskSpec, data_dir: Path, splits: Sequence[str]) -> Source
     return Source(read, lambda split: _find_file(spec, folder, layout, split) is not None)
 
 
+def from_text(path: Path, cache_dir: Path) -> Source:
+    """Return the splits of a text corpus in a file or folder, see `istar.tasks.texts.text_splits`."""
+    splits = text_splits(path)
+    return Source(lambda split: read_texts(splits[split], cache_dir), lambda split: split in splits)
+
+
 def from_hub(spec: TaskSpec) -> Source:
     """Load the task from the Hugging Face hub, or from the local cache if the hub cannot be reached.
 
@@ -111,11 +121,14 @@ def from_hub(spec: TaskSpec) -> Source:
     dataset = load(configuration)
     apart = {split.name: split.hub for split in spec.test if split.hub is not None}
 
-    def read(split: str) -> RawSplit:
+    def read(split: str) -> RawSplit | Dataset:
         splits, name_on_hub = (load(apart[split][0]), apart[split][1]) if split in apart else (dataset, split)
         if name_on_hub not in splits:
             raise UserError(f"{source} has no split {name_on_hub!r}; found: {', '.join(splits)}")
-        return readers.from_dataset(splits[name_on_hub], spec, split, f"{source}, split {split}")
+        place = f"{source}, split {split}"
+        if spec.is_language_modelling:
+            return without_blank_rows(splits[name_on_hub], place)
+        return readers.from_dataset(splits[name_on_hub], spec, split, place)
 
     return Source(read, lambda split: split in apart or split in dataset, commit or _cached_commit(dataset))
 
@@ -133,8 +146,11 @@ def _cached_commit(dataset: datasets.DatasetDict) -> str | None:
 def from_generator(spec: TaskSpec) -> Source:
     """Generate the examples of a demo task."""
 
-    def read(split: str) -> RawSplit:
-        return readers.from_dataset(demo.generate(spec.name, split), spec, split, f"generated {split} of {spec.name}")
+    def read(split: str) -> RawSplit | Dataset:
+        generated = demo.generate(spec.name, split)
+        if spec.is_language_modelling:
+            return generated
+        return readers.from_dataset(generated, spec, split, f"generated {split} of {spec.name}")
 
     return Source(read, lambda split: True)
 

@@ -7,12 +7,11 @@ from typing import Any
 
 import lightning as L
 import torch
-from datasets import Dataset
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
 from istar.config import DataConfig
-from istar.tasks.features import FeatureRows
+from istar.tasks.features import Rows
 
 Collate = Callable[[list[dict[str, Any]]], dict[str, Tensor]]
 
@@ -28,7 +27,7 @@ class LengthGroupedSampler(Sampler[int]):
     processes together see the batches that one process sees with a batch size W times as large.
 
     Attributes:
-        lengths: number of tokens of each example.
+        lengths: number of tokens of each example, (examples,).
         batch_size: examples per process and batch.
         seed: seed of the order.
         group_by_length: group examples by length; False only shuffles them.
@@ -39,7 +38,7 @@ class LengthGroupedSampler(Sampler[int]):
         start: number of examples to skip in this first epoch, because a resumed run has already used them.
     """
 
-    lengths: Sequence[int]
+    lengths: Any
     batch_size: int
     seed: int
     group_by_length: bool = True
@@ -82,28 +81,42 @@ class LengthGroupedSampler(Sampler[int]):
         return torch.cat([batches.reshape(-1), grouped[num_full * global_batch :]])
 
 
-def longest_first(features: Dataset) -> list[int]:
-    """Return the example indices sorted by length, longest first.
+def longest_first(rows: Rows) -> list[int]:
+    """Return the row numbers sorted by length, longest first.
 
     Sorted batches need little padding, and if the largest batch does not fit into memory, the first step fails.
     """
-    return torch.as_tensor(features["length"][:]).argsort(descending=True, stable=True).tolist()
+    return torch.as_tensor(rows.lengths).argsort(descending=True, stable=True).tolist()
 
 
 def evaluation_loader(
-    features: Dataset, collate: Collate, batch_size: int, examples: Sequence[int], num_workers: int = 0
+    rows: Rows, collate: Collate, batch_size: int, order: Sequence[int], num_workers: int = 0
 ) -> DataLoader[Any]:
-    """Return a loader over the given examples in their order. It does not change the global random state."""
+    """Return a loader over the given rows in their order. It does not change the global random state."""
     return DataLoader(
-        FeatureRows(features),
+        rows,  # type: ignore[arg-type]
         batch_size=batch_size,
-        sampler=examples,
+        sampler=order,
         collate_fn=collate,
         num_workers=num_workers,
         pin_memory=torch.cuda.is_available(),
         # Without a generator, DataLoader draws a seed from the global one, which would change the dropout masks.
         generator=torch.Generator().manual_seed(0),
     )
+
+
+@dataclass(frozen=True)
+class TrainingRows:
+    """The rows of the training data in the current epoch of their sampler."""
+
+    rows: Rows
+    sampler: LengthGroupedSampler
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return self.rows.in_epoch(row, self.sampler.epoch)
 
 
 @dataclass(eq=False)
@@ -114,9 +127,9 @@ class FineTuningData(L.LightningDataModule):
     determines the order of the training examples.
     """
 
-    train: Dataset
-    validation: Sequence[Dataset]
-    test: Sequence[Dataset]
+    train: Rows
+    validation: Sequence[Rows]
+    test: Sequence[Rows]
     collate: Collate
     config: DataConfig
     seed: int
@@ -142,7 +155,7 @@ class FineTuningData(L.LightningDataModule):
         """Return the training loader, which shuffles the examples in every epoch."""
         rank, world_size = self._rank_and_world_size()
         sampler = LengthGroupedSampler(
-            self.train["length"][:],
+            self.train.lengths,
             self.config.batch_size,
             self.seed,
             self.config.group_by_length,
@@ -152,27 +165,27 @@ class FineTuningData(L.LightningDataModule):
             start=self._resumed_at["batches"] * self.config.batch_size,
         )
         return DataLoader(
-            FeatureRows(self.train),
+            TrainingRows(self.train, sampler),  # type: ignore[arg-type]
             batch_size=self.config.batch_size,
             sampler=sampler,
             collate_fn=self.collate,
+            # Workers are started anew in each epoch, and take over the epoch of the sampler.
             num_workers=self.config.num_workers,
-            persistent_workers=self.config.num_workers > 0,
             pin_memory=torch.cuda.is_available(),
             generator=torch.Generator().manual_seed(self.seed),
         )
 
     def val_dataloader(self) -> list[DataLoader[Any]]:
-        return [self._evaluation_loader(features) for features in self.validation]
+        return [self._evaluation_loader(rows) for rows in self.validation]
 
     def predict_dataloader(self) -> list[DataLoader[Any]]:
-        return [self._evaluation_loader(features) for features in self.test]
+        return [self._evaluation_loader(rows) for rows in self.test]
 
-    def _evaluation_loader(self, features: Dataset) -> DataLoader[Any]:
-        """Return the loader of this process's share of an evaluation set; no example is repeated or dropped."""
+    def _evaluation_loader(self, rows: Rows) -> DataLoader[Any]:
+        """Return the loader of this process's share of an evaluation set; no row is repeated or dropped."""
         rank, world_size = self._rank_and_world_size()
-        examples = longest_first(features)[rank::world_size]
-        return evaluation_loader(features, self.collate, self.config.eval_batch_size, examples, self.config.num_workers)
+        order = longest_first(rows)[rank::world_size]
+        return evaluation_loader(rows, self.collate, self.config.eval_batch_size, order, self.config.num_workers)
 
     def _rank_and_world_size(self) -> tuple[int, int]:
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)

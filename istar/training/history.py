@@ -43,7 +43,7 @@ class History(L.Callback):
         assert isinstance(pl_module, FineTuner)
         # The trainer's copies of the logged metrics are float32; the module's are exact.
         metrics = dict(pl_module.metrics)
-        if "val/loss" in trainer.callback_metrics:
+        if "loss" not in metrics and "val/loss" in trainer.callback_metrics:
             metrics["loss"] = trainer.callback_metrics["val/loss"].item()
         entry = {"metrics": metrics, "isotropy": dict(self.isotropy.scores)}
         if trainer.state.fn == "validate":

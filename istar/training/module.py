@@ -17,7 +17,7 @@ from istar.config import OptimConfig
 from istar.errors import UserError
 from istar.measures.processes import sum_over_processes, world_size
 from istar.regularizers import Watch
-from istar.tasks.evaluation import Evaluation, Evaluator
+from istar.tasks.evaluation import Evaluation
 from istar.training.nonfinite import StepGuard
 
 Batch = dict[str, Tensor]
@@ -48,7 +48,7 @@ class FineTuner(L.LightningModule):
         model: PreTrainedModel,
         watch: Watch | None,
         optim: OptimConfig,
-        evaluators: Mapping[str, Evaluator],
+        evaluators: Mapping[str, Any],
         skip_nonfinite: bool = False,
         max_steps: int | None = None,
     ) -> None:
@@ -65,8 +65,13 @@ class FineTuner(L.LightningModule):
         self.metrics: dict[str, float] = {}
         self._outputs: list[Outputs] = []
 
+    def task_loss(self, batch: Batch) -> Tensor:
+        """Return the loss of a batch of the task, a scalar."""
+        loss: Tensor = self.model(**model_inputs(batch)).loss
+        return loss
+
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        loss = self.model(**_model_inputs(batch)).loss
+        loss = self.task_loss(batch)
         logged = {"train/task_loss": loss.detach()}
         self.guard.record("task loss", loss)
         if self.watch is not None and self.watch.penalty.weight != 0:
@@ -137,13 +142,13 @@ class FineTuner(L.LightningModule):
 
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
         # Callbacks measure the hidden states of the first validation set only.
-        outputs = self.model(**_model_inputs(batch), output_hidden_states=dataloader_idx == 0)
+        outputs = self.model(**model_inputs(batch), output_hidden_states=dataloader_idx == 0)
         self._outputs[dataloader_idx] |= _logits_by_feature(batch, outputs)
         if outputs.loss is not None and dataloader_idx == 0:
             # The mean is logged as a weighted sum: Lightning's own mean over processes rounds the number of examples.
             weight = len(batch["feature_id"]) / len(self.evaluators[""].features)
             self.log("val/loss", weight * outputs.loss, reduce_fx="sum", add_dataloader_idx=False, sync_dist=True)
-        return {"hidden_states": outputs.hidden_states, "attention_mask": batch["attention_mask"]}
+        return {"hidden_states": outputs.hidden_states, "attention_mask": token_mask(batch)}
 
     def on_validation_epoch_end(self) -> None:
         for (suffix, evaluator), outputs in zip(self.evaluators.items(), self._outputs, strict=True):
@@ -158,7 +163,7 @@ class FineTuner(L.LightningModule):
         self._outputs = []
 
     def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Outputs:
-        return _logits_by_feature(batch, self.model(**_model_inputs(batch)))
+        return _logits_by_feature(batch, self.model(**model_inputs(batch)))
 
     def hidden_states(self, batch: Batch) -> tuple[Tensor, ...]:
         """Return the embedding output and the output of every layer, each of shape `(batch, tokens, d)`."""
@@ -183,7 +188,19 @@ class FineTuner(L.LightningModule):
 def inputs_of(batch: Batch) -> Batch:
     """Return the model inputs of a batch without its labels."""
     targets = ("labels", "start_positions", "end_positions")
-    return {key: value for key, value in _model_inputs(batch).items() if key not in targets}
+    return {key: value for key, value in model_inputs(batch).items() if key not in targets}
+
+
+def token_mask(batch: Batch) -> Tensor:
+    """Return which tokens of a batch are not padding, `(batch, tokens)`.
+
+    A mask `(batch, 1, tokens, tokens)`, with which packed documents do not attend to each other, has 1 on its diagonal
+    for these tokens. Without a mask, all tokens count.
+    """
+    mask = batch.get("attention_mask")
+    if mask is None:
+        return torch.ones_like(batch["input_ids"])
+    return mask.diagonal(dim1=-2, dim2=-1)[:, 0] if mask.dim() == 4 else mask
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -216,7 +233,8 @@ def merge_outputs(batches: Sequence[Outputs]) -> Outputs:
     return {feature: logits for batch in batches for feature, logits in batch.items()}
 
 
-def _model_inputs(batch: Batch) -> Batch:
+def model_inputs(batch: Batch) -> Batch:
+    """Return the arguments of the model's `forward` in a batch, with its labels."""
     return {key: value for key, value in batch.items() if key != "feature_id"}
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import lightning as L
 import torch
-from datasets import Dataset
 from rich.progress import track
 
 from istar.regularizers import Watch
+from istar.tasks.features import Rows
 from istar.training.data import Collate, evaluation_loader
 from istar.training.module import Batch, all_gather_object, inputs_of, log_now
 from istar.training.signals import StopSignal
@@ -29,7 +29,7 @@ class ShrinkageCovariance(L.Callback):
 
     Attributes:
         watch: attached `IStar` penalty, which uses the matrix.
-        features: tokenized training data.
+        rows: tokenized training data.
         num_points: number of points to sample, counted over the union of the layers. If the data has fewer, all are
             used, with a warning.
         batch_size: examples per forward pass.
@@ -39,7 +39,7 @@ class ShrinkageCovariance(L.Callback):
     """
 
     watch: Watch
-    features: Dataset
+    rows: Rows
     collate: Collate
     num_points: int
     batch_size: int
@@ -62,7 +62,7 @@ class ShrinkageCovariance(L.Callback):
         The forward passes run in the trainer's precision, and each process handles its share of the examples.
         """
         share = examples[trainer.global_rank :: trainer.world_size]
-        loader = evaluation_loader(self.features, self.collate, self.batch_size, share)
+        loader = evaluation_loader(self.rows, self.collate, self.batch_size, share)
         has_bar = self.progress_bar and trainer.is_global_zero
 
         def inputs() -> Iterator[Batch]:
@@ -79,7 +79,7 @@ class ShrinkageCovariance(L.Callback):
         The sample depends only on the seed and the epoch, and has no more examples than necessary. It is sorted by
         length, longest first, so that batches contain little padding.
         """
-        lengths = torch.as_tensor(self.features["length"][:])
+        lengths = torch.as_tensor(self.rows.lengths)
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
         order = torch.randperm(len(lengths), generator=generator)
         tokens = lengths[order].cumsum(0)

@@ -4,23 +4,21 @@ from typing import Any
 
 import lightning as L
 import torch
-from datasets import Dataset
 from torch import Tensor
 
 from istar.errors import NonFiniteError, UserError
 from istar.measures import Moments, two_nn
 from istar.regularizers.shrinkage import eval_mode
+from istar.tasks.features import Rows
 from istar.training.data import Collate, evaluation_loader, longest_first
-from istar.training.module import FineTuner
+from istar.training.module import FineTuner, token_mask
 
 MAX_EXAMPLES = 1_000
-"""Maximum number of validation features that are used."""
+"""Maximum number of validation rows that are used."""
 
 
-def geometry(
-    trainer: L.Trainer, module: FineTuner, features: Dataset, collate: Collate, batch_size: int
-) -> dict[str, Any]:
-    """Measure the hidden states of the first `MAX_EXAMPLES` features of a validation set.
+def geometry(trainer: L.Trainer, module: FineTuner, rows: Rows, collate: Collate, batch_size: int) -> dict[str, Any]:
+    """Measure the hidden states of the first `MAX_EXAMPLES` rows of a validation set.
 
     The forward pass runs on this process alone, in eval mode and on the trainer's device in its precision; statistics
     are float32 or wider. The model and the global random state do not change.
@@ -34,27 +32,26 @@ def geometry(
     Raises:
         NonFiniteError: if hidden states are not finite.
     """
-    features = features.select(range(min(MAX_EXAMPLES, len(features))))
     moments = Moments(module.model.config.hidden_size, trainer.strategy.root_device)
     first_tokens: list[tuple[Tensor, ...]] = []
-    order = longest_first(features)
+    order = [row for row in longest_first(rows) if row < MAX_EXAMPLES]
     device = module.device
     module.to(trainer.strategy.root_device)  # Lightning moves the module to the CPU after training.
     with eval_mode(module), torch.inference_mode(), trainer.precision_plugin.val_step_context():
-        for batch in evaluation_loader(features, collate, batch_size, order):
+        for batch in evaluation_loader(rows, collate, batch_size, order):
             batch = module.transfer_batch_to_device(batch, module.device, 0)
-            mask = batch["attention_mask"]
+            mask = token_mask(batch)
             states = module.hidden_states(batch)
             moments.update(states[-1], mask)
             # With padding on the left, the first token is not at position 0.
-            rows, positions = torch.arange(len(mask), device=mask.device), mask.argmax(1)
-            first_tokens.append(tuple(state[rows, positions].cpu() for state in states))
+            examples, positions = torch.arange(len(mask), device=mask.device), mask.long().argmax(1)
+            first_tokens.append(tuple(state[examples, positions].cpu() for state in states))
     module.to(device)
     # TwoNN needs distinct points: the states of equal texts in different batches differ by rounding only.
-    texts = features["input_ids"][:]
-    distinct = list({tuple(texts[number]): position for position, number in enumerate(order)}.values())
+    texts = {rows[number]["input_ids"].tobytes(): position for position, number in enumerate(order)}
+    distinct = list(texts.values())
     return {
-        "examples": len(features),
+        "examples": len(order),
         "tokens": int(moments.count),
         "mean_activation": moments.mean.tolist(),
         "two_nn": [_dimension(torch.cat(layer)[distinct]) for layer in zip(*first_tokens, strict=True)],

@@ -9,9 +9,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from istar.errors import UserError
-from istar.geometry.corpus import Packer, Source, batch, chunks, sources
+from istar.geometry.corpus import Packer, Source, batch, sources
 from istar.models import tiny
 from istar.tasks import demo
+from istar.tasks.tokenizing import chunks
 
 TEXTS = ["the cat sees a dog .", "a", " ".join(["dog cat"] * 40), "does the dog see ?"]
 

@@ -433,6 +433,7 @@ def test_gradient_checkpointing_of_a_model_that_has_none(small: Build, tmp_path:
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not be instantiated")
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")
 @pytest.mark.parametrize("options", [(), ("task=demo_span", "trainer.precision=bf16-mixed")], ids=" ".join)
 def test_compiled_losses_are_the_same(small: Build, tmp_path: Path, options: tuple[str, ...]) -> None:
     """Dropout included: the compiler's own random numbers would differ."""

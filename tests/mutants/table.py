@@ -279,8 +279,8 @@ MUTATIONS = [
     Mutation(
         "Every process evaluates all examples, so that duplicates are counted.",
         "istar/training/data.py",
-        "examples = longest_first(features)[rank::world_size]",
-        "examples = longest_first(features)",
+        "order = longest_first(rows)[rank::world_size]",
+        "order = longest_first(rows)",
         "tests/training/test_data.py::test_evaluation_shards_repeat_and_lose_nothing",
     ),
     Mutation(

@@ -13,7 +13,7 @@ from istar.models import tiny
 from istar.regularizers import attach
 from istar.tasks import demo
 from istar.tasks.evaluation import Evaluator
-from istar.tasks.features import Collator, featurize
+from istar.tasks.features import Collator, FeatureRows, featurize
 from istar.tasks.loading import load_splits
 from istar.tasks.specs import TASKS
 from istar.training import FineTuner, FineTuningData
@@ -37,7 +37,7 @@ class Setting:
 
     def data(self, batch_size=8, seed=3, **settings) -> FineTuningData:
         config = DataConfig(batch_size=batch_size, eval_batch_size=16, **settings)
-        return FineTuningData(self.train, [self.validation], [], self.collate, config, seed)
+        return FineTuningData(FeatureRows(self.train), [FeatureRows(self.validation)], [], self.collate, config, seed)
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ from istar.errors import UserError
 from istar.measures import isoscore
 from istar.regularizers import IStar
 from istar.tasks.evaluation import Evaluation
+from istar.tasks.features import FeatureRows
 from istar.training import History, LayerIsotropy, ShrinkageCovariance
 from istar.training.trainer import build_trainer
 from tests.oracles import algorithm_1
@@ -19,7 +20,7 @@ from tests.oracles import algorithm_1
 
 def refresh_for(setting, module, num_points=2_000, batch_size=16, seed=3):
     return ShrinkageCovariance(
-        module.watch, setting.train, setting.collate, num_points, batch_size, seed, progress_bar=False
+        module.watch, FeatureRows(setting.train), setting.collate, num_points, batch_size, seed, progress_bar=False
     )
 
 

@@ -12,6 +12,7 @@ from torch.testing import assert_close
 from istar.config import TrainerConfig
 from istar.regularizers import CosReg, IStar
 from istar.runs.resolving import resolve
+from istar.tasks.features import FeatureRows
 from istar.training import LayerIsotropy, ShrinkageCovariance
 from istar.training import precision as precision_module
 from tests.oracles import algorithm_1
@@ -67,7 +68,9 @@ def test_istar_is_the_score_of_the_states_in_full(setting, harness, device, prec
     penalty = IStar(-1.0, 0.4)
     recorded = Recorded(penalty)
     module = setting.module(penalty)
-    refresh = ShrinkageCovariance(module.watch, setting.train, setting.collate, 2_000, 16, seed=3, progress_bar=False)
+    refresh = ShrinkageCovariance(
+        module.watch, FeatureRows(setting.train), setting.collate, 2_000, 16, seed=3, progress_bar=False
+    )
     trained(setting, harness, module, device, precision, refresh)
     shrinkage = penalty.shrinkage_covariance
     assert shrinkage.dtype == torch.float32
@@ -120,7 +123,9 @@ def test_states_of_large_mean_and_scale(setting, harness, regularizer, device, p
     callbacks = []
     if isinstance(penalty, IStar):
         callbacks = [
-            ShrinkageCovariance(module.watch, setting.train, setting.collate, 2_000, 16, seed=3, progress_bar=False)
+            ShrinkageCovariance(
+                module.watch, FeatureRows(setting.train), setting.collate, 2_000, 16, seed=3, progress_bar=False
+            )
         ]
     first, last = (module.model.base_model.encoder.layer[number].output.LayerNorm for number in (0, 1))
     with torch.no_grad():

@@ -18,7 +18,7 @@ from istar import models
 from istar.config import DataConfig, ModelConfig, OptimConfig
 from istar.regularizers import CosReg, IStar, attach
 from istar.tasks.evaluation import Evaluator
-from istar.tasks.features import Collator, featurize
+from istar.tasks.features import Collator, FeatureRows, featurize
 from istar.tasks.loading import load_splits
 from istar.tasks.specs import TASKS
 from istar.training import FineTuner, FineTuningData, LayerIsotropy, ShrinkageCovariance
@@ -127,7 +127,7 @@ def parts(name):
 
 def data_of(given, world_size):
     config = DataConfig(batch_size=BATCH // world_size, eval_batch_size=4, group_by_length=False)
-    return FineTuningData(given.train, [given.validation], [], given.collate, config, seed=3)
+    return FineTuningData(FeatureRows(given.train), [FeatureRows(given.validation)], [], given.collate, config, seed=3)
 
 
 def trainer_of(world_size, *callbacks, **settings):
@@ -145,7 +145,7 @@ def train(name, world_size):
     start = parameters_to_vector(module.parameters()).detach().clone()
     callbacks = []
     if penalty == "istar":
-        callbacks = [Shrinkage(watch, given.train, given.collate, 5_000, 8, seed=3, progress_bar=False)]
+        callbacks = [Shrinkage(watch, FeatureRows(given.train), given.collate, 5_000, 8, seed=3, progress_bar=False)]
     with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
         witness = Witness(all_reduce)
         trainer_of(
@@ -171,7 +171,7 @@ def restored(callback, given, sync):
     """Return the Sigma_S of a new run that resumes from this run's checkpoint."""
     model = copy.deepcopy(given.model)
     watch = attach(model, IStar(-1.0, 0.4, sync=sync))
-    new = Shrinkage(watch, given.train, given.collate, 5_000, 8, seed=3, progress_bar=False)
+    new = Shrinkage(watch, FeatureRows(given.train), given.collate, 5_000, 8, seed=3, progress_bar=False)
     new.load_state_dict(callback.state_dict())
     rank = dist.get_rank() if dist.is_initialized() else 0
     new.on_train_start(SimpleNamespace(global_rank=rank), SimpleNamespace(device=torch.device("cpu")))

@@ -6,6 +6,7 @@ import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from istar.regularizers import CosReg, IStar
+from istar.tasks.features import FeatureRows
 from istar.training import ShrinkageCovariance
 from istar.training.module import parameter_groups
 from tests.oracles import algorithm_1
@@ -60,7 +61,9 @@ def test_twenty_steps_of_the_paper_code_preset_equal_algorithm_1_by_hand(setting
     weight, zeta = -1.0, 0.4
     regularizer = IStar(weight, zeta, include_padding=True, sync=False)
     module, recorder = setting.module(regularizer), harness.Losses()
-    refresh = ShrinkageCovariance(module.watch, setting.train, setting.collate, 5_000, 16, seed=3, progress_bar=False)
+    refresh = ShrinkageCovariance(
+        module.watch, FeatureRows(setting.train), setting.collate, 5_000, 16, seed=3, progress_bar=False
+    )
     sample = refresh.sample(num_layers=2, epoch=0)
     L.seed_everything(5, verbose=False)
     harness.trainer(recorder, refresh, limit_train_batches=STEPS, gradient_clip_val=1.0).fit(
@@ -133,7 +136,9 @@ def test_dropout_is_on_in_training_steps(setting, harness):
             seen.append(all(module.training for module in pl_module.modules()))
 
     module = setting.module(IStar(-1.0, 0.4))
-    refresh = ShrinkageCovariance(module.watch, setting.train, setting.collate, 1_000, 16, seed=0, progress_bar=False)
+    refresh = ShrinkageCovariance(
+        module.watch, FeatureRows(setting.train), setting.collate, 1_000, 16, seed=0, progress_bar=False
+    )
     harness.trainer(Modes(), refresh, limit_train_batches=3).fit(module, datamodule=setting.data())
     assert seen == [True] * 3
 

@@ -14,6 +14,7 @@ import torch
 from istar import results
 from istar.errors import NonFiniteError
 from istar.runs.run import run
+from istar.tasks.features import FeatureRows
 from istar.training import validation_geometry as geometry_module
 from istar.training.validation_geometry import geometry
 from tests import oracles
@@ -31,7 +32,7 @@ def states_one_by_one(setting, module, rows):
 
 def measured(setting, harness, module, batch_size=16, features=None, **settings):
     features = setting.validation if features is None else features
-    return geometry(harness.trainer(**settings), module, features, setting.collate, batch_size)
+    return geometry(harness.trainer(**settings), module, FeatureRows(features), setting.collate, batch_size)
 
 
 def trained(setting, scale=4.0):
@@ -64,7 +65,7 @@ def test_it_is_what_a_loop_over_the_texts_finds(setting, harness, batch_size):
 
 def test_the_first_token_is_the_first_that_is_none_of_the_padding(setting, harness):
     module, collate = trained(setting), copy.copy(setting.collate)
-    right = geometry(harness.trainer(), module, setting.validation, collate, 8)
+    right = geometry(harness.trainer(), module, FeatureRows(setting.validation), collate, 8)
 
     def on_the_left(rows):
         batch = setting.collate(rows)
@@ -79,7 +80,7 @@ def test_the_first_token_is_the_first_that_is_none_of_the_padding(setting, harne
         positions = (moved["attention_mask"].cumsum(1) - 1).clamp(min=0)
         return {**batch, **moved, "position_ids": positions}
 
-    left = geometry(harness.trainer(), module, setting.validation, on_the_left, 8)
+    left = geometry(harness.trainer(), module, FeatureRows(setting.validation), on_the_left, 8)
     assert left["tokens"] == right["tokens"]
     assert left["two_nn"] == [None, *(pytest.approx(value, rel=1e-3) for value in right["two_nn"][1:])]
     assert left["mean_activation"] == pytest.approx(right["mean_activation"], rel=1e-3, abs=1e-5)

@@ -1,0 +1,76 @@
+"""The splits of a text corpus in a file or a folder: which files belong to the training and which to the validation."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from datasets import Dataset
+
+from istar.errors import UserError, shorten
+from istar.tasks.documents import TEXT, content_digest, document_dataset, documents_of, read_documents
+
+_SPLIT_NAMES = {"train": "train", "training": "train"} | dict.fromkeys(
+    ("validation", "valid", "val", "dev"), "validation"
+)
+"""Words in the name of a file or folder, and the split that they mean."""
+
+
+def text_splits(path: Path) -> dict[str, list[Path]]:
+    """Return the files or folders of each split, `train` and possibly `validation`, of a text corpus.
+
+    In a folder, names say which split a file or subfolder is: `books-train.txt`, `train-00000-of-00002.parquet`,
+    `dev.jsonl`, `validation/`. Others are ignored then. A file, a data set that `Dataset.save_to_disk` wrote, and a
+    folder without such names are training data as a whole.
+
+    Raises:
+        UserError: if the path does not exist or cannot be read, or if the folder has validation data only.
+    """
+    try:
+        if not path.exists():
+            raise UserError(
+                f"task.data_dir={path} does not exist; name a text file, a folder of texts, or a saved data set"
+            )
+        entries = sorted(path.iterdir()) if path.is_dir() and not (path / "state.json").is_file() else []
+    except OSError as error:
+        raise UserError(f"task.data_dir={path} cannot be read: {shorten(error)}") from error
+    splits: dict[str, list[Path]] = {}
+    for entry in entries:
+        words = re.findall(r"[a-z]+", (entry.name if entry.is_dir() else entry.stem).lower())
+        for split in {_SPLIT_NAMES[word] for word in words if word in _SPLIT_NAMES}:
+            if entry.is_dir() or entry.suffix in (".txt", ".jsonl", ".ndjson", ".parquet"):
+                splits.setdefault(split, []).append(entry)
+    if not splits:
+        return {"train": [path]}
+    if "train" not in splits:
+        names = ", ".join(entry.name for entry in splits["validation"])
+        raise UserError(f"task.data_dir={path} has validation data ({names}), but no training data such as train.txt")
+    return splits
+
+
+def read_texts(paths: list[Path], cache_dir: Path) -> Dataset:
+    """Return the documents of files or folders as a memory-mapped data set with the column `text`.
+
+    They are read once and then taken from the cache, until the content of a file changes.
+
+    Raises:
+        UserError: if a file cannot be read, there is no document in them, or the cache cannot be written.
+    """
+    content = "-".join(content_digest(path)[:32] for path in paths)
+
+    def documents() -> Iterator[str]:
+        for path in paths:
+            yield from read_documents(path)
+
+    dataset = document_dataset(documents(), cache_dir / "texts", content)
+    if not len(dataset):
+        names = ", ".join(map(str, paths))
+        raise UserError(f"{names}: the text is empty; expected a document or a paragraph in each line")
+    return dataset
+
+
+def without_blank_rows(dataset: Dataset, source: str) -> Dataset:
+    """Return the rows of a data set whose column `text` is more than white space; `source` names it in errors."""
+    is_text = np.array([bool(text.strip()) for text in documents_of(dataset, source)])
+    texts = dataset.select_columns([TEXT])
+    return texts if is_text.all() else texts.select(np.flatnonzero(is_text))

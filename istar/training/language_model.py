@@ -1,0 +1,111 @@
+"""The LightningModule for language modelling with a penalty on the hidden states."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from istar.config import OptimConfig
+from istar.measures.processes import sum_over_processes, world_size
+from istar.regularizers import Watch
+from istar.tasks.language_modelling import LanguageModelEvaluator
+from istar.tasks.masking import IGNORED
+from istar.training.module import Batch, FineTuner, model_inputs, token_mask
+
+
+class LanguageModelTuner(FineTuner):
+    """Train a model to predict tokens, masked ones or each next one, plus a weighted penalty on its hidden states.
+
+    The loss of a step is the mean over the predicted tokens of all processes together. In validation, losses are summed
+    by block in float64, and the metrics are those of all predicted tokens.
+
+    Args:
+        model: causal or masked language model.
+        is_causal: whether the logits at a token predict the next one.
+        head_at_labels: compute the head of a masked language model only for the tokens to predict, which saves most of
+            its time. Hooks do this, and a compiled model does not call them.
+        watch, optim, evaluators, skip_nonfinite, max_steps: see `FineTuner`.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        watch: Watch | None,
+        optim: OptimConfig,
+        evaluators: Mapping[str, LanguageModelEvaluator],
+        *,
+        is_causal: bool,
+        head_at_labels: bool = True,
+        skip_nonfinite: bool = False,
+        max_steps: int | None = None,
+    ) -> None:
+        super().__init__(model, watch, optim, evaluators, skip_nonfinite, max_steps)
+        self.is_causal = is_causal
+        self.head_at_labels = head_at_labels and not is_causal
+
+    def task_loss(self, batch: Batch) -> Tensor:
+        losses, _, _ = self._predict(batch)
+        count = torch.tensor(float(len(losses)), device=losses.device, dtype=torch.float64)
+        # DDP averages the gradients of the processes, so that the number of tokens is the mean over the processes.
+        mean_count = sum_over_processes(count) / world_size()
+        return losses.sum() / mean_count.clamp(min=1).to(losses.dtype)
+
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
+        # Callbacks measure the hidden states of the first validation set only.
+        is_measured = dataloader_idx == 0
+        losses, is_correct, outputs = self._predict(batch, output_hidden_states=is_measured)
+        rows = _shifted(batch["labels"], self.is_causal).ne(IGNORED).nonzero()[:, 0]
+        sums = torch.zeros(len(batch["input_ids"]), 3, dtype=torch.float64, device=losses.device)
+        values = torch.stack([losses.double(), torch.ones_like(losses).double(), is_correct.double()], dim=1)
+        sums.index_add_(0, rows, values)
+        self._outputs[dataloader_idx] |= dict(zip(batch["feature_id"].tolist(), sums.cpu().numpy(), strict=True))
+        return {"hidden_states": outputs.hidden_states, "attention_mask": token_mask(batch)}
+
+    def _predict(self, batch: Batch, **options: Any) -> tuple[Tensor, Tensor, Any]:
+        """Return the loss of each predicted token, whether its prediction is right, (tokens,) each, and all outputs."""
+        labels = _shifted(batch["labels"], self.is_causal)
+        is_predicted = labels != IGNORED
+        inputs = {name: value for name, value in model_inputs(batch).items() if name != "labels"}
+        if self.is_causal:
+            options["use_cache"] = False
+        at_labels = self.head_at_labels and bool(is_predicted.any())
+        with head_at(self.model, is_predicted) if at_labels else nullcontext():
+            outputs = self.model(**inputs, **options)
+        if at_labels:
+            logits = outputs.logits[0]
+        else:
+            logits = outputs.logits[:, : labels.shape[1]][is_predicted]
+        targets = labels[is_predicted]
+        losses = F.cross_entropy(logits.float(), targets, reduction="none")
+        return losses, logits.detach().argmax(-1) == targets, outputs
+
+
+@contextmanager
+def head_at(model: PreTrainedModel, is_chosen: Tensor) -> Iterator[None]:
+    """Within this block, give the head of a model the hidden states of the chosen tokens only.
+
+    The logits of a call are then those of the chosen tokens of all texts, in order, `(1, chosen, vocabulary)`.
+
+    Args:
+        model: model with a head that handles each token separately.
+        is_chosen: `(batch, tokens)`, bool.
+    """
+
+    def select(module: torch.nn.Module, args: Any, output: Any) -> Any:
+        output.last_hidden_state = output.last_hidden_state[is_chosen].unsqueeze(0)
+        return output
+
+    handle = model.base_model.register_forward_hook(select)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _shifted(labels: Tensor, is_causal: bool) -> Tensor:
+    """Return the label that the logits at each token predict; a causal model's last logits predict none."""
+    return labels[:, 1:] if is_causal else labels
