@@ -1,0 +1,171 @@
+"""Compares pre-training by istar with Hugging Face's `Trainer`: same model, blocks, precision, batches and steps.
+
+    python -m benchmarks.lm                                        a 4 x 256 decoder on generated text
+    python -m benchmarks.lm --task mlm --data-dir books --rounds 6
+    python -m benchmarks.lm --precision bf16 --steps 60
+
+The contenders are istar without a penalty, istar with I-STAR on all layers, and `Trainer` without a penalty, which gets
+the same blocks from the same collator. Each run has a new process, and the order of the contenders rotates from round
+to round. The rate counts real tokens between the end of the first and the end of the last optimizer step. Validation,
+checkpoints and the refresh of Sigma_S are outside of these steps: Sigma_S is computed once, before the first step.
+"Data" is the time to make a batch, as a share of a step.
+
+With the default of 40 steps of 32 blocks of 128 tokens, a round takes about 3 minutes on two cores in float32.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import (
+    comparison_table,
+    console,
+    in_rotation,
+    json_from_new_process,
+    note_emulated_bfloat16,
+    paired_ratio,
+    positive,
+)
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+CONTENDERS = {"none": "istar, no penalty", "istar": "istar, I-STAR on all layers", "trainer": "Trainer, no penalty"}
+AS_CONTENDER = "--as-contender"
+"""Before the settings of a contender, as JSON, on the command line of its process."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the contenders and print the table; or, in the process of a contender, print its figures."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == [AS_CONTENDER]:
+        print(json.dumps(figures(argparse.Namespace(**json.loads(arguments[1])))))
+        return 0
+    options = make_parser().parse_args(arguments)
+    if options.precision == "bf16":
+        note_emulated_bfloat16("cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        calls = {name: partial(execute, {**vars(options), "name": name, "folder": folder}) for name in CONTENDERS}
+        calls["none"](0)  # fills the cache of tokenized data
+        show(in_rotation(calls, options.rounds), options)
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", choices=["clm", "mlm"], default="clm", help="default: clm")
+    parser.add_argument("--data-dir", help="text file or folder (default: generated text)")
+    parser.add_argument("--model", help="option of the group model (default: small_decoder or small_encoder)")
+    parser.add_argument("--precision", choices=["float32", "bf16"], default="float32", help="default: float32")
+    parser.add_argument("--steps", type=positive, default=40, help="optimizer steps of a run (default: 40)")
+    parser.add_argument("--batch-size", type=positive, default=32, help="blocks of a batch (default: 32)")
+    parser.add_argument("--length", type=positive, default=128, help="tokens of a block (default: 128)")
+    parser.add_argument("--rounds", type=positive, default=6, help="runs of each contender (default: 6)")
+    return parser
+
+
+def execute(settings: dict[str, Any], number: int) -> dict[str, float]:
+    """Run a contender in a new process and return its figures."""
+    result: dict[str, float] = json_from_new_process("benchmarks.lm", AS_CONTENDER, json.dumps(settings))
+    print(f"round {number} {settings['name']}: {json.dumps(result)}", file=sys.stderr)
+    return result
+
+
+def figures(settings: argparse.Namespace) -> dict[str, float]:
+    """Train a contender, and return its `rate` in tokens per second and the `data` share of a step."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    step_ends: list[float] = []
+    register_optimizer_step_post_hook(lambda *_: step_ends.append(time.perf_counter()))
+    job = assembled(settings)
+    if settings.name == "trainer":
+        train_with_trainer(job, settings)
+    else:
+        job.trainer.fit(job.module, datamodule=job.data)
+    if len(step_ends) != settings.steps:
+        raise SystemExit(f"{settings.name} executed {len(step_ends)} steps; expected {settings.steps}")
+    seconds = (step_ends[-1] - step_ends[0]) / (settings.steps - 1)
+    return {
+        "rate": settings.batch_size * settings.length / seconds,
+        "data": seconds_per_batch(job) / seconds,
+    }
+
+
+def assembled(settings: argparse.Namespace) -> Any:
+    """Return the parts of a run of istar: model, data, penalty and trainer."""
+    from hydra import compose, initialize_config_dir
+
+    from istar.config import schema
+    from istar.runs.run import assemble
+
+    overrides = [
+        f"task={settings.task}", f"task.max_length={settings.length}", "task.limit_validation=50",
+        f"model={settings.model or ('small_decoder' if settings.task == 'clm' else 'small_encoder')}",
+        f"reg={'istar' if settings.name == 'istar' else 'none'}", f"data.batch_size={settings.batch_size}",
+        f"data.cache_dir={settings.folder}/cache", f"run.root={settings.folder}/runs",
+        f"trainer.max_steps={settings.steps}", "trainer.max_epochs=1000", "trainer.accumulate_grad_batches=1",
+        "trainer.check_val_every_n_epoch=1000", "trainer.checkpoints=false", "trainer.progress_bar=false",
+        f"trainer.precision={'bf16-mixed' if settings.precision == 'bf16' else '32-true'}",
+    ]  # fmt: skip
+    overrides += [f"task.data_dir={settings.data_dir}"] if settings.data_dir else []
+    schema.register()
+    with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
+        return assemble(schema.load(compose("config", overrides=overrides)))
+
+
+def train_with_trainer(job: Any, settings: argparse.Namespace) -> None:
+    """Train the model of a job on its rows with transformers' Trainer."""
+    import torch
+    import transformers
+
+    def collate(rows: Any) -> dict[str, Any]:
+        batch = job.data.collate(rows)
+        del batch["feature_id"]
+        return batch
+
+    arguments = transformers.TrainingArguments(
+        f"{settings.folder}/trainer",
+        per_device_train_batch_size=settings.batch_size,
+        max_steps=settings.steps,
+        learning_rate=job.config.optim.lr,
+        lr_scheduler_type="constant",
+        save_strategy="no",
+        bf16=settings.precision == "bf16",
+        use_cpu=not torch.cuda.is_available(),
+        disable_tqdm=True,
+        report_to="none",
+    )
+    transformers.Trainer(job.module.model, arguments, collate, job.data.train).train()
+
+
+def seconds_per_batch(job: Any, count: int = 20) -> float:
+    """Return the seconds that it takes to make a batch of the training data."""
+    batches = iter(job.data.train_dataloader())
+    next(batches)
+    start = time.perf_counter()
+    for _ in range(count):
+        next(batches)
+    return (time.perf_counter() - start) / count
+
+
+def show(results: dict[str, list[dict[str, float]]], options: argparse.Namespace) -> None:
+    """Print a table of the figures of each contender, whose runs are in the order of the rounds."""
+    from statistics import median
+
+    title = f"{options.task}, {options.precision}, {options.batch_size} x {options.length} tokens, {options.steps} steps"
+    columns = ("tokens/s", "lowest", "highest", "step / step of Trainer", "step / step of istar", "data")
+    table = comparison_table(title, columns, options.rounds)
+    seconds = {name: [1 / run["rate"] for run in runs] for name, runs in results.items()}
+    for name, runs in results.items():
+        rates = [f"{pick(run['rate'] for run in runs):.0f}" for pick in (median, min, max)]
+        ratios = [paired_ratio(seconds, name, peer) for peer in ("trainer", "none")]
+        table.add_row(CONTENDERS[name], *rates, *ratios, f"{median(run['data'] for run in runs):.2%}")
+    console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
