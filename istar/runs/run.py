@@ -103,11 +103,13 @@ def run(config: Config, console: Console | None = None, trial: str | None = None
     config = resolve(config)
     if isinstance(config.logger, TensorBoardConfig):
         extras.require("logger=tensorboard", "tensorboard")
+    if config.model.lora:
+        extras.require("model.lora=true", "lora")
     spec = task_spec(config.task)
     check_hardware(config.trainer)
     examples = load_examples(spec, config.task)
     data_fingerprint = fingerprint(examples.train, *examples.validation)
-    tokenizer = models.load_tokenizer(config.model)
+    tokenizer = models.load_tokenizer(config.model, _training_texts(config, spec, examples))
     folder = run_folder(config, data_fingerprint, model_identity(config.model))
     finished = None if config.run.overwrite else finished_run(folder, config)
     if finished is None:
@@ -124,6 +126,13 @@ def run(config: Config, console: Console | None = None, trial: str | None = None
     log_outcome_to_agent(config, asdict(finished), folder)
     _print_summary(console, finished, f"{folder} is finished; run.overwrite=true runs it again")
     return finished
+
+
+def _training_texts(config: Config, spec: TaskSpec, examples: Examples) -> list[str] | None:
+    """Return the texts on which a tokenizer is trained; None if the model has a tokenizer."""
+    if not config.model.trains_tokenizer:
+        return None
+    return [text for column in spec.text_columns for text in examples.train[column]]
 
 
 def _featurize(
@@ -201,7 +210,7 @@ def _assemble(
     watch = None if penalty is None else attach(model, penalty)
     max_steps = config.trainer.lightning.get("max_steps")
     module = FineTuner(model, watch, config.optim, evaluators, skip_nonfinite=skip, max_steps=max_steps)
-    collate = Collator(tokenizer)
+    collate = Collator(tokenizer, with_positions=models.takes_positions(model))
     data = FineTuningData(features.train, features.validation, features.test, collate, config.data, config.seed)
     isotropy = LayerIsotropy()
     history = History(spec.selection_metric, isotropy, keep_best=keeps_checkpoints(config.trainer))
