@@ -156,7 +156,9 @@ def show(results: dict[str, list[dict[str, float]]], options: argparse.Namespace
     """Print a table of the figures of each contender, whose runs are in the order of the rounds."""
     from statistics import median
 
-    title = f"{options.task}, {options.precision}, {options.batch_size} x {options.length} tokens, {options.steps} steps"
+    title = (
+        f"{options.task}, {options.precision}, {options.batch_size} x {options.length} tokens, {options.steps} steps"
+    )
     columns = ("tokens/s", "lowest", "highest", "step / step of Trainer", "step / step of istar", "data")
     table = comparison_table(title, columns, options.rounds)
     seconds = {name: [1 / run["rate"] for run in runs] for name, runs in results.items()}

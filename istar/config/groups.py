@@ -23,6 +23,12 @@ NOT_IN_IDENTITY = {"identity": False}
 
 TINY = "tiny"
 """Name of istar's tiny BERT, as in conf/model/tiny.yaml."""
+ALL_LINEAR = "all-linear"
+"""Value of `model.lora_target_modules` for adapters on all linear modules."""
+MIN_VOCAB_SIZE = 300
+"""Smallest `model.vocab_size`: byte-level BPE has 256 tokens for the bytes, and special tokens."""
+TRAIN = "train"
+"""Value of `model.tokenizer` for a tokenizer that is trained on the task's text."""
 
 
 @dataclass
@@ -69,10 +75,11 @@ class TaskConfig:
 
 @dataclass
 class ModelConfig:
-    """The model that is fine-tuned."""
+    """The model that is trained."""
 
     name: str = field(default=MISSING, metadata=NOT_IN_IDENTITY)
-    """Hub id, folder, or `tiny`. The hash of a run contains the commit on the hub, or a hash of the files, instead."""
+    """Hub id, folder, or `tiny`. The hash of a run contains the commit on the hub, or a hash of the files, instead.
+    With `architecture` it is a label of your choice, which only the name of the run contains."""
     pretrained: bool = True
     """Load pretrained weights. False gives the model random weights, with its architecture and its tokenizer."""
     revision: str | None = field(default=None, metadata=NOT_IN_IDENTITY)
@@ -81,8 +88,39 @@ class ModelConfig:
     """Recompute activations in the backward pass to save memory. Losses are equal; with a penalty, up to rounding."""
     compile: bool = False
     """Compile the model with torch.compile: the first steps are slow, later ones faster; losses differ by rounding."""
+    architecture: str | None = None
+    """Architecture of a new model, a model type of transformers, such as bert, gpt2, gpt_neox or llama. It needs
+    `pretrained=false` and a tokenizer; its sizes are those of `config`, or transformers' defaults. None uses the
+    architecture of the model `name`."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Values that replace those of the model's configuration, for example model.config.hidden_size=256. Only new models
+    (`pretrained=false`) can have other values. hidden_size, num_hidden_layers, num_attention_heads and
+    max_position_embeddings are valid for nearly all architectures."""
+    tokenizer: str | None = field(default=None, metadata=NOT_IN_IDENTITY)
+    """Tokenizer: a folder, a hub id, or train for a new one that is trained on the task's text (byte-level BPE for
+    decoders, WordPiece for encoders). None uses that of the model `name`. The hash of a run contains the commit on the
+    hub, or a hash of the files, instead."""
+    vocab_size: int = 8192
+    """Largest size of the vocabulary of a new tokenizer (`tokenizer=train`); little text yields a smaller one."""
+    load_in: str = "float32"
+    """Data type of the weights: float32 or bf16. trainer.precision decides about the arithmetic."""
+    lora: bool = False
+    """Train low-rank adapters (LoRA) and the head, and leave the pretrained weights as they are. Needs `istar[lora]`."""
+    lora_r: int = 8
+    """Rank of the adapters."""
+    lora_alpha: float = 16.0
+    """The adapters' outputs are multiplied by `lora_alpha / lora_r`."""
+    lora_dropout: float = 0.05
+    """Dropout probability of the adapters' inputs, in [0, 1)."""
+    lora_target_modules: Any = None
+    """Names of the modules that get adapters, e.g. [q_proj,v_proj], or all-linear; None uses peft's default for the
+    architecture."""
 
     def __post_init__(self) -> None:
+        self._check_architecture()
+        self._check_adapters()
+        one_of("model.load_in", self.load_in, ("float32", "bf16"))
+        at_least(MIN_VOCAB_SIZE, "model.vocab_size", self.vocab_size)
         if not self.name.strip():
             raise UserError("model.name is empty; expected a hub id or a folder that save_pretrained wrote")
         if self.name == TINY and self.pretrained:
@@ -97,6 +135,70 @@ class ModelConfig:
     def is_tiny(self) -> bool:
         """Whether this is istar's tiny BERT, which has random weights and no files."""
         return self.name == TINY
+
+    @property
+    def label(self) -> str:
+        """Return the key and the value that name the model in messages."""
+        return f"model.name={self.name}" if self.architecture is None else f"model.architecture={self.architecture}"
+
+    @property
+    def trains_tokenizer(self) -> bool:
+        """Whether the tokenizer is trained on the task's text."""
+        return self.tokenizer == TRAIN
+
+    def _check_architecture(self) -> None:
+        """Check the keys that describe new models."""
+        if not isinstance(self.config, dict):
+            raise UserError(f"model.config={self.config} is not a mapping, e.g. {{hidden_size: 256}}")
+        if self.is_tiny and (self.architecture is not None or self.config or self.tokenizer is not None):
+            raise UserError(
+                f"model={TINY} has a fixed architecture and tokenizer; model=new accepts model.architecture, "
+                "model.config and model.tokenizer"
+            )
+        if self.architecture is not None and not self.architecture.strip():
+            raise UserError("model.architecture is not set; give it on the command line, e.g. model.architecture=llama")
+        if self.tokenizer is not None and not self.tokenizer.strip():
+            raise UserError("model.tokenizer is empty; expected train, a folder, a hub id or null")
+        if self.pretrained:
+            if self.architecture is not None:
+                raise UserError(
+                    f"model.architecture={self.architecture} makes a new model, which has no pretrained weights; "
+                    "add model.pretrained=false"
+                )
+            if self.config:
+                raise UserError(
+                    f"model.config.{min(self.config)} cannot be set, because pretrained weights have the values of "
+                    "their own configuration; model.pretrained=false makes a new model"
+                )
+            if self.trains_tokenizer:
+                raise UserError(
+                    "model.tokenizer=train: pretrained weights belong to the tokenizer of their model; "
+                    "model.pretrained=false makes a new model"
+                )
+        if self.architecture is not None and self.tokenizer is None:
+            raise UserError(
+                f"model.architecture={self.architecture} has no tokenizer; add model.tokenizer=train, or a folder or "
+                "hub id"
+            )
+
+    def _check_adapters(self) -> None:
+        """Check the keys that describe adapters."""
+        at_least(1, "model.lora_r", self.lora_r)
+        if not 0 < self.lora_alpha < math.inf:
+            raise UserError(f"model.lora_alpha={self.lora_alpha:g} must be above 0")
+        if not 0 <= self.lora_dropout < 1:
+            raise UserError(f"model.lora_dropout={self.lora_dropout:g} is not a probability in [0, 1)")
+        targets = self.lora_target_modules
+        is_list = isinstance(targets, list) and targets and all(isinstance(name, str) and name for name in targets)
+        if not (targets in (None, ALL_LINEAR) or is_list):
+            raise UserError(
+                f"model.lora_target_modules={targets} is neither a list of names, e.g. [q_proj,v_proj], nor {ALL_LINEAR}"
+            )
+        if self.lora and not self.pretrained:
+            raise UserError(
+                "model.lora=true with model.pretrained=false: adapters change pretrained weights, and this model has "
+                "random ones; leave out one of them"
+            )
 
 
 @dataclass

@@ -183,7 +183,10 @@ def _value_node(field: "Field[Any]") -> Any:
         return AnyNode(default)
     if types[0] in _NODES:
         return _NODES[types[0]](value=default, is_optional=is_optional)
-    return OmegaConf.create(default)
+    node = OmegaConf.create(default)
+    if isinstance(default, dict):
+        OmegaConf.set_struct(node, False)  # accept keys that the default lacks, unlike the group around it
+    return node
 
 
 def _resolve(config: DictConfig) -> dict[str, Any]:

@@ -1,5 +1,8 @@
-"""Models and tokenizers: those of transformers, with heads for the tasks, and a tiny random BERT."""
+"""Models and tokenizers: those of transformers, with heads for the tasks, new models, and a tiny random BERT."""
 
+from istar.models.architectures import is_decoder
+from istar.models.attention import isolating_inputs, isolation, takes_positions
+from istar.models.new_tokenizer import train_tokenizer
 from istar.models.pretrained import (
     find_file,
     load_config,
@@ -13,6 +16,9 @@ from istar.models.pretrained import (
 
 __all__ = [
     "find_file",
+    "is_decoder",
+    "isolating_inputs",
+    "isolation",
     "load_config",
     "load_encoder",
     "load_model",
@@ -20,4 +26,6 @@ __all__ = [
     "load_tokenizer",
     "meta_model",
     "save",
+    "takes_positions",
+    "train_tokenizer",
 ]

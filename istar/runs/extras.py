@@ -12,6 +12,7 @@ _REPORT = ("filelock", "jinja2", "matplotlib", "numpy", "omegaconf", "pandas", "
 MODULES = {
     "transformers": ("transformers",),
     "report": _REPORT,
+    "lora": ("peft",),
     "sweep": ("optuna",),
     "tensorboard": ("tensorboard",),
     "train": ("transformers", *_REPORT, "datasets", "evaluate", "huggingface_hub", "hydra", "lightning", "requests",

@@ -1,17 +1,24 @@
 """The data of a run, tokenized: rows for training and evaluation, and what turns outputs into metrics."""
 
+import hashlib
+import json
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
+import tokenizers
+import transformers
 from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from istar import models
 from istar.config import Config
-from istar.errors import UserError
-from istar.files import cache_folder
+from istar.errors import UserError, shorten
+from istar.files import cache_folder, new_folder
 from istar.runs.store import Examples
 from istar.tasks.blocks import Corpus
 from istar.tasks.evaluation import Evaluator, constant_baseline
@@ -26,6 +33,8 @@ from istar.tasks.language_modelling import (
 from istar.tasks.masking import Masking
 from istar.tasks.specs import TaskSpec
 from istar.training.data import Collate, evaluation_loader
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -73,15 +82,58 @@ def prepare(
     return _prepare_labelled(spec, config, examples, tokenizer, length)
 
 
+def load_tokenizer(
+    config: Config, spec: TaskSpec, examples: Examples, data_fingerprint: str
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of the model, or train one on the training texts; a trained one is kept in the cache.
+
+    Raises:
+        UserError: see `istar.models.load_tokenizer`.
+    """
+    if not config.model.trains_tokenizer:
+        return models.load_tokenizer(config.model)
+    description = [repr(config.model), data_fingerprint, tokenizers.__version__, transformers.__version__]
+    key = hashlib.sha256(json.dumps(description).encode()).hexdigest()
+    folder = cache_folder(config.data.cache_dir) / "tokenizers" / key
+    if not folder.exists():
+        columns = [examples.train[name] for name in spec.text_columns]
+        texts = columns[0] if len(columns) == 1 else list(chain(*columns))
+        log.info("training a tokenizer on %d texts", len(texts))
+        tokenizer = models.load_tokenizer(config.model, texts)
+        try:
+            with new_folder(folder) as draft:
+                tokenizer.save_pretrained(draft)
+        except OSError as error:
+            raise UserError(
+                f"the tokenizer cannot be cached: {shorten(error)}; name another folder with data.cache_dir"
+            ) from error
+    # Also the process that trained it loads it from the folder, so that all processes have the same object.
+    return models.load_tokenizer(replace(config.model, tokenizer=str(folder)))
+
+
 def collator(spec: TaskSpec, config: Config, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> Collate:
     """Return the function that makes a batch of rows for a model."""
     if not spec.is_language_modelling:
-        return Collator(tokenizer)
-    return BlockCollator(tokenizer.pad_token_id, _isolation(config, model), _is_causal(spec))
+        return Collator(tokenizer, with_positions=models.takes_positions(model))
+    return BlockCollator(tokenizer.pad_token_id, _isolate(spec, config, model), _is_causal(spec))
 
 
-def _isolation(config: Config, model: PreTrainedModel) -> Callable[[Tensor], dict[str, Tensor]] | None:
-    return None
+def _isolate(spec: TaskSpec, config: Config, model: PreTrainedModel) -> Callable[[Tensor], dict[str, Tensor]] | None:
+    """Return the function that gives packed documents the inputs that keep them apart in the model.
+
+    It is None if blocks hold one document each, or if the model has no such inputs, about which a line is logged.
+    """
+    if not config.task.packing:
+        return None
+    way = models.isolation(model)
+    if way is None:
+        log.warning(
+            "%s attends across the documents of a block, because it has no inputs that prevent it; "
+            "task.packing=false gives each document blocks of its own",
+            model.config.model_type,
+        )
+        return None
+    return partial(models.isolating_inputs, way, is_causal=_is_causal(spec))
 
 
 def _is_causal(spec: TaskSpec) -> bool:

@@ -35,7 +35,7 @@ def resolve_precision(config: Config) -> Config:
 def resolve_model(config: ModelConfig) -> ModelConfig:
     """Replace the branch or tag in the config of a hub model by its commit, by which all files are then loaded.
 
-    Other models are returned unchanged.
+    A tokenizer of the hub becomes `<hub id>@<commit>`. Everything else is returned unchanged.
 
     Raises:
         UserError: if `istar.tasks.hub.find_commit` does not find the commit.
@@ -44,6 +44,10 @@ def resolve_model(config: ModelConfig) -> ModelConfig:
         return config
     from istar.tasks.hub import find_commit, is_hub_id
 
-    if not is_hub_id(config.name):
-        return config
-    return replace(config, revision=find_commit(config.name, config.revision, "model"))
+    if config.architecture is None and is_hub_id(config.name):
+        config = replace(config, revision=find_commit(config.name, config.revision, "model"))
+    if config.tokenizer is not None and not config.trains_tokenizer:
+        name, _, revision = config.tokenizer.partition("@")
+        if is_hub_id(name):
+            config = replace(config, tokenizer=f"{name}@{find_commit(name, revision or None, 'model')}")
+    return config

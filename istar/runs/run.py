@@ -29,7 +29,7 @@ from istar.reports.run_picture import isotropy_picture
 from istar.reports.run_tables import summary
 from istar.results import RunRecord
 from istar.runs import extras
-from istar.runs.prepared_data import PreparedData, collator, prepare
+from istar.runs.prepared_data import PreparedData, collator, load_tokenizer, prepare
 from istar.runs.private_names import is_compile_error, load_trial
 from istar.runs.provenance import code_state, hardware
 from istar.runs.resolving import resolve
@@ -101,11 +101,13 @@ def run(config: Config, console: Console | None = None, trial: str | None = None
     config = resolve(config)
     if isinstance(config.logger, TensorBoardConfig):
         extras.require("logger=tensorboard", "tensorboard")
+    if config.model.lora:
+        extras.require("model.lora=true", "lora")
     spec = task_spec(config.task)
     check_hardware(config.trainer)
     examples = load_examples(spec, config.task, config.data.cache_dir)
     data_fingerprint = fingerprint(examples.train, *examples.validation)
-    tokenizer = models.load_tokenizer(config.model)
+    tokenizer = load_tokenizer(config, spec, examples, data_fingerprint)
     folder = run_folder(config, data_fingerprint, model_identity(config.model))
     finished = None if config.run.overwrite else finished_run(folder, config)
     if finished is None:
@@ -140,10 +142,11 @@ def _assemble(
     # From here on, only the initialization of the head and dropout draw from the global random generators.
     L.seed_everything(config.seed, workers=True, verbose=False)
     model = models.load_model(config.model, spec, model_config, tokenizer)
+    # Before the penalty is attached, because the model is tried out.
+    collate = collator(spec, config, tokenizer, model)
     penalty = config.reg.build()
     watch = None if penalty is None else attach(model, penalty)
     module = _module(config, spec, model, watch, prepared)
-    collate = collator(spec, config, tokenizer, model)
     data = FineTuningData(prepared.train, prepared.validation, prepared.test, collate, config.data, config.seed)
     isotropy = LayerIsotropy()
     history = History(spec.selection_metric, isotropy, keep_best=keeps_checkpoints(config.trainer))

@@ -30,6 +30,15 @@ _SHARED_DOCUMENTS = 0.01
 
 log = logging.getLogger(__name__)
 
+# Keys that earlier versions did not have, with their defaults. Runs with the default keep the names that they had.
+_LATER_KEYS: dict[str, dict[str, Any]] = {
+    "task": {"validation_fraction": None, "packing": True, "whole_word": False},
+    "model": {
+        "architecture": None, "config": {}, "vocab_size": 8192, "load_in": "float32", "lora": False, "lora_r": 8,
+        "lora_alpha": 16.0, "lora_dropout": 0.05, "lora_target_modules": None,
+    },
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Examples:
@@ -131,23 +140,31 @@ def _effective_values(config: Config) -> dict[str, Any]:
     task, trainer = values["task"], values["trainer"]
     # The fingerprint of the data stands for these two.
     task["limit_train"] = task["limit_validation"] = None
-    # Runs of earlier versions, which did not have this key, keep their names.
-    if config.task.validation_fraction is None:
-        del task["validation_fraction"]
+    model = values["model"]
+    if not config.model.trains_tokenizer:
+        model["vocab_size"] = ModelConfig.vocab_size
+    if not config.model.lora:
+        for key in ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"):
+            model[key] = getattr(ModelConfig, key)
     if config.task.max_length == spec.max_length:
         task["max_length"] = None
     if spec.kind != "span":
         for key in ("doc_stride", "n_best", "max_answer_length"):
             task[key] = getattr(TaskConfig, key)
-    for key, kinds in (("packing", ("causal_lm", "masked_lm")), ("whole_word", ("masked_lm",))):
-        if spec.kind not in kinds:
-            del task[key]
+    if not spec.is_language_modelling:
+        task["packing"] = TaskConfig.packing
+    if spec.kind != "masked_lm":
+        task["whole_word"] = TaskConfig.whole_word
     if config.trainer.stop_at_inter_sim is None:
         trainer["inter_sim_patience"] = TrainerConfig.inter_sim_patience
     # Only the number of devices changes the result, because it multiplies the batch size.
     trainer["devices"] = _device_count(config.trainer)
     for name in default_arguments(config.trainer.lightning):
         del trainer[name]
+    for group, defaults in _LATER_KEYS.items():
+        for key, default in defaults.items():
+            if values[group][key] == default:
+                del values[group][key]
     return values
 
 
@@ -164,7 +181,7 @@ class RunFolders:
     """Finds the folders of many runs; loads each data set, resolves and hashes each model only once."""
 
     def __init__(self) -> None:
-        self._revisions: dict[tuple[str, str | None], str | None] = {}
+        self._resolved: dict[tuple[str | None, ...], dict[str, Any]] = {}
         self._sizes: dict[str, int] = {}
         self._fingerprints: dict[str, str] = {}
         self._model_identities: dict[str, str] = {}
@@ -189,10 +206,11 @@ class RunFolders:
 
     def resolve(self, config: Config) -> Config:
         """The config with its model resolved by `resolve_model`; runs of the same model get the same commit."""
-        key = config.model.name, config.model.revision
-        if key not in self._revisions:
-            self._revisions[key] = resolve_model(config.model).revision
-        return replace(config, model=replace(config.model, revision=self._revisions[key]))
+        key = config.model.name, config.model.revision, config.model.tokenizer, config.model.architecture
+        if key not in self._resolved:
+            resolved = resolve_model(config.model)
+            self._resolved[key] = {"revision": resolved.revision, "tokenizer": resolved.tokenizer}
+        return replace(config, model=replace(config.model, **self._resolved[key]))
 
     def size(self, config: Config) -> int:
         """The number of training examples of a run whose folder is known; 0 if its data cannot be loaded."""
@@ -205,18 +223,32 @@ def _data_key(task: TaskConfig) -> str:
 
 
 def model_identity(config: ModelConfig) -> str:
-    """Hub id and commit of a model that `resolve_model` returned, or the hash of the files of a folder.
+    """What identifies a model that `resolve_model` returned: hub id and commit, or the hash of the files of a folder.
 
-    The weights do not count if they are not loaded (`pretrained=False`).
+    The weights do not count if they are not loaded (`pretrained=False`). A new model is identified by its config alone.
+    If the tokenizer is not the model's, what identifies the tokenizer is added.
     """
-    folder = Path(config.name)
-    if config.is_tiny or not folder.is_dir():
-        return f"{config.name}@{config.revision or 'main'}"
+    if config.architecture is not None:
+        identity = "new"
+    elif config.is_tiny or not Path(config.name).is_dir():
+        identity = f"{config.name}@{config.revision or 'main'}"
+    else:
+        identity = _folder_hash(Path(config.name), with_weights=config.pretrained)
+    if config.tokenizer is None:
+        return identity
+    # The fingerprint of the data stands for the text on which a tokenizer is trained.
+    is_folder = not config.trains_tokenizer and Path(config.tokenizer).is_dir()
+    tokenizer = _folder_hash(Path(config.tokenizer), with_weights=False) if is_folder else config.tokenizer
+    return f"{identity} tokenizer {tokenizer}"
+
+
+def _folder_hash(folder: Path, with_weights: bool) -> str:
+    """Return the hash of the files of a model in a folder, with or without its weights."""
     digest = hashlib.blake2b()
     for path in sorted(folder.iterdir()):
         is_weights = path.suffix in (".safetensors", ".bin") or path.name.endswith(".index.json")
         is_counted = path.suffix in (".json", ".txt", ".model") or is_weights
-        if path.is_file() and is_counted and (config.pretrained or not is_weights):
+        if path.is_file() and is_counted and (with_weights or not is_weights):
             digest.update(path.name.encode())
             with path.open("rb") as file:
                 digest.update(hashlib.file_digest(file, "blake2b").digest())

@@ -171,14 +171,20 @@ class Collator:
     """Pads the features of a batch to their maximum length, on the tokenizer's padding side, and converts to tensors.
 
     It stores padding ids instead of the tokenizer, to be fast to pickle and safe in forked `DataLoader` workers.
+
+    Args:
+        tokenizer: has a padding token.
+        with_positions: whether batches with padding on the left contain `position_ids`. Decoders need them, because
+            they count positions from the left edge of the batch otherwise.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, with_positions: bool = False) -> None:
         if tokenizer.pad_token_id is None:
             raise UserError(
                 f"{type(tokenizer).__name__} has no padding token; set pad_token in the model's tokenizer_config.json"
             )
         self.left = tokenizer.padding_side == "left"
+        self.with_positions = with_positions and self.left
         self.padding = {
             "input_ids": int(tokenizer.pad_token_id),
             "attention_mask": 0,
@@ -191,7 +197,8 @@ class Collator:
         Returns:
             The tensors `input_ids`, `attention_mask`, `token_type_ids`, (batch, tokens) long; `labels`, (batch,)
             long or float32; `start_positions`, `end_positions`, `feature_id`, (batch,) long; each only if the rows
-            contain it. Positions are shifted by the padding on the left.
+            contain it. Start and end positions are shifted by the padding on the left. `position_ids`, (batch, tokens)
+            long, if they are needed.
         """
         first = rows[0]
         lengths = np.array([len(row["input_ids"]) for row in rows])
@@ -204,6 +211,8 @@ class Collator:
                 for line, row, shift, length in zip(padded, rows, shifts, lengths, strict=True):
                     line[shift : shift + length] = row[name]
                 batch[name] = torch.from_numpy(padded)
+        if self.with_positions:
+            batch["position_ids"] = positions_for(batch["attention_mask"])
         for name in ("start_positions", "end_positions"):
             if name in first:
                 batch[name] = torch.from_numpy(shifts + [row[name] for row in rows])
@@ -212,6 +221,14 @@ class Collator:
             batch["labels"] = torch.tensor([row["labels"] for row in rows], dtype=dtype)
         batch["feature_id"] = torch.tensor([row["feature_id"] for row in rows], dtype=torch.long)
         return batch
+
+
+def positions_for(attention_mask: torch.Tensor) -> torch.Tensor:
+    """Return the position of each token, counted from 0 at the first token that is not padding, (batch, tokens) long.
+
+    Padding on the left has position 0, and padding on the right that of the last token.
+    """
+    return (attention_mask.cumsum(1) - 1).clamp(min=0)
 
 
 def _check_length(max_length: int) -> None:

@@ -1,0 +1,117 @@
+"""Low-rank adapters (LoRA) by peft: added to a pretrained model, saved, and merged into the weights."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from istar.config import ModelConfig
+from istar.errors import UserError, shorten
+from istar.tasks.readers import parse_json, read_text
+from istar.tasks.specs import Kind
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+CONFIG = "adapter_config.json"
+"""File of peft in a folder with adapters; it names the base model."""
+_MAY_BE_NEW = "pooler"  # part of the base model that many checkpoints lack, so that its weights are random
+
+
+def add_adapters(model: PreTrainedModel, config: ModelConfig, kind: Kind) -> "PeftModel":
+    """Return the model with adapters; only these, the head and the pooler require gradients.
+
+    A head for language modelling is part of the pretrained weights, and is not trained.
+
+    Raises:
+        UserError: if `config.lora_target_modules` is None and peft has no default for the architecture, or if it names
+            a module that the model does not have.
+    """
+    peft = _peft("model.lora=true")
+    task_types = {"span": peft.TaskType.QUESTION_ANS, "causal_lm": peft.TaskType.CAUSAL_LM, "masked_lm": None}
+    # peft reads the name of the base model here, and writes it into the folder of the adapters.
+    path = Path(config.name)
+    model.name_or_path = str(path.resolve()) if path.is_dir() else config.name
+    settings = peft.LoraConfig(
+        r=config.lora_r,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
+        target_modules=config.lora_target_modules,
+        task_type=task_types.get(kind, peft.TaskType.SEQ_CLS),
+        modules_to_save=None if kind in ("causal_lm", "masked_lm") else new_modules(model),
+    )
+    try:
+        with _quiet_peft():
+            return peft.get_peft_model(model, settings, revision=config.revision)  # type: ignore[no-any-return]
+    except ValueError as error:
+        if config.lora_target_modules is None:
+            raise UserError(
+                f"model.lora=true: peft has no default for {model.config.model_type} models; name the modules that "
+                "get adapters in model.lora_target_modules, or set it to all-linear"
+            ) from error
+        raise UserError(f"model.lora_target_modules={config.lora_target_modules}: {shorten(error)}") from error
+
+
+def new_modules(model: PreTrainedModel) -> list[str]:
+    """Return the names of the modules whose weights may be new: the parts of the head, and the pooler."""
+    base_model = model.base_model
+    head = [name for name, child in model.named_children() if child is not base_model and _has_weights(child)]
+    pooler: Any = getattr(base_model, _MAY_BE_NEW, None)
+    return [*head, _MAY_BE_NEW] if pooler is not None and _has_weights(pooler) else head
+
+
+def _has_weights(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def save_adapters(model: "PeftModel", folder: Path) -> None:
+    """Write the adapters, the modules of `new_modules` and the model's configuration, but not the base's weights."""
+    # By default peft asks the hub whether the vocabulary was changed.
+    model.save_pretrained(str(folder), save_embedding_layers=False)
+    model.get_base_model().config.save_pretrained(folder)
+
+
+def has_adapters(name: str) -> bool:
+    """Return whether a model is a folder that `save_adapters` wrote."""
+    return (Path(name) / CONFIG).is_file()
+
+
+def base_of(folder: Path) -> ModelConfig:
+    """Return the base model of the adapters in a folder.
+
+    Raises:
+        UserError: if the folder does not name one.
+    """
+    values = parse_json(read_text(folder / CONFIG), str(folder / CONFIG))
+    name = values.get("base_model_name_or_path") if isinstance(values, dict) else None
+    if not name:
+        raise UserError(f"{folder / CONFIG} names no base model; expected base_model_name_or_path, as peft writes it")
+    return ModelConfig(name=name, revision=values.get("revision"))
+
+
+def merge_adapters(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """Return the base model of adapters in a folder with the adapters merged into its weights, and with their head."""
+    peft = _peft(f"{folder} holds adapters, which")
+    with _quiet_peft():
+        return peft.PeftModel.from_pretrained(model, str(folder)).merge_and_unload()  # type: ignore[no-any-return]
+
+
+def _peft(feature: str) -> Any:
+    """Import peft; raise a `UserError` that names the extra if it is not installed."""
+    try:
+        import peft
+    except ImportError as error:
+        raise UserError(f"{feature} needs peft; pip install 'istar[lora]'") from error
+    return peft
+
+
+@contextmanager
+def _quiet_peft() -> Iterator[None]:
+    """Suppress the notes of peft, such as that GPT-2's weights are transposed, which peft takes care of."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
+        yield
