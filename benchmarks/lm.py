@@ -79,59 +79,76 @@ def figures(settings: argparse.Namespace) -> dict[str, float]:
     """Train a contender, and return its `rate` in tokens per second and the `data` share of a step."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
+    from istar.runs.run import run
+
     step_ends: list[float] = []
     register_optimizer_step_post_hook(lambda *_: step_ends.append(time.perf_counter()))
-    job = assembled(settings)
+    config = make_config(settings)
     if settings.name == "trainer":
-        train_with_trainer(job, settings)
+        train_with_trainer(config, settings)
     else:
-        job.trainer.fit(job.module, datamodule=job.data)
+        run(config)
     if len(step_ends) != settings.steps:
         raise SystemExit(f"{settings.name} executed {len(step_ends)} steps; expected {settings.steps}")
     seconds = (step_ends[-1] - step_ends[0]) / (settings.steps - 1)
     return {
         "rate": settings.batch_size * settings.length / seconds,
-        "data": seconds_per_batch(job) / seconds,
+        "data": seconds_per_batch(config) / seconds,
     }
 
 
-def assembled(settings: argparse.Namespace) -> Any:
-    """Return the parts of a run of istar: model, data, penalty and trainer."""
+def make_config(settings: argparse.Namespace) -> Any:
+    """Return the config of a run of istar."""
     from hydra import compose, initialize_config_dir
 
     from istar.config import schema
-    from istar.runs.run import assemble
 
     overrides = [
         f"task={settings.task}", f"task.max_length={settings.length}", "task.limit_validation=50",
         f"model={settings.model or ('small_decoder' if settings.task == 'clm' else 'small_encoder')}",
         f"reg={'istar' if settings.name == 'istar' else 'none'}", f"data.batch_size={settings.batch_size}",
-        f"data.cache_dir={settings.folder}/cache", f"run.root={settings.folder}/runs",
-        f"trainer.max_steps={settings.steps}", "trainer.max_epochs=1000", "trainer.accumulate_grad_batches=1",
-        "trainer.check_val_every_n_epoch=1000", "trainer.checkpoints=false", "trainer.progress_bar=false",
+        f"data.cache_dir={settings.folder}/cache", f"run.root={settings.folder}/runs", "run.overwrite=true",
+        "run.save_model=false", "run.geometry=false", f"trainer.max_steps={settings.steps}", "trainer.max_epochs=1000",
+        "trainer.accumulate_grad_batches=1", "trainer.checkpoints=false", "trainer.progress_bar=false",
         f"trainer.precision={'bf16-mixed' if settings.precision == 'bf16' else '32-true'}",
     ]  # fmt: skip
     overrides += [f"task.data_dir={settings.data_dir}"] if settings.data_dir else []
     schema.register()
     with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
-        return assemble(schema.load(compose("config", overrides=overrides)))
+        return schema.load(compose("config", overrides=overrides))
 
 
-def train_with_trainer(job: Any, settings: argparse.Namespace) -> None:
-    """Train the model of a job on its rows with transformers' Trainer."""
+def prepared(config: Any) -> tuple[Any, Any, Any]:
+    """Return the rows of the training data, the model, and the function that makes a batch for it."""
+    from istar import models
+    from istar.runs.prepared_data import collator, load_tokenizer, prepare
+    from istar.runs.store import load_examples, task_spec
+    from istar.tasks.loading import fingerprint
+
+    spec = task_spec(config.task)
+    examples = load_examples(spec, config.task, config.data.cache_dir)
+    tokenizer = load_tokenizer(config, spec, examples, fingerprint(examples.train, *examples.validation))
+    model_config = models.load_config(config.model, spec, tokenizer)
+    data = prepare(spec, config, examples, tokenizer, model_config)
+    model = models.load_model(config.model, spec, model_config, tokenizer)
+    return data.train, model, collator(spec, config, tokenizer, model)
+
+
+def train_with_trainer(config: Any, settings: argparse.Namespace) -> None:
+    """Train the same model on the same rows with transformers' Trainer."""
     import torch
     import transformers
 
-    def collate(rows: Any) -> dict[str, Any]:
-        batch = job.data.collate(rows)
-        del batch["feature_id"]
-        return batch
+    rows, model, collate = prepared(config)
+
+    def collate_for_trainer(rows: Any) -> dict[str, Any]:
+        return {name: value for name, value in collate(rows).items() if name != "feature_id"}
 
     arguments = transformers.TrainingArguments(
         f"{settings.folder}/trainer",
         per_device_train_batch_size=settings.batch_size,
         max_steps=settings.steps,
-        learning_rate=job.config.optim.lr,
+        learning_rate=config.optim.lr,
         lr_scheduler_type="constant",
         save_strategy="no",
         bf16=settings.precision == "bf16",
@@ -139,16 +156,16 @@ def train_with_trainer(job: Any, settings: argparse.Namespace) -> None:
         disable_tqdm=True,
         report_to="none",
     )
-    transformers.Trainer(job.module.model, arguments, collate, job.data.train).train()
+    transformers.Trainer(model, arguments, collate_for_trainer, rows).train()
 
 
-def seconds_per_batch(job: Any, count: int = 20) -> float:
+def seconds_per_batch(config: Any, count: int = 20) -> float:
     """Return the seconds that it takes to make a batch of the training data."""
-    batches = iter(job.data.train_dataloader())
-    next(batches)
+    rows, _, collate = prepared(config)
+    size = config.data.batch_size
     start = time.perf_counter()
-    for _ in range(count):
-        next(batches)
+    for number in range(count):
+        collate([rows.in_epoch((number * size + row) % len(rows), epoch=number) for row in range(size)])
     return (time.perf_counter() - start) / count
 
 

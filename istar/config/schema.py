@@ -53,8 +53,9 @@ def register() -> None:
     for name in PENALTIES:
         store.store(group="reg", name=name, node={"defaults": [f"/schema/{name}@_here_"]})
     for name, spec in TASKS.items():
-        # Generated tasks are for the tiny model with random weights.
-        model = [{"override /model@_global_.model": "tiny"}] if spec.hub is None else []
+        # Generated tasks are for small models with random weights.
+        tiny = "tiny_decoder" if spec.kind == "causal_lm" else "tiny"
+        model = [{"override /model@_global_.model": tiny}] if spec.hub is None else []
         store.store(group="task", name=name, node={"defaults": ["/schema/task@_here_", *model], "name": name})
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from istar.results import RunRecord
-from istar.scores import displayed
+from istar.scores import displayed, is_lower_better
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -22,12 +22,13 @@ def summary(record: RunRecord) -> Table:
     table = Table(title=title, title_justify="left", caption=_caption(record), caption_justify="left")
     for column in ("", "before", "after", "change"):
         table.add_column(column, justify="left" if not column else "right")
-    table.add_row(
-        f"{headline['metric']} (epoch {headline['epoch']})", "", _format(headline["metric"], headline["value"]), ""
-    )
-    for name, value in record.metrics.items():
-        if name not in (headline["metric"], "loss"):
-            table.add_row(name, "", _format(name, value), "")
+    metric = headline["metric"]
+    others = [name for name in record.metrics if name not in (metric, "loss")]
+    for name, label in [(metric, f"{metric} (epoch {headline['epoch']})"), *((name, name) for name in others)]:
+        value = headline["value"] if name == metric else record.metrics[name]
+        # A head with random weights has no metric of interest; a language model has.
+        before = _format(name, record.metrics_before.get(name)) if is_lower_better(metric) else ""
+        table.add_row(label, before, _format(name, value), "")
     table.add_section()
     before, after = record.isotropy["before"], record.isotropy["after"]
     names = {"0": "embeddings", "union": "layers 1 to L"}
@@ -180,11 +181,13 @@ def _caption(record: RunRecord) -> str:
     metric = record.headline["metric"]
     lines = []
     if metric in record.baseline:
-        lines.append(f"A constant prediction has {metric} {_format(metric, record.baseline[metric])}.")
+        peer = "The frequency of each token alone" if is_lower_better(metric) else "A constant prediction"
+        lines.append(f"{peer} has {metric} {_format(metric, record.baseline[metric])}.")
     if record.selection.get("metric", metric) != metric:
         chosen_by = record.selection["metric"]
         lines.append(f"The epoch was chosen by {chosen_by} {_format(chosen_by, record.selection['value'])}.")
     collapsed = [name for name, is_collapsed in record.collapsed.items() if is_collapsed]
     lines += [f"Collapsed on {name}: all predictions are the same." for name in collapsed]
-    lines.append(f"IsoScore* of {record.isotropy['points']} validation tokens; metrics in percent.")
+    unit = "" if is_lower_better(metric) else "; metrics in percent"
+    lines.append(f"IsoScore* of {record.isotropy['points']} validation tokens{unit}.")
     return "\n".join(lines)
