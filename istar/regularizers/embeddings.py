@@ -79,7 +79,7 @@ class EmbeddingWatch:
 
     Raises:
         UserError: for another target, a model without this matrix or with a sharded one, more rows than there are or
-            fewer than 2, an `IStar` with Sigma_S, and a penalty with `include_padding`.
+            fewer than 2, and an `IStar` with Sigma_S.
     """
 
     def __init__(
