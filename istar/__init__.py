@@ -9,14 +9,28 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from istar.errors import UserError
     from istar.measures import isoscore, isoscore_star, isoscore_unbiased
-    from istar.regularizers import CosReg, IStar, Penalty, Terms, Watch, attach, shrinkage_covariance
+    from istar.regularizers import (
+        CosReg,
+        EmbeddingWatch,
+        IStar,
+        Penalty,
+        Points,
+        Terms,
+        Watch,
+        attach,
+        shrinkage_covariance,
+        special_ids,
+        weight_at,
+    )
 
 __version__ = "0.1.0"
 
 _MODULES = {
     "CosReg": "istar.regularizers",
+    "EmbeddingWatch": "istar.regularizers",
     "IStar": "istar.regularizers",
     "Penalty": "istar.regularizers",
+    "Points": "istar.regularizers",
     "Terms": "istar.regularizers",
     "UserError": "istar.errors",
     "Watch": "istar.regularizers",
@@ -25,12 +39,16 @@ _MODULES = {
     "isoscore_star": "istar.measures",
     "isoscore_unbiased": "istar.measures",
     "shrinkage_covariance": "istar.regularizers",
+    "special_ids": "istar.regularizers",
+    "weight_at": "istar.regularizers",
 }
 
 __all__ = [
     "CosReg",
+    "EmbeddingWatch",
     "IStar",
     "Penalty",
+    "Points",
     "Terms",
     "UserError",
     "Watch",
@@ -40,6 +58,8 @@ __all__ = [
     "isoscore_star",
     "isoscore_unbiased",
     "shrinkage_covariance",
+    "special_ids",
+    "weight_at",
 ]
 
 

@@ -6,19 +6,26 @@ This package depends on torch only.
 from istar.regularizers.attach import Watch, attach
 from istar.regularizers.base import Penalty, Terms
 from istar.regularizers.cosreg import CosReg, cosine_penalty
+from istar.regularizers.embeddings import EmbeddingWatch, attach_to_target
 from istar.regularizers.istar import IStar
-from istar.regularizers.points import layer_numbers, select_layers
+from istar.regularizers.points import Points, layer_numbers, select_layers, special_ids
+from istar.regularizers.schedule import weight_at
 from istar.regularizers.shrinkage import shrinkage_covariance
 
 __all__ = [
     "CosReg",
+    "EmbeddingWatch",
     "IStar",
     "Penalty",
+    "Points",
     "Terms",
     "Watch",
     "attach",
+    "attach_to_target",
     "cosine_penalty",
     "layer_numbers",
     "select_layers",
     "shrinkage_covariance",
+    "special_ids",
+    "weight_at",
 ]

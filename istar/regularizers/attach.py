@@ -8,13 +8,20 @@ import torch
 from torch import Tensor, nn
 
 from istar.errors import UserError
+from istar.measures.processes import sum_over_processes
 from istar.regularizers.base import Penalty
 from istar.regularizers.hidden_states import HiddenStateReader
 from istar.regularizers.istar import IStar
+from istar.regularizers.points import ALL_POINTS, Points
 from istar.regularizers.shrinkage import NUM_POINTS, hidden_state_moments, to_covariance
 
 
-def attach(model: nn.Module, penalty: Penalty, modules: Sequence[nn.Module] | None = None) -> "Watch":
+def attach(
+    model: nn.Module,
+    penalty: Penalty,
+    modules: Sequence[nn.Module] | None = None,
+    points: Points = ALL_POINTS,
+) -> "Watch":
     """Attach a penalty to a model, so that each forward pass with gradients reads the hidden states for it.
 
     After a forward pass, `loss()` returns the penalty, which the training loop adds to its loss. `refresh()` computes
@@ -36,31 +43,44 @@ def attach(model: nn.Module, penalty: Penalty, modules: Sequence[nn.Module] | No
         penalty: `IStar`, `CosReg` or any other `Penalty`.
         modules: for models that are not transformers models, the modules whose outputs are the hidden states of layers
             1 to L. The mask is the model's argument `attention_mask`, if it has one.
+        points: which tokens are points; by default all that are not padding.
 
     Returns:
         A `Watch`, which can be used as a context manager that removes the hooks at its end.
 
     Raises:
-        UserError: if the model's hidden states cannot be read, or a layer of the penalty does not exist.
+        UserError: if the model's hidden states cannot be read, a layer of the penalty does not exist, or the penalty
+            counts padding and `points` chooses tokens. In a forward pass, if the call lacks what the points depend on.
     """
-    return Watch(model, penalty, modules)
+    return Watch(model, penalty, modules, points)
 
 
 class Watch:
     """A penalty that is attached to a model; returned by `attach`.
 
-    The attention mask is the argument of the model's forward pass; without one, all tokens count. Forward passes
-    without gradients are not read, so that evaluation has no overhead. Gradient checkpointing is supported.
+    The attention mask is the argument of the model's forward pass; without one, all tokens count. It may have four
+    dimensions, `(batch, 1, tokens, tokens)`, as for packed documents: a token that may attend to itself counts. Forward
+    passes without gradients are not read, so that evaluation has no overhead. Gradient checkpointing is supported.
 
     Attributes:
         penalty: the penalty; its attribute `last` holds the terms of the latest `loss()`.
+        points: which tokens are points.
     """
 
-    def __init__(self, model: nn.Module, penalty: Penalty, modules: Sequence[nn.Module] | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        penalty: Penalty,
+        modules: Sequence[nn.Module] | None = None,
+        points: Points = ALL_POINTS,
+    ) -> None:
+        if penalty.include_padding and not points.are_all:
+            raise UserError("the penalty has include_padding, which counts all tokens; expected points='all' with it")
         self.penalty = penalty
+        self.points = points
         self._model = model
         self._modules = modules
-        self._reader = HiddenStateReader(model, penalty.layers, penalty.summarize, self._is_active, modules)
+        self._reader = HiddenStateReader(model, penalty.layers, penalty.summarize, self._is_active, modules, points)
         self._has_warned = False
 
     @property
@@ -80,7 +100,14 @@ class Watch:
         if self.penalty.weight == 0:
             self._reader.discard()
             return self._zero()
-        return self.combine(self.take())
+        summaries = self.take()
+        loss = self.combine(summaries)
+        if summaries and self.points.max_norm_ratio is not None and self.penalty.last is not None:
+            left_out = torch.tensor(float(self._reader.num_left_out), device=loss.device)
+            if self.penalty.sync:
+                left_out = sum_over_processes(left_out, self.penalty.group)
+            self.penalty.last = self.penalty.last._replace(left_out=left_out)
+        return loss
 
     def take(self) -> list[Any]:
         """Return the layers' summaries of the latest pass. Lists of several passes can be joined for `combine`."""
@@ -91,11 +118,8 @@ class Watch:
         if not summaries:
             return self._zero()
         loss = self.penalty.combine(summaries)
-        if not loss.requires_grad and torch.is_grad_enabled() and not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                "the penalty has no gradient: nothing before the chosen layers is trainable", UserWarning, stacklevel=3
-            )
+        reason = "nothing before the chosen layers is trainable"
+        self._has_warned = self._has_warned or warn_of_missing_gradient(loss, reason)
         return loss
 
     def refresh(self, loader: Iterable[Any], num_points: int | None = NUM_POINTS, momentum: float = 0.0) -> int:
@@ -105,7 +129,8 @@ class Watch:
         its training mode and the random number generators are restored. Does nothing for penalties without Sigma_S.
 
         Args:
-            loader: batches in random order that the model accepts; labels are ignored.
+            loader: batches in random order that the model accepts. Labels are ignored, unless the points depend on
+                them: Sigma_S is computed from the same points as the penalty.
             num_points: number of points to use, see `shrinkage_covariance`; None uses all batches.
             momentum: weight of the previous Sigma_S in the new one, in [0, 1).
 
@@ -122,7 +147,15 @@ class Watch:
         penalty = self.penalty
         sync, group = penalty.sync, penalty.group
         moments = hidden_state_moments(
-            self._model, loader, num_points, penalty.layers, penalty.include_padding, sync, group, self._modules
+            self._model,
+            loader,
+            num_points,
+            penalty.layers,
+            penalty.include_padding,
+            sync,
+            group,
+            self._modules,
+            self.points,
         )
         covariance, previous = to_covariance(moments), penalty.shrinkage_covariance
         if momentum > 0 and previous is not None:
@@ -146,3 +179,11 @@ class Watch:
 
     def _zero(self) -> Tensor:
         return torch.zeros((), device=next(self._model.parameters()).device)
+
+
+def warn_of_missing_gradient(loss: Tensor, reason: str) -> bool:
+    """Warn if a penalty has no gradient although gradients are enabled; return whether it was warned."""
+    is_missing = torch.is_grad_enabled() and not loss.requires_grad
+    if is_missing:
+        warnings.warn(f"the penalty has no gradient: {reason}", UserWarning, stacklevel=4)
+    return is_missing

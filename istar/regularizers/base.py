@@ -21,17 +21,23 @@ class Terms(NamedTuple):
         score: the measure that the penalty changes, such as IsoScore*.
         points: number of points, over all processes if the penalty is computed from the points of all.
         zeta: the weight of the shrinkage covariance if it is estimated from the points, otherwise None.
+        left_out: number of points that `Points.max_norm_ratio` has left out, counted as `points`; None without a ratio.
     """
 
     value: Tensor
     score: Tensor
     points: Tensor
     zeta: Tensor | None = None
+    left_out: Tensor | None = None
 
     def detach(self) -> Self:
         """Return the terms without their autograd graph, for logs."""
-        zeta = None if self.zeta is None else self.zeta.detach()
-        return type(self)(self.value.detach(), self.score.detach(), self.points.detach(), zeta)
+        return type(self)(*(None if term is None else term.detach() for term in self))
+
+    def named(self, measure: str) -> dict[str, Tensor]:
+        """Return the terms by their names in logs, except for the penalty's value and those that are None."""
+        terms = {measure: self.score, "points": self.points, "zeta": self.zeta, "points_left_out": self.left_out}
+        return {name: term for name, term in terms.items() if term is not None}
 
 
 class Penalty(nn.Module, ABC):
@@ -116,9 +122,9 @@ class Penalty(nn.Module, ABC):
     def summarize(self, hidden_state: Tensor, tokens: Tokens) -> Any:
         """Check the hidden state of a layer, `(batch, tokens, d)`, and reduce it to the sums that `score` needs."""
         tokens = ALL_TOKENS if self.include_padding else tokens
-        tokens.check(hidden_state)
+        indices = tokens.indices_of(hidden_state)
         with torch.autocast(hidden_state.device.type, enabled=False):
-            return self.summarize_points(hidden_state.flatten(0, -2), tokens.indices)
+            return self.summarize_points(hidden_state.flatten(0, -2), indices)
 
     @abstractmethod
     def summarize_points(self, points: Tensor, indices: Tensor | None) -> Any:

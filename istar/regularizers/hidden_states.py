@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from istar.errors import UserError
-from istar.regularizers.model_layers import find_layers, layers_from_modules
-from istar.regularizers.points import ALL_TOKENS, Layers, Tokens, layer_numbers
+from istar.regularizers.model_layers import find_head_model, find_layers, layers_from_modules
+from istar.regularizers.points import ALL_POINTS, ALL_TOKENS, Layers, Points, Tokens, layer_numbers
 
 Summarize = Callable[[Tensor, Tokens], Any]
 
@@ -34,10 +34,13 @@ class HiddenStateReader:
         is_active: called at the beginning of each pass; returns whether to read the pass. If a pass is not read and has
             no gradients, the summaries of the previous pass are kept; otherwise they are dropped.
         modules: modules whose outputs, or the first elements of whose outputs, are the hidden states of layers 1 to L.
+        points: which tokens count. Labels are read from the call of the model with its head.
 
     Attributes:
         base_model: the module whose forward passes are read; see `ModelLayers`.
+        head_model: the module whose forward pass takes labels: the transformers model with its head, or `base_model`.
         num_selected: number of selected layers.
+        num_left_out: number of points of the latest pass that `points.max_norm_ratio` left out.
 
     Raises:
         UserError: if the model's hidden states cannot be read. In a forward pass, if the model did not compute the
@@ -51,20 +54,26 @@ class HiddenStateReader:
         summarize: Summarize,
         is_active: Callable[[], bool],
         modules: Sequence[nn.Module] | None = None,
+        points: Points = ALL_POINTS,
     ) -> None:
         self._layers = find_layers(model) if modules is None else layers_from_modules(model, modules)
         self._selected = set(layer_numbers(self._layers.num_layers, layers))
         if modules is not None and 0 in self._selected:
             raise UserError("layer 0, the embeddings, is not among the given modules; choose layers from 1 on")
         self.base_model = self._layers.base_model
+        self.head_model = find_head_model(model) if modules is None else self.base_model
         self.num_selected = len(self._selected)
+        self.num_left_out = 0
+        self._points = points
+        self._predicts_next = _generates_text(self.head_model)
         self._summarize = summarize
         self._is_active = is_active
-        argument_names = list(inspect.signature(self.base_model.forward).parameters)
-        self._mask_position = argument_names.index("attention_mask") if "attention_mask" in argument_names else None
+        self._argument_names = _argument_names(self.base_model)
         self._summaries: list[Any] | None = None
+        self._labels: Tensor | None = None
         self._reset_pass()
         self._handles = [
+            *self._hooks_on_labels(model),
             self.base_model.register_forward_pre_hook(self._begin_pass, with_kwargs=True),
             *(
                 module.register_forward_hook(self._layer_hook(position), with_kwargs=True)
@@ -114,13 +123,42 @@ class HiddenStateReader:
             self._summaries = None
         if not self._is_reading:
             return None
-        mask = kwargs.get("attention_mask")
-        if mask is None and self._mask_position is not None and len(args) > self._mask_position:
-            mask = args[self._mask_position]
-        self._tokens = Tokens(mask)
+        arguments = {**dict(zip(self._argument_names, args, strict=False)), **kwargs}
+        mask = arguments.get("attention_mask")
+        if self._points.are_all:
+            self._tokens = Tokens(mask)
+        else:
+            ids, positions = arguments.get("input_ids"), arguments.get("position_ids")
+            self._tokens = Tokens(mask, self._points, ids, self._labels, positions, self._predicts_next)
         if self._layers.modules:
             return None
         return args, {**kwargs, "output_hidden_states": True, "return_dict": True}
+
+    def _hooks_on_labels(self, model: nn.Module) -> list[Any]:
+        """Register the hooks that keep the labels of a call while it runs, if they are needed.
+
+        They are on the model, the head model and the modules between, because PEFT's wrappers call `forward` of the
+        module that they hold, which skips the hooks of that module.
+        """
+        if not self._points.need_labels:
+            return []
+
+        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            labels = {**dict(zip(_argument_names(module), args, strict=False)), **kwargs}.get("labels")
+            self._labels = self._labels if labels is None else labels
+
+        def forget(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            self._labels = None
+
+        around = [module for module in model.modules() if any(child is self.head_model for child in module.modules())]
+        return [
+            handle
+            for module in around
+            for handle in (
+                module.register_forward_pre_hook(keep, with_kwargs=True),
+                module.register_forward_hook(forget, always_call=True),
+            )
+        ]
 
     def _layer_hook(self, position: int) -> Callable[..., None]:
         """Create the forward hook of the module at a position in the list of layer modules."""
@@ -164,6 +202,7 @@ class HiddenStateReader:
                 self._replace_last_state(output[0])
             summaries = self._layer_summaries + self._summarize_states(self._deferred_states)
             self._summaries = [summary for _, summary in sorted(summaries, key=lambda layer: layer[0])]
+            self.num_left_out = self._tokens.num_left_out
         self._reset_pass()
 
     def _replace_last_state(self, last_hidden_state: Tensor) -> None:
@@ -200,3 +239,16 @@ class HiddenStateReader:
                 "modules whose outputs are the hidden states with attach(model, penalty, modules=[...])"
             )
         return [(number, states[number]) for number in sorted(self._selected)]
+
+
+def _argument_names(module: nn.Module) -> list[str]:
+    """Return the names of the arguments of a module's forward pass that can be given by position."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(module.forward).parameters
+    return [name for name, parameter in parameters.items() if parameter.kind in kinds]
+
+
+def _generates_text(model: nn.Module) -> bool:
+    """Whether a model is a causal language model, whose output at a token predicts the label of the next token."""
+    can_generate = getattr(model, "can_generate", None)
+    return can_generate is not None and bool(can_generate())

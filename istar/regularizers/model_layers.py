@@ -60,6 +60,23 @@ def layers_from_modules(model: nn.Module, modules: Sequence[nn.Module]) -> Model
     return ModelLayers(unwrapped, tuple(modules), len(modules), ends_with_norm=False, is_transformers=False)
 
 
+def find_head_model(model: nn.Module) -> nn.Module:
+    """Return the outermost transformers model within a module, with its head if it has one.
+
+    Raises:
+        UserError: if there is no transformers model, or it is inside of `nn.DataParallel`.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.DataParallel):
+            raise UserError("nn.DataParallel runs copies of the model, which hooks cannot follow; use DDP")
+        if hasattr(type(module), "base_model_prefix"):
+            return module
+    raise UserError(
+        f"there is no transformers model in {type(model).__name__}; name the modules whose outputs are the hidden "
+        "states: attach(model, penalty, modules=[...])"
+    )
+
+
 def find_base_model(model: nn.Module) -> nn.Module:
     """Return the transformers model within a module, without its head.
 
@@ -69,24 +86,14 @@ def find_base_model(model: nn.Module) -> nn.Module:
     Raises:
         UserError: if there is no transformers model, or it is an encoder-decoder or inside of `nn.DataParallel`.
     """
-    for module in model.modules():
-        if isinstance(module, nn.DataParallel):
-            raise UserError("nn.DataParallel runs copies of the model, which hooks cannot follow; use DDP")
-        if hasattr(type(module), "base_model_prefix"):
-            base_model = module.base_model
-            break
-    else:
-        raise UserError(
-            f"there is no transformers model in {type(model).__name__}; name the modules whose outputs are the hidden "
-            "states: attach(model, penalty, modules=[...])"
-        )
-    assert isinstance(base_model, nn.Module)
+    head_model: Any = find_head_model(model)
+    base_model: nn.Module = head_model.base_model
     while len(nested := [child for child in base_model.children() if hasattr(type(child), "base_model_prefix")]) == 1:
         base_model = nested[0]
     is_encoder_decoder = getattr(base_model.config, "is_encoder_decoder", False)
     if is_encoder_decoder and hasattr(base_model, "encoder") and hasattr(base_model, "decoder"):
         raise UserError(
-            f"{type(module).__name__} is an encoder-decoder, which has two stacks of hidden states; attach to one of "
+            f"{type(head_model).__name__} is an encoder-decoder, which has two stacks of hidden states; attach to one of "
             "them, for example attach(model.get_encoder(), penalty)"
         )
     return base_model

@@ -1,9 +1,10 @@
 """Selection of the layers and of the tokens whose hidden states a penalty uses."""
 
 from collections.abc import Sequence
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from istar.errors import UserError
@@ -12,6 +13,65 @@ from istar.measures.moments import mask_to_indices
 Layers = str | Sequence[int]
 
 NAMED_LAYERS = ("all", "last", "with_embeddings")
+POINTS = ("all", "content", "labelled", "last", "completion")
+IGNORED = -100
+"""Label of a token that the task loss leaves out, in torch and transformers."""
+
+
+@dataclass(frozen=True)
+class Points:
+    """Which tokens of a forward pass are points of a penalty. Padding never is.
+
+    Attributes:
+        which: one of
+            `all`: all tokens;
+            `content`: tokens that are not special tokens;
+            `labelled`: the hidden states from which a token with a label other than -100 is predicted. These are the
+            masked tokens of a masked language model, and for a causal language model the positions before a labelled
+            token of the same document;
+            `last`: the last token of each sequence, and of each document of a packed batch;
+            `completion`: the tokens with a label other than -100, such as the completions of prompts.
+        max_norm_ratio: leave out points whose norm is more than this number times the median norm of the layer's
+            points in the pass, such as attention sinks; None leaves out none. With several processes, each takes the
+            median of its part of the batch. For an even number of points, the median is the lower middle value.
+        special_ids: token ids of the special tokens, see `special_ids`; needed for `content`.
+
+    Raises:
+        UserError: for an unknown name, a ratio that is not above 1, or `content` without ids.
+    """
+
+    which: str = "all"
+    max_norm_ratio: float | None = None
+    special_ids: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        if self.which not in POINTS:
+            raise UserError(f"points is {self.which!r}; expected one of {', '.join(POINTS)}")
+        if self.max_norm_ratio is not None and not self.max_norm_ratio > 1:
+            raise UserError(f"max_norm_ratio is {self.max_norm_ratio}; expected a number above 1, or None")
+        if self.which == "content" and not self.special_ids:
+            raise UserError(
+                "points='content' leaves out special tokens, but none are named: give special_ids=special_ids(tokenizer)"
+                ", or points='all' for a tokenizer without special tokens"
+            )
+
+    @property
+    def are_all(self) -> bool:
+        """Whether all tokens that are not padding are points."""
+        return self.which == "all" and self.max_norm_ratio is None
+
+    @property
+    def need_labels(self) -> bool:
+        """Whether the points depend on the labels."""
+        return self.which in ("labelled", "completion")
+
+
+ALL_POINTS = Points()
+
+
+def special_ids(tokenizer: Any) -> tuple[int, ...]:
+    """Return the ids of the special tokens of a tokenizer of transformers, ascending, for `Points`."""
+    return tuple(sorted(set(tokenizer.all_special_ids)))
 
 
 def select_layers(hidden_states: Sequence[Tensor], layers: Layers = "all") -> list[Tensor]:
@@ -58,18 +118,86 @@ def layer_numbers(num_layers: int, layers: Layers) -> list[int]:
 
 
 class Tokens:
-    """The tokens of a pass that count as points: those with 1 in the mask `(batch, tokens)`, or all if None."""
+    """The tokens of a forward pass that are points, chosen from the arguments of the call.
 
-    def __init__(self, attention_mask: Any = None) -> None:
+    Args:
+        attention_mask: `(batch, tokens)`, 1 for tokens and 0 for padding. Or `(batch, 1 or heads, tokens, tokens)`, as
+            for packed documents: bool, or floating to be added to the attention scores; a token that may attend to
+            itself is not padding. None if there is no padding.
+        points: which tokens are points.
+        input_ids: token ids, `(batch, tokens)`; needed for `content`.
+        labels: labels of the tokens, `(batch, tokens)`; needed for `labelled` and `completion`.
+        position_ids: `(batch or 1, tokens)`, which restart at the beginning of each packed document, or None.
+        predicts_next: whether the model predicts the label of the next token, as causal language models do.
+
+    Attributes:
+        num_left_out: number of points that `max_norm_ratio` has left out so far, in all layers.
+    """
+
+    def __init__(
+        self,
+        attention_mask: Any = None,
+        points: Points = ALL_POINTS,
+        input_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        predicts_next: bool = False,
+    ) -> None:
         self.attention_mask = attention_mask
+        self.points = points
+        self.input_ids = input_ids
+        self.labels = labels
+        self.position_ids = position_ids
+        self.predicts_next = predicts_next
+        self.num_left_out = 0
+        self._is_selected = False
+        self._indices: Tensor | None = None
 
-    @cached_property
-    def indices(self) -> Tensor | None:
-        """Row indices of the tokens in a hidden state flattened to `(n, d)`; None if all count. Computed once."""
-        return mask_to_indices(self.attention_mask)
+    def indices_of(self, hidden_state: Tensor) -> Tensor | None:
+        """Return the row indices of the points in a hidden state flattened to `(n, d)`; None if all rows count.
 
-    def check(self, hidden_state: Tensor) -> None:
-        """Raise `UserError` unless a hidden state is floating and `(batch, tokens, d)` for a mask `(batch, tokens)`."""
+        Without `max_norm_ratio`, they are computed once and shared by all layers.
+
+        Raises:
+            UserError: if the hidden state is not floating, a shape does not match, or the call lacks an argument that
+                the points depend on.
+        """
+        self._check(hidden_state)
+        if not self._is_selected:
+            self._indices, self._is_selected = mask_to_indices(self._mask(hidden_state)), True
+        ratio = self.points.max_norm_ratio
+        if ratio is None:
+            return self._indices
+        kept = within_norm_ratio(hidden_state.flatten(0, -2), self._indices, ratio)
+        if kept is not self._indices:
+            assert kept is not None
+            before = hidden_state.shape[:-1].numel() if self._indices is None else len(self._indices)
+            self.num_left_out += before - len(kept)
+        return kept
+
+    def _mask(self, hidden_state: Tensor) -> Tensor | None:
+        """Return the mask of the points, except for `max_norm_ratio`; None if all tokens are points."""
+        real = real_tokens(self.attention_mask)
+        which = self.points.which
+        if which == "all":
+            return real
+        real = torch.ones(hidden_state.shape[:-1], device=hidden_state.device) if real is None else real
+        real = real.to(hidden_state.device) != 0
+        if which == "content":
+            assert self.input_ids is not None
+            special = torch.tensor(list(self.points.special_ids), device=self.input_ids.device)
+            return real & ~torch.isin(self.input_ids, special)
+        if which == "completion":
+            assert self.labels is not None
+            return real & (self.labels != IGNORED)
+        starts = document_starts(real, self.attention_mask, self.position_ids)
+        if which == "last":
+            return last_of_documents(real, starts)
+        assert self.labels is not None
+        has_label = self.labels != IGNORED
+        return real & (predicts_a_label(has_label, starts) if self.predicts_next else has_label)
+
+    def _check(self, hidden_state: Tensor) -> None:
         if not hidden_state.is_floating_point():
             raise UserError(f"hidden states are {hidden_state.dtype}; expected a floating dtype")
         shape = tuple(hidden_state.shape)
@@ -79,11 +207,111 @@ class Tokens:
                 f"the attention mask is a {type(mask).__name__}; expected a tensor of shape {shape[:-1]}, 1 for each "
                 "token that counts"
             )
-        if mask is not None and tuple(mask.shape) != shape[:-1]:
+        if mask is not None and not _fits(mask, shape):
             raise UserError(
                 f"the attention mask has shape {tuple(mask.shape)} and the hidden states have shape {shape}; "
-                f"expected a mask of shape {shape[:-1]}, 1 for each token that counts"
+                f"expected a mask of shape {shape[:-1]}, 1 for each token that counts, or (batch, 1, tokens, tokens)"
+            )
+        if self.points.which != "all":
+            self._check_arguments(shape)
+
+    def _check_arguments(self, shape: tuple[int, ...]) -> None:
+        """Raise `UserError` unless the call has what the points depend on, for hidden states of this shape."""
+        which = self.points.which
+        if len(shape) != 3:
+            raise UserError(f"points={which!r} needs hidden states (batch, tokens, d); these have shape {shape}")
+        if which == "last":
+            return
+        name, values = ("input_ids", self.input_ids) if which == "content" else ("labels", self.labels)
+        if values is None:
+            raise UserError(
+                f"points={which!r} needs {name}, which this call of the model does not have; pass them to the model, or "
+                "use points='all'"
+            )
+        if tuple(values.shape) != shape[:-1]:
+            raise UserError(
+                f"points={which!r} needs {name} of shape {shape[:-1]}, one for each token; they have shape "
+                f"{tuple(values.shape)}"
             )
 
 
 ALL_TOKENS = Tokens()
+
+
+def real_tokens(attention_mask: Tensor | None) -> Tensor | None:
+    """Return the mask `(batch, tokens)` of the tokens that are not padding; see `Tokens` for attention masks."""
+    if attention_mask is None or attention_mask.dim() != 4:
+        return attention_mask
+    return _may_attend(attention_mask.diagonal(dim1=-2, dim2=-1))
+
+
+def document_starts(real: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> Tensor:
+    """Return where the documents of packed batches begin: `(batch, tokens)`, bool; true for the first of each row.
+
+    A document begins where a position is not larger than the one before it, and, with an attention mask of four
+    dimensions, at a token that may not attend to the token before it.
+
+    Args:
+        real: mask of the tokens that are not padding, `(batch, tokens)`, bool.
+        attention_mask: see `Tokens`.
+        position_ids: see `Tokens`; positions of other shapes, such as those of images, are not used.
+    """
+    starts = torch.zeros_like(real)
+    starts[:, 0] = True
+    if position_ids is not None and position_ids.dim() == 2 and position_ids.shape[1] == real.shape[1]:
+        starts[:, 1:] |= position_ids[:, 1:] <= position_ids[:, :-1]
+    if attention_mask is not None and attention_mask.dim() == 4:
+        starts[:, 1:] |= ~_may_attend(attention_mask.diagonal(offset=-1, dim1=-2, dim2=-1))
+    return starts
+
+
+def last_of_documents(real: Tensor, starts: Tensor) -> Tensor:
+    """Return the mask of the last token of each document that is not padding: `(batch, tokens)`, bool."""
+    rows = real.flatten().nonzero().squeeze(1)
+    document = starts.flatten().cumsum(0)[rows]
+    is_last = torch.ones_like(rows, dtype=torch.bool)
+    is_last[:-1] = document[1:] != document[:-1]
+    last = torch.zeros_like(real).flatten()
+    last[rows[is_last]] = True
+    return last.view_as(real)
+
+
+def predicts_a_label(has_label: Tensor, starts: Tensor) -> Tensor:
+    """Return the mask of the tokens whose next token has a label and is of the same document: `(batch, tokens)`."""
+    predicts = torch.zeros_like(has_label)
+    predicts[:, :-1] = has_label[:, 1:] & ~starts[:, 1:]
+    return predicts
+
+
+def within_norm_ratio(points: Tensor, indices: Tensor | None, ratio: float) -> Tensor | None:
+    """Return the indices of the points whose norm is at most `ratio` times the median norm of the points.
+
+    Args:
+        points: `(n, d)`.
+        indices: rows that are points; None for all rows.
+        ratio: a number above 1.
+
+    Returns:
+        Row indices; `indices` itself if no point is left out. Norms that are not a number are not left out, so that
+        the penalty is NaN and does not hide them.
+    """
+    points = points.detach() if indices is None else points.detach()[indices]
+    if not len(points):
+        return indices
+    norms = torch.linalg.vector_norm(points, dim=-1, dtype=torch.promote_types(points.dtype, torch.float32))
+    kept = (~(norms > ratio * norms.median())).nonzero().squeeze(1)
+    if len(kept) == len(norms):
+        return indices
+    return kept if indices is None else indices[kept]
+
+
+def _may_attend(mask: Tensor) -> Tensor:
+    """Reduce a part of a 4-D attention mask, `(batch, heads, tokens)`, to bool `(batch, tokens)`."""
+    return (mask == 0 if mask.is_floating_point() else mask != 0).any(1)
+
+
+def _fits(mask: Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether an attention mask, see `Tokens`, fits hidden states of this shape."""
+    if mask.dim() != 4:
+        return tuple(mask.shape) == shape[:-1]
+    return len(shape) == 3 and (mask.shape[0], *mask.shape[2:]) == (shape[0], shape[1], shape[1])

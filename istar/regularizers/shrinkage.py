@@ -16,7 +16,7 @@ from istar.measures.isoscore import check_covariance
 from istar.measures.moments import Moments, mean_and_scatter, merge_moments
 from istar.measures.processes import sum_over_processes, world_size
 from istar.regularizers.hidden_states import HiddenStateReader
-from istar.regularizers.points import ALL_TOKENS, Layers, Tokens
+from istar.regularizers.points import ALL_POINTS, ALL_TOKENS, Layers, Points, Tokens
 
 NUM_POINTS = 250_000
 """Number of points in Sigma_S in the paper (Section 3)."""
@@ -33,6 +33,7 @@ def shrinkage_covariance(
     sync: bool = True,
     group: dist.ProcessGroup | None = None,
     modules: Sequence[nn.Module] | None = None,
+    points: Points = ALL_POINTS,
 ) -> Tensor:
     """Compute the covariance of a model's hidden states over batches of data, for `IStar.shrinkage_covariance`.
 
@@ -43,7 +44,7 @@ def shrinkage_covariance(
     Args:
         model: see `istar.attach`.
         loader: batches in random order that the model accepts: mappings of argument names, tuples, or tensors. Labels
-            in mappings are ignored.
+            in mappings are ignored, unless the points depend on them.
         num_points: number of points to use, counted over the selected layers of all processes. None uses all batches,
             as does a number that is larger than the number of points.
         layers: see `istar.regularizers.points.select_layers`.
@@ -51,6 +52,8 @@ def shrinkage_covariance(
         sync: compute one matrix from the points of all processes, instead of one per process.
         group: process group for `sync`; None is the default group.
         modules: see `istar.attach`.
+        points: which tokens are points; by default all that are not padding. If they depend on the labels, the model
+            runs with its head.
 
     Returns:
         `(d, d)`, float32 on the model's device.
@@ -58,7 +61,9 @@ def shrinkage_covariance(
     Raises:
         UserError: for fewer than 2 points, points that are not finite or all equal, or layers of different widths.
     """
-    return to_covariance(hidden_state_moments(model, loader, num_points, layers, include_padding, sync, group, modules))
+    return to_covariance(
+        hidden_state_moments(model, loader, num_points, layers, include_padding, sync, group, modules, points)
+    )
 
 
 def to_covariance(moments: Moments) -> Tensor:
@@ -77,6 +82,7 @@ def hidden_state_moments(
     sync: bool,
     group: dist.ProcessGroup | None,
     modules: Sequence[nn.Module] | None,
+    points: Points,
 ) -> Moments:
     """Compute the moments of a model's hidden states over batches of data; see `shrinkage_covariance`.
 
@@ -85,16 +91,18 @@ def hidden_state_moments(
     """
     if num_points is not None and num_points < 2:
         raise UserError(f"num_points is {num_points}; expected at least 2")
+    if include_padding and not points.are_all:
+        raise UserError("include_padding counts all tokens; expected points='all' with it")
 
     def summarize(hidden_state: Tensor, tokens: Tokens) -> Any:
         tokens = ALL_TOKENS if include_padding else tokens
-        tokens.check(hidden_state)
-        return mean_and_scatter(hidden_state, indices=tokens.indices)
+        return mean_and_scatter(hidden_state, indices=tokens.indices_of(hidden_state))
 
     is_alone = not sync or world_size(group) == 1
-    reader = HiddenStateReader(model, layers, summarize, lambda: True, modules)
+    reader = HiddenStateReader(model, layers, summarize, lambda: True, modules, points)
     device = next(model.parameters()).device
-    module = _module_to_call(model, reader.base_model)
+    module = _module_to_call(model, reader.head_model if points.need_labels else reader.base_model)
+    ignored = () if points.need_labels else LABEL_NAMES
     moments: Moments | None = None
     inputs: Any = None
     try:
@@ -103,14 +111,14 @@ def hidden_state_moments(
             batches = iter(loader)
             while True:
                 batch = next(batches, None)
-                points = 0.0 if moments is None else float(moments.count)
+                count = 0.0 if moments is None else float(moments.count)
                 num_active = float(batch is not None)
                 if not is_alone:
-                    totals = sum_over_processes(torch.tensor([points, num_active], device=device), group)
-                    points, num_active = totals.tolist()
-                if num_active == 0 or (num_points is not None and points >= num_points):
+                    totals = sum_over_processes(torch.tensor([count, num_active], device=device), group)
+                    count, num_active = totals.tolist()
+                if num_active == 0 or (num_points is not None and count >= num_points):
                     break
-                inputs = inputs if batch is None else _prepare_inputs(batch, device)
+                inputs = inputs if batch is None else _prepare_inputs(batch, device, ignored)
                 if inputs is None:
                     continue
                 _call(module, inputs)
@@ -128,22 +136,22 @@ def hidden_state_moments(
     return (Moments(int(width), device) if moments is None else moments).all_reduce(group)
 
 
-def _module_to_call(model: nn.Module, base_model: nn.Module) -> nn.Module:
-    """Return the module whose forward pass computes the hidden states: the base model, without its head, if possible.
+def _module_to_call(model: nn.Module, module: nn.Module) -> nn.Module:
+    """Return the module whose forward pass computes the hidden states: the given part of the model, if possible.
 
     With FSDP2, only a call of the root module gathers the parameters. With prompt learning (PEFT), the outer model adds
     the prompt's tokens.
     """
     is_prompt_learning = getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False)
-    return model if isinstance(model, FSDPModule) or is_prompt_learning else base_model
+    return model if isinstance(model, FSDPModule) or is_prompt_learning else module
 
 
-def _prepare_inputs(batch: Any, device: torch.device) -> Any:
-    """Return the batch without labels, with all tensors on the device."""
+def _prepare_inputs(batch: Any, device: torch.device, ignored: Sequence[str]) -> Any:
+    """Return the batch without the arguments that are ignored, with all tensors on the device."""
     if isinstance(batch, Mapping):
-        return {name: _prepare_inputs(value, device) for name, value in batch.items() if name not in LABEL_NAMES}
+        return {name: _prepare_inputs(value, device, ignored) for name, value in batch.items() if name not in ignored}
     if isinstance(batch, list | tuple):
-        return [_prepare_inputs(value, device) for value in batch]
+        return [_prepare_inputs(value, device, ignored) for value in batch]
     return batch.to(device) if isinstance(batch, Tensor) else batch
 
 

@@ -274,15 +274,21 @@ def test_a_positional_mask_is_the_mask():
     assert torch.equal(*values)
 
 
-@pytest.mark.parametrize("is_eager", [False, True])
-def test_masks_of_four_dimensions_are_refused_in_one_line(is_eager):
-    model = bert()
-    four = MASK[:, None, None].bool() & MASK[:, None, :, None].bool()
-    with (
-        attach(model, istar()),
-        pytest.raises(UserError, match=r"mask has shape \(3, 1, 6, 6\).*expected a mask of shape \(3, 6\)") as error,
-    ):
-        model(input_ids=IDS, attention_mask=four)
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("is_added", [False, True])
+def test_a_mask_of_four_dimensions_counts_the_tokens_that_attend_to_themselves(is_added, heads):
+    states = [torch.randn(3, 6, WIDTH, dtype=torch.float64) for _ in range(3)]
+    four = (MASK[:, None, None].bool() & MASK[:, None, :, None].bool()).expand(-1, heads, -1, -1)
+    four = torch.zeros(four.shape).masked_fill(~four, torch.finfo(torch.float32).min) if is_added else four
+    penalty = istar()
+    assert torch.equal(penalty(states, four), istar()(states, MASK))
+    assert penalty.last.points == 2 * MASK.sum()
+
+
+@pytest.mark.parametrize("shape", [(3, 1, 6, 5), (3, 1, 1, 6), (2, 1, 6, 6), (3, 6, 6), (3, 1, 6)])
+def test_masks_of_other_shapes_are_refused_in_one_line(shape):
+    with pytest.raises(UserError, match=r"expected a mask of shape \(3, 6\).*or \(batch, 1, tokens, tokens\)") as error:
+        istar()([torch.randn(3, 6, WIDTH) for _ in range(3)], torch.ones(shape, dtype=torch.bool))
     assert "\n" not in str(error.value)
 
 

@@ -1,0 +1,179 @@
+r"""Penalties on the rows of an embedding matrix, instead of hidden states.
+
+*Representation Degeneration Problem in Training Natural Language Generation Models* (Gao et al., ICLR 2019) adds the
+average cosine of the output embeddings to the loss of a language model, because they degenerate into a narrow cone. The
+cost is O(V d) for V rows.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from istar.errors import UserError
+from istar.regularizers.attach import Watch, attach, warn_of_missing_gradient
+from istar.regularizers.base import Penalty
+from istar.regularizers.istar import IStar
+from istar.regularizers.model_layers import find_head_model
+from istar.regularizers.points import ALL_POINTS, ALL_TOKENS, Points
+
+HIDDEN_STATES, INPUT, OUTPUT = "hidden_states", "input_embeddings", "output_embeddings"
+TARGETS = (HIDDEN_STATES, INPUT, OUTPUT)
+
+
+def attach_to_target(
+    model: nn.Module,
+    penalty: Penalty,
+    target: str = HIDDEN_STATES,
+    points: Points = ALL_POINTS,
+    rows: int | None = None,
+    seed: int = 0,
+    modules: Sequence[nn.Module] | None = None,
+) -> "Watch | EmbeddingWatch":
+    """Attach a penalty to what `target` names: the hidden states, by `attach`, or an embedding matrix.
+
+    Raises:
+        UserError: for an unknown target, and as `attach` and `EmbeddingWatch`.
+    """
+    if target == HIDDEN_STATES:
+        if rows is not None:
+            raise UserError(f"rows={rows} needs target={INPUT} or {OUTPUT}; hidden states have none")
+        return attach(model, penalty, modules, points)
+    if not points.are_all:
+        raise UserError(f"points are tokens, but target={target} has rows; expected points='all' without a ratio")
+    return EmbeddingWatch(model, penalty, target, rows, seed)
+
+
+class EmbeddingWatch:
+    """A penalty on the rows of a model's embedding matrix, with the interface of `Watch`.
+
+    `loss()` needs no forward pass; the training loop adds it to its loss once per micro-batch. Its gradient reaches the
+    matrix directly. With tied embeddings, the two targets are one matrix.
+
+    Every process of a distributed training has the same matrix and, if rows are sampled, the same rows. So each
+    computes the whole penalty, nothing is communicated, and the average of the gradients over the processes, as of DDP,
+    is the gradient of the penalty. For this, `penalty.sync` is set to False.
+
+    >>> import istar, transformers
+    >>> config = transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=50, bos_token_id=0, eos_token_id=0)
+    >>> model = transformers.GPT2LMHeadModel(config)
+    >>> batch = {"input_ids": torch.arange(40).view(4, 10), "labels": torch.arange(40).view(4, 10)}
+    >>> watch = EmbeddingWatch(model, istar.CosReg(weight=1.0), "output_embeddings")
+    >>> loss = model(**batch).loss + watch.loss()
+    >>> loss.backward()
+    >>> watch.penalty.last.points.item()
+    50.0
+
+    Args:
+        model: a transformers model, bare, with a head, or inside of PEFT, DDP or another module.
+        penalty: `CosReg`, or `IStar` with zeta 0. Its `layers` have no meaning here.
+        target: `input_embeddings` or `output_embeddings`.
+        rows: number of rows that are sampled anew for each loss, without replacement; None uses all rows.
+        seed: seed of the samples, equal on all processes.
+
+    Attributes:
+        penalty: the penalty; its attribute `last` holds the terms of the latest `loss()`.
+        target: the target.
+
+    Raises:
+        UserError: for another target, a model without this matrix or with a sharded one, more rows than there are or
+            fewer than 2, and an `IStar` with Sigma_S.
+    """
+
+    def __init__(
+        self, model: nn.Module, penalty: Penalty, target: str = OUTPUT, rows: int | None = None, seed: int = 0
+    ) -> None:
+        if target not in (INPUT, OUTPUT):
+            raise UserError(f"target={target} is not an embedding matrix; expected {INPUT} or {OUTPUT}")
+        if isinstance(penalty, IStar) and penalty.needs_shrinkage_covariance:
+            raise UserError(
+                f"zeta is {penalty.zeta}; target={target} has no shrinkage covariance, since all rows are at hand: "
+                "expected zeta=0"
+            )
+        self.penalty = penalty
+        self.target = target
+        self._find_matrix = _matrix_of(find_head_model(model), target)
+        number = len(self.matrix)
+        if rows is not None and not 2 <= rows <= number:
+            raise UserError(f"rows={rows}; expected 2 to {number}, the number of rows of the {_words(target)}")
+        penalty.sync = False
+        self._rows = rows
+        self._generator = torch.Generator().manual_seed(seed)
+        self._has_warned = False
+
+    @property
+    def matrix(self) -> Tensor:
+        """The embedding matrix, `(V, d)`. It is looked up at each use, because a model may replace it."""
+        return self._find_matrix()
+
+    @property
+    def num_layers(self) -> int:
+        """Number of point clouds of a loss, which is 1."""
+        return 1
+
+    def loss(self) -> Tensor:
+        """Compute the weighted penalty of the current matrix, to be added to the task loss.
+
+        Returns:
+            0-d tensor on the matrix' device, see `Penalty.forward`. It is 0 if the weight is 0; the sample of rows is
+            drawn then, too, so that it does not depend on the weights of earlier steps.
+        """
+        matrix = self.matrix
+        sample = None if self._rows is None else self._sample(len(matrix)).to(matrix.device)
+        if self.penalty.weight == 0:
+            return torch.zeros((), device=matrix.device)
+        points = matrix if sample is None else matrix.index_select(0, sample)
+        loss = self.penalty.combine([self.penalty.summarize(points, ALL_TOKENS)])
+        self._has_warned = self._has_warned or warn_of_missing_gradient(loss, f"the {_words(self.target)} are frozen")
+        return loss
+
+    def refresh(self, loader: Iterable[Any], num_points: int | None = None, momentum: float = 0.0) -> int:
+        """Do nothing and return 0: there is no Sigma_S here."""
+        return 0
+
+    def remove(self) -> None:
+        """Do nothing: there are no hooks."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the state of the generator that samples rows, for an exact resumption; empty if all rows are used."""
+        return {} if self._rows is None else {"generator": self._generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Restore what `state_dict` returned."""
+        if "generator" in state:
+            self._generator.set_state(state["generator"].cpu())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.remove()
+
+    def _sample(self, number: int) -> Tensor:
+        return torch.randperm(number, generator=self._generator)[: self._rows]
+
+
+def _matrix_of(model: Any, target: str) -> Any:
+    """Return a function that returns the embedding matrix of a transformers model; refuse a model without it."""
+    name = "get_input_embeddings" if target == INPUT else "get_output_embeddings"
+
+    def find() -> Tensor:
+        module = getattr(model, name)()
+        weight = getattr(module, "weight", None)
+        if not isinstance(weight, Tensor):
+            raise UserError(
+                f"{type(model).__name__} has no {_words(target)}, so that target={target} does not fit it; expected a "
+                f"language model, or target={INPUT if target == OUTPUT else HIDDEN_STATES}"
+            )
+        if isinstance(weight, DTensor):
+            raise UserError(f"the {_words(target)} are sharded over processes (FSDP); target={target} needs DDP")
+        return weight
+
+    find()
+    return find
+
+
+def _words(target: str) -> str:
+    return target.replace("_", " ")

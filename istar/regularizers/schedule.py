@@ -1,0 +1,48 @@
+"""The weight of a penalty as a function of the training step."""
+
+import math
+
+from istar.errors import UserError
+
+SCHEDULES = ("constant", "warmup", "linear", "cosine")
+
+
+def weight_at(step: int, steps: int, weight: float, schedule: str = "constant", warmup: float = 0.0) -> float:
+    """Return lambda for an optimizer step, as learning rate schedules do.
+
+    It rises linearly from 0 to `weight` over the first `warmup` of the steps. Then it stays (`constant` and `warmup`),
+    or falls to 0 at the end of the training, linearly (`linear`) or as half a cosine wave (`cosine`).
+
+    >>> [weight_at(step, 8, -1.0, "linear", warmup=0.5) for step in range(8)]
+    [-0.0, -0.25, -0.5, -0.75, -1.0, -0.75, -0.5, -0.25]
+
+    Args:
+        step: number of completed optimizer steps, from 0.
+        steps: number of optimizer steps of the training. Behind it, lambda stays as it is at the end.
+        weight: the largest lambda, with its sign.
+        schedule: `constant`, `warmup`, `linear` or `cosine`. `warmup` is `constant` with a warmup that is above 0.
+        warmup: fraction of the steps, in [0, 1], over which lambda rises; 0 for `constant`.
+
+    Raises:
+        UserError: for an unknown schedule, or a warmup that does not fit it.
+    """
+    check_schedule(schedule, warmup)
+    rising = round(warmup * steps)
+    if step < rising:
+        return weight * step / rising
+    if schedule in ("constant", "warmup"):
+        return weight
+    progress = min((step - rising) / max(steps - rising, 1), 1.0)
+    return weight * (1 - progress if schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2)
+
+
+def check_schedule(schedule: str, warmup: float) -> None:
+    """Raise `UserError` for an unknown schedule, or a warmup that does not fit it."""
+    if schedule not in SCHEDULES:
+        raise UserError(f"schedule={schedule} is not known; expected one of {', '.join(SCHEDULES)}")
+    if not 0 <= warmup <= 1:
+        raise UserError(f"warmup={warmup:g} is outside [0, 1]; it is a fraction of the optimizer steps")
+    if schedule == "constant" and warmup > 0:
+        raise UserError(f"warmup={warmup:g} has no effect with schedule=constant; expected schedule=warmup")
+    if schedule == "warmup" and warmup == 0:
+        raise UserError("schedule=warmup needs a warmup above 0, the fraction of the steps over which lambda rises")
