@@ -1,5 +1,6 @@
 """Low-rank adapters (LoRA) by peft: added to a pretrained model, saved, and merged into the weights."""
 
+import copy
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -72,7 +73,10 @@ def save_adapters(model: "PeftModel", folder: Path) -> None:
     """Write the adapters, the modules of `new_modules` and the model's configuration, but not the base's weights."""
     # By default peft asks the hub whether the vocabulary was changed.
     model.save_pretrained(str(folder), save_embedding_layers=False)
-    model.get_base_model().config.save_pretrained(folder)
+    base_model: Any = model.get_base_model()
+    config = copy.deepcopy(base_model.config)
+    config.architectures = [type(base_model).__name__]
+    config.save_pretrained(folder)
 
 
 def has_adapters(name: str) -> bool:
@@ -97,6 +101,7 @@ def merge_adapters(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     """Return the base model of adapters in a folder with the adapters merged into its weights, and with their head."""
     peft = _peft(f"{folder} holds adapters, which")
     with _quiet_peft():
+        warnings.filterwarnings("error", message="Found missing adapter keys")
         return peft.PeftModel.from_pretrained(model, str(folder)).merge_and_unload()  # type: ignore[no-any-return]
 
 
@@ -111,7 +116,8 @@ def _peft(feature: str) -> Any:
 
 @contextmanager
 def _quiet_peft() -> Iterator[None]:
-    """Suppress the notes of peft, such as that GPT-2's weights are transposed, which peft takes care of."""
+    """Suppress the warnings that peft gives or causes while it takes care of their subject."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # GPT-2's weights are transposed
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
         yield

@@ -63,6 +63,11 @@ def auto_class(config: PreTrainedConfig, kind: Kind, label: str) -> Any:
     return loader
 
 
+def saved_class(config: PreTrainedConfig) -> Any:
+    """Return the class of transformers that wrote a checkpoint with this configuration, or None if it names none."""
+    return getattr(transformers, (config.architectures or [""])[0], None)
+
+
 def new_config(architecture: str, values: Mapping[str, Any]) -> PreTrainedConfig:
     """Return the configuration of a new model of an architecture, with transformers' defaults except for `values`.
 
@@ -72,7 +77,11 @@ def new_config(architecture: str, values: Mapping[str, Any]) -> PreTrainedConfig
     if architecture not in CONFIG_MAPPING:
         hint = did_you_mean(architecture, CONFIG_MAPPING)
         raise UserError(f"model.architecture={architecture} is no model type of transformers{hint}")
-    return _build(CONFIG_MAPPING[architecture], {}, values, f"model.architecture={architecture}")
+    kind, values = CONFIG_MAPPING[architecture], dict(values)
+    # The default of some architectures suits only their default number of heads.
+    if "num_attention_heads" in values and hasattr(kind(), "num_key_value_heads"):
+        values.setdefault("num_key_value_heads", values["num_attention_heads"])
+    return _build(kind, {}, values, f"model.architecture={architecture}")
 
 
 def override(config: PreTrainedConfig, values: Mapping[str, Any], label: str) -> PreTrainedConfig:

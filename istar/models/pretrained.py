@@ -28,7 +28,7 @@ from istar.config import ModelConfig
 from istar.errors import UserError, shorten
 from istar.models import tiny
 from istar.models.adapters import add_adapters, base_of, has_adapters, merge_adapters, save_adapters
-from istar.models.architectures import auto_class, is_decoder, new_config, override
+from istar.models.architectures import auto_class, is_decoder, new_config, override, saved_class
 from istar.models.new_tokenizer import train_tokenizer
 from istar.tasks import demo
 from istar.tasks.hub import LOCAL_COPY, hub_problem, is_hub_id, refusal
@@ -317,26 +317,35 @@ def _hub_options(config: ModelConfig) -> dict[str, Any]:
 # --- checks -------------------------------------------------------------------------------------------------
 
 
-def _load_weights(config: ModelConfig, auto_class: Any, /, **options: Any) -> PreTrainedModel:
+def _load_weights(config: ModelConfig, loader: Any, /, **options: Any) -> PreTrainedModel:
     """Load a model with pretrained weights; refuse missing weights, except for those of a head."""
     if has_adapters(config.name):
         with tempfile.TemporaryDirectory() as folder:
             _write_merged(config, Path(folder), options["dtype"])
-            return _load_weights(replace(config, name=folder), auto_class, **options)
+            return _load_weights(replace(config, name=folder), loader, **options)
     # A head for other labels may have mismatched sizes; `_check_weights` rejects all other mismatches.
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     model: PreTrainedModel
-    model, info = load_pretrained(config, auto_class, output_loading_info=True, ignore_mismatched_sizes=True, **options)
-    _check_weights(config.label, model, info)
+    model, info = load_pretrained(config, loader, **options)
+    saved = saved_class(load_pretrained(config, AutoConfig))
+    if saved is None or saved.base_model_prefix == model.base_model_prefix:
+        _check_weights(config.label, model, info)
+        return model
+    # transformers gives the base model another name in some of an architecture's classes, and does not find its weights
+    # then: it is `model` in `LlamaForCausalLM`, but `transformer` in `LlamaForQuestionAnswering`.
+    source, info = load_pretrained(config, saved, **options)
+    _check_weights(config.label, source, info)
+    model.base_model.load_state_dict(source.base_model.state_dict())
     return model
 
 
 def _write_merged(config: ModelConfig, folder: Path, dtype: torch.dtype) -> None:
     """Write the model of a folder with adapters as a model of one piece, whose head is that of the adapters."""
     adapted = load_pretrained(config, AutoConfig)
-    model_class = getattr(transformers, (adapted.architectures or [""])[0], None)
-    if model_class is None:
+    adapted_class = saved_class(adapted)
+    if adapted_class is None:
         raise UserError(f"{config.label}: its config.json names no architecture of transformers")
-    base = load_pretrained(base_of(Path(config.name)), model_class, config=adapted, dtype=dtype)
+    base = _load_weights(base_of(Path(config.name)), adapted_class, config=adapted, dtype=dtype)
     with _user_errors(config), _quiet():
         merge_adapters(base, Path(config.name)).save_pretrained(folder)
 
