@@ -26,7 +26,7 @@ from istar.config import Config, TensorBoardConfig, TrainerConfig
 from istar.config.schema import to_dict
 from istar.errors import NonFiniteError, StoppedError, UserError, shorten
 from istar.files import atomic_write, remove_drafts, sole_writer, write_text
-from istar.regularizers import IStar, attach, layer_numbers
+from istar.regularizers import IStar, layer_numbers, special_ids
 from istar.reports.run_picture import isotropy_picture
 from istar.reports.run_tables import summary
 from istar.results import RunRecord
@@ -197,10 +197,11 @@ def _assemble(
         for split, rows, tokens in zip(spec.validation, examples.validation, features.validation, strict=True)
     }
     skip = config.trainer.nonfinite == "skip"
-    penalty = config.reg.build()
-    watch = None if penalty is None else attach(model, penalty)
+    watch = config.reg.attach(model, special_ids(tokenizer), config.seed)
     max_steps = config.trainer.lightning.get("max_steps")
-    module = FineTuner(model, watch, config.optim, evaluators, skip_nonfinite=skip, max_steps=max_steps)
+    module = FineTuner(
+        model, watch, config.optim, evaluators, skip, max_steps, weight_schedule=config.reg.weight_schedule()
+    )
     collate = Collator(tokenizer)
     data = FineTuningData(features.train, features.validation, features.test, collate, config.data, config.seed)
     isotropy = LayerIsotropy()
@@ -251,7 +252,15 @@ def _refresh(config: Config, module: FineTuner, data: FineTuningData, stop: Stop
         return None
     points, batch_size, progress_bar = config.reg.num_points, config.data.eval_batch_size, config.trainer.progress_bar
     return ShrinkageCovariance(
-        watch, data.train, data.collate, points, batch_size, config.seed, progress_bar=progress_bar, stop=stop
+        watch,
+        data.train,
+        data.collate,
+        points,
+        batch_size,
+        config.seed,
+        progress_bar=progress_bar,
+        every_n_steps=config.reg.refresh_every_n_steps,
+        stop=stop,
     )
 
 

@@ -96,6 +96,19 @@ def run_folder(config: Config, data: str, model: str) -> Path:
     return Path(config.run.root).expanduser() / name
 
 
+_LEFT_OUT_AT_DEFAULT: dict[tuple[str, str], Any] = {
+    ("task", "validation_fraction"): None,
+    ("reg", "target"): "hidden_states",
+    ("reg", "rows"): None,
+    ("reg", "points"): "all",
+    ("reg", "max_norm_ratio"): None,
+    ("reg", "schedule"): "constant",
+    ("reg", "warmup"): 0.0,
+    ("reg", "refresh_every_n_steps"): None,
+}
+"""Group, key and default of the settings that do not count for the hash of a run at their default."""
+
+
 def _effective_values(config: Config) -> dict[str, Any]:
     """The config as plain data in which values that give the same run are equal.
 
@@ -105,9 +118,10 @@ def _effective_values(config: Config) -> dict[str, Any]:
     task, trainer = values["task"], values["trainer"]
     # The fingerprint of the data stands for these two.
     task["limit_train"] = task["limit_validation"] = None
-    # Runs of earlier versions, which did not have this key, keep their names.
-    if config.task.validation_fraction is None:
-        del task["validation_fraction"]
+    # Runs of earlier versions, which did not have these keys, keep their names.
+    for (group, key), default in _LEFT_OUT_AT_DEFAULT.items():
+        if key in values[group] and values[group][key] == default:
+            del values[group][key]
     if config.task.max_length == spec.max_length:
         task["max_length"] = None
     if spec.kind != "span":
