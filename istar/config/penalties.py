@@ -5,14 +5,19 @@ Defaults are defined only here. A new penalty needs its class in `istar.regulari
 """
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import nn
+
 from istar.config.checks import at_least, one_of
 from istar.errors import UserError
-from istar.regularizers import CosReg, IStar, Penalty
+from istar.regularizers import CosReg, EmbeddingWatch, IStar, Penalty, Points, Watch, attach_to_target, weight_at
+from istar.regularizers.embeddings import HIDDEN_STATES, INPUT, OUTPUT, TARGETS
 from istar.regularizers.istar import AUTO, COMPUTE, ESTIMATORS
-from istar.regularizers.points import NAMED_LAYERS
+from istar.regularizers.points import NAMED_LAYERS, POINTS
+from istar.regularizers.schedule import SCHEDULES
 
 
 @dataclass
@@ -23,6 +28,23 @@ class NoRegConfig:
 
     def build(self) -> Penalty | None:
         """Build the penalty; None if there is none."""
+        return None
+
+    def attach(self, model: nn.Module, special_ids: Sequence[int], seed: int) -> Watch | EmbeddingWatch | None:
+        """Build the penalty and attach it to a model; None if there is none.
+
+        Args:
+            model: the model with its head.
+            special_ids: ids of the special tokens of its tokenizer.
+            seed: seed of the samples of embedding rows.
+
+        Raises:
+            UserError: if the model does not have what is penalized.
+        """
+        return None
+
+    def weight_schedule(self) -> Callable[[int, int], float] | None:
+        """Return the function from the step and the number of steps to lambda; None if lambda does not change."""
         return None
 
     def resolve(self, precision: str) -> None:
@@ -42,15 +64,76 @@ class CosRegConfig(NoRegConfig):
     """Count padding tokens as points."""
     sync: bool = True
     """Compute one penalty over the points of all processes instead of one penalty per process."""
+    target: str = HIDDEN_STATES
+    """What is penalized: hidden_states, input_embeddings or output_embeddings. For the rows of an embedding matrix,
+    layers, points and Sigma_S have no meaning, and zeta is 0."""
+    rows: int | None = None
+    """Number of rows of the embedding matrix that are sampled for each micro-batch; None uses all rows."""
+    points: str = "all"
+    """Tokens whose hidden states are penalized: all, content (no special tokens), labelled (those from which a token
+    with a label is predicted), last (of each sequence or packed document), or completion (those with a label)."""
+    max_norm_ratio: float | None = None
+    """Leave out points whose norm is more than this number times the median norm of the layer's points in the batch,
+    such as attention sinks; None leaves out none."""
+    schedule: str = "constant"
+    """Lambda over the training: constant, warmup (constant after its rise), linear or cosine (decay to 0)."""
+    warmup: float = 0.0
+    """Fraction of the optimizer steps, in [0, 1], over which lambda rises linearly from 0; not for constant."""
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.weight):
             raise UserError(f"reg.lambda={self.weight} is not a finite number; the paper uses -5 to 5")
         _check_layers(self.layers)
+        self._check_schedule()
+        one_of("reg.target", self.target, TARGETS)
+        one_of("reg.points", self.points, POINTS)
+        at_least(2, "reg.rows", self.rows)
+        if self.max_norm_ratio is not None and not self.max_norm_ratio > 1:
+            raise UserError(
+                f"reg.max_norm_ratio={self.max_norm_ratio:g} is not above 1, so it leaves out half of the points"
+            )
+        chooses_points = self.points != "all" or self.max_norm_ratio is not None
+        if self.include_padding and chooses_points:
+            raise UserError("reg.include_padding=true counts all tokens; it needs reg.points=all and no max_norm_ratio")
+        if self.target == HIDDEN_STATES and self.rows is not None:
+            raise UserError(f"reg.rows={self.rows} needs reg.target={INPUT} or {OUTPUT}")
+        if self.target != HIDDEN_STATES:
+            if chooses_points:
+                raise UserError(
+                    f"reg.points and reg.max_norm_ratio choose tokens, but reg.target={self.target} penalizes the rows of "
+                    "a matrix; leave them out"
+                )
+            # Values that are not used are fixed, so that they do not change the identity of the run.
+            defaults = type(self)
+            self.layers, self.include_padding, self.sync = defaults.layers, defaults.include_padding, defaults.sync
 
     def build(self) -> Penalty:
         """Build the penalty."""
         return CosReg(self.weight, layers=self.layers, include_padding=self.include_padding, sync=self.sync)
+
+    def attach(self, model: nn.Module, special_ids: Sequence[int], seed: int) -> Watch | EmbeddingWatch:
+        """Build the penalty and attach it to a model, see `NoRegConfig.attach`."""
+        if self.points == "content" and not special_ids:
+            raise UserError("reg.points=content: the tokenizer has no special tokens; use reg.points=all")
+        points = Points(self.points, self.max_norm_ratio, special_ids)
+        return attach_to_target(model, self.build(), self.target, points, self.rows, seed)
+
+    def weight_schedule(self) -> Callable[[int, int], float] | None:
+        """Return the function from the step and the number of steps to lambda; None if lambda does not change."""
+        if self.schedule == "constant":
+            return None
+        return lambda step, steps: weight_at(step, steps, self.weight, self.schedule, self.warmup)
+
+    def _check_schedule(self) -> None:
+        one_of("reg.schedule", self.schedule, SCHEDULES)
+        if not 0 <= self.warmup <= 1:
+            raise UserError(f"reg.warmup={self.warmup:g} is outside [0, 1]; it is a fraction of the optimizer steps")
+        if self.schedule == "constant" and self.warmup > 0:
+            raise UserError(
+                f"reg.warmup={self.warmup:g} has no effect with reg.schedule=constant; use reg.schedule=warmup"
+            )
+        if self.schedule == "warmup" and self.warmup == 0:
+            raise UserError("reg.schedule=warmup needs reg.warmup above 0, such as reg.warmup=0.1")
 
 
 @dataclass
@@ -68,6 +151,9 @@ class IStarConfig(CosRegConfig):
     """Number of points that the shrinkage covariance is computed from, counted over the union of the layers."""
     estimator: str = "shrinkage"
     r"""shrinkage (the paper's IsoScore\*), or unbiased (IsoScore for small samples, without a shrinkage covariance)."""
+    refresh_every_n_steps: int | None = None
+    """Optimizer steps between two computations of the shrinkage covariance within an epoch, besides the one at the
+    beginning of each epoch; None computes it then alone."""
     compute: str | None = None
     """Dtype of the penalty's matrix products with the points: float32 or bfloat16. None follows trainer.precision."""
 
@@ -75,6 +161,7 @@ class IStarConfig(CosRegConfig):
         super().__post_init__()
         self.zeta = _parse_zeta(self.zeta)
         at_least(2, "reg.num_points", self.num_points)
+        at_least(1, "reg.refresh_every_n_steps", self.refresh_every_n_steps)
         one_of("reg.estimator", self.estimator, ESTIMATORS)
         if self.compute is not None:
             one_of("reg.compute", self.compute, COMPUTE)
@@ -84,10 +171,11 @@ class IStarConfig(CosRegConfig):
                     "fourth powers"
                 )
         # Values that are not used are fixed, so that they do not change the identity of the run.
-        if self.estimator == "unbiased":
+        if self.estimator == "unbiased" or self.target != HIDDEN_STATES:
             self.zeta = 0.0
         if self.zeta == 0:
             self.num_points = IStarConfig.num_points
+            self.refresh_every_n_steps = None
 
     def build(self) -> Penalty:
         """Build the penalty."""

@@ -32,11 +32,12 @@ class Terms(NamedTuple):
 
     def detach(self) -> Self:
         """Return the terms without their autograd graph, for logs."""
-        return type(self)(*(None if term is None else term.detach() for term in self))
+        optional = [None if term is None else term.detach() for term in (self.zeta, self.left_out)]
+        return type(self)(self.value.detach(), self.score.detach(), self.points.detach(), *optional)
 
     def named(self, measure: str) -> dict[str, Tensor]:
         """Return the terms by their names in logs, except for the penalty's value and those that are None."""
-        terms = {measure: self.score, "points": self.points, "zeta": self.zeta, "points_left_out": self.left_out}
+        terms = {"points": self.points, measure: self.score, "zeta": self.zeta, "points_left_out": self.left_out}
         return {name: term for name, term in terms.items() if term is not None}
 
 

@@ -106,7 +106,8 @@ class EmbeddingWatch:
     @property
     def matrix(self) -> Tensor:
         """The embedding matrix, `(V, d)`. It is looked up at each use, because a model may replace it."""
-        return self._find_matrix()
+        matrix: Tensor = self._find_matrix()
+        return matrix
 
     @property
     def num_layers(self) -> int:

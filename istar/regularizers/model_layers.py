@@ -93,8 +93,8 @@ def find_base_model(model: nn.Module) -> nn.Module:
     is_encoder_decoder = getattr(base_model.config, "is_encoder_decoder", False)
     if is_encoder_decoder and hasattr(base_model, "encoder") and hasattr(base_model, "decoder"):
         raise UserError(
-            f"{type(head_model).__name__} is an encoder-decoder, which has two stacks of hidden states; attach to one of "
-            "them, for example attach(model.get_encoder(), penalty)"
+            f"{type(head_model).__name__} is an encoder-decoder, which has two stacks of hidden states; attach to one "
+            "of them, for example attach(model.get_encoder(), penalty)"
         )
     return base_model
 

@@ -51,8 +51,8 @@ class Points:
             raise UserError(f"max_norm_ratio is {self.max_norm_ratio}; expected a number above 1, or None")
         if self.which == "content" and not self.special_ids:
             raise UserError(
-                "points='content' leaves out special tokens, but none are named: give special_ids=special_ids(tokenizer)"
-                ", or points='all' for a tokenizer without special tokens"
+                "points='content' leaves out special tokens, but none are named: give "
+                "special_ids=special_ids(tokenizer), or points='all' for a tokenizer without special tokens"
             )
 
     @property
@@ -225,8 +225,8 @@ class Tokens:
         name, values = ("input_ids", self.input_ids) if which == "content" else ("labels", self.labels)
         if values is None:
             raise UserError(
-                f"points={which!r} needs {name}, which this call of the model does not have; pass them to the model, or "
-                "use points='all'"
+                f"points={which!r} needs {name}, which this call of the model does not have; pass them to the model, "
+                "or use points='all'"
             )
         if tuple(values.shape) != shape[:-1]:
             raise UserError(

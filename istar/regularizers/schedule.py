@@ -14,7 +14,7 @@ def weight_at(step: int, steps: int, weight: float, schedule: str = "constant", 
     or falls to 0 at the end of the training, linearly (`linear`) or as half a cosine wave (`cosine`).
 
     >>> [weight_at(step, 8, -1.0, "linear", warmup=0.5) for step in range(8)]
-    [-0.0, -0.25, -0.5, -0.75, -1.0, -0.75, -0.5, -0.25]
+    [0.0, -0.25, -0.5, -0.75, -1.0, -0.75, -0.5, -0.25]
 
     Args:
         step: number of completed optimizer steps, from 0.
@@ -29,7 +29,7 @@ def weight_at(step: int, steps: int, weight: float, schedule: str = "constant", 
     check_schedule(schedule, warmup)
     rising = round(warmup * steps)
     if step < rising:
-        return weight * step / rising
+        return weight * step / rising if step > 0 else 0.0  # Not -0.0, which would be logged.
     if schedule in ("constant", "warmup"):
         return weight
     progress = min((step - rising) / max(steps - rising, 1), 1.0)

@@ -24,7 +24,7 @@ from istar.config import Config, TensorBoardConfig, TrainerConfig
 from istar.config.schema import to_dict
 from istar.errors import NonFiniteError, StoppedError, UserError, shorten
 from istar.files import atomic_write, remove_drafts, sole_writer, write_text
-from istar.regularizers import IStar, Watch, attach, layer_numbers
+from istar.regularizers import EmbeddingWatch, IStar, Watch, layer_numbers, special_ids
 from istar.reports.run_picture import isotropy_picture
 from istar.reports.run_tables import summary
 from istar.results import RunRecord
@@ -144,8 +144,7 @@ def _assemble(
     model = models.load_model(config.model, spec, model_config, tokenizer)
     # Before the penalty is attached, because the model is tried out.
     collate = collator(spec, config, tokenizer, model)
-    penalty = config.reg.build()
-    watch = None if penalty is None else attach(model, penalty)
+    watch = config.reg.attach(model, special_ids(tokenizer), config.seed)
     module = _module(config, spec, model, watch, prepared)
     data = FineTuningData(prepared.train, prepared.validation, prepared.test, collate, config.data, config.seed)
     isotropy = LayerIsotropy()
@@ -165,12 +164,13 @@ def _assemble(
 
 
 def _module(
-    config: Config, spec: TaskSpec, model: PreTrainedModel, watch: Watch | None, prepared: PreparedData
+    config: Config, spec: TaskSpec, model: PreTrainedModel, watch: Watch | EmbeddingWatch | None, prepared: PreparedData
 ) -> FineTuner:
     """The LightningModule of the task."""
     options: dict[str, Any] = {
         "skip_nonfinite": config.trainer.nonfinite == "skip",
         "max_steps": config.trainer.lightning.get("max_steps"),
+        "weight_schedule": config.reg.weight_schedule(),
     }
     if not spec.is_language_modelling:
         return FineTuner(model, watch, config.optim, prepared.evaluators, **options)
@@ -210,7 +210,15 @@ def _refresh(config: Config, module: FineTuner, data: FineTuningData, stop: Stop
         return None
     points, batch_size, progress_bar = config.reg.num_points, config.data.eval_batch_size, config.trainer.progress_bar
     return ShrinkageCovariance(
-        watch, data.train, data.collate, points, batch_size, config.seed, progress_bar=progress_bar, stop=stop
+        watch,
+        data.train,
+        data.collate,
+        points,
+        batch_size,
+        config.seed,
+        progress_bar=progress_bar,
+        every_n_steps=config.reg.refresh_every_n_steps,
+        stop=stop,
     )
 
 

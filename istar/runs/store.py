@@ -37,6 +37,10 @@ _LATER_KEYS: dict[str, dict[str, Any]] = {
         "architecture": None, "config": {}, "vocab_size": 8192, "load_in": "float32", "lora": False, "lora_r": 8,
         "lora_alpha": 16.0, "lora_dropout": 0.05, "lora_target_modules": None,
     },
+    "reg": {
+        "target": "hidden_states", "rows": None, "points": "all", "max_norm_ratio": None, "schedule": "constant",
+        "warmup": 0.0, "refresh_every_n_steps": None,
+    },
 }  # fmt: skip
 
 
@@ -163,7 +167,7 @@ def _effective_values(config: Config) -> dict[str, Any]:
         del trainer[name]
     for group, defaults in _LATER_KEYS.items():
         for key, default in defaults.items():
-            if values[group][key] == default:
+            if key in values[group] and values[group][key] == default:
                 del values[group][key]
     return values
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from istar.config import OptimConfig
 from istar.measures.processes import sum_over_processes, world_size
-from istar.regularizers import Watch
+from istar.regularizers import EmbeddingWatch, Watch
 from istar.tasks.language_modelling import LanguageModelEvaluator
 from istar.tasks.masking import IGNORED
 from istar.training.module import Batch, FineTuner, model_inputs, token_mask
@@ -28,22 +28,21 @@ class LanguageModelTuner(FineTuner):
         is_causal: whether the logits at a token predict the next one.
         head_at_labels: compute the head of a masked language model only for the tokens to predict, which saves most of
             its time. Hooks do this, and a compiled model does not call them.
-        watch, optim, evaluators, skip_nonfinite, max_steps: see `FineTuner`.
+        watch, optim, evaluators, options: see `FineTuner`.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
-        watch: Watch | None,
+        watch: Watch | EmbeddingWatch | None,
         optim: OptimConfig,
         evaluators: Mapping[str, LanguageModelEvaluator],
         *,
         is_causal: bool,
         head_at_labels: bool = True,
-        skip_nonfinite: bool = False,
-        max_steps: int | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(model, watch, optim, evaluators, skip_nonfinite, max_steps)
+        super().__init__(model, watch, optim, evaluators, **options)
         self.is_causal = is_causal
         self.head_at_labels = head_at_labels and not is_causal
 

@@ -1,7 +1,7 @@
 """The LightningModule for fine-tuning with a penalty on the hidden states."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import lightning as L
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, get_scheduler
 from istar.config import OptimConfig
 from istar.errors import UserError
 from istar.measures.processes import sum_over_processes, world_size
-from istar.regularizers import Watch
+from istar.regularizers import EmbeddingWatch, Watch
 from istar.tasks.evaluation import Evaluation
 from istar.training.nonfinite import StepGuard
 
@@ -36,7 +36,9 @@ class FineTuner(L.LightningModule):
         optim: settings of AdamW and of the learning rate schedule.
         evaluators: evaluator of each validation set, by the suffix of its metrics (`""` for the first).
         skip_nonfinite: skip optimizer steps whose gradient is not finite instead of stopping the training.
-        max_steps: number of optimizer steps of a training that stops within its epochs, for the schedule.
+        max_steps: number of optimizer steps of a training that stops within its epochs, for the schedules.
+        weight_schedule: function of the completed optimizer steps and their total number that returns lambda; None
+            keeps the penalty's weight.
 
     Attributes:
         evaluations: metrics and predictions of the latest validation, by suffix of the validation set.
@@ -46,11 +48,12 @@ class FineTuner(L.LightningModule):
     def __init__(
         self,
         model: PreTrainedModel,
-        watch: Watch | None,
+        watch: Watch | EmbeddingWatch | None,
         optim: OptimConfig,
         evaluators: Mapping[str, Any],
         skip_nonfinite: bool = False,
         max_steps: int | None = None,
+        weight_schedule: Callable[[int, int], float] | None = None,
     ) -> None:
         super().__init__()
         self.model = model
@@ -58,8 +61,10 @@ class FineTuner(L.LightningModule):
         self.watch = watch
         self.optim = optim
         self.max_steps = max_steps
+        self.weight_schedule = weight_schedule
         self.evaluators = dict(evaluators)
         self.guard = StepGuard(skip_nonfinite)
+        self._total_steps = 0
         self._micro_batches: list[dict[str, Tensor]] = []
         self.evaluations: dict[str, Evaluation] = {}
         self.metrics: dict[str, float] = {}
@@ -74,16 +79,17 @@ class FineTuner(L.LightningModule):
         loss = self.task_loss(batch)
         logged = {"train/task_loss": loss.detach()}
         self.guard.record("task loss", loss)
+        if self.watch is not None and self.weight_schedule is not None:
+            weight = self.watch.penalty.weight
+            logged["train/lambda"] = torch.tensor(weight, dtype=torch.float64, device=loss.device)
         if self.watch is not None and self.watch.penalty.weight != 0:
             penalty = self.watch.loss()
             self.guard.record("penalty", penalty)
             loss = loss + penalty.to(loss.dtype)
             terms = self.watch.penalty.last
             if terms is not None:
-                logged |= {"train/penalty": penalty.detach(), "train/points": terms.points}
-                logged[f"train/{self.watch.penalty.measure}"] = terms.score
-                if terms.zeta is not None:
-                    logged["train/zeta"] = terms.zeta
+                named = terms.named(self.watch.penalty.measure)
+                logged |= {"train/penalty": penalty.detach(), **{f"train/{name}": term for name, term in named.items()}}
         self._micro_batches.append({"train/loss": loss.detach(), **logged})
         return loss
 
@@ -126,10 +132,18 @@ class FineTuner(L.LightningModule):
         self.guard.reset()
         self._micro_batches = []
 
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        if self.watch is not None and self.weight_schedule is not None:
+            self.watch.penalty.weight = self.weight_schedule(self.trainer.global_step, self._total_steps)
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["skipped_steps"] = self.guard.skipped
+        if isinstance(self.watch, EmbeddingWatch):
+            checkpoint["embedding_rows"] = self.watch.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if isinstance(self.watch, EmbeddingWatch):
+            self.watch.load_state_dict(checkpoint["embedding_rows"])
         self.guard.skipped = checkpoint["skipped_steps"]
         if self.guard.skipped and not self.guard.skip:
             raise UserError(
@@ -179,6 +193,7 @@ class FineTuner(L.LightningModule):
             fused=True,
         )
         steps = min(int(self.trainer.estimated_stepping_batches), self.max_steps or sys.maxsize)
+        self._total_steps = steps
         warmup = round(self.optim.warmup * steps)
         name = "constant_with_warmup" if self.optim.schedule == "constant" else self.optim.schedule
         schedule = get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=steps)

@@ -1,4 +1,4 @@
-"""A callback that recomputes the shrinkage covariance of I-STAR at the start of every epoch."""
+"""A callback that recomputes the shrinkage covariance of I-STAR every epoch, and every n steps if it is asked to."""
 
 import logging
 import math
@@ -11,10 +11,10 @@ import lightning as L
 import torch
 from rich.progress import track
 
-from istar.regularizers import Watch
+from istar.regularizers import EmbeddingWatch, Watch
 from istar.tasks.features import Rows
 from istar.training.data import Collate, evaluation_loader
-from istar.training.module import Batch, all_gather_object, inputs_of, log_now
+from istar.training.module import Batch, all_gather_object, log_now
 from istar.training.signals import StopSignal
 
 log = logging.getLogger(__name__)
@@ -27,32 +27,53 @@ class ShrinkageCovariance(L.Callback):
     This follows Section 3 of *Stable Anisotropic Regularization*. If the penalty has `sync` on, all processes
     compute one common matrix; otherwise each process computes a different matrix.
 
+    The sample depends on the seed, the epoch and, within an epoch, the optimizer step alone, so that a resumed run has
+    the same. If the penalty's points are a part of the tokens, Sigma_S is computed from such points, too: batches are
+    taken in random order until they have `num_points` of them.
+
     Attributes:
         watch: attached `IStar` penalty, which uses the matrix.
         rows: tokenized training data.
         num_points: number of points to sample, counted over the union of the layers. If the data has fewer, all are
             used, with a warning.
         batch_size: examples per forward pass.
-        seed: seed of the sample, combined with the epoch.
+        seed: seed of the sample, combined with the epoch and the step.
+        every_n_steps: optimizer steps between two refreshes within an epoch, counted from the first step of the
+            training; None refreshes at the start of each epoch only.
         stop: stop signal, which is checked before every batch.
         seconds: duration of each refresh.
     """
 
-    watch: Watch
+    watch: Watch | EmbeddingWatch
     rows: Rows
     collate: Collate
     num_points: int
     batch_size: int
     seed: int
     progress_bar: bool = True
+    every_n_steps: int | None = None
     stop: StopSignal = field(default_factory=StopSignal)
     seconds: list[float] = field(default_factory=list, init=False)
     _has_warned: bool = field(default=False, init=False)
     _resumed: list[dict[str, Any]] | None = field(default=None, init=False)
+    _last_step: int | None = field(default=None, init=False)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._refresh_and_log(trainer, step=0)
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
+    ) -> None:
+        step = trainer.global_step
+        # All micro-batches of an optimizer step have the same number. A new epoch has just refreshed at its first step.
+        if self.every_n_steps is not None and step % self.every_n_steps == 0 and step != self._last_step:
+            self._refresh_and_log(trainer, step)
+
+    def _refresh_and_log(self, trainer: L.Trainer, step: int) -> None:
+        """Refresh Sigma_S with the sample of the epoch, or of a step within it if that is above 0."""
+        self._last_step = trainer.global_step
         start = time.perf_counter()
-        points = self.refresh(trainer, self.sample(self.watch.num_layers, trainer.current_epoch))
+        points = self.refresh(trainer, self.sample(self.watch.num_layers, trainer.current_epoch, step))
         self.seconds.append(time.perf_counter() - start)
         log_now(trainer, {"shrinkage/seconds": self.seconds[-1], "shrinkage/points": points})
 
@@ -68,20 +89,25 @@ class ShrinkageCovariance(L.Callback):
         def inputs() -> Iterator[Batch]:
             for batch in track(loader, "Shrinkage covariance", disable=not has_bar, transient=True):
                 self.stop.raise_if_signaled()
-                yield inputs_of(batch)
+                yield {name: value for name, value in batch.items() if name != "feature_id"}
 
         with trainer.precision_plugin.val_step_context():
-            return self.watch.refresh(inputs(), num_points=None)
+            return self.watch.refresh(inputs(), num_points=self._points_to_take(trainer))
 
-    def sample(self, num_layers: int, epoch: int) -> list[int]:
+    def sample(self, num_layers: int, epoch: int, step: int = 0) -> list[int]:
         """Return the indices of randomly chosen examples that have at least `num_points / num_layers` tokens in total.
 
-        The sample depends only on the seed and the epoch, and has no more examples than necessary. It is sorted by
-        length, longest first, so that batches contain little padding.
+        The sample depends only on the seed, the epoch and the step, and has no more examples than necessary. It is
+        sorted by length, longest first, so that batches contain little padding. If only some tokens are points, how
+        many is known when the model has run: then it is all examples in random order.
         """
         lengths = torch.as_tensor(self.rows.lengths)
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        if step > 0:
+            generator.manual_seed((generator.initial_seed() * 1_000_003 + step) % 2**63)
         order = torch.randperm(len(lengths), generator=generator)
+        if not self._takes_all_tokens:
+            return order.tolist()
         tokens = lengths[order].cumsum(0)
         requested = math.ceil(self.num_points / num_layers)
         if tokens[-1] < requested and not self._has_warned:
@@ -93,6 +119,16 @@ class ShrinkageCovariance(L.Callback):
             )
         chosen = order[: int((tokens < requested).sum()) + 1]
         return chosen[lengths[chosen].argsort(descending=True, stable=True)].tolist()
+
+    @property
+    def _takes_all_tokens(self) -> bool:
+        return not isinstance(self.watch, Watch) or self.watch.points.are_all
+
+    def _points_to_take(self, trainer: L.Trainer) -> int | None:
+        """Return the number of points after which a refresh ends; None takes the whole sample."""
+        if self._takes_all_tokens:
+            return None
+        return self.num_points if self.watch.penalty.sync else max(2, math.ceil(self.num_points / trainer.world_size))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._resumed is not None:

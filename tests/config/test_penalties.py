@@ -3,8 +3,11 @@
 from typing import Any
 
 import pytest
+import transformers as hf
 
-from istar.config.penalties import CosRegConfig, IStarConfig
+from istar.config.penalties import CosRegConfig, IStarConfig, NoRegConfig
+from istar.errors import UserError
+from istar.regularizers import EmbeddingWatch, Points, Watch
 
 COSREG = {"weight": -2.0, "layers": [1], "include_padding": True, "sync": False}
 ISTAR = {**COSREG, "zeta": 0.3, "compute": "bfloat16"}
@@ -22,3 +25,70 @@ def test_the_estimator_reaches_the_penalty() -> None:
     assert [IStarConfig(estimator=name).build().estimator for name in ("shrinkage", "unbiased")] == [
         "shrinkage", "unbiased"
     ]  # fmt: skip
+
+
+def tiny() -> hf.PreTrainedModel:
+    config = hf.GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=20, bos_token_id=1, eos_token_id=1)
+    return hf.GPT2LMHeadModel(config)
+
+
+def test_every_choice_of_points_reaches_the_watch() -> None:
+    watch = CosRegConfig(points="content", max_norm_ratio=4.0).attach(tiny(), (1, 2), seed=3)
+    assert isinstance(watch, Watch)
+    assert watch.points == Points("content", 4.0, (1, 2))
+    assert isinstance(watch := CosRegConfig().attach(tiny(), (1, 2), seed=3), Watch)
+    assert watch.points.are_all
+
+
+def test_the_target_its_rows_and_the_seed_reach_the_watch() -> None:
+    watches = [
+        CosRegConfig(target="output_embeddings", rows=rows).attach(tiny(), (), seed=seed)
+        for rows, seed in ((5, 3), (5, 4), (None, 3))
+    ]
+    assert all(isinstance(watch, EmbeddingWatch) and watch.target == "output_embeddings" for watch in watches)
+    losses = [watch.loss().item() for watch in watches]
+    assert len(set(losses)) == 3
+    points = [watch.penalty.last.points.item() for watch in watches if watch.penalty.last is not None]
+    assert points == [5, 5, 20]
+
+
+def test_zeta_is_0_for_embeddings() -> None:
+    assert IStarConfig(target="input_embeddings").zeta == 0
+    assert isinstance(IStarConfig(target="input_embeddings", zeta=0.8).attach(tiny(), (), 0), EmbeddingWatch)
+
+
+def test_the_schedule_has_every_setting() -> None:
+    schedule = CosRegConfig(weight=-2.0, schedule="linear", warmup=0.5).weight_schedule()
+    assert schedule is not None
+    assert [schedule(step, 4) for step in range(5)] == [0, -1, -2, -1, 0]
+    assert CosRegConfig().weight_schedule() is None
+    assert NoRegConfig().weight_schedule() is None
+    assert NoRegConfig().attach(tiny(), (), 0) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"points": "contents"}, r"reg\.points=contents is not known; did you mean content"),
+        ({"target": "embeddings"}, r"reg\.target=embeddings is not known"),
+        ({"schedule": "exponential"}, r"reg\.schedule=exponential is not known"),
+        ({"schedule": "linear", "warmup": 2.0}, r"reg\.warmup=2 is outside \[0, 1\]"),
+        ({"warmup": 0.1}, r"reg\.warmup=0\.1 has no effect with reg\.schedule=constant"),
+        ({"schedule": "warmup"}, r"reg\.schedule=warmup needs reg\.warmup above 0"),
+        ({"rows": 1, "target": "input_embeddings"}, r"reg\.rows=1 is too small"),
+        ({"rows": 10}, r"reg\.rows=10 needs reg\.target=input_embeddings or output_embeddings"),
+        ({"max_norm_ratio": 1.0}, r"reg\.max_norm_ratio=1 "),
+        ({"include_padding": True, "points": "last"}, r"reg\.include_padding=true counts all tokens"),
+        ({"points": "last", "target": "input_embeddings"}, r"reg\.target=input_embeddings penalizes the rows"),
+        ({"refresh_every_n_steps": 0}, r"reg\.refresh_every_n_steps=0 is too small"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_in_one_line(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as error:
+        IStarConfig(**settings)
+    assert "\n" not in str(error.value)
+
+
+def test_content_needs_a_tokenizer_with_special_tokens() -> None:
+    with pytest.raises(UserError, match=r"reg\.points=content: the tokenizer has no special tokens"):
+        CosRegConfig(points="content").attach(tiny(), (), seed=0)

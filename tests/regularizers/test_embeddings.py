@@ -214,7 +214,9 @@ def work(rank: int, folder: str) -> None:
     results: dict[str, Any] = {}
     for name, rows in CASES:
         inner = llama()
-        results[f"{name} {rows}"] = train(DistributedDataParallel(inner), inner, IDS[2 * rank : 2 * rank + 2], name, rows)
+        results[f"{name} {rows}"] = train(
+            DistributedDataParallel(inner), inner, IDS[2 * rank : 2 * rank + 2], name, rows
+        )
     sharded = fully_shard(llama(), mesh=dist.init_device_mesh("cpu", (2,)))
     try:
         EmbeddingWatch(sharded, CosReg(1.0), OUTPUT)

@@ -73,7 +73,9 @@ def padded(side: str) -> dict[str, Tensor]:
 
     def rows(values: Sequence[list[int]], fill: int) -> Tensor:
         widths = [[fill] * (max(LENGTHS) - len(row)) for row in values]
-        return torch.tensor([row + pad if side == "right" else pad + row for row, pad in zip(values, widths, strict=True)])
+        return torch.tensor(
+            [row + pad if side == "right" else pad + row for row, pad in zip(values, widths, strict=True)]
+        )
 
     positions = [list(range(length)) for length in LENGTHS]
     return {
@@ -98,9 +100,7 @@ def packed(is_causal: bool) -> dict[str, Tensor]:
     return {
         "input_ids": torch.tensor([SENTENCES[0] + SENTENCES[1], SENTENCES[2] + [0] * rest]),
         "attention_mask": allowed[:, None],
-        "position_ids": torch.tensor(
-            [[*range(LENGTHS[0]), *range(LENGTHS[1])], [*range(LENGTHS[2]), *[0] * rest]]
-        ),
+        "position_ids": torch.tensor([[*range(LENGTHS[0]), *range(LENGTHS[1])], [*range(LENGTHS[2]), *[0] * rest]]),
         "labels": torch.tensor([LABELS[0] + LABELS[1], LABELS[2] + [-100] * rest]),
     }
 
@@ -110,9 +110,9 @@ def padding_free() -> dict[str, Any]:
     return {
         # With a cache, transformers does not look for documents in the positions.
         "use_cache": False,
-        "input_ids": torch.tensor([sum(SENTENCES, [])]),
+        "input_ids": torch.tensor([[token for sentence in SENTENCES for token in sentence]]),
         "position_ids": torch.tensor([[position for length in LENGTHS for position in range(length)]]),
-        "labels": torch.tensor([sum(LABELS, [])]),
+        "labels": torch.tensor([[label for labels in LABELS for label in labels]]),
     }
 
 
@@ -150,9 +150,7 @@ def naive_layers(model: nn.Module, points: Points, is_causal: bool) -> list[Tens
         for i, layer in enumerate(layers):
             norms = [row.norm().item() for row in layer]
             median = sorted(norms)[(len(norms) - 1) // 2]
-            layers[i] = [
-                row for row, norm in zip(layer, norms, strict=True) if norm <= points.max_norm_ratio * median
-            ]
+            layers[i] = [row for row, norm in zip(layer, norms, strict=True) if norm <= points.max_norm_ratio * median]
     return [torch.stack(layer) for layer in layers]
 
 

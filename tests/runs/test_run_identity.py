@@ -193,3 +193,38 @@ def test_processes_that_would_train_different_runs_are_refused(small: Build, mon
     monkeypatch.setattr(run_module, "all_gather_object", lambda name: [name, "another-run"])
     with pytest.raises(UserError, match=r"about to train different runs \(another-run, demo-.*send the same command"):
         run(small())
+
+
+EARLIER = {
+    "reg=none": "rte-bert-base-cased-none-7ba58cae672d",
+    "reg=cosreg": "rte-bert-base-cased-cosreg-ac9e52718a33",
+    "reg=istar": "rte-bert-base-cased-istar-e53c957c1363",
+    "reg=istar_paper_code": "rte-bert-base-cased-istar-83609e57a1c0",
+    "reg=istar reg.zeta=0": "rte-bert-base-cased-istar-19fc2781cc04",
+}
+"""Names that runs had before the keys of `store._LEFT_OUT_AT_DEFAULT` existed."""
+
+
+@pytest.mark.parametrize("overrides", EARLIER)
+def test_new_keys_at_their_defaults_leave_the_names_of_earlier_runs(composed: Build, overrides: str) -> None:
+    config = composed("task=rte", "model=bert", *overrides.split())
+    assert run_folder(config, "data", "model").name == EARLIER[overrides]
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["reg.target=input_embeddings", "reg.points=content", "reg.max_norm_ratio=3", "reg.schedule=linear",
+     "reg.refresh_every_n_steps=10"],
+)  # fmt: skip
+def test_new_keys_at_other_values_give_another_name(composed: Build, override: str) -> None:
+    name = run_folder(composed("task=rte", "model=bert", "reg=istar", override), "data", "model").name
+    assert name not in EARLIER.values()
+
+
+def test_values_without_an_effect_on_embeddings_do_not_count(composed: Build) -> None:
+    target = ("task=rte", "model=bert", "reg=istar", "reg.target=input_embeddings")
+    names = {
+        run_folder(composed(*target, *more), "data", "model").name
+        for more in ([], ["reg.zeta=0.8"], ["reg.layers=last"], ["reg.sync=false"], ["reg.refresh_every_n_steps=5"])
+    }
+    assert len(names) == 1

@@ -10,7 +10,7 @@ import torch
 from istar.config import TrainerConfig
 from istar.errors import UserError
 from istar.measures import isoscore
-from istar.regularizers import IStar
+from istar.regularizers import IStar, Points, attach
 from istar.tasks.evaluation import Evaluation
 from istar.tasks.features import FeatureRows
 from istar.training import History, LayerIsotropy, ShrinkageCovariance
@@ -89,6 +89,54 @@ def test_it_is_refreshed_before_training_and_in_every_epoch(setting, harness):
     assert torch.equal(seen[0], seen[1])
     assert not torch.equal(seen[1], seen[2])
     assert not torch.equal(seen[3], seen[4])
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_it_is_refreshed_every_n_steps_besides_and_once_for_each(setting, harness, accumulate):
+    """Epochs of three steps, a refresh every two: at steps 0, 2, 3 (an epoch), 4 and 6 (an epoch), and 8."""
+    seen = []
+
+    class Seen(L.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            seen.append(pl_module.watch.penalty.shrinkage_covariance.clone())
+
+    module = setting.module(IStar(-1.0, 0.4))
+    refresh = refresh_for(setting, module)
+    refresh.every_n_steps = 2
+    settings = {"limit_train_batches": 3 * accumulate, "accumulate_grad_batches": accumulate}
+    harness.trainer(refresh, Seen(), max_epochs=3, **settings).fit(module, datamodule=setting.data())
+    changes = [i // accumulate for i in range(1, len(seen)) if not torch.equal(seen[i], seen[i - 1])]
+    assert changes == [2, 3, 4, 6, 8]
+    assert len(refresh.seconds) == 6
+
+
+def test_the_sample_of_a_step_is_another_one_and_a_function_of_seed_epoch_and_step(setting):
+    refresh = refresh_for(setting, setting.module(IStar(-1.0, 0.4)), seed=2**32 - 1)
+    samples = [sorted(refresh.sample(2, epoch, step)) for epoch in (0, 1) for step in (0, 4, 5)]
+    assert all(a != b for i, a in enumerate(samples) for b in samples[i + 1 :])
+    assert sorted(refresh.sample(2, 1, 4)) == samples[4]
+
+
+def test_sigma_s_of_a_part_of_the_tokens_takes_batches_until_it_has_the_points(setting, harness):
+    special = (2, 3)
+    module = setting.module(IStar(-1.0, 0.4))
+    module.watch = attach(module.model, module.watch.penalty, points=Points("content", special_ids=special))
+    refresh = refresh_for(setting, module, num_points=600, batch_size=4)
+    order = refresh.sample(2, epoch=0)
+    assert sorted(order) == list(range(len(setting.train)))
+    points, taken = [], 0
+    while 2 * len(points) < 600:
+        for row in order[taken : taken + 4]:
+            states = next(states_one_by_one(setting, module, [setting.train[row]]))
+            kept = [i for i, token in enumerate(setting.train[row]["input_ids"]) if token not in special]
+            points += [torch.stack([state[0, i] for state in states[1:]]) for i in kept]
+        taken += 4
+    assert any(token in special for token in setting.train[order[0]]["input_ids"])
+    trainer = harness.trainer(refresh)
+    trainer.strategy.connect(module)
+    assert refresh.refresh(trainer, order) == 2 * len(points)
+    covariance = module.watch.penalty.shrinkage_covariance
+    torch.testing.assert_close(covariance.double(), torch.cov(torch.cat(points).double().T), rtol=1e-4, atol=1e-6)
 
 
 def test_a_refresh_changes_neither_random_numbers_nor_weights_nor_modes(setting, harness):

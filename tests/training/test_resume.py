@@ -1,5 +1,6 @@
 """A run that is interrupted at any point and resumed has bit for bit the results of an uninterrupted run."""
 
+import csv
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 
 from istar import files, models, results
 from istar.config import Config
+from istar.regularizers import weight_at
 from istar.runs import run as run_module
 from istar.runs.run import run
 from istar.training import FineTuner, ShrinkageCovariance
@@ -98,11 +100,33 @@ def test_a_broken_run_goes_on_exactly(disturbed, undisturbed, owner, name, count
 
 
 @pytest.mark.parametrize("overrides", [("reg=none",), ("reg=cosreg",), ("data.num_workers=2",), ("task=demo_span",),
-                                       ("trainer.precision=bf16-mixed",)],
+                                       ("trainer.precision=bf16-mixed",),
+                                       ("reg=cosreg", "reg.target=input_embeddings", "reg.rows=40")],
                          ids=" ".join)  # fmt: skip
 def test_whatever_the_settings(disturbed, undisturbed, overrides):
     """In the second epoch, behind a checkpoint within it; the other places are those above."""
     assert_same(disturbed(FineTuner, "training_step", 9, *overrides), undisturbed(*overrides))
+
+
+def test_between_two_refreshes_and_on_a_schedule(disturbed, undisturbed):
+    """Steps 2 and 4 refresh within an epoch; the run breaks in step 5, behind a checkpoint with Sigma_S of step 4."""
+    overrides = (
+        "reg.refresh_every_n_steps=2", "reg.schedule=cosine", "reg.warmup=0.3", "trainer.checkpoint_every_n_steps=1",
+        "reg.points=content", "reg.max_norm_ratio=1.000001",
+    )  # fmt: skip
+    folder = undisturbed(*overrides)
+    assert_same(disturbed(FineTuner, "training_step", 10, *overrides), folder)
+    with (folder / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    weights = [float(row["train/lambda"]) for row in rows if row["train/lambda"]]
+    assert weights == pytest.approx([weight_at(step, 9, 0.2, "cosine", 0.3) for step in range(9)], rel=1e-9)
+    left_out = [row["train/points_left_out"] for row in rows if row["train/loss"]]
+    # At the first step lambda is 0, and the penalty is not computed. The norms of a new model are nearly equal.
+    assert left_out[0] == ""
+    assert all(float(number) >= 0 for number in left_out[1:])
+    assert float(left_out[-1]) > 0
+    # Every epoch and every two steps, but once where both meet.
+    assert [row["step"] for row in rows if row["shrinkage/points"]] == ["0", "2", "3", "4", "6", "8"]
 
 
 MID_EPOCH = (
