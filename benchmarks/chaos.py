@@ -282,7 +282,7 @@ def outcome(folder: Path) -> dict[str, Any]:
     record = json.loads((folder / "result.json").read_text())
     del record["timing"], record["config"]["run"]
     with (folder / "metrics.csv").open(newline="") as file:
-        rows = [{name: value for name, value in row.items() if "seconds" not in name} for row in csv.DictReader(file)]
+        rows = [{name: value for name, value in row.items() if "second" not in name} for row in csv.DictReader(file)]
     return {
         "result.json": record,
         "metrics.csv": rows,

@@ -27,6 +27,7 @@ from istar.config.schema import to_dict
 from istar.errors import NonFiniteError, StoppedError, UserError, shorten
 from istar.files import atomic_write, remove_drafts, sole_writer, write_text
 from istar.regularizers import IStar, attach, layer_numbers
+from istar.reports.geometry_picture import geometry_picture
 from istar.reports.run_picture import isotropy_picture
 from istar.reports.run_tables import summary
 from istar.results import RunRecord
@@ -41,17 +42,20 @@ from istar.tasks.loading import fingerprint, overlap
 from istar.tasks.specs import TaskSpec
 from istar.training import FineTuner, FineTuningData, History, LayerIsotropy, ShrinkageCovariance, merge_outputs
 from istar.training.checkpoints import Checkpoints, keep_newest, load, resumable
+from istar.training.kept_models import KeptModels
 from istar.training.loggers import log_outcome, log_outcome_to_agent, logging_to
 from istar.training.memory import keep_freed_memory
 from istar.training.metrics_file import MetricsFile
 from istar.training.module import all_gather_object
 from istar.training.monitor import IsotropyMonitor
+from istar.training.probe import GeometryProbe
 from istar.training.signals import StopSignal, preserve_signal_handlers
 from istar.training.trainer import build_trainer, check_hardware, keeps_checkpoints, processes_to_start, quiet_lightning
 from istar.training.validation_geometry import geometry
 
 CHECKPOINTS = "checkpoints"
 PICTURE = "isotropy.png"
+GEOMETRY_PICTURE = "geometry_over_steps.png"
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
@@ -209,6 +213,7 @@ def _assemble(
     refresh = _refresh(config, module, data, stop)
     callbacks: list[L.Callback] = [stop, isotropy, *_monitor(config.trainer), history, *_pruning(trial, history)]
     callbacks += [refresh] if refresh is not None else []
+    callbacks += _instruments(config, folder, features.validation[0], collate, tokenizer)
     checkpoints = _checkpoints(config.trainer, folder, history, metrics, stop)
     trainer = build_trainer(config.trainer, spec.selection_metric, folder, callbacks, checkpoints)
     if trainer.strategy.root_device.type == "cpu":
@@ -232,6 +237,20 @@ def _monitor(settings: TrainerConfig) -> list[L.Callback]:
     if not settings.monitor_isotropy and settings.stop_at_inter_sim is None:
         return []
     return [IsotropyMonitor(settings.stop_at_inter_sim, settings.inter_sim_patience)]
+
+
+def _instruments(
+    config: Config, folder: Path, features: Dataset, collate: Collator, tokenizer: PreTrainedTokenizerBase
+) -> list[L.Callback]:
+    """The callbacks that observe the training every so many steps: the geometry probe and the kept models."""
+    callbacks: list[L.Callback] = []
+    settings = config.trainer
+    if settings.measure_every_n_steps is not None:
+        steps, examples = settings.measure_every_n_steps, settings.measure_examples
+        callbacks.append(GeometryProbe(features, collate, config.data.eval_batch_size, steps, examples))
+    if settings.keep_models is not None:
+        callbacks.append(KeptModels(folder / results.KEPT_MODELS, settings.keep_models, tokenizer))
+    return callbacks
 
 
 def _pruning(trial: str | None, history: History) -> list[L.Callback]:
@@ -377,6 +396,9 @@ def _train_and_record(job: Job, checkpoint: Path | None, data_fingerprint: str, 
                     keep_newest(folder / CHECKPOINTS, job.checkpoints.best_path())
                 with atomic_write(folder / PICTURE) as file:
                     file.write(isotropy_picture(record))
+                if job.config.trainer.measure_every_n_steps is not None:
+                    with atomic_write(folder / GEOMETRY_PICTURE) as file:
+                        file.write(geometry_picture(job.metrics.rows))
                 # result.json comes last, because a folder that has it is taken for a finished run.
                 job.metrics.finalize("success")
                 log_outcome(job.trainer, asdict(record))

@@ -11,12 +11,13 @@ import lightning as L
 import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import EarlyStopping, RichProgressBar
+from lightning.pytorch.callbacks import EarlyStopping
 
 from istar.config import TrainerConfig
 from istar.errors import UserError, shorten
 from istar.scores import is_lower_better
 from istar.training.checkpoints import AtomicCheckpointIO, Checkpoints
+from istar.training.token_rate import TokenRate, TrainingBar
 
 
 class StopAtMaxSteps(L.Callback):
@@ -61,8 +62,10 @@ def build_trainer(
         )
     if "max_steps" in settings.lightning:
         callbacks.append(StopAtMaxSteps(settings.lightning["max_steps"]))
+    rate = TokenRate(settings.lightning.get("max_steps"))
+    callbacks.append(rate)
     if settings.progress_bar:
-        callbacks.append(RichProgressBar(leave=True))
+        callbacks.append(TrainingBar(rate))
     if checkpoints is not None:
         callbacks.append(checkpoints)
     return _trainer(
