@@ -289,6 +289,7 @@ def outcome(folder: Path) -> dict[str, Any]:
         "predictions.jsonl": (folder / "predictions.jsonl").read_bytes(),
         "geometry.json": (folder / "geometry.json").read_bytes(),
         "model": (folder / "model" / "model.safetensors").read_bytes(),
+        "models": {path.parent.name: path.read_bytes() for path in folder.glob("models/*/model.safetensors")},
         "files": sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.suffix != ".refused"),
     }
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import shutil
 import time
@@ -50,7 +51,14 @@ from istar.training.module import all_gather_object
 from istar.training.monitor import IsotropyMonitor
 from istar.training.probe import GeometryProbe
 from istar.training.signals import StopSignal, preserve_signal_handlers
-from istar.training.trainer import build_trainer, check_hardware, keeps_checkpoints, processes_to_start, quiet_lightning
+from istar.training.trainer import (
+    build_trainer,
+    check_hardware,
+    check_validation_interval,
+    keeps_checkpoints,
+    processes_to_start,
+    quiet_lightning,
+)
 from istar.training.validation_geometry import geometry
 
 CHECKPOINTS = "checkpoints"
@@ -117,6 +125,7 @@ def run(config: Config, console: Console | None = None, trial: str | None = None
     if finished is None:
         job = _assemble(config, spec, folder, examples, tokenizer, trial)
         _check_processes(job)
+        check_validation_interval(config.trainer, _batches_per_epoch(job))
         with _process_group(job.trainer), sole_writer(folder) if job.trainer.is_global_zero else nullcontext():
             _check_agreement(job)
             finished, checkpoint = _on_rank_zero(job.trainer, lambda: _prepare_folder(job))
@@ -289,6 +298,13 @@ def _check_processes(job: Job) -> None:
         )
 
 
+def _batches_per_epoch(job: Job) -> int:
+    """Return the number of training batches of an epoch in each process."""
+    batches = math.ceil(math.ceil(len(job.features.train) / job.trainer.world_size) / job.config.data.batch_size)
+    limit = job.config.trainer.lightning.get("limit_train_batches") or 1.0
+    return min(limit, batches) if type(limit) is int else int(limit * batches)
+
+
 def _check_agreement(job: Job) -> None:
     """Refuse processes whose runs have different names: torchrun and srun start them independently of each other."""
     names = sorted(set(all_gather_object(job.folder.name)))
@@ -441,6 +457,11 @@ def _fit(job: Job, checkpoint: Path | None) -> dict[str, Any]:
     validated = time.perf_counter()
     job.trainer.fit(job.module, datamodule=job.data, ckpt_path=checkpoint, weights_only=True)
     fitted = time.perf_counter()
+    if not job.history.epochs:
+        raise UserError(
+            "the training has ended before its first validation; lower trainer.check_val_every_n_epoch, or set it to "
+            "null to validate every trainer.val_check_interval batches"
+        )
     if job.checkpoints is not None:
         job.module.load_state_dict(load(job.checkpoints.best_path())["state_dict"])
     shrinkage = job.refresh.seconds if job.refresh is not None else []
