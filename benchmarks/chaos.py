@@ -2,6 +2,7 @@
 
     python -m benchmarks.chaos --kills 50
     python -m benchmarks.chaos --sweep --kills 20
+    python -m benchmarks.chaos --task demo_sentence --kills 4 trainer.keep_models=log trainer.measure_every_n_steps=5
 
 Every kill is a SIGKILL, to all processes of the run at once or (where there are several) to one of them, at a random
 moment: one in four while it loads, the others while it trains, validates, writes or closes. Equal means: weights,
@@ -36,7 +37,7 @@ from rich.table import Table
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SETTINGS = (
-    "task=demo", "task.limit_train=600", "task.limit_validation=100", "data.batch_size=8", "seed=7",
+    "task.limit_train=600", "task.limit_validation=100", "data.batch_size=8", "seed=7",
     "trainer.accumulate_grad_batches=2", "trainer.max_epochs=6", "trainer.early_stopping=6", "trainer.accelerator=cpu",
     "trainer.checkpoint_every_n_steps=5", "trainer.log_every_n_steps=5", "trainer.progress_bar=false",
     "optim.schedule=linear", "optim.warmup=0.1",
@@ -67,18 +68,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=50, help="kills in all, at least (default: 50)")
     parser.add_argument("--processes", default="1,2", help="numbers of processes of a run (default: 1,2)")
     parser.add_argument("--sweep", action="store_true", help="kill a sweep instead of single runs")
+    parser.add_argument("--task", default="demo", help="option of the group task (default: demo)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random moments (default: 0)")
     parser.add_argument("overrides", nargs="*", help="settings of the run, as for train.py, e.g. reg=cosreg")
     options = parser.parse_args(arguments)
     console = Console()
     generator = random.Random(options.seed)
+    overrides = [f"task={options.task}", *options.overrides]
     if options.sweep:
-        commands = {"sweep": _sweep_command(options.overrides)}
+        commands = {"sweep": _sweep_command(overrides)}
     else:
         worlds = [int(number) for number in options.processes.split(",")]
         commands = {
-            "one process" if world == 1 else f"{world} processes": _command(world, options.overrides)
-            for world in worlds
+            "one process" if world == 1 else f"{world} processes": _command(world, overrides) for world in worlds
         }
     tallies: list[Tally] = []
     # Ctrl-C ends the benchmark early, with the table of what it has seen.
@@ -282,13 +284,14 @@ def outcome(folder: Path) -> dict[str, Any]:
     record = json.loads((folder / "result.json").read_text())
     del record["timing"], record["config"]["run"]
     with (folder / "metrics.csv").open(newline="") as file:
-        rows = [{name: value for name, value in row.items() if "seconds" not in name} for row in csv.DictReader(file)]
+        rows = [{name: value for name, value in row.items() if "second" not in name} for row in csv.DictReader(file)]
     return {
         "result.json": record,
         "metrics.csv": rows,
         "predictions.jsonl": (folder / "predictions.jsonl").read_bytes(),
         "geometry.json": (folder / "geometry.json").read_bytes(),
         "model": (folder / "model" / "model.safetensors").read_bytes(),
+        "models": {path.parent.name: path.read_bytes() for path in folder.glob("models/*/model.safetensors")},
         "files": sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.suffix != ".refused"),
     }
 

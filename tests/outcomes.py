@@ -4,7 +4,7 @@ from pathlib import Path
 
 from benchmarks.chaos import differences, only_run, outcome
 
-__all__ = ["assert_same", "only_run"]
+__all__ = ["assert_same", "only_run", "outcome"]
 
 
 def assert_same(folder: Path, other: Path, but_for_the_name: bool = False) -> None:

@@ -49,7 +49,7 @@ ALLOWED = {
     "tasks": {"errors", "files"},
     "config": {"regularizers", "tasks", "errors"},
     "models": {"tasks", "config", "errors"},
-    "training": {"tasks", "regularizers", "measures", "config", "scores", "errors", "files"},
+    "training": {"geometry", "models", "tasks", "regularizers", "measures", "config", "scores", "errors", "files"},
     "results": {"config", "scores", "files", "errors"},
     "figures": {"errors", "files"},
     "pages": {"figures", "errors", "files"},

@@ -237,14 +237,19 @@ class OptimConfig:
     schedule: str = "constant"
     """Learning rate after the warmup: constant, linear (decays to 0) or cosine (decays to 0)."""
     warmup: float = 0.0
-    """Fraction of the optimizer steps, in [0, 1], over which the learning rate rises linearly from 0."""
+    """Optimizer steps over which the learning rate rises linearly from 0: a fraction of all steps, in [0, 1], or a
+    whole number of steps above 1."""
 
     def __post_init__(self) -> None:
         if not self.lr > 0 or not math.isfinite(self.lr):
             raise UserError(f"optim.lr={self.lr:g} is not a positive number; the paper uses 1e-5, 3e-5 and 5e-5")
         one_of("optim.schedule", self.schedule, ("constant", "linear", "cosine"))
-        if not 0 <= self.warmup <= 1:
-            raise UserError(f"optim.warmup={self.warmup:g} is outside [0, 1]; it is a fraction of the optimizer steps")
+        is_number_of_steps = self.warmup > 1 and float(self.warmup).is_integer()
+        if not 0 <= self.warmup <= 1 and not is_number_of_steps:
+            raise UserError(
+                f"optim.warmup={self.warmup:g} is neither a fraction of the optimizer steps, in [0, 1], nor a whole "
+                "number of steps above 1"
+            )
         is_pair = isinstance(self.betas, list) and len(self.betas) == 2
         if not is_pair or not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in self.betas):
             raise UserError(f"optim.betas={self.betas} is not a pair of numbers in [0, 1), e.g. [0.9,0.999]")
@@ -292,6 +297,15 @@ class TrainerConfig:
     """Optimizer steps between two checkpoints within an epoch; null writes none by this rule."""
     checkpoint_every_n_minutes: float | None = field(default=10.0, metadata=NOT_IN_IDENTITY)
     """Minutes between two checkpoints within an epoch; null writes none by this rule."""
+    keep_models: Any = field(default=None, metadata=NOT_IN_IDENTITY)
+    """Optimizer steps after which the model is kept as `models/step-<n>/`: log (0, 1, 2, 4, ..., 512, then every 1000),
+    or a number n for every n steps; in both cases also the last step. null keeps none."""
+    measure_every_n_steps: int | None = field(default=None, metadata=NOT_IN_IDENTITY)
+    """Optimizer steps between two measurements of each layer's geometry, which are also made before training and at its
+    end; null measures none."""
+    measure_examples: int = field(default=64, metadata=NOT_IN_IDENTITY)
+    """Number of examples of the first validation set that `measure_every_n_steps` measures: a random sample, always the
+    same one."""
     # Not in the identity: a run that finishes with `stop` has had no step that `skip` would have skipped.
     nonfinite: str = field(default="stop", metadata=NOT_IN_IDENTITY)
     """Reaction to a NaN or infinite loss or gradient: stop the run, or skip the optimizer step."""
@@ -325,6 +339,13 @@ class TrainerConfig:
         minutes = self.checkpoint_every_n_minutes
         if minutes is not None and not 0 < minutes < math.inf:
             raise UserError(f"trainer.checkpoint_every_n_minutes={minutes:g} must be above 0, or null for none")
+        if self.keep_models not in (None, "log") and not (type(self.keep_models) is int and self.keep_models > 0):
+            raise UserError(
+                f"trainer.keep_models={self.keep_models} is not a schedule; expected log, a whole number of optimizer "
+                "steps above 0, or null"
+            )
+        at_least(1, "trainer.measure_every_n_steps", self.measure_every_n_steps)
+        at_least(1, "trainer.measure_examples", self.measure_examples)
         if self.strategy == "fsdp":
             raise UserError(
                 "trainer.strategy=fsdp is not supported: with sharded weights the norm of the gradient, which is "

@@ -199,7 +199,13 @@ def _set_scales(axes: Axes, plot: Plot, panel: Panel) -> None:
         _label_decades(axes.yaxis, 2)
     if plot.kind == "scatter":
         axes.set_aspect("equal", adjustable="datalim")
-    if plot.log_x:
+    if plot.log_x and xs and xs[0] == 0:
+        # The axis is linear from 0 to the smallest positive value and logarithmic from there.
+        smallest = next((x for x in xs if x > 0), 1.0)
+        axes.set_xscale("symlog", linthresh=smallest, linscale=0.5)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.set_xlim(left=-0.2 * smallest)
+    elif plot.log_x:
         axes.set_xscale("log")
         _label_decades(axes.xaxis, 1)
     elif plot.x_names:

@@ -55,7 +55,7 @@ class Plot:
     symbol: str = "λ"  # symbol of the varied setting
     with_base: bool = False  # whether the sweep also makes runs without a penalty
     seeds: int = 5  # number of seeds for each value, in the paper and in the sweep
-    log_x: bool = False  # whether the x axis is logarithmic
+    log_x: bool = False  # whether the x axis is logarithmic; a value of 0 is at its left end
     log_y: bool = False  # whether the y axis is logarithmic
     x_names: Mapping[float, str] = field(default_factory=dict)  # tick labels by position; empty for numbers
     ordered: bool = False  # whether the lines have an order, which a colour scale then shows

@@ -75,12 +75,16 @@ class Layer:
             setattr(parts[name], attribute, value.to(getattr(parts[name], attribute)))
 
     def measures(self) -> dict[str, float]:
-        r"""Compute all measures by name; `isoscore` is IsoScore\* with zeta = 0."""
+        r"""Compute all measures by name.
+
+        `isoscore` is IsoScore\* with zeta = 0. The kurtoses are the largest and the mean excess kurtosis of the
+        dimensions; the mean leaves out dimensions in which all points are equal.
+        """
         variances = self.moments.covariance().diagonal()
         norms = self.norms.compute()
         # Rogue dimensions of pretrained models: the mean is many times the median deviation of all dimensions.
         outliers = outlier_dimensions(self.dimensions.mean, 5, "median", reference=self.dimensions.deviation())
-        score = isoscore(self.moments)
+        score, kurtosis = isoscore(self.moments), self.dimensions.kurtosis()
         measures: dict[str, float | Tensor] = {
             "tokens": float(self.moments.count),
             "isoscore": score,
@@ -94,7 +98,8 @@ class Layer:
             "participation_ratio": 1 + (self.moments.dim - 1) * score,
             "largest_variance_share": variances.max() / variances.sum(),
             "outlier_dimensions": float(len(outliers)),
-            "largest_kurtosis": self.dimensions.kurtosis().nan_to_num(0).max(),
+            "largest_kurtosis": kurtosis.nan_to_num(0).max(),
+            "mean_kurtosis": kurtosis.nanmean(),
         }
         if self.intra is not None:
             has_pairs = bool((self.intra.count >= 2).any())

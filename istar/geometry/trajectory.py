@@ -27,6 +27,8 @@ from istar.geometry.stream import Pass
 from istar.models import load_encoder, load_tokenizer
 
 TABLE = "trajectory.csv"
+KEPT_MODELS = "models"
+"""Folder of a run of train.py with the models that it has kept, `step-<n>/` for the model after step n."""
 KEYS = ("model", "revision", "step", "weights", "source", "layer")
 """Columns of the table that identify a row; all other columns are measures."""
 _NUMBERS = re.compile(r"(?<![A-Za-z0-9])(?![0-9a-f]{12}(?![A-Za-z0-9]))[A-Za-z]*(\d+)(?![A-Za-z0-9])")
@@ -99,10 +101,14 @@ def revisions(model: str, names: str) -> list[Checkpoint]:
 def checkpoints(pattern: str) -> list[Checkpoint]:
     """Find folders of `save_pretrained`, runs of train.py and their `.ckpt` files, and sort them by step.
 
+    A pattern that matches a single folder stands for the models in it: for a run, for those that it has kept in
+    `models/`, or else for its final model.
+
     Raises:
         UserError: if the glob pattern matches none of these.
     """
     paths = [Path(path) for path in sorted(glob.glob(pattern))]  # noqa: PTH207 (Path.glob refuses absolute patterns)
+    paths = _models_inside(paths[0]) or paths if len(paths) == 1 else paths
     models: dict[Path, Path] = {}
     for path in paths:
         # Runs of train.py have their model in a folder `model`.
@@ -112,7 +118,7 @@ def checkpoints(pattern: str) -> list[Checkpoint]:
     if not models:
         raise UserError(
             f"--checkpoints {pattern} matches no model; expected folders that save_pretrained wrote, runs of "
-            "train.py, or their checkpoints/*.ckpt"
+            "train.py, or their models/ or checkpoints/*.ckpt"
         )
     common = os.path.commonpath([path.parent for path in models])
     results = [
@@ -123,9 +129,26 @@ def checkpoints(pattern: str) -> list[Checkpoint]:
     return _check_folders(results)
 
 
+def _models_inside(folder: Path) -> list[Path]:
+    """Return the models that a run has kept, or else the models in a folder that is no run and no model itself."""
+    if kept := _subfolders_with_models(folder / KEPT_MODELS):
+        return kept
+    is_model = any((path / "config.json").is_file() for path in (folder, folder / "model"))
+    return [] if is_model else _subfolders_with_models(folder)
+
+
+def _subfolders_with_models(folder: Path) -> list[Path]:
+    # Names with a dot are those of folders that are being written.
+    return [path.parent for path in sorted(folder.glob("[!.]*/config.json"))]
+
+
 def common_name(checkpoints: Sequence[Checkpoint]) -> str:
-    """Return a name for the model of checkpoints on disk: the name of the deepest folder that holds them all."""
-    return Path(os.path.commonpath([Path(checkpoint.name).absolute().parent for checkpoint in checkpoints])).name
+    """Return a name for the model of checkpoints on disk: the name of the deepest folder that holds them all.
+
+    For the models that a run has kept in `models/`, this is the name of the run.
+    """
+    folder = Path(os.path.commonpath([Path(checkpoint.name).absolute().parent for checkpoint in checkpoints]))
+    return folder.parent.name if folder.name == KEPT_MODELS else folder.name
 
 
 def _check_folders(checkpoints: list[Checkpoint]) -> list[Checkpoint]:

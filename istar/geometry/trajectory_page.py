@@ -1,5 +1,6 @@
 """HTML page with figures of a model's geometry over its training."""
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -27,6 +28,9 @@ _TEXTS = {
 }
 """Title and caption of each plot, by the plot's name."""
 
+_FIRST, _MIN_GROWTH = 4, 1.9
+"""Number of steps that decide about a logarithmic axis, and the least ratio of two of them; 512 to 1000 is 1.95."""
+
 
 def write(plan: Plan, checkpoints: Sequence[Checkpoint], trajectory: Trajectory) -> Path:
     """Write `index.html` and `figures/` beside `trajectory.csv`; returns the page's path."""
@@ -51,7 +55,8 @@ def plots(checkpoints: Sequence[Checkpoint], measured: Mapping[str, Measurements
     """Return the figures of layers, embedding matrices and the final normalization over the training.
 
     The layers' figures are over all texts together. The x axis is the step if every checkpoint has a distinct one,
-    otherwise the checkpoint's position. Checkpoints without measurements are left out.
+    otherwise the checkpoint's position. It is logarithmic if the steps are. Checkpoints without measurements are left
+    out.
     """
     checkpoints = [checkpoint for checkpoint in checkpoints if checkpoint.label in measured]
     measurements = [measured[checkpoint.label] for checkpoint in checkpoints]
@@ -89,6 +94,25 @@ def plots(checkpoints: Sequence[Checkpoint], measured: Mapping[str, Measurements
         "final_norm": column_panel("norm", norms),
     }
     return [
-        Plot(name, title, caption, "line", x_label, tuple(panels[name]), ordered=name == "isotropy")
+        Plot(
+            name,
+            title,
+            caption,
+            "line",
+            x_label,
+            tuple(panels[name]),
+            log_x=has_steps and are_log_spaced(steps),
+            ordered=name == "isotropy",
+        )
         for name, (title, caption) in _TEXTS.items()
     ]
+
+
+def are_log_spaced(steps: Sequence[int]) -> bool:
+    """Return whether steps of a training suit a logarithmic axis: the first four above 0 about double, or grow faster.
+
+    Steps at equal distances n, 2n, 3n, 4n do not. The first four decide, because a logarithmic schedule may go on in
+    equal distances, as that of Pythia does after step 1000.
+    """
+    first = sorted(step for step in steps if step > 0)[:_FIRST]
+    return len(first) == _FIRST and all(step >= _MIN_GROWTH * previous for previous, step in itertools.pairwise(first))

@@ -60,7 +60,8 @@ def isolating_inputs(way: Way, documents: Tensor, is_causal: bool = False) -> di
     Returns:
         `position_ids`, (batch, tokens), which count from 0 in each document and in the padding. With `mask` also
         `attention_mask`, (batch, 1, tokens, tokens), bool, which is True where a token (row) attends to another
-        (column). Padding attends to padding, because attention to nothing is not a number.
+        (column). Padding attends to all tokens but padding, because attention to nothing is not a number. The diagonal
+        is therefore True for each token that is not padding.
     """
     tokens = torch.arange(documents.shape[1], device=documents.device)
     is_first = torch.ones_like(documents, dtype=torch.bool)
@@ -68,8 +69,10 @@ def isolating_inputs(way: Way, documents: Tensor, is_causal: bool = False) -> di
     starts = torch.where(is_first, tokens, 0).cummax(1).values
     inputs = {"position_ids": tokens - starts}
     if way == "mask":
-        mask = documents[:, :, None] == documents[:, None, :]
-        inputs["attention_mask"] = (mask.tril() if is_causal else mask)[:, None]
+        is_real = documents >= 0
+        mask = (documents[:, :, None] == documents[:, None, :]) & is_real[:, None, :]
+        mask = mask.tril() if is_causal else mask
+        inputs["attention_mask"] = (mask | (~is_real[:, :, None] & is_real[:, None, :]))[:, None]
     return inputs
 
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import shutil
 import time
@@ -25,6 +26,7 @@ from istar.config.schema import to_dict
 from istar.errors import NonFiniteError, StoppedError, UserError, shorten
 from istar.files import atomic_write, remove_drafts, sole_writer, write_text
 from istar.regularizers import EmbeddingWatch, IStar, Watch, layer_numbers, special_ids
+from istar.reports.geometry_picture import geometry_picture
 from istar.reports.run_picture import isotropy_picture
 from istar.reports.run_tables import summary
 from istar.results import RunRecord
@@ -39,18 +41,28 @@ from istar.tasks.loading import fingerprint, overlap
 from istar.tasks.specs import TaskSpec
 from istar.training import FineTuner, FineTuningData, History, LayerIsotropy, ShrinkageCovariance, merge_outputs
 from istar.training.checkpoints import Checkpoints, keep_newest, load, resumable
+from istar.training.kept_models import KeptModels
 from istar.training.language_model import LanguageModelTuner
 from istar.training.loggers import log_outcome, log_outcome_to_agent, logging_to
 from istar.training.memory import keep_freed_memory
 from istar.training.metrics_file import MetricsFile
 from istar.training.module import all_gather_object
 from istar.training.monitor import IsotropyMonitor
+from istar.training.probe import GeometryProbe
 from istar.training.signals import StopSignal, preserve_signal_handlers
-from istar.training.trainer import build_trainer, check_hardware, keeps_checkpoints, processes_to_start, quiet_lightning
+from istar.training.trainer import (
+    build_trainer,
+    check_hardware,
+    check_validation_interval,
+    keeps_checkpoints,
+    processes_to_start,
+    quiet_lightning,
+)
 from istar.training.validation_geometry import geometry
 
 CHECKPOINTS = "checkpoints"
 PICTURE = "isotropy.png"
+GEOMETRY_PICTURE = "geometry_over_steps.png"
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
@@ -113,6 +125,7 @@ def run(config: Config, console: Console | None = None, trial: str | None = None
     if finished is None:
         job = _assemble(config, spec, folder, examples, tokenizer, trial)
         _check_processes(job)
+        check_validation_interval(config.trainer, _batches_per_epoch(job))
         with _process_group(job.trainer), sole_writer(folder) if job.trainer.is_global_zero else nullcontext():
             _check_agreement(job)
             finished, checkpoint = _on_rank_zero(job.trainer, lambda: _prepare_folder(job))
@@ -153,6 +166,7 @@ def _assemble(
     refresh = _refresh(config, module, data, stop)
     callbacks: list[L.Callback] = [stop, isotropy, *_monitor(config.trainer), history, *_pruning(trial, history)]
     callbacks += [refresh] if refresh is not None else []
+    callbacks += _instruments(config, folder, data, tokenizer)
     checkpoints = _checkpoints(config.trainer, folder, history, metrics, stop)
     trainer = build_trainer(config.trainer, spec.selection_metric, folder, callbacks, checkpoints)
     if trainer.strategy.root_device.type == "cpu":
@@ -191,6 +205,20 @@ def _monitor(settings: TrainerConfig) -> list[L.Callback]:
     if not settings.monitor_isotropy and settings.stop_at_inter_sim is None:
         return []
     return [IsotropyMonitor(settings.stop_at_inter_sim, settings.inter_sim_patience)]
+
+
+def _instruments(
+    config: Config, folder: Path, data: FineTuningData, tokenizer: PreTrainedTokenizerBase
+) -> list[L.Callback]:
+    """The callbacks that observe the training every so many steps: the geometry probe and the kept models."""
+    callbacks: list[L.Callback] = []
+    settings = config.trainer
+    if settings.measure_every_n_steps is not None:
+        steps, examples = settings.measure_every_n_steps, settings.measure_examples
+        callbacks.append(GeometryProbe(data.validation[0], data.collate, config.data.eval_batch_size, steps, examples))
+    if settings.keep_models is not None:
+        callbacks.append(KeptModels(folder / results.KEPT_MODELS, settings.keep_models, tokenizer))
+    return callbacks
 
 
 def _pruning(trial: str | None, history: History) -> list[L.Callback]:
@@ -235,6 +263,13 @@ def _check_processes(job: Job) -> None:
         raise UserError(
             f"{job.trainer.world_size} processes are too many for an evaluation set of {smallest}; give fewer devices"
         )
+
+
+def _batches_per_epoch(job: Job) -> int:
+    """Return the number of training batches of an epoch in each process."""
+    batches = math.ceil(math.ceil(len(job.prepared.train) / job.trainer.world_size) / job.config.data.batch_size)
+    limit = job.config.trainer.lightning.get("limit_train_batches") or 1.0
+    return min(limit, batches) if type(limit) is int else int(limit * batches)
 
 
 def _check_agreement(job: Job) -> None:
@@ -344,6 +379,9 @@ def _train_and_record(job: Job, checkpoint: Path | None, data_fingerprint: str, 
                     keep_newest(folder / CHECKPOINTS, job.checkpoints.best_path())
                 with atomic_write(folder / PICTURE) as file:
                     file.write(isotropy_picture(record))
+                if job.config.trainer.measure_every_n_steps is not None:
+                    with atomic_write(folder / GEOMETRY_PICTURE) as file:
+                        file.write(geometry_picture(job.metrics.rows))
                 # result.json comes last, because a folder that has it is taken for a finished run.
                 job.metrics.finalize("success")
                 log_outcome(job.trainer, asdict(record))
@@ -386,6 +424,11 @@ def _fit(job: Job, checkpoint: Path | None) -> dict[str, Any]:
     validated = time.perf_counter()
     job.trainer.fit(job.module, datamodule=job.data, ckpt_path=checkpoint, weights_only=True)
     fitted = time.perf_counter()
+    if not job.history.epochs:
+        raise UserError(
+            "the training has ended before its first validation; lower trainer.check_val_every_n_epoch, or set it to "
+            "null to validate every trainer.val_check_interval batches"
+        )
     if job.checkpoints is not None:
         job.module.load_state_dict(load(job.checkpoints.best_path())["state_dict"])
     shrinkage = job.refresh.seconds if job.refresh is not None else []

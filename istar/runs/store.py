@@ -5,7 +5,7 @@ Nothing here imports the training, so a sweep can look up thousands of runs quic
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -293,6 +293,42 @@ def _shortcoming(folder: Path, record: RunRecord, config: Config) -> str:
     is_monitored = before.get("monitor_isotropy") or before.get("stop_at_inter_sim") is not None
     if config.trainer.monitor_isotropy and not is_monitored:
         return "was run without trainer.monitor_isotropy, whose measures it did not log"
+    if shortcoming := _missing_models(folder, record, config) or _missing_measurements(before, config.trainer):
+        return shortcoming
     if config.trainer.nonfinite == "stop" and record.skipped_steps:
         return f"has skipped {record.skipped_steps} steps; trainer.nonfinite=skip accepts it"
+    return ""
+
+
+def _missing_models(folder: Path, record: RunRecord, config: Config) -> str:
+    """The first model of the schedule `trainer.keep_models` that a finished run lacks, in words; empty if none."""
+    if config.trainer.keep_models is None:
+        return ""
+    # Imported here because the import takes seconds.
+    from istar.training.kept_models import missing_steps, model_folder
+
+    models, last = folder / results.KEPT_MODELS, record.epochs[-1]["step"]
+    missing = missing_steps(models, config.trainer.keep_models, last)
+    if not missing:
+        return ""
+    name, schedule = model_folder(models, missing[0]).relative_to(folder), config.trainer.keep_models
+    return f"was run without {name}/ of trainer.keep_models={schedule}; trainer.keep_models=null accepts it"
+
+
+def _missing_measurements(before: Mapping[str, Any], settings: TrainerConfig) -> str:
+    """What a run with the settings `before` has not measured of what `settings` ask for, in words; empty if nothing."""
+    requested, measured = settings.measure_every_n_steps, before.get("measure_every_n_steps")
+    if requested is None:
+        return ""
+    if measured is None:
+        return (
+            "was run without trainer.measure_every_n_steps, whose measures it did not log; "
+            "trainer.measure_every_n_steps=null accepts it"
+        )
+    examples = before["measure_examples"]
+    if requested % measured or examples != settings.measure_examples:
+        return (
+            f"was run with trainer.measure_every_n_steps={measured} trainer.measure_examples={examples}, "
+            "which accept it"
+        )
     return ""

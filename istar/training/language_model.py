@@ -44,7 +44,9 @@ class LanguageModelTuner(FineTuner):
     ) -> None:
         super().__init__(model, watch, optim, evaluators, **options)
         self.is_causal = is_causal
-        self.head_at_labels = head_at_labels and not is_causal
+        # The points of a penalty may depend on the labels, which its hooks read from the call of the model.
+        self._model_takes_labels = isinstance(watch, Watch) and watch.points.need_labels
+        self.head_at_labels = head_at_labels and not is_causal and not self._model_takes_labels
 
     def task_loss(self, batch: Batch) -> Tensor:
         losses, _, _ = self._predict(batch)
@@ -68,9 +70,9 @@ class LanguageModelTuner(FineTuner):
         """Return the loss of each predicted token, whether its prediction is right, (tokens,) each, and all outputs."""
         labels = _shifted(batch["labels"], self.is_causal)
         is_predicted = labels != IGNORED
-        inputs = {name: value for name, value in model_inputs(batch).items() if name != "labels"}
-        if self.is_causal:
-            options["use_cache"] = False
+        inputs = model_inputs(batch)
+        if not self._model_takes_labels:
+            del inputs["labels"]
         at_labels = self.head_at_labels and bool(is_predicted.any())
         with head_at(self.model, is_predicted) if at_labels else nullcontext():
             outputs = self.model(**inputs, **options)

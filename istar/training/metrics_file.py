@@ -41,6 +41,11 @@ class MetricsFile(Logger):
     def save_dir(self) -> str:
         return str(self.path.parent)
 
+    @property
+    def rows(self) -> list[dict[str, float]]:
+        """All rows so far: the step, and the values of one call by name."""
+        return list(self._rows)
+
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         self._rows.append({"step": step or 0, **{name: float(value) for name, value in metrics.items()}})

@@ -194,7 +194,7 @@ class FineTuner(L.LightningModule):
         )
         steps = min(int(self.trainer.estimated_stepping_batches), self.max_steps or sys.maxsize)
         self._total_steps = steps
-        warmup = round(self.optim.warmup * steps)
+        warmup = round(self.optim.warmup if self.optim.warmup > 1 else self.optim.warmup * steps)
         name = "constant_with_warmup" if self.optim.schedule == "constant" else self.optim.schedule
         schedule = get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

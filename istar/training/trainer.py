@@ -11,12 +11,13 @@ import lightning as L
 import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import EarlyStopping, RichProgressBar
+from lightning.pytorch.callbacks import EarlyStopping
 
 from istar.config import TrainerConfig
 from istar.errors import UserError, shorten
 from istar.scores import is_lower_better
 from istar.training.checkpoints import AtomicCheckpointIO, Checkpoints
+from istar.training.token_rate import TokenRate, TrainingBar
 
 
 class StopAtMaxSteps(L.Callback):
@@ -30,6 +31,19 @@ class StopAtMaxSteps(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, *arguments: Any) -> None:
         if trainer.global_step >= self.max_steps:
+            trainer.should_stop = True
+
+
+class StopAfterLastBatch(L.Callback):
+    """Request a stop after the last batch of the last epoch, so that a validation follows.
+
+    With `check_val_every_n_epoch=null`, Lightning validates every `val_check_interval` batches only, so that the last
+    batches, or all of them, would not be validated.
+    """
+
+    def on_train_batch_end(self, trainer: L.Trainer, *arguments: Any) -> None:
+        is_last_epoch = trainer.max_epochs is not None and trainer.current_epoch + 1 >= trainer.max_epochs
+        if trainer.check_val_every_n_epoch is None and trainer.is_last_batch and is_last_epoch:
             trainer.should_stop = True
 
 
@@ -61,8 +75,11 @@ def build_trainer(
         )
     if "max_steps" in settings.lightning:
         callbacks.append(StopAtMaxSteps(settings.lightning["max_steps"]))
+    callbacks.append(StopAfterLastBatch())
+    rate = TokenRate(settings.lightning.get("max_steps"))
+    callbacks.append(rate)
     if settings.progress_bar:
-        callbacks.append(RichProgressBar(leave=True))
+        callbacks.append(TrainingBar(rate))
     if checkpoints is not None:
         callbacks.append(checkpoints)
     return _trainer(
@@ -83,6 +100,17 @@ def build_trainer(
         # need complete sets.
         **{k: value for k, value in settings.lightning.items() if k not in ("max_steps", "limit_val_batches")},
     )
+
+
+def check_validation_interval(settings: TrainerConfig, num_batches: int) -> None:
+    """Refuse a validation every n batches of an epoch that has only `num_batches`; Lightning would do so later."""
+    interval = settings.lightning.get("val_check_interval")
+    is_within_epochs = settings.lightning.get("check_val_every_n_epoch", 1) is not None
+    if type(interval) is int and interval > num_batches and is_within_epochs and not settings.fast_dev_run:
+        raise UserError(
+            f"trainer.val_check_interval={interval}: an epoch has only {num_batches} batches; to count them across "
+            "epochs, set trainer.check_val_every_n_epoch=null too"
+        )
 
 
 def bare_trainer(settings: TrainerConfig) -> L.Trainer:

@@ -93,6 +93,7 @@ def naive(points: Any, tokens: Any) -> dict[str, float]:
         "participation_ratio": eigenvalues.sum() ** 2 / (eigenvalues**2).sum(),
         "largest_variance_share": points.var(0, ddof=1).max() / points.var(0, ddof=1).sum(),
         "largest_kurtosis": ((centered**4).mean(0) / (centered**2).mean(0) ** 2 - 3).max(),
+        "mean_kurtosis": ((centered**4).mean(0) / (centered**2).mean(0) ** 2 - 3).mean(),
     }
 
 

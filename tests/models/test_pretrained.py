@@ -404,7 +404,7 @@ def losses(build: Build, folder: Path, *options: str, reg: str = "istar") -> lis
     record = run(config)
     text = (Path(config.run.root) / record.name / "metrics.csv").read_text()
     rows = csv.DictReader(text.splitlines())
-    return [value for row in rows for name, value in row.items() if value and "seconds" not in name]
+    return [value for row in rows for name, value in row.items() if value and "second" not in name]
 
 
 @pytest.mark.parametrize("family", ["bert", "roberta", "distilbert"])

@@ -9,12 +9,13 @@ import pytest
 
 from istar import files, models, results
 from istar.config import Config
+from istar.errors import UserError
 from istar.regularizers import weight_at
 from istar.runs import run as run_module
 from istar.runs.run import run
-from istar.training import FineTuner, ShrinkageCovariance
+from istar.training import FineTuner, ShrinkageCovariance, probe
 from istar.training.checkpoints import AtomicCheckpointIO
-from tests.outcomes import assert_same, only_run
+from tests.outcomes import assert_same, only_run, outcome
 
 Build = Callable[..., Config]
 SETTINGS = (
@@ -138,6 +139,104 @@ MID_EPOCH = (
 @pytest.mark.parametrize("count", [2, 8, 17])
 def test_validations_within_an_epoch(disturbed, undisturbed, count):
     assert_same(disturbed(FineTuner, "training_step", count, *MID_EPOCH), undisturbed(*MID_EPOCH))
+
+
+ACROSS_EPOCHS = (
+    "task.limit_train=44", "trainer.check_val_every_n_epoch=null", "trainer.val_check_interval=8",
+    "trainer.max_steps=14", "trainer.early_stopping=null", "trainer.checkpoint_every_n_steps=3",
+    "optim.schedule=cosine", "optim.warmup=2",
+)  # fmt: skip
+"""An epoch has eleven micro-batches and six steps. Validations take place every eight micro-batches of all epochs."""
+
+
+@pytest.mark.parametrize("count", [7, 16, 20])
+def test_validations_and_checkpoints_across_epochs(disturbed, undisturbed, count):
+    folder = undisturbed(*ACROSS_EPOCHS)
+    assert [(entry["epoch"], entry["step"]) for entry in results.read(folder).epochs] == [
+        (1, 4),
+        (2, 8),
+        (3, 13),
+        (3, 14),
+    ]
+    assert_same(disturbed(FineTuner, "training_step", count, *ACROSS_EPOCHS), folder)
+
+
+@pytest.mark.parametrize(
+    ("interval", "steps"), [(4, [2, 4, 6]), (100, [6]), (10, [6])], ids=["within", "never", "on the last batch"]
+)
+def test_a_validation_follows_the_last_step(undisturbed, interval, steps):
+    """Two epochs of five micro-batches and three steps."""
+    settings = ("trainer.check_val_every_n_epoch=null", "trainer.max_epochs=2", "trainer.early_stopping=null")
+    overrides = (f"trainer.val_check_interval={interval}", *settings)
+    assert [entry["step"] for entry in results.read(undisturbed(*overrides)).epochs] == steps
+
+
+OBSERVED = ("trainer.keep_models=log", "trainer.measure_every_n_steps=2", "trainer.measure_examples=6")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "count"),
+    [
+        pytest.param(FineTuner, "training_step", 9, id="second epoch, behind a checkpoint"),
+        pytest.param(models, "save", 1, id="model of step 0"),
+        pytest.param(models, "save", 5, id="model of step 8"),
+        pytest.param(models, "save", 6, id="last model, behind the last checkpoint"),
+        pytest.param(probe, "measure_layers", 3, id="probe of step 4"),
+        pytest.param(probe, "measure_layers", 6, id="last probe, behind the last checkpoint"),
+        pytest.param(results, "write", 1, id="writing the result"),
+    ],
+)
+def test_kept_models_and_probes_are_neither_lost_nor_doubled(disturbed, undisturbed, owner, name, count):
+    folder = disturbed(owner, name, count, *OBSERVED)
+    assert_same(folder, undisturbed(*OBSERVED))
+    assert sorted(path.name for path in (folder / "models").iterdir()) == [f"step-{n}" for n in (0, 1, 2, 4, 8, 9)]
+    assert [row["step"] for row in probed(folder)] == ["0", "2", "4", "6", "8", "9"]
+
+
+def test_observing_does_not_change_the_training(undisturbed):
+    """With dropout, whose masks come from the global random generator."""
+    observed, plain = (outcome(undisturbed(*overrides)) for overrides in (OBSERVED, ()))
+    rows = [
+        {name: value for name, value in row.items() if not name.startswith("geometry/")}
+        for row in observed["metrics.csv"]
+        if not row["geometry/layer_0/isoscore"]
+    ]
+    assert rows == plain["metrics.csv"]
+    for part in ("model", "predictions.jsonl", "geometry.json"):
+        assert observed[part] == plain[part]
+    assert observed["result.json"]["name"] == plain["result.json"]["name"]
+
+
+def probed(folder):
+    with (folder / "metrics.csv").open(newline="") as file:
+        return [row for row in csv.DictReader(file) if row["geometry/layer_0/isoscore"]]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ((), OBSERVED[:1], r"trainer\.keep_models=null, not log.*trainer\.keep_models=null goes on with it"),
+        (("trainer.keep_models=3",), OBSERVED[:1], r"trainer\.keep_models=3, not log"),
+        ((), OBSERVED[1:], r"trainer\.measure_every_n_steps=null goes on with it"),
+        (
+            ("trainer.measure_every_n_steps=3",),
+            OBSERVED[1:],
+            r"measure_every_n_steps=3 and trainer\.measure_examples=64",
+        ),
+    ],
+)
+def test_an_interrupted_run_cannot_be_observed_from_its_middle(small, monkeypatch, before, after, message):
+    with monkeypatch.context() as patch:
+        patch.setattr(results, "write_predictions", lambda *arguments: breaks())
+        with pytest.raises(Broken):
+            run(small(*SETTINGS, *before))
+    with pytest.raises(UserError, match=message):
+        run(small(*SETTINGS, *after))
+    assert results.read(only_run(Path(small().run.root))).status == "failed"
+
+
+def breaks():
+    raise Broken
 
 
 def test_arguments_of_lightning_trainer(undisturbed):

@@ -1,0 +1,110 @@
+"""A callback that keeps the model of some optimizer steps as folders of `save_pretrained`."""
+
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from transformers import PreTrainedTokenizerBase
+
+from istar import models
+from istar.errors import UserError
+
+LOG = "log"
+"""The logarithmic schedule: the steps of which Pythia published checkpoints."""
+_LAST_POWER, _INTERVAL = 512, 1_000
+"""On the logarithmic schedule, the last power of two, and the distance of the steps after it."""
+
+
+def is_kept(step: int, schedule: str | int) -> bool:
+    """Return whether a schedule keeps the model after an optimizer step; step 0 is the model before training.
+
+    `schedule` is a number n for every n-th step, or `log` for steps 0, 1, 2, 4, ..., 512, 1000, 2000, 3000, ...
+    """
+    if step == 0:
+        return True
+    if schedule != LOG:
+        return step % int(schedule) == 0
+    is_power_of_two = step & (step - 1) == 0
+    return (is_power_of_two and step <= _LAST_POWER) or step % _INTERVAL == 0
+
+
+def missing_steps(folder: Path, schedule: str | int, last: int) -> list[int]:
+    """Return the steps up to `last` that a schedule keeps and whose model is not in the folder of all kept models."""
+    steps = (step for step in range(last + 1) if is_kept(step, schedule))
+    return [step for step in steps if not model_folder(folder, step).is_dir()]
+
+
+def model_folder(folder: Path, step: int) -> Path:
+    """Return the folder of a step's model below the folder of all kept models."""
+    return folder / f"step-{step}"
+
+
+@dataclass(eq=False)
+class KeptModels(L.Callback):
+    """Save model and tokenizer to `step-<n>/` after the optimizer steps of a schedule and at the end of the training.
+
+    Rank 0 writes each folder under a temporary name beside it and renames it. This callback must precede the one that
+    writes checkpoints, so that the models of all steps up to a checkpoint exist. A resumed training writes those of
+    later steps again.
+
+    Attributes:
+        folder: folder that contains the models.
+        schedule: `log`, or a number of optimizer steps, see `is_kept`.
+        tokenizer: tokenizer that is saved with each model.
+    """
+
+    folder: Path
+    schedule: str | int
+    tokenizer: PreTrainedTokenizerBase
+    _step: int = field(default=0, init=False)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._step = trainer.global_step
+        if trainer.is_global_zero:
+            self._remove_later_models()
+        if self._step == 0:
+            self._save(trainer, pl_module)
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *arguments: Any) -> None:
+        is_step = trainer.global_step > self._step
+        self._step = trainer.global_step
+        if is_step and is_kept(self._step, self.schedule):
+            self._save(trainer, pl_module)
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        # Unlike on_train_end, this is also called if a resumed training has no step left.
+        if not model_folder(self.folder, trainer.global_step).exists():
+            self._save(trainer, pl_module)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"schedule": self.schedule}
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Refuse to resume a training that has kept models on another schedule, or none."""
+        state = checkpoint["callbacks"].get(self.state_key, {"schedule": None})
+        if state["schedule"] != self.schedule:
+            previous = "null" if state["schedule"] is None else state["schedule"]
+            raise UserError(
+                f"the interrupted run has trained with trainer.keep_models={previous}, not {self.schedule}, so models "
+                f"of earlier steps are missing; trainer.keep_models={previous} goes on with it, run.overwrite=true "
+                "starts again"
+            )
+
+    def _save(self, trainer: L.Trainer, pl_module: Any) -> None:
+        if not trainer.is_global_zero:
+            return
+        target = model_folder(self.folder, trainer.global_step)
+        temporary = target.with_name(f".{target.name}")
+        for path in (temporary, target):
+            shutil.rmtree(path, ignore_errors=True)
+        models.save(pl_module.model, self.tokenizer, temporary)
+        temporary.rename(target)
+
+    def _remove_later_models(self) -> None:
+        """Remove temporary folders and the models that the training, which starts at `_step`, is going to write."""
+        past = {model_folder(self.folder, step).name for step in range(self._step + 1) if is_kept(step, self.schedule)}
+        for path in [*self.folder.glob("step-*"), *self.folder.glob(".step-*")]:
+            if path.name not in past:
+                shutil.rmtree(path)

@@ -1,0 +1,146 @@
+"""A callback that measures the geometry of every layer on a fixed sample of validation examples during training."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning as L
+import torch
+
+from istar.errors import NonFiniteError, UserError
+from istar.geometry.layers import Layer
+from istar.regularizers.shrinkage import eval_mode, preserve_rng_states
+from istar.tasks.features import Rows
+from istar.training.data import Collate, evaluation_loader
+from istar.training.module import FineTuner, log_now, token_mask
+
+MEASURES = ("isoscore", "inter_sim", "effective_rank", "mean_kurtosis", "average_norm")
+"""Names of the measures that the probe logs, as in `istar.geometry.layers.Layer.measures`."""
+SECONDS = "geometry/seconds"
+"""Name under which the duration of a probe is logged."""
+_SEED = 0
+
+
+def geometry_key(layer: int, measure: str) -> str:
+    """Return the name under which the probe logs a measure of a layer; layer 0 is the embedding output."""
+    return f"geometry/layer_{layer}/{measure}"
+
+
+def sample_examples(size: int, num_examples: int) -> list[int]:
+    """Return the indices of the probe's examples in a set of `size` examples: a random sample, always the same one."""
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(_SEED))
+    return sorted(order[:num_examples].tolist())
+
+
+def measure_layers(
+    trainer: L.Trainer, module: FineTuner, rows: Rows, sample: Sequence[int], collate: Collate, batch_size: int
+) -> list[dict[str, float]]:
+    """Measure the hidden states of all tokens of a sample of rows, without padding.
+
+    The forward passes run on this process alone, in eval mode, on the trainer's device and in its precision. The
+    training mode of each module and the global random generators are restored.
+
+    Returns:
+        The values of `MEASURES` by name, for the embedding output and each layer.
+
+    Raises:
+        NonFiniteError: if hidden states are not finite.
+    """
+    layers: list[Layer] = []
+    device, root_device = module.device, trainer.strategy.root_device
+    module.to(root_device)  # Lightning moves the module to the CPU after training.
+    loader = evaluation_loader(rows, collate, batch_size, sample)
+    with (
+        preserve_rng_states(root_device),
+        eval_mode(module),
+        torch.inference_mode(),
+        trainer.precision_plugin.val_step_context(),
+    ):
+        for batch in loader:
+            batch = module.transfer_batch_to_device(batch, root_device, 0)
+            mask = token_mask(batch).bool()
+            tokens, states = batch["input_ids"][mask], module.hidden_states(batch)
+            if not layers:
+                layers = [Layer(state.shape[-1], vocabulary_size=0, device=root_device) for state in states]
+            for layer, state in zip(layers, states, strict=True):
+                layer.update(state[mask], tokens)
+    module.to(device)
+    measures = [layer.measures() for layer in layers]
+    return [{name: values[name] for name in MEASURES} for values in measures]
+
+
+@dataclass(eq=False)
+class GeometryProbe(L.Callback):
+    """Log the geometry of every layer before training, after every n-th optimizer step and at the end.
+
+    Rank 0 measures alone. The training is bit for bit that without the probe. This callback must precede the one that
+    writes checkpoints, so that the checkpoint of a step contains the measures of that step.
+
+    Attributes:
+        rows: tokenized validation set, of which a sample is measured.
+        collate: turns rows into a padded batch.
+        batch_size: examples per forward pass.
+        every_n_steps: number of optimizer steps between two measurements.
+        num_examples: size of the sample.
+    """
+
+    rows: Rows
+    collate: Collate
+    batch_size: int
+    every_n_steps: int
+    num_examples: int
+    _step: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self._sample = sample_examples(len(self.rows), self.num_examples)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._step = trainer.global_step
+        if self._step == 0:
+            self._measure(trainer, pl_module, trainer.current_epoch)
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *arguments: Any) -> None:
+        is_step = trainer.global_step > self._step
+        self._step = trainer.global_step
+        if is_step and self._step % self.every_n_steps == 0:
+            self._measure(trainer, pl_module, trainer.current_epoch)
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        # Unlike on_train_end, this is also called if a resumed training has no step left.
+        if trainer.global_step % self.every_n_steps:
+            # `current_epoch` differs by one between a training that ends and a finished one that is resumed.
+            epochs: Any = trainer.fit_loop.epoch_progress.current
+            self._measure(trainer, pl_module, epochs.processed - 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"every_n_steps": self.every_n_steps, "num_examples": self.num_examples}
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Refuse to resume a training whose earlier steps were measured differently, or not at all."""
+        state = checkpoint["callbacks"].get(self.state_key)
+        if state is None:
+            raise UserError(
+                "the interrupted run has not measured the steps that it has made; trainer.measure_every_n_steps=null "
+                "goes on with it, run.overwrite=true starts again"
+            )
+        if state != self.state_dict():
+            raise UserError(
+                f"the interrupted run has trainer.measure_every_n_steps={state['every_n_steps']} and "
+                f"trainer.measure_examples={state['num_examples']}, which go on with it; run.overwrite=true starts "
+                "again"
+            )
+
+    def _measure(self, trainer: L.Trainer, pl_module: L.LightningModule, epoch: int) -> None:
+        assert isinstance(pl_module, FineTuner)
+        if not trainer.is_global_zero:
+            return
+        start = time.perf_counter()
+        try:
+            layers = measure_layers(trainer, pl_module, self.rows, self._sample, self.collate, self.batch_size)
+        except NonFiniteError as error:
+            raise NonFiniteError(f"geometry after step {trainer.global_step}: {error}") from error
+        values = {
+            geometry_key(number, name): value for number, layer in enumerate(layers) for name, value in layer.items()
+        }
+        log_now(trainer, {"epoch": epoch, **values, SECONDS: time.perf_counter() - start})

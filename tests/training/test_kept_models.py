@@ -1,0 +1,67 @@
+"""Which steps' models are kept, what their folders hold, and what a finished run without them is told."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from istar.config import Config
+from istar.errors import UserError
+from istar.runs.run import run
+from istar.training.checkpoints import load
+from istar.training.kept_models import is_kept
+
+Build = Callable[..., Config]
+PYTHIA = [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, *range(1_000, 144_000, 1_000)]
+"""The steps of which Pythia's checkpoints are published."""
+
+
+def test_the_logarithmic_schedule_is_pythias() -> None:
+    assert [step for step in range(143_001) if is_kept(step, "log")] == PYTHIA
+
+
+@pytest.mark.parametrize(("schedule", "steps"), [(1, [0, 1, 2, 3, 4, 5, 6]), (3, [0, 3, 6]), (10, [0])])
+def test_every_n_steps(schedule: int, steps: list[int]) -> None:
+    assert [step for step in range(7) if is_kept(step, schedule)] == steps
+
+
+def test_folders_hold_the_models_of_their_steps(small: Build) -> None:
+    """Six steps; the checkpoint of the last one has the weights of that step."""
+    config = small("reg=none", "trainer.keep_models=4", "task.limit_train=48", "run.save_model=false")
+    folder = Path(config.run.root) / run(config).name
+    assert sorted(path.name for path in (folder / "models").iterdir()) == ["step-0", "step-4", "step-6"]
+    weights = {step: load_file(folder / "models" / f"step-{step}" / "model.safetensors") for step in (0, 4, 6)}
+    last = load(folder / "checkpoints" / "step-6.ckpt")["state_dict"]
+    for name, values in weights[6].items():
+        assert torch.equal(values, last[f"model.{name}"])
+    assert not torch.equal(weights[0]["classifier.weight"], weights[4]["classifier.weight"])
+    assert not torch.equal(weights[4]["classifier.weight"], weights[6]["classifier.weight"])
+    for step in weights:
+        model = AutoModelForSequenceClassification.from_pretrained(folder / "models" / f"step-{step}")
+        tokenizer = AutoTokenizer.from_pretrained(folder / "models" / f"step-{step}")
+        assert model(**tokenizer("a lamp", return_tensors="pt")).logits.isfinite().all()
+
+
+def test_a_finished_run_must_have_kept_them(small: Build) -> None:
+    settings = ("reg=none", "trainer.keep_models=2")
+    folder = Path(small().run.root) / run(small(*settings)).name
+    # A coarser schedule is contained in it; without a schedule nothing is missing.
+    for schedule in ("2", "4", "null"):
+        assert run(small("reg=none", f"trainer.keep_models={schedule}")).name == folder.name
+    with pytest.raises(
+        UserError, match=r"without models/step-1/ of trainer\.keep_models=log; trainer\.keep_models=null"
+    ):
+        run(small("reg=none", "trainer.keep_models=log"))
+    shutil.rmtree(folder / "models" / "step-2")
+    with pytest.raises(UserError, match=r"without models/step-2/"):
+        run(small(*settings))
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "1.5", "linear", "true"])
+def test_refusals(small: Build, value: str) -> None:
+    with pytest.raises(UserError, match=rf"(?i)trainer\.keep_models={value} is not a schedule; expected log, a whole"):
+        small(f"trainer.keep_models={value}")
