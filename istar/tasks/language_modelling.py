@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from istar.errors import UserError, shorten
+from istar.files import new_folder
 from istar.tasks.blocks import Blocks, Corpus, open_corpus, packed, separate, with_separator, write_corpus
 from istar.tasks.documents import documents_of
 from istar.tasks.evaluation import Evaluation
@@ -34,8 +36,8 @@ _COUNTED_TOKENS = 1 << 24  # tokens counted at a time, which limits the memory
 def tokenized_corpus(documents: Dataset, tokenizer: PreTrainedTokenizerBase, cache_dir: Path) -> Corpus:
     """Return the tokens of all documents, memory-mapped from the cache, which they are written to only once.
 
-    Each document ends with the tokenizer's separator, see `istar.tasks.tokenizing.separator`. Processes that write the
-    same corpus at the same time write equal files.
+    Each document ends with the tokenizer's separator, see `istar.tasks.tokenizing.separator`. If several processes write
+    the same corpus at the same time, the first to finish keeps its files.
 
     Raises:
         UserError: if the cache cannot be written.
@@ -54,11 +56,17 @@ def tokenized_corpus(documents: Dataset, tokenizer: PreTrainedTokenizerBase, cac
     )
     tokens = with_separator(tokenize(bar, tokenizer), separator(tokenizer))
     try:
-        return write_corpus(tokens, max(tokenizer.get_vocab().values()) + 1, folder)
+        if folder.exists():
+            shutil.rmtree(folder)  # it is damaged
+        with new_folder(folder) as draft:
+            write_corpus(tokens, max(tokenizer.get_vocab().values()) + 1, draft)
     except OSError as error:
         raise UserError(
             f"the tokens cannot be cached: {shorten(error)}; name another folder with data.cache_dir"
         ) from error
+    corpus = open_corpus(folder)
+    assert corpus is not None
+    return corpus
 
 
 def cut_into_blocks(

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from transformers import PreTrainedTokenizerBase
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
 
@@ -12,7 +13,7 @@ _TOKENIZER_BATCH = 1_000
 """Documents tokenized in one call, enough for the tokenizer's threads to share."""
 
 
-def tokenize(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
+def tokenize(texts: Iterable[str], tokenizer: "PreTrainedTokenizerBase") -> Iterator[list[int]]:
     """Yield the token ids of each text, without special tokens."""
     for chunk in chunks(texts, _TOKENIZER_BATCH):
         # `verbose=False` silences the warning about texts that are longer than the model's input.
@@ -22,7 +23,7 @@ def tokenize(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Iterat
         yield from encoded["input_ids"]
 
 
-def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[int]]:
     """Return the special tokens that the tokenizer adds before and behind a text."""
     inner = tokenizer("a", add_special_tokens=False)["input_ids"]
     whole = tokenizer("a")["input_ids"]
@@ -30,7 +31,7 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[
     return whole[:start], whole[start + len(inner) :]
 
 
-def separator(tokenizer: PreTrainedTokenizerBase) -> int | None:
+def separator(tokenizer: "PreTrainedTokenizerBase") -> int | None:
     """Return the token that ends a document: `sep_token`, or else `eos_token`, or None if there is neither."""
     return tokenizer.sep_token_id if tokenizer.sep_token_id is not None else tokenizer.eos_token_id
 

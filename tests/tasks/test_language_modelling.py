@@ -62,6 +62,15 @@ def test_a_corpus_is_written_once_for_each_text_and_tokenizer(tokenizer: Any, tm
     assert len(list((tmp_path / "tokens").iterdir())) == 3
 
 
+def test_a_damaged_corpus_is_written_again(tokenizer: Any, tmp_path: Path) -> None:
+    documents = Dataset.from_dict({"text": TEXTS})
+    expected = tokenized_corpus(documents, tokenizer, tmp_path).tokens.tolist()
+    [folder] = (tmp_path / "tokens").iterdir()
+    (folder / "tokens.bin").write_bytes(b"short")
+    assert tokenized_corpus(documents, tokenizer, tmp_path).tokens.tolist() == expected
+    assert list((tmp_path / "tokens").iterdir()) == [folder]
+
+
 def test_a_cache_that_cannot_be_written_is_one_line(tokenizer: Any, tmp_path: Path) -> None:
     (tmp_path / "tokens").write_text("a file")
     with pytest.raises(UserError, match=r"^the tokens cannot be cached: .*data\.cache_dir$"):
