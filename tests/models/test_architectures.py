@@ -79,13 +79,11 @@ def test_a_new_language_model(architecture: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("architecture", ["bert", "gpt2", "llama", "gpt_neox"])
 @pytest.mark.parametrize("task", ["demo", "demo_regression", "demo_span"])
 def test_a_run_with_a_new_model(small: Callable[..., Config], architecture: str, task: str) -> None:
+    sizes = SIZES if architecture == "gpt2" else {**SIZES, "intermediate_size": 64}
+    values = [f"model.config.{name}={value}" for name, value in sizes.items()]
     config = small(
-        f"task={task}", "model=new", f"model.architecture={architecture}", "model.vocab_size=400", "reg=istar",
-        *(f"model.config.{name}={value}" for name, value in SIZES.items()), "model.config.intermediate_size=64",
-    ) if architecture != "gpt2" else small(
-        f"task={task}", "model=new", "model.architecture=gpt2", "model.vocab_size=400", "reg=istar",
-        *(f"model.config.{name}={value}" for name, value in SIZES.items()),
-    )  # fmt: skip
+        f"task={task}", "model=new", f"model.architecture={architecture}", "model.vocab_size=400", "reg=istar", *values
+    )
     record = run(config)
     assert record.status == "finished"
     assert record.name.startswith(f"{task}-{architecture}-")
