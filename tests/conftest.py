@@ -89,6 +89,15 @@ def minilm() -> Path:
 
 
 @pytest.fixture(scope="session")
+def babyllama() -> Path:
+    """The folder of a small real decoder, without a padding token and with a token for each character."""
+    folder = REPOSITORY.parent / "shared" / "models" / "babyllama-105"
+    if not folder.is_dir():
+        pytest.skip("the small decoder is not beside the checkout, in ../shared/models")
+    return folder
+
+
+@pytest.fixture(scope="session")
 def composed() -> Callable[..., Config]:
     """`composed("task=rte", ...)`: what the command line would make of these overrides.
 

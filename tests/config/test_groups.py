@@ -123,6 +123,42 @@ def test_arguments_of_lightning_trainer_are_keys(composed: Callable[..., Config]
     assert identity(values, "data", "weights") != identity(to_dict(composed()), "data", "weights")
 
 
+def test_values_of_the_model_configuration_are_keys(composed: Callable[..., Config]) -> None:
+    """Without `+`, although the schema cannot know them."""
+    config = composed("model=small_encoder", "model.config.hidden_size=128", "model.config.layer_norm_eps=1e-5")
+    assert config.model.config["hidden_size"] == 128
+    assert config.model.config["layer_norm_eps"] == 1e-5
+    assert config.model.config["num_hidden_layers"] == 4
+    assert schema.load(OmegaConf.create(to_dict(config))) == config
+    assert composed("model=new", "model.architecture=llama").model.name == "llama"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model=new"], "model.architecture is not set"),
+        (["model=gpt2", "model.config.hidden_size=8"], "model.config.hidden_size cannot be set, because pretrained"),
+        (["model=gpt2", "model.config=3"], "model.config=3 is not a mapping"),
+        (["model=gpt2", "model.tokenizer=train"], "model.tokenizer=train: pretrained weights belong to"),
+        (["model=gpt2", "model.architecture=gpt2"], "has no pretrained weights; add model.pretrained=false"),
+        (["model=new", "model.architecture=gpt2", "model.tokenizer=null"], "model.architecture=gpt2 has no tokenizer"),
+        (["model=tiny", "model.tokenizer=train"], "model=tiny has a fixed architecture"),
+        (["model=small_decoder", "model.vocab_size=299"], "model.vocab_size=299 is too small; expected 300 or more"),
+        (["model=small_decoder", "model.lora=true"], "adapters change pretrained weights"),
+        (["model=gpt2", "model.lora_r=0"], "model.lora_r=0 is too small"),
+        (["model=gpt2", "model.lora_alpha=0"], "model.lora_alpha=0 must be above 0"),
+        (["model=gpt2", "model.lora_dropout=1"], r"model.lora_dropout=1 is not a probability in \[0, 1\)"),
+        (["model=gpt2", "model.lora_target_modules=[]"], "is neither a list of names"),
+        (["model=gpt2", "model.load_in=int8"], "model.load_in=int8 is not known"),
+    ],
+)
+def test_mistakes_in_new_models_and_adapters(
+    composed: Callable[..., Config], overrides: list[str], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        composed(*overrides)
+
+
 def test_lambda_is_the_key(composed: Callable[..., Config]) -> None:
     config = composed("reg=istar", "reg.lambda=-5")
     assert config.reg.weight == -5
