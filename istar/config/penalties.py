@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
-
 from istar.config.checks import at_least, one_of
 from istar.errors import UserError
 from istar.regularizers import CosReg, EmbeddingWatch, IStar, Penalty, Points, Watch, attach_to_target, weight_at
@@ -30,11 +28,11 @@ class NoRegConfig:
         """Build the penalty; None if there is none."""
         return None
 
-    def attach(self, model: nn.Module, special_ids: Sequence[int], seed: int) -> Watch | EmbeddingWatch | None:
+    def attach(self, model: Any, special_ids: Sequence[int], seed: int) -> Watch | EmbeddingWatch | None:
         """Build the penalty and attach it to a model; None if there is none.
 
         Args:
-            model: the model with its head.
+            model: the transformers model with its head.
             special_ids: ids of the special tokens of its tokenizer.
             seed: seed of the samples of embedding rows.
 
@@ -100,8 +98,8 @@ class CosRegConfig(NoRegConfig):
         if self.target != HIDDEN_STATES:
             if chooses_points:
                 raise UserError(
-                    f"reg.points and reg.max_norm_ratio choose tokens, but reg.target={self.target} penalizes the rows of "
-                    "a matrix; leave them out"
+                    f"reg.points and reg.max_norm_ratio choose tokens, but reg.target={self.target} has rows: leave "
+                    "both out"
                 )
             # Values that are not used are fixed, so that they do not change the identity of the run.
             defaults = type(self)
@@ -111,7 +109,7 @@ class CosRegConfig(NoRegConfig):
         """Build the penalty."""
         return CosReg(self.weight, layers=self.layers, include_padding=self.include_padding, sync=self.sync)
 
-    def attach(self, model: nn.Module, special_ids: Sequence[int], seed: int) -> Watch | EmbeddingWatch:
+    def attach(self, model: Any, special_ids: Sequence[int], seed: int) -> Watch | EmbeddingWatch:
         """Build the penalty and attach it to a model, see `NoRegConfig.attach`."""
         if self.points == "content" and not special_ids:
             raise UserError("reg.points=content: the tokenizer has no special tokens; use reg.points=all")

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from istar.errors import UserError
 from istar.integrations.loaders import second_pass
 from istar.measures.processes import world_size
-from istar.regularizers import IStar, Penalty, Watch, attach
+from istar.regularizers import EmbeddingWatch, IStar, Penalty, Points, Watch, attach_to_target
+from istar.regularizers.embeddings import HIDDEN_STATES
+from istar.regularizers.points import ALL_POINTS
 from istar.regularizers.shrinkage import NUM_POINTS
 
 
@@ -46,7 +48,8 @@ class PenaltyCallback(L.Callback):
     ['train/isoscore_star', 'train/penalty', 'train/points']
 
     On the trainer's logging steps, the callback logs `train/penalty` (weighted, as in the loss), the score,
-    `train/points` (the number of points) and, if zeta is estimated, `train/zeta`. With gradient accumulation, the
+    `train/points` (the number of points), `train/points_left_out` if the points have a `max_norm_ratio`, `train/zeta`
+    if zeta is estimated, and `train/lambda` if there is a schedule. With gradient accumulation, the
     penalty is computed per micro-batch, and the gradient is the mean over the micro-batches of task loss and penalty.
     Checkpoints contain Sigma_S. With `sync=False`, they contain one Sigma_S per process, so that all processes must
     save together, as Lightning's checkpointing does.
@@ -63,9 +66,15 @@ class PenaltyCallback(L.Callback):
             use it: `CosReg`, zeta 0 or lambda 0.
         num_points: number of points in Sigma_S.
         momentum: weight of the previous Sigma_S in the new one, in [0, 1).
-        weight_schedule: function that returns lambda for the number of completed optimizer steps.
+        weight_schedule: function that returns lambda for the number of completed optimizer steps, such as
+            `lambda step: istar.weight_at(step, 1000, -1.0, "cosine", warmup=0.1)`.
         modules: for models that are not transformers models, a function that returns, for a LightningModule, the
             modules whose outputs are the hidden states.
+        points: which tokens are points, see `istar.Points`.
+        target: `hidden_states`, `input_embeddings` or `output_embeddings`; see `istar.EmbeddingWatch`.
+        rows: number of rows of the embedding matrix that are sampled for each micro-batch; None uses all rows.
+            Checkpoints contain the state of their generator.
+        seed: seed of the samples of rows.
 
     Raises:
         UserError: if `refresh` has another value.
@@ -81,6 +90,10 @@ class PenaltyCallback(L.Callback):
         momentum: float = 0.0,
         weight_schedule: Callable[[int], float] | None = None,
         modules: Callable[[L.LightningModule], Sequence[nn.Module]] | None = None,
+        points: Points = ALL_POINTS,
+        target: str = HIDDEN_STATES,
+        rows: int | None = None,
+        seed: int = 0,
     ) -> None:
         if not (refresh in ("epoch", None) or (type(refresh) is int and refresh > 0)):
             raise UserError(f"refresh is {refresh!r}; expected 'epoch', a number of optimizer steps, or None")
@@ -92,7 +105,13 @@ class PenaltyCallback(L.Callback):
         self.momentum = momentum
         self.weight_schedule = weight_schedule
         self.modules = modules
-        self._watch: Watch | None = None
+        self.points = points
+        self.target = target
+        self.rows = rows
+        self.seed = seed
+        self._watch: Watch | EmbeddingWatch | None = None
+        # State of the generator that samples rows, while no model is attached.
+        self._rows_state: dict[str, Tensor] = {}
         self._last_refresh_step: int | None = None
 
     def loss(self) -> Tensor:
@@ -114,11 +133,14 @@ class PenaltyCallback(L.Callback):
         self._remove()
         self._last_refresh_step = None
         modules = None if self.modules is None else self.modules(pl_module)
-        self._watch = attach(self._find_model(pl_module), self.penalty, modules)
+        model = self._find_model(pl_module)
+        self._watch = attach_to_target(model, self.penalty, self.target, self.points, self.rows, self.seed, modules)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         # A Sigma_S that was loaded from a checkpoint is on the CPU.
         self.penalty.to(pl_module.device)
+        if isinstance(self._watch, EmbeddingWatch):
+            self._watch.load_state_dict(self._rows_state)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -133,14 +155,15 @@ class PenaltyCallback(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        if self.weight_schedule is not None:
+            pl_module.log("train/lambda", self.penalty.weight)
         if self.penalty.weight == 0:
             return
         terms = self.penalty.last
         if terms is None:
             raise UserError("training_step did not call loss() of the PenaltyCallback; add it to the task loss")
         # Log tensors rather than numbers, so that the host does not wait for the device in each step.
-        values = {"penalty": self.penalty.weight * terms.value, self.penalty.measure: terms.score}
-        values |= {"points": terms.points} | ({} if terms.zeta is None else {"zeta": terms.zeta})
+        values = {"penalty": self.penalty.weight * terms.value, **terms.named(self.penalty.measure)}
         pl_module.log_dict({f"train/{name}": value for name, value in values.items()})
 
     def state_dict(self) -> dict[str, Any]:
@@ -150,9 +173,11 @@ class PenaltyCallback(L.Callback):
         if is_per_process:
             states = [None] * world_size()
             dist.all_gather_object(states, state)
-        return {"penalties": states}
+        rows = self._watch.state_dict() if isinstance(self._watch, EmbeddingWatch) else self._rows_state
+        return {"penalties": states, "rows": rows}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._rows_state = state_dict.get("rows", {})
         states = state_dict["penalties"]
         if len(states) not in (1, world_size()):
             raise UserError(
@@ -206,6 +231,8 @@ class PenaltyCallback(L.Callback):
             yield trainer.precision_plugin.convert_input(batch)
 
     def _remove(self) -> None:
+        if isinstance(self._watch, EmbeddingWatch):
+            self._rows_state = self._watch.state_dict()
         if self._watch is not None:
             self._watch.remove()
             self._watch = None

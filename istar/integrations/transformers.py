@@ -14,9 +14,11 @@ from transformers.trainer_utils import get_last_checkpoint
 from istar.errors import UserError
 from istar.integrations.loaders import second_pass
 from istar.integrations.penalty_file import load_penalty, save_penalty
-from istar.regularizers.attach import Watch, attach
+from istar.regularizers.attach import Watch
 from istar.regularizers.base import Penalty
+from istar.regularizers.embeddings import HIDDEN_STATES, EmbeddingWatch, attach_to_target
 from istar.regularizers.istar import IStar
+from istar.regularizers.points import ALL_POINTS, Points
 from istar.regularizers.shrinkage import NUM_POINTS, eval_mode, preserve_rng_states
 
 if TYPE_CHECKING:
@@ -49,7 +51,8 @@ class PenaltyMixin(_Base):
 
     **Logs.** The logged `loss` includes the penalty. The trainer also logs the means since the last log of `penalty`
     (weighted, as in the loss), of the score under its name (`isoscore_star`), of `points` (number of points in one
-    penalty) and, if it is estimated, of `zeta`. Evaluation losses do not include the penalty.
+    penalty), of `points_left_out` if the points have a `max_norm_ratio` and, if it is estimated, of `zeta`, and, if
+    there is a schedule, the current `lambda`. Evaluation losses do not include the penalty.
 
     `nn.DataParallel` is not supported, nor are losses of several forward passes with gradients, of which only the last
     one would count. DeepSpeed and tensor, context and sequence parallelism are not tested.
@@ -61,7 +64,11 @@ class PenaltyMixin(_Base):
         num_points: see `istar.Watch.refresh`.
         momentum: see `istar.Watch.refresh`.
         weight_schedule: function that returns lambda for the training progress, a number from 0 to 1; called before
-            each optimizer step. None keeps `penalty.weight`.
+            each optimizer step, see `istar.weight_at` for the usual ones. None keeps `penalty.weight`.
+        points: which tokens are points, see `istar.Points`.
+        target: `hidden_states`, `input_embeddings` or `output_embeddings`; see `istar.EmbeddingWatch`.
+        rows: number of rows of the embedding matrix that are sampled for each micro-batch; None uses all rows. They
+            follow from the trainer's seed, and checkpoints hold the state of their generator.
 
     All other arguments are passed to the trainer.
 
@@ -85,6 +92,9 @@ class PenaltyMixin(_Base):
         num_points: int | None = NUM_POINTS,
         momentum: float = 0.0,
         weight_schedule: Callable[[float], float] | None = None,
+        points: Points = ALL_POINTS,
+        target: str = HIDDEN_STATES,
+        rows: int | None = None,
         **kwargs: Any,
     ) -> None:
         is_count = isinstance(refresh, int) and not isinstance(refresh, bool) and refresh > 0
@@ -101,11 +111,14 @@ class PenaltyMixin(_Base):
         self.num_points = num_points
         self.momentum = momentum
         self.weight_schedule = weight_schedule
-        self._watch: Watch | None = None
+        self.points = points
+        self.target = target
+        self.rows = rows
+        self._watch: Watch | EmbeddingWatch | None = None
         self._checkpoint: Path | None = None
         # Factor that compensates the average over processes, for a task loss that is not normalized.
         self._process_factor = 1
-        self._term_sums: Tensor | None = None
+        self._term_sums: dict[str, Tensor] | None = None
         self._num_terms = 0
         self.add_callback(_PenaltyCallback(self))
 
@@ -123,7 +136,9 @@ class PenaltyMixin(_Base):
         self.detach_penalty()
         self.penalty.to(self.args.device)
         assert isinstance(self.model, nn.Module)
-        self._watch = attach(self.model, self.penalty)
+        self._watch = attach_to_target(
+            self.model, self.penalty, self.target, self.points, self.rows, seed=self.args.seed
+        )
 
     def detach_penalty(self) -> None:
         """Remove the hooks from the model, if there are any. Called when training ends or fails."""
@@ -156,6 +171,8 @@ class PenaltyMixin(_Base):
         """Call `Trainer.log`, with the means of the penalty's terms added to logs of the training loss."""
         if "loss" in logs:
             logs.update(self._mean_terms())
+            if self.weight_schedule is not None and self._watch is not None:
+                logs["lambda"] = self.penalty.weight
         super().log(logs, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
@@ -163,7 +180,7 @@ class PenaltyMixin(_Base):
         super().save_model(output_dir, *args, **kwargs)
         if self._watch is not None and (self.args.should_save or not self.penalty.sync):
             folder = self.args.output_dir if output_dir is None else output_dir
-            save_penalty(self.penalty, self._penalty_file(Path(str(folder))))
+            save_penalty(self.penalty, self._penalty_file(Path(str(folder))), self._watch)
 
     def load_penalty(self) -> bool:
         """Load the penalty's state from the checkpoint that training resumes from; return whether it has one."""
@@ -171,10 +188,14 @@ class PenaltyMixin(_Base):
             return False
         path = self._penalty_file(self._checkpoint)
         if path.exists():
-            load_penalty(self.penalty, path, self.args.device)
+            load_penalty(self.penalty, path, self.args.device, self._watch)
         elif isinstance(self.penalty, IStar) and self.penalty.needs_shrinkage_covariance:
             warnings.warn(
                 f"{path} does not exist: the checkpoint has no shrinkage covariance", UserWarning, stacklevel=2
+            )
+        elif isinstance(self._watch, EmbeddingWatch) and self._watch.state_dict():
+            warnings.warn(
+                f"{path} does not exist: the checkpoint has no state of the sampled rows", UserWarning, stacklevel=2
             )
         return path.exists()
 
@@ -229,20 +250,21 @@ class PenaltyMixin(_Base):
         """Add the terms of the latest penalty to the sums for the next log, without making the host wait for a GPU."""
         terms = self.penalty.last
         if terms is not None:
-            weighted = terms._replace(value=self.penalty.weight * terms.value)
-            values = torch.stack([term.float() for term in weighted if term is not None])
-            self._term_sums = values if self._term_sums is None else self._term_sums + values
+            values = {"penalty": self.penalty.weight * terms.value, **terms.named(self.penalty.measure)}
+            sums = self._term_sums or {}
+            self._term_sums = {name: sums.get(name, 0.0) + value.float() for name, value in values.items()}
             self._num_terms += 1
 
     def _mean_terms(self) -> dict[str, float]:
         """Return the means of the terms since the last call; without `sync`, also averaged over the processes."""
         if self._term_sums is None:
             return {}
-        means = self._term_sums / self._num_terms
+        names = list(self._term_sums)
+        means = torch.stack([self._term_sums[name].to(self.args.device) for name in names]) / self._num_terms
         if not self.penalty.sync:
             means = self.accelerator.reduce(means, "mean")
         self._term_sums, self._num_terms = None, 0
-        return dict(zip(("penalty", self.penalty.measure, "points", "zeta"), means.tolist(), strict=False))
+        return dict(zip(names, means.tolist(), strict=True))
 
 
 class PenaltyTrainer(PenaltyMixin, Trainer):

@@ -37,7 +37,7 @@ class Terms(NamedTuple):
 
     def named(self, measure: str) -> dict[str, Tensor]:
         """Return the terms by their names in logs, except for the penalty's value and those that are None."""
-        terms = {"points": self.points, measure: self.score, "zeta": self.zeta, "points_left_out": self.left_out}
+        terms = {measure: self.score, "points": self.points, "zeta": self.zeta, "points_left_out": self.left_out}
         return {name: term for name, term in terms.items() if term is not None}
 
 

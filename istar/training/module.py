@@ -89,7 +89,8 @@ class FineTuner(L.LightningModule):
             terms = self.watch.penalty.last
             if terms is not None:
                 named = terms.named(self.watch.penalty.measure)
-                logged |= {"train/penalty": penalty.detach(), **{f"train/{name}": term for name, term in named.items()}}
+                logged |= {"train/penalty": penalty.detach(), "train/points": terms.points}
+                logged |= {f"train/{name}": term for name, term in named.items()}
         self._micro_batches.append({"train/loss": loss.detach(), **logged})
         return loss
 

@@ -79,7 +79,7 @@ def test_the_schedule_has_every_setting() -> None:
         ({"rows": 10}, r"reg\.rows=10 needs reg\.target=input_embeddings or output_embeddings"),
         ({"max_norm_ratio": 1.0}, r"reg\.max_norm_ratio=1 "),
         ({"include_padding": True, "points": "last"}, r"reg\.include_padding=true counts all tokens"),
-        ({"points": "last", "target": "input_embeddings"}, r"reg\.target=input_embeddings penalizes the rows"),
+        ({"points": "last", "target": "input_embeddings"}, r"reg\.target=input_embeddings has rows: leave"),
         ({"refresh_every_n_steps": 0}, r"reg\.refresh_every_n_steps=0 is too small"),
     ],
 )

@@ -189,6 +189,34 @@ def test_a_resumed_training_ends_as_one_that_was_not_interrupted(tmp_path):
     assert not torch.equal(resumed.score.weight, classifier("gpt2").score.weight)
 
 
+def test_sampled_rows_of_an_embedding_matrix_resume_exactly(tmp_path):
+    rows = make_examples("classification", 2 * BATCH_SIZE)
+
+    def fit(epochs: int, ckpt_path: Path | None = None) -> nn.Module:
+        callback = PenaltyCallback(istar.CosReg(WEIGHT), target="input_embeddings", rows=9, seed=4)
+        module = Classifier(classifier("gpt2"), callback)
+        own = trainer(callback, max_epochs=epochs)
+        own.fit(module, loader(rows), ckpt_path=ckpt_path)
+        own.save_checkpoint(tmp_path / f"{epochs}.ckpt")
+        assert own.callback_metrics["train/points"] == 9
+        return module.model
+
+    fit(1)
+    assert_close(fit(3, tmp_path / "1.ckpt").state_dict(), fit(3).state_dict(), rtol=0, atol=0)
+
+
+def test_points_left_out_and_lambda_are_logged():
+    callback = PenaltyCallback(
+        istar.CosReg(WEIGHT, "all"), points=istar.Points(max_norm_ratio=1.000001),
+        weight_schedule=lambda step: istar.weight_at(step, 4, WEIGHT, "warmup", warmup=0.5),
+    )  # fmt: skip
+    fitting = trainer(callback, max_epochs=1)
+    fitting.fit(Classifier(classifier("bert"), callback), loader(make_examples("classification", 2 * BATCH_SIZE)))
+    metrics = fitting.callback_metrics
+    assert metrics["train/lambda"] == pytest.approx(WEIGHT / 2)
+    assert metrics["train/points_left_out"] > 0
+
+
 class Masked:
     """A collate function that draws random numbers."""
 

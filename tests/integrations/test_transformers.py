@@ -304,6 +304,9 @@ def make_trainer(folder, penalty, trainer_class=Recorder, model=None, **argument
         "compute_metrics",
         "callbacks",
         "compute_loss_func",
+        "points",
+        "target",
+        "rows",
     )
     penalty_arguments = {name: arguments.pop(name) for name in names if name in arguments}
     collator = arguments.pop("data_collator", RandomCollator())
@@ -404,7 +407,7 @@ def test_logs_hold_the_means_of_the_terms_since_the_last_log(tmp_path):
     class Keeper(Recorder):
         def compute_loss(self, *args, **kwargs):
             loss = super().compute_loss(*args, **kwargs)
-            terms.append((*self.penalty.last, loss.detach()))
+            terms.append((*self.penalty.last[:4], loss.detach()))
             return loss
 
     penalty = istar.IStar(2.0, "auto")
@@ -532,6 +535,36 @@ def test_a_resumed_training_equals_one_without_an_interruption(whole, refresh, m
     assert_close(parameters(resumed), parameters(expected), rtol=0, atol=1e-7)
     sigmas = [trainer.penalty.shrinkage_covariance for trainer in (resumed, expected)]
     assert_close(*sigmas, rtol=1e-6, atol=1e-8)
+
+
+def test_sampled_rows_of_an_embedding_matrix_resume_exactly(tmp_path):
+    arguments = {"target": "input_embeddings", "rows": 9, "data_collator": collate, **RESUMED}
+    ended = []
+    for folder, stop, resumes in (("whole", None, False), ("parts", 5, False), ("parts", None, True)):
+        trainer = make_trainer(
+            tmp_path / folder, istar.CosReg(2.0), model=make_bert(0.1), callbacks=[StopAt(stop)], **arguments
+        )
+        with nullcontext() if stop is None else pytest.raises(StopError):
+            trainer.train(resume_from_checkpoint=resumes)
+        ended.append(parameters(trainer))
+    assert_close(ended[2], ended[0], rtol=0, atol=1e-7)
+    assert any(log.get("points") == 9 for log in trainer.state.log_history)
+    for path in (tmp_path / "parts").rglob("istar_penalty*"):
+        path.unlink()
+    with pytest.warns(UserWarning, match="the checkpoint has no state of the sampled rows"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def test_lambda_and_the_points_left_out_are_logged(tmp_path):
+    penalty, points = istar.CosReg(1.0, "all"), istar.Points(max_norm_ratio=1.000001)
+    trainer = make_trainer(
+        tmp_path, penalty, max_steps=4, points=points, refresh=None,
+        weight_schedule=lambda progress: istar.weight_at(round(4 * progress), 4, 1.0, "linear"),
+    )  # fmt: skip
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    assert [log["lambda"] for log in logs] == [1.0, 0.75, 0.5, 0.25]
+    assert sum(log["points_left_out"] for log in logs) > 0
 
 
 @pytest.mark.parametrize("refresh", ["epoch", 4, None])

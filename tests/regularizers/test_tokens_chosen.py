@@ -18,7 +18,7 @@ from tests.penalties import WEIGHT, WIDTH, ZETA, gradients, sigma
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 SPECIAL = (1, 2)
 SENTENCES = ([1, 7, 9, 30, 2], [1, 12, 2], [1, 25, 8, 2])
-LABELS = ([-100, -100, 9, 30, 2], [-100, 12, 2], [-100, -100, -100, 2])
+LABELS = ([-100, -100, 9, 30, 2], [1, 12, 2], [-100, -100, -100, 2])
 LENGTHS = [len(sentence) for sentence in SENTENCES]
 SHAPE: dict[str, Any] = {
     "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
