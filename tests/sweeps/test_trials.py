@@ -105,6 +105,15 @@ ISTAR = {"reg": ("istar",), "reg.lambda": (-5, -3, -1, 1, 3, 5), "reg.zeta": (0.
 SEEDS = (1, 2, 3, 4, 5)
 ZETAS = {"reg.zeta": (0, 0.2, 0.4, 0.6, 0.8, 1), "seed": SEEDS}
 LAYERS = {"reg.layers": ([1], [2], [3], [4], [5], [6], [7], [8], [9], [10], [11], [12], "all"), "seed": SEEDS}
+PRETRAINING = {
+    "base": {"reg": ("none",)},
+    "istar": {
+        "reg": ("istar",), "reg.lambda": (-1, 1), "reg.num_points": (50_000,), "reg.refresh_every_n_steps": (250,)
+    },
+    "cosreg": {"reg": ("cosreg",), "reg.lambda": (1,)},
+    "cosreg_output": {"reg": ("cosreg",), "reg.lambda": (1,), "reg.target": ("output_embeddings",)},
+}  # fmt: skip
+TASKS_AND_RATES = {"task": ("mrpc", "stsb", "sst5", "rte"), "optim.lr": (5e-5, 1e-4, 3e-4)}
 GRIDS = {
     "table1": {
         "base": {"reg": ("none",), **SEARCH},
@@ -120,8 +129,19 @@ GRIDS = {
     "zeta_ablation": {"": ZETAS},
     "figure8": {"": LAYERS},
     "layer_ablation": {"": LAYERS},
+    "pretrain_decoder": PRETRAINING,
+    "pretrain_encoder": PRETRAINING,
+    "finetune_own": {
+        "base": {"reg": ("none",), **TASKS_AND_RATES},
+        **{
+            f"istar_{weight}": {"reg": ("istar",), "reg.lambda": (weight,), **TASKS_AND_RATES}
+            for weight in (-1, -0.3, 0.3, 1)
+        },
+        "cosreg": {"reg": ("cosreg",), "reg.lambda": (1,), **TASKS_AND_RATES},
+    },
 }
-"""The values of each grid, as the paper has them in Section 4, Appendices E to G and the captions of the figures."""
+"""The values of each grid, as the paper has them in Section 4, Appendices E to G and the captions of the figures. The
+last three are istar's."""
 
 FIXED = {
     "table1": {"seed": 1},
@@ -133,6 +153,11 @@ FIXED = {
     "figure7": {"task.name": "rte", "reg.name": "istar", "reg.lambda": -1},
     "figure8": {"task.name": "cola", "reg.name": "istar", "reg.lambda": -1, "reg.zeta": 0.8},
 }
+FIXED |= {
+    "pretrain_decoder": {"task.name": "clm", "model.name": "small_decoder", "trainer.max_steps": 3600},
+    "pretrain_encoder": {"task.name": "mlm", "model.name": "small_encoder", "trainer.max_steps": 3600},
+    "finetune_own": {"task.validation_fraction": 0.1},
+}
 FIXED |= {"zeta_ablation": FIXED["figure7"], "layer_ablation": FIXED["figure8"]}
 """What all runs of a file have in common; lambda and zeta are Table 2's, for all models or for BERT and ALBERT."""
 
@@ -141,7 +166,7 @@ FIXED |= {"zeta_ablation": FIXED["figure7"], "layer_ablation": FIXED["figure8"]}
 def test_every_sweep_file_has_the_values_of_the_paper(name: str, sweeper_for: Callable[..., IstarSweeper]) -> None:
     sweeper = sweeper_for(f"+sweep={name}")
     settings = schema.load_sweep(sweeper.config)
-    assert tuple(settings.seeds) == (SEEDS if name == "table1" else ())
+    assert tuple(settings.seeds) == {"table1": SEEDS, "finetune_own": (*SEEDS, 6, 7, 8, 9, 10)}.get(name, ())
     for key, value in FIXED[name].items():
         assert OmegaConf.select(sweeper.config, key) == value
     found = expand([], sweeper.params, settings.grids or {})
@@ -163,11 +188,12 @@ def repr_of(run: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("name", FILES)
 def test_every_sweep_file_composes(name: str, sweeper_for: Callable[..., IstarSweeper]) -> None:
-    sweeper = sweeper_for(f"+sweep={name}")
+    required = ["model.name=tiny", "model.pretrained=false"] if name == "finetune_own" else []
+    sweeper = sweeper_for(f"+sweep={name}", *required)
     assert sweeper.config.hydra.mode.name == "MULTIRUN"
     settings = schema.load_sweep(sweeper.config)
     assert settings.name == {"figure7": "zeta_ablation", "figure8": "layer_ablation"}.get(name, name)
-    found = expand([f"+sweep={name}"], sweeper.params, settings.grids or {})
+    found = expand([f"+sweep={name}", *required], sweeper.params, settings.grids or {})
     for grid in found.values():
         for overrides in (grid[0], grid[-1]):
             composed = sweeper.compose(overrides)
