@@ -70,9 +70,7 @@ EXPECTED = {"lora_A", "lora_B", "classifier", "pre_classifier", "pooler", "score
     ],
     ids=lambda value: getattr(value, "kind", None),
 )
-def test_adapters_and_head_are_trained_and_nothing_else(
-    tmp_path: Path, family: str, spec: Any, head: set[str]
-) -> None:
+def test_adapters_and_head_are_trained_and_nothing_else(tmp_path: Path, family: str, spec: Any, head: set[str]) -> None:
     """One step with the task loss and a penalty changes these, and what is saved gives the same outputs again."""
     base = save_base(tmp_path / "base", family)
     targets = ["q_lin", "v_lin"] if family == "distilbert" else None
