@@ -105,7 +105,7 @@ class ModelConfig:
     load_in: str = "float32"
     """Data type of the weights: float32 or bf16. trainer.precision decides about the arithmetic."""
     lora: bool = False
-    """Train low-rank adapters (LoRA) and the head, and leave the pretrained weights as they are. Needs `istar[lora]`."""
+    """Train low-rank adapters (LoRA) and the head, and freeze the pretrained weights. Needs `istar[lora]`."""
     lora_r: int = 8
     """Rank of the adapters."""
     lora_alpha: float = 16.0
@@ -192,7 +192,8 @@ class ModelConfig:
         is_list = isinstance(targets, list) and targets and all(isinstance(name, str) and name for name in targets)
         if not (targets in (None, ALL_LINEAR) or is_list):
             raise UserError(
-                f"model.lora_target_modules={targets} is neither a list of names, e.g. [q_proj,v_proj], nor {ALL_LINEAR}"
+                f"model.lora_target_modules={targets} is neither a list of names, e.g. [q_proj,v_proj], nor "
+                f"{ALL_LINEAR}"
             )
         if self.lora and not self.pretrained:
             raise UserError(

@@ -47,7 +47,7 @@ def add_adapters(model: PreTrainedModel, config: ModelConfig, kind: Kind) -> "Pe
     )
     try:
         with _quiet_peft():
-            return peft.get_peft_model(model, settings, revision=config.revision)  # type: ignore[no-any-return]
+            return peft.get_peft_model(model, settings, revision=config.revision)
     except ValueError as error:
         if config.lora_target_modules is None:
             raise UserError(
@@ -102,7 +102,7 @@ def merge_adapters(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     peft = _peft(f"{folder} holds adapters, which")
     with _quiet_peft():
         warnings.filterwarnings("error", message="Found missing adapter keys")
-        return peft.PeftModel.from_pretrained(model, str(folder)).merge_and_unload()  # type: ignore[no-any-return]
+        return peft.PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
 
 
 def _peft(feature: str) -> Any:

@@ -28,7 +28,7 @@ def isolation(model: PreTrainedModel) -> Way | None:
     (`config.use_cache`) ignore positions that restart; `load_config` turns the cache off.
     """
     base_model = _without_adapters(model).base_model
-    device = model.get_input_embeddings().weight.device
+    device = next(model.parameters()).device
     documents = torch.repeat_interleave(torch.tensor(_LENGTHS)).to(device)[None]
     first, other, second = _random_documents(model, device)
     with torch.no_grad(), _eval_mode(base_model):

@@ -103,7 +103,8 @@ def _new_tokenizer(config: ModelConfig, texts: Iterable[str] | None) -> PreTrain
     model_config = _architecture(config)
     tokenizer = train_tokenizer(texts, config.vocab_size, "bpe" if is_decoder(model_config) else "wordpiece")
     tokenizer.model_max_length = getattr(model_config, "max_position_embeddings", None) or tokenizer.model_max_length
-    arguments = inspect.signature(transformers.MODEL_MAPPING[type(model_config)].forward).parameters
+    base_class: Any = transformers.MODEL_MAPPING[type(model_config)]
+    arguments = inspect.signature(base_class.forward).parameters
     tokenizer.model_input_names = [name for name in tokenizer.model_input_names if name in arguments]
     return tokenizer
 
@@ -190,6 +191,7 @@ def load_model(
             `_check_outputs`.
     """
     head, dtype = auto_class(model_config, spec.kind, config.label), DTYPES[config.load_in]
+    model: Any
     if config.pretrained:
         model = _load_weights(config, head, config=model_config, dtype=dtype)
     else:
@@ -213,7 +215,8 @@ def load_model(
         # length. Without `fallback_random`, compiled dropout would draw other random numbers than eager dropout.
         model.compile(dynamic=True, options={"fallback_random": True})
     # `from_pretrained` returns the model in eval mode, and Lightning keeps the mode; dropout would be disabled.
-    return model.train()
+    model.train()
+    return model
 
 
 def load_encoder(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype) -> PreTrainedModel:

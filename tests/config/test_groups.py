@@ -28,6 +28,10 @@ OPTIONS = sorted(
 )
 
 
+# Keys that options of `model` leave to the command line.
+NEEDED = {"auto": ["model.name=some/model"], "new": ["model.architecture=llama"]}
+
+
 def options(group: str) -> list[str]:
     return [name for option_group, name in OPTIONS if option_group == group]
 
@@ -60,8 +64,7 @@ def test_all_shipped_groups_are_seen() -> None:
 def test_every_option_composes(composed: Callable[..., Config], group: str, name: str) -> None:
     # These two groups are not in the defaults list of config.yaml.
     choice = f"+{group}={name}" if group in ("experiment/method", "sweep") else f"{group}={name}"
-    more = ["model.name=some/model"] if (group, name) == ("model", "auto") else []
-    config = composed(choice, *more)
+    config = composed(choice, *(NEEDED.get(name, []) if group == "model" else []))
     assert isinstance(config, Config)
     assert "???" not in str(to_dict(config))
 
@@ -75,7 +78,7 @@ def test_every_penalty_of_the_table_is_an_option(composed: Callable[..., Config]
 
 
 def check_choice(composed: Callable[..., Config], task: str, reg: str, model: str) -> None:
-    config = composed(f"task={task}", f"reg={reg}", f"model={model}", "model.name=m")
+    config = composed(f"task={task}", f"reg={reg}", f"model={model}", *NEEDED.get(model, []), "model.name=m")
     assert (config.task.name, config.model.name) == (task, "m")
     assert config.reg.name == reg.partition("_")[0]
 

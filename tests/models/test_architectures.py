@@ -26,6 +26,7 @@ from istar.errors import UserError
 from istar.models import is_decoder, tiny
 from istar.models.architectures import new_config, override
 from istar.runs.run import run
+from istar.runs.store import model_identity
 from istar.tasks import demo
 from istar.tasks.specs import TASKS
 
@@ -141,6 +142,14 @@ def test_a_tokenizer_of_another_model(babyllama: Path) -> None:
     assert model.config.vocab_size == len(tokenizer) == 105
     with pytest.raises(UserError, match=r"^model.tokenizer=/nowhere: there is no such folder"):
         models.load_tokenizer(new("gpt2", tokenizer="/nowhere"))
+
+
+def test_the_files_of_a_tokenizer_identify_a_model(tmp_path: Path) -> None:
+    tiny.tokenizer(["cat"]).save_pretrained(tmp_path)
+    config = new("bert", tokenizer=str(tmp_path))
+    before = model_identity(config)
+    tiny.tokenizer(["dog"]).save_pretrained(tmp_path)
+    assert len({before, model_identity(config), model_identity(new("bert"))}) == 3
 
 
 def test_load_in_bf16() -> None:

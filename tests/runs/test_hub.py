@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,16 @@ def test_random_weights_need_no_file_with_weights(hub: MockHub) -> None:
     assert type(model).__name__ == "BertForSequenceClassification"
     assert model_identity(config) == f"org/tiny@{hub.repositories['models/org/tiny'].branches['main']}"
     assert not [request for request in hub.requests if request.endswith("model.safetensors")]
+
+
+def test_a_tokenizer_of_the_hub_is_loaded_by_its_commit(hub: MockHub) -> None:
+    commit = hub.repositories["models/org/tiny"].branches["main"]
+    config = ModelConfig("mine", architecture="gpt2", pretrained=False, tokenizer="org/tiny")
+    resolved = resolve_model(config)
+    assert resolved == replace(config, tokenizer=f"org/tiny@{commit}") == resolve_model(resolved)
+    assert model_identity(resolved) == f"new tokenizer org/tiny@{commit}"
+    assert models.load_tokenizer(resolved).get_vocab() == models.load_tokenizer(ModelConfig("org/tiny")).get_vocab()
+    assert not [request for request in hub.requests if "mine" in request]
 
 
 # ---- what the hub refuses

@@ -16,7 +16,7 @@ from istar.errors import UserError
 from istar.results import RunRecord
 from istar.runs import run as run_module
 from istar.runs.run import run
-from istar.runs.store import finished_run, run_folder
+from istar.runs.store import finished_run, model_identity, run_folder
 from istar.training import precision
 from tests.runs.artifacts import TINY, Build, everything_measured, folders_in, place, rows_of, rte
 
@@ -153,6 +153,8 @@ def test_devices_count_for_the_name_by_their_number(small: Build) -> None:
         ("rte", ["trainer.val_check_interval=1.0", "trainer.limit_train_batches=1.0", "trainer.max_time=null"]),
         ("rte", ["trainer.gradient_clip_algorithm=norm", "trainer.detect_anomaly=false"]),
         ("squad", ["task.max_length=384"]),
+        ("rte", ["model.vocab_size=500", "model.lora_r=3", "model.lora_dropout=0.5"]),
+        ("rte", ["model.load_in=float32", "model.lora=false"]),
     ],
 )
 def test_values_without_an_effect_do_not_count(composed: Build, task: str, other: list[str]) -> None:
@@ -172,11 +174,31 @@ def test_values_without_an_effect_do_not_count(composed: Build, task: str, other
         ("squad", ["task.doc_stride=64"]),
         ("squad", ["task.n_best=5"]),
         ("squad", ["task.max_answer_length=9"]),
+        ("rte", ["model.load_in=bf16"]),
+        ("rte", ["model.lora=true"]),
     ],
 )
 def test_values_with_an_effect_count(composed: Build, task: str, other: list[str]) -> None:
     names = [run_folder(composed(f"task={task}", *overrides), "data", "model") for overrides in ([], other)]
     assert names[0] != names[1]
+
+
+def test_new_models_are_named_by_their_values(composed: Build) -> None:
+    choices = [[], ["model.config.hidden_size=64"], ["model.vocab_size=500"], ["model.architecture=albert"]]
+    configs = [composed("task=rte", "model=small_encoder", *choice) for choice in choices]
+    assert len({run_folder(config, "data", model_identity(config.model)).name for config in configs}) == 4
+    # The name of a new model is a label.
+    labels = [composed("task=rte", "model=small_encoder", f"model.name={name}") for name in ("a", "b")]
+    hashes = {run_folder(config, "data", model_identity(config.model)).name.split("-")[-1] for config in labels}
+    assert len(hashes) == 1
+
+
+def test_keys_of_later_versions_do_not_rename_runs(composed: Build) -> None:
+    """These names were given before the keys of new models and adapters existed."""
+    config = composed("task=rte", "seed=3")
+    assert run_folder(config, "d", "m").name == "rte-bert-base-cased-istar-fc426a0d642e"
+    config = composed("task=squad", "reg=cosreg", "model=albert")
+    assert run_folder(config, "d", "m").name == "squad-albert-base-v2-cosreg-0cf2fecd4904"
 
 
 def test_points_of_a_covariance_that_is_not_used_do_not_count(composed: Build) -> None:
