@@ -195,10 +195,23 @@ class FineTuner(L.LightningModule):
         )
         steps = min(int(self.trainer.estimated_stepping_batches), self.max_steps or sys.maxsize)
         self._total_steps = steps
-        warmup = round(self.optim.warmup if self.optim.warmup > 1 else self.optim.warmup * steps)
+        warmup = warmup_steps(self.optim.warmup, steps)
         name = "constant_with_warmup" if self.optim.schedule == "constant" else self.optim.schedule
         schedule = get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def warmup_steps(warmup: float, steps: int) -> int:
+    """Return the number of warmup steps of a training; `warmup` is a fraction in [0, 1] or a number of steps above 1.
+
+    Raises:
+        UserError: if the training has fewer steps.
+    """
+    if warmup <= 1:
+        return round(warmup * steps)
+    if warmup > steps:
+        raise UserError(f"optim.warmup={warmup:g}: the training has only {steps} optimizer steps")
+    return int(warmup)
 
 
 def inputs_of(batch: Batch) -> Batch:

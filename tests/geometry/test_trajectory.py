@@ -271,3 +271,22 @@ def test_names_that_cannot_name_folders() -> None:
         trajectory.revisions("some/model", "a/b,a_b")
     with pytest.raises(UserError, match="cannot name a folder"):
         trajectory.revisions("some/model", "..")
+
+
+def test_a_run_stands_for_the_models_that_it_has_kept(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "demo-tiny-none-0123456789ab"
+    saved(run / "model", 0)
+    assert [checkpoint.name for checkpoint in trajectory.checkpoints(str(run))] == [str(run / "model")]
+    for step in (0, 8, 16, 1000):
+        saved(run / "models" / f"step-{step}", step)
+    saved(run / "models" / ".step-2000", 1)
+    for pattern in (run, run / "models", run / "models" / "*"):
+        found = trajectory.checkpoints(str(pattern))
+        assert [(checkpoint.label, checkpoint.step) for checkpoint in found] == [
+            (f"step-{step}", step) for step in (0, 8, 16, 1000)
+        ]
+        assert trajectory.common_name(found) == run.name
+    # Several runs are compared by their final models.
+    shutil.copytree(run, run.with_name("demo-tiny-none-ba9876543210"))
+    found = trajectory.checkpoints(str(tmp_path / "runs" / "*"))
+    assert {Path(checkpoint.name).name for checkpoint in found} == {"model"}

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from istar.cli.main import main
+from istar.figures.drawing import render
+from istar.figures.plot import Line, Panel, Plot
 from istar.geometry import trajectory, trajectory_page
 from istar.geometry.stream import Pass
 from tests.geometry.test_stream import TOKENIZER, WORDS, gpt2
@@ -76,3 +78,28 @@ def test_checkpoints_without_steps_keep_their_order(training: Path) -> None:
         plan, checkpoints, trajectory.Trajectory(dict(zip(("last", "first"), kept, strict=True)))
     )
     assert "<b>" not in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("steps", "is_logarithmic"),
+    [
+        ([0, 1, 2, 4, 8, 16, 50], True),
+        ([0, *(2**n for n in range(10)), *range(1_000, 144_000, 1_000)], True),
+        ([1000, 4000, 16_000, 143_000], True),
+        ([256, 512, 1000, 2000], True),
+        (range(0, 1001, 100), False),
+        ([*range(0, 20_001, 100), 20_007], False),
+        ([0, 1, 2, 4], False),
+        ([], False),
+    ],
+)
+def test_when_the_axis_is_logarithmic(steps: list[int], is_logarithmic: bool) -> None:
+    assert trajectory_page.are_log_spaced(steps) == is_logarithmic
+
+
+def test_a_logarithmic_axis_shows_step_0() -> None:
+    line = Line("layer 1", (0, 1, 10, 100), (0.1, 0.2, 0.3, 0.4))
+    plot = Plot("name", "title", "caption", "line", "step", (Panel("", "", (line,), "", "InterSim"),), log_x=True)
+    picture = render(plot, ["svg"])["svg"].decode()
+    labels = re.findall(r">([\d.]+)</text>", picture)
+    assert [label for label in labels if label in ("0", "1", "10", "100")] == ["0", "1", "10", "100"]

@@ -38,6 +38,20 @@ class Mutation:
 
 
 MUTATIONS = [
+    Mutation(
+        "The geometry probe measures with dropout.",
+        "istar/training/probe.py",
+        "        eval_mode(module),\n",
+        "",
+        "tests/training/test_probe.py",
+    ),
+    Mutation(
+        "The logarithmic schedule keeps powers of two beyond 512.",
+        "istar/training/kept_models.py",
+        "is_power_of_two and step <= _LAST_POWER",
+        "is_power_of_two",
+        "tests/training/test_kept_models.py",
+    ),
     # ---- the penalty
     Mutation(
         "Padding counts in the penalty, whatever the settings.",

@@ -104,3 +104,16 @@ def test_a_foreign_result_is_not_overwritten(small: Build) -> None:
     with pytest.raises(UserError, match="is not a result that istar wrote"):
         run(config)
     assert path.read_text() == "{}"
+
+
+def test_a_validation_interval_longer_than_an_epoch(small: Build) -> None:
+    """Four batches an epoch; nothing is written."""
+    config = small("trainer.val_check_interval=5", "trainer.max_epochs=3")
+    with pytest.raises(UserError, match=r"has only 4 batches; .*set trainer\.check_val_every_n_epoch=null too"):
+        run(config)
+    assert folders_in(Path(config.run.root)) == []
+
+
+def test_a_training_without_a_validation(small: Build) -> None:
+    with pytest.raises(UserError, match=r"ended before its first validation; lower trainer\.check_val_every_n_epoch"):
+        run(small("reg=none", "trainer.check_val_every_n_epoch=5", "trainer.max_epochs=2"))

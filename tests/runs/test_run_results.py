@@ -86,6 +86,7 @@ def test_logged_keys(done: Callable[..., Any], reg: str) -> None:
     _, record, folder = done("task=demo", f"reg={reg}")
     columns = logged(folder)
     wanted = {"train/loss", "train/task_loss", "train/lr", "train/grad_norm", "val/accuracy", "val/f1", "val/loss"}
+    wanted |= {"train/tokens_per_second"}
     wanted |= {"isotropy/isoscore_star", *(f"isotropy/layer_{layer}/isoscore_star" for layer in range(3))}
     if reg == "istar":
         wanted |= {"train/penalty", "train/isoscore_star", "shrinkage/points", "shrinkage/seconds"}

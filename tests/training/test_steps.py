@@ -5,10 +5,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
+from istar.errors import UserError
 from istar.regularizers import CosReg, IStar
 from istar.tasks.features import FeatureRows
 from istar.training import ShrinkageCovariance
-from istar.training.module import parameter_groups
+from istar.training.module import parameter_groups, warmup_steps
 from tests.oracles import algorithm_1
 
 STEPS = 20
@@ -150,6 +151,9 @@ def test_dropout_is_on_in_training_steps(setting, harness):
         ("constant", 0.5, [0.0, 0.5, 1.0, 1.0]),
         ("linear", 0.0, [1.0, 0.75, 0.5, 0.25]),
         ("linear", 0.5, [0.0, 0.5, 1.0, 0.5]),
+        # A number of steps rather than a fraction.
+        ("constant", 2.0, [0.0, 0.5, 1.0, 1.0]),
+        ("linear", 3.0, [0.0, 1 / 3, 2 / 3, 1.0]),
     ],
 )
 def test_schedules(setting, harness, schedule, warmup, expected):
@@ -162,6 +166,12 @@ def test_schedules(setting, harness, schedule, warmup, expected):
     module = setting.module(lr=1.0, schedule=schedule, warmup=warmup)
     harness.trainer(Rates(), limit_train_batches=4, log_every_n_steps=1).fit(module, datamodule=setting.data())
     assert rates == pytest.approx(expected)
+
+
+def test_a_warmup_longer_than_the_training_is_refused():
+    assert (warmup_steps(1.0, 8), warmup_steps(0.25, 8), warmup_steps(8.0, 8)) == (8, 2, 8)
+    with pytest.raises(UserError, match=r"optim\.warmup=9: the training has only 8 optimizer steps"):
+        warmup_steps(9.0, 8)
 
 
 def test_the_gains_of_rms_norms_are_not_decayed():
