@@ -36,8 +36,8 @@ _COUNTED_TOKENS = 1 << 24  # tokens counted at a time, which limits the memory
 def tokenized_corpus(documents: Dataset, tokenizer: PreTrainedTokenizerBase, cache_dir: Path) -> Corpus:
     """Return the tokens of all documents, memory-mapped from the cache, which they are written to only once.
 
-    Each document ends with the tokenizer's separator, see `istar.tasks.tokenizing.separator`. If several processes write
-    the same corpus at the same time, the first to finish keeps its files.
+    Each document ends with the tokenizer's separator, see `istar.tasks.tokenizing.separator`. If several processes
+    write the same corpus at the same time, the first to finish keeps its files.
 
     Raises:
         UserError: if the cache cannot be written.
