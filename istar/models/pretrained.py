@@ -215,8 +215,7 @@ def load_model(
         # length. Without `fallback_random`, compiled dropout would draw other random numbers than eager dropout.
         model.compile(dynamic=True, options={"fallback_random": True})
     # `from_pretrained` returns the model in eval mode, and Lightning keeps the mode; dropout would be disabled.
-    model.train()
-    return model
+    return model.train()
 
 
 def load_encoder(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype) -> PreTrainedModel:

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedModel
 
-from istar.models import isolating_inputs, isolation, takes_positions
+from istar.models import isolating_inputs, isolation, takes_positions, train_tokenizer
 from istar.models.architectures import is_decoder, new_config
-from istar.tasks.features import positions_for
+from istar.tasks.features import Collator, positions_for
 
 SHAPE = {
     "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 50,
@@ -142,3 +142,14 @@ def test_padding_on_either_side_gives_the_logits_of_the_text_alone(architecture:
 def test_encoders_and_alibi_get_no_positions() -> None:
     assert not takes_positions(small_model("bert"))
     assert not takes_positions(small_model("bloom"))
+
+
+def test_batches_contain_positions_if_they_are_padded_on_the_left() -> None:
+    tokenizer: Any = train_tokenizer(["a b c"], 300, "bpe")
+    rows = [{"input_ids": [5] * n, "attention_mask": [1] * n, "feature_id": n} for n in (2, 4)]
+    tokenizer.padding_side = "left"
+    batch = Collator(tokenizer, with_positions=True)(rows)
+    assert batch["position_ids"].tolist() == [[0, 0, 0, 1], [0, 1, 2, 3]]
+    assert "position_ids" not in Collator(tokenizer)(rows)
+    tokenizer.padding_side = "right"
+    assert "position_ids" not in Collator(tokenizer, with_positions=True)(rows)

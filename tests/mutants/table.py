@@ -533,4 +533,33 @@ MUTATIONS = [
         "np.std(values, ddof=0)",
         "tests/reports/test_statistics.py",
     ),
+    # ---- models
+    Mutation(
+        "Continued characters of WordPiece are numbered in the order of a hash map.",
+        "istar/models/new_tokenizer.py",
+        "special_tokens=[*ENCODER_TOKENS, *continued],",
+        "special_tokens=[*ENCODER_TOKENS],",
+        "tests/models/test_new_tokenizer.py::test_equal_texts_give_equal_tokenizers",
+    ),
+    Mutation(
+        "Packed documents of decoders attend to later tokens.",
+        "istar/models/attention.py",
+        "(mask.tril() if is_causal else mask)",
+        "mask",
+        "tests/models/test_attention.py::test_packed_documents_have_the_states_that_they_have_alone",
+    ),
+    Mutation(
+        "Positions of left-padded batches count the padding.",
+        "istar/tasks/features.py",
+        "(attention_mask.cumsum(1) - 1).clamp(min=0)",
+        "(torch.ones_like(attention_mask).cumsum(1) - 1).clamp(min=0)",
+        "tests/models/test_attention.py::test_padding_on_either_side_gives_the_logits_of_the_text_alone",
+    ),
+    Mutation(
+        "Adapters leave a new head as it is.",
+        "istar/models/adapters.py",
+        'modules_to_save=None if kind in ("causal_lm", "masked_lm") else new_modules(model),',
+        "modules_to_save=None,",
+        "tests/models/test_adapters.py::test_adapters_and_head_are_trained_and_nothing_else",
+    ),
 ]
