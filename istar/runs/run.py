@@ -442,6 +442,8 @@ def _save(job: Job) -> None:
     if not job.trainer.is_global_zero:
         return
     for suffix, evaluation in job.history.best_evaluations.items():
+        if not evaluation.predictions:
+            continue  # language models have none
         path = job.folder / (f"predictions_{suffix}.jsonl" if suffix else "predictions.jsonl")
         results.write_predictions(path, evaluation.predictions)
     if job.config.run.geometry:
