@@ -288,7 +288,8 @@ def outcome(folder: Path) -> dict[str, Any]:
     return {
         "result.json": record,
         "metrics.csv": rows,
-        "predictions.jsonl": (folder / "predictions.jsonl").read_bytes(),
+        # Language models have no file of predictions.
+        "predictions": [path.read_bytes() for path in sorted(folder.glob("predictions*.jsonl"))],
         "geometry.json": (folder / "geometry.json").read_bytes(),
         "model": (folder / "model" / "model.safetensors").read_bytes(),
         "models": {path.parent.name: path.read_bytes() for path in folder.glob("models/*/model.safetensors")},

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from istar.errors import NonFiniteError, UserError
 from istar.measures import Moments, two_nn
+from istar.models import is_decoder
 from istar.regularizers.shrinkage import eval_mode
 from istar.tasks.features import Rows
 from istar.training.data import Collate, evaluation_loader, longest_first
@@ -26,14 +27,15 @@ def geometry(trainer: L.Trainer, module: FineTuner, rows: Rows, collate: Collate
     Returns:
         A dictionary with `examples` and `tokens`, the number of examples and of tokens without padding;
         `mean_activation`, the mean of the last layer over the tokens, d numbers; and `two_nn`, the intrinsic dimension
-        of the first-token ([CLS]) states of the distinct texts, one value per layer starting with the embedding output.
-        A value is None if the states are too few or all equal.
+        of one state of each distinct text, one value per layer starting with the embedding output: the state of the
+        first token ([CLS]) of an encoder, and of the last token of a decoder, which alone has seen the whole text. A
+        value is None if the states are too few or all equal.
 
     Raises:
         NonFiniteError: if hidden states are not finite.
     """
     moments = Moments(module.model.config.hidden_size, trainer.strategy.root_device)
-    first_tokens: list[tuple[Tensor, ...]] = []
+    text_states: list[tuple[Tensor, ...]] = []
     order = [row for row in longest_first(rows) if row < MAX_EXAMPLES]
     device = module.device
     module.to(trainer.strategy.root_device)  # Lightning moves the module to the CPU after training.
@@ -43,9 +45,9 @@ def geometry(trainer: L.Trainer, module: FineTuner, rows: Rows, collate: Collate
             mask = token_mask(batch)
             states = module.hidden_states(batch)
             moments.update(states[-1], mask)
-            # With padding on the left, the first token is not at position 0.
-            examples, positions = torch.arange(len(mask), device=mask.device), mask.long().argmax(1)
-            first_tokens.append(tuple(state[examples, positions].cpu() for state in states))
+            examples = torch.arange(len(mask), device=mask.device)
+            positions = last_tokens(mask) if is_decoder(module.model.config) else first_tokens(mask)
+            text_states.append(tuple(state[examples, positions].cpu() for state in states))
     module.to(device)
     # TwoNN needs distinct points: the states of equal texts in different batches differ by rounding only.
     texts = {rows[number]["input_ids"].tobytes(): position for position, number in enumerate(order)}
@@ -54,8 +56,18 @@ def geometry(trainer: L.Trainer, module: FineTuner, rows: Rows, collate: Collate
         "examples": len(order),
         "tokens": int(moments.count),
         "mean_activation": moments.mean.tolist(),
-        "two_nn": [_dimension(torch.cat(layer)[distinct]) for layer in zip(*first_tokens, strict=True)],
+        "two_nn": [_dimension(torch.cat(layer)[distinct]) for layer in zip(*text_states, strict=True)],
     }
+
+
+def first_tokens(mask: Tensor) -> Tensor:
+    """Return the position of the first token of each text that is not padding, `(batch,)`."""
+    return mask.long().argmax(1)
+
+
+def last_tokens(mask: Tensor) -> Tensor:
+    """Return the position of the last token of each text that is not padding, `(batch,)`."""
+    return mask.shape[1] - 1 - mask.long().flip(1).argmax(1)
 
 
 def _dimension(states: Tensor) -> float | None:

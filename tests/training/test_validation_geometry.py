@@ -16,7 +16,7 @@ from istar.errors import NonFiniteError
 from istar.runs.run import run
 from istar.tasks.features import FeatureRows
 from istar.training import validation_geometry as geometry_module
-from istar.training.validation_geometry import geometry
+from istar.training.validation_geometry import first_tokens, geometry, last_tokens
 from tests import oracles
 
 
@@ -215,3 +215,9 @@ def test_a_trial_of_one_batch_measures_that(small: Callable[..., Any]) -> None:
     run(config)
     found = json.loads((only_folder(config) / "geometry.json").read_text())
     assert found["examples"] == 6
+
+
+def test_first_and_last_tokens_wherever_the_padding_is() -> None:
+    mask = torch.tensor([[1, 1, 1, 0], [0, 0, 1, 1], [1, 1, 1, 1], [0, 1, 0, 0]])
+    assert first_tokens(mask).tolist() == [0, 2, 0, 1]
+    assert last_tokens(mask).tolist() == [2, 3, 3, 1]
