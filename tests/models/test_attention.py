@@ -109,10 +109,10 @@ def test_isolating_inputs() -> None:
     inputs = isolating_inputs("mask", documents)
     assert inputs["attention_mask"].shape == (2, 1, 4, 4)
     assert inputs["attention_mask"].dtype == torch.bool
-    expected = [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
+    expected = [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [1, 1, 1, 0]]
     assert inputs["attention_mask"][0, 0].int().tolist() == expected
     causal = isolating_inputs("mask", documents, is_causal=True)["attention_mask"]
-    assert causal[0, 0].int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
+    assert causal[0, 0].int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [1, 1, 1, 0]]
 
 
 def test_positions_for() -> None:
