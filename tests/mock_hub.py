@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -196,6 +197,20 @@ def mnli_files() -> dict[str, bytes]:
     texts = {"premise": "the {split} lamp number {row} is old", "hypothesis": "a lamp is old"}
     labels = ["entailment", "neutral", "contradiction"]
     return glue_files({"mnli": ("train", *sets), "ax": ("test",)}, texts, labels, rows=4)
+
+
+def wikitext_files(rows: int = 12) -> dict[str, bytes]:
+    """The files of WikiText-2 on the hub, in which empty lines are rows, too."""
+    files, name = {}, "wikitext-2-raw-v1"
+    card = ["---", "configs:", f"- config_name: {name}", "  data_files:"]
+    for split in ("train", "validation", "test"):
+        lines = [(" = Lamps = \n", "", f" The {split} lamp number {row} is old . \n") for row in range(rows)]
+        file = io.BytesIO()
+        Dataset.from_dict({"text": list(chain(*lines))}).to_parquet(file)
+        files[f"{name}/{split}-00000-of-00001.parquet"] = file.getvalue()
+        card += [f"  - split: {split}", f"    path: {name}/{split}-*"]
+    files["README.md"] = "\n".join([*card, "---", ""]).encode()
+    return files
 
 
 def glue_files(

@@ -22,7 +22,17 @@ from istar.tasks.loading import find_source, load_splits
 from istar.tasks.specs import TASKS
 from tests.conftest import SMALL
 from tests.jobs import starting
-from tests.mock_hub import MockHub, Repository, mnli_files, model_files, rte_files, serving, set_offline, use
+from tests.mock_hub import (
+    MockHub,
+    Repository,
+    mnli_files,
+    model_files,
+    rte_files,
+    serving,
+    set_offline,
+    use,
+    wikitext_files,
+)
 from tests.outcomes import only_run
 from tests.runs.artifacts import Build
 from tests.runs.faults import warnings_in
@@ -140,6 +150,15 @@ def test_the_diagnostic_set_is_another_configuration_of_the_same_commit(hub: Moc
     assert [split.submission for split in examples.test_sets] == ["MNLI-m.tsv", "MNLI-mm.tsv", "AX.tsv"]
     assert examples.test[2]["premise"][3] == "the test lamp number 3 is old"
     assert examples.commit == hub.repositories["datasets/nyu-mll/glue"].branches["main"]
+
+
+def test_wikitext_is_text_without_its_empty_lines(hub: MockHub, small: Build) -> None:
+    hub.repositories["datasets/Salesforce/wikitext"] = Repository()
+    commit = hub.repositories["datasets/Salesforce/wikitext"].push(wikitext_files())
+    config = small("task=mlm_wikitext2", "model=tiny", "task.max_length=16", "reg=none", "run.geometry=false")
+    record = run(config)
+    assert (record.data["train"], record.data["validation"]) == (24, {"validation": 16})
+    assert record.data_commit == commit
 
 
 def test_random_weights_need_no_file_with_weights(hub: MockHub) -> None:

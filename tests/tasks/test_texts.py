@@ -15,14 +15,8 @@ def names_of(splits: dict[str, list[Path]]) -> dict[str, list[str]]:
 
 
 def test_names_say_the_split(tmp_path: Path) -> None:
-    for name in (
-        "books-train.txt",
-        "train-00000-of-00002.parquet",
-        "Dev.jsonl",
-        "trainer.txt",
-        "notes.txt",
-        "books.tsv",
-    ):
+    training = ("books-train.txt", "train-00000-of-00002.parquet")
+    for name in (*training, "Dev.jsonl", "trainer.txt", "notes.txt", "books.tsv"):
         (tmp_path / name).write_text("text")
     (tmp_path / "validation").mkdir()
     assert names_of(text_splits(tmp_path)) == {
