@@ -28,6 +28,10 @@ _GROUPS: dict[str, Any] = {group.name: group.type for group in fields(Config) if
 """The dataclass of each config group, except for `reg` and `logger`, which have several options."""
 _LOGGERS: dict[str, Any] = {"csv": LoggerConfig, "tensorboard": TensorBoardConfig, "wandb": WandbConfig}
 
+_MODELS = {(False, True): "tiny", (True, True): "tiny_decoder", (True, False): "gpt2"}
+"""The default of `model` for tasks that need a decoder or not, and whose data are generated or not, if not that of
+config.yaml: small models with random weights for generated data."""
+
 
 def config_folder() -> Path:
     """Return the folder of config.yaml: `istar/conf` in an installed package, `conf` in a checkout."""
@@ -53,10 +57,9 @@ def register() -> None:
     for name in PENALTIES:
         store.store(group="reg", name=name, node={"defaults": [f"/schema/{name}@_here_"]})
     for name, spec in TASKS.items():
-        # Generated tasks are for small models with random weights.
-        tiny = "tiny_decoder" if spec.kind == "causal_lm" else "tiny"
-        model = [{"override /model@_global_.model": tiny}] if spec.hub is None else []
-        store.store(group="task", name=name, node={"defaults": ["/schema/task@_here_", *model], "name": name})
+        model = _MODELS.get((spec.kind == "causal_lm", spec.hub is None))
+        override = [] if model is None else [{"override /model@_global_.model": model}]
+        store.store(group="task", name=name, node={"defaults": ["/schema/task@_here_", *override], "name": name})
 
 
 def register_sweeps() -> None:

@@ -29,7 +29,11 @@ OPTIONS = sorted(
 
 
 # Keys that options of `model` leave to the command line.
-NEEDED = {"auto": ["model.name=some/model"], "new": ["model.architecture=llama"]}
+NEEDED = {
+    "auto": ["model.name=some/model"],
+    "finetune_own": ["model.name=some/model"],
+    "new": ["model.architecture=llama"],
+}
 
 
 def options(group: str) -> list[str]:
@@ -64,7 +68,7 @@ def test_all_shipped_groups_are_seen() -> None:
 def test_every_option_composes(composed: Callable[..., Config], group: str, name: str) -> None:
     # These two groups are not in the defaults list of config.yaml.
     choice = f"+{group}={name}" if group in ("experiment/method", "sweep") else f"{group}={name}"
-    config = composed(choice, *(NEEDED.get(name, []) if group == "model" else []))
+    config = composed(choice, *(NEEDED.get(name, []) if group in ("model", "sweep") else []))
     assert isinstance(config, Config)
     assert "???" not in str(to_dict(config))
 
@@ -83,7 +87,9 @@ def check_choice(composed: Callable[..., Config], task: str, reg: str, model: st
     assert config.reg.name == reg.partition("_")[0]
 
 
-@pytest.mark.parametrize("reg", options("reg"))
+@pytest.mark.parametrize(
+    "reg", [pytest.param(name, marks=() if name == "istar" else pytest.mark.slow) for name in options("reg")]
+)
 def test_every_pair_of_task_and_reg_and_of_reg_and_model(composed: Callable[..., Config], reg: str) -> None:
     tasks, models = options("task"), options("model")
     for number in range(max(len(tasks), len(models))):
@@ -184,11 +190,17 @@ def test_the_choice_of_hardware_changes_no_schedule(composed: Callable[..., Conf
         assert getattr(settings, name) == getattr(default, name)
 
 
-@pytest.mark.parametrize("task", [name for name in TASKS if not name.startswith("demo")])
+@pytest.mark.parametrize("task", [name for name, spec in TASKS.items() if spec.hub and spec.kind != "causal_lm"])
 def test_benchmarks_keep_bert(composed: Callable[..., Config], task: str) -> None:
     config = composed(f"task={task}")
     assert (config.model.name, config.model.pretrained) == ("google-bert/bert-base-cased", True)
     assert config.optim.lr == 3e-5
+
+
+def test_causal_language_modelling_has_a_decoder(composed: Callable[..., Config]) -> None:
+    assert composed("task=clm").model.architecture == "gpt_neox"
+    assert composed("task=clm_wikitext2").model.name == "openai-community/gpt2"
+    assert composed("task=clm_wikitext2", "model=pythia").model.name == "EleutherAI/pythia-70m"
 
 
 @pytest.mark.parametrize("order", [1, -1])

@@ -544,8 +544,8 @@ MUTATIONS = [
     Mutation(
         "Packed documents of decoders attend to later tokens.",
         "istar/models/attention.py",
-        "(mask.tril() if is_causal else mask)",
-        "mask",
+        "mask = mask.tril() if is_causal else mask",
+        "mask = mask",
         "tests/models/test_attention.py::test_packed_documents_have_the_states_that_they_have_alone",
     ),
     Mutation(

@@ -100,10 +100,18 @@ def test_a_broken_run_goes_on_exactly(disturbed, undisturbed, owner, name, count
     assert_same(disturbed(owner, name, count), undisturbed())
 
 
-@pytest.mark.parametrize("overrides", [("reg=none",), ("reg=cosreg",), ("data.num_workers=2",), ("task=demo_span",),
-                                       ("trainer.precision=bf16-mixed",),
-                                       ("reg=cosreg", "reg.target=input_embeddings", "reg.rows=40")],
-                         ids=" ".join)  # fmt: skip
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("data.num_workers=2",),
+        ("task=demo_span",),
+        ("reg=cosreg", "reg.target=input_embeddings", "reg.rows=40"),
+        pytest.param(("reg=none",), marks=pytest.mark.slow),
+        pytest.param(("reg=cosreg",), marks=pytest.mark.slow),
+        pytest.param(("trainer.precision=bf16-mixed",), marks=pytest.mark.slow),
+    ],
+    ids=" ".join,
+)
 def test_whatever_the_settings(disturbed, undisturbed, overrides):
     """In the second epoch, behind a checkpoint within it; the other places are those above."""
     assert_same(disturbed(FineTuner, "training_step", 9, *overrides), undisturbed(*overrides))
@@ -136,7 +144,9 @@ MID_EPOCH = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("count", [2, 8, 17])
+@pytest.mark.parametrize(
+    "count", [2, pytest.param(8, marks=pytest.mark.slow), pytest.param(17, marks=pytest.mark.slow)]
+)
 def test_validations_within_an_epoch(disturbed, undisturbed, count):
     assert_same(disturbed(FineTuner, "training_step", count, *MID_EPOCH), undisturbed(*MID_EPOCH))
 
@@ -149,7 +159,7 @@ ACROSS_EPOCHS = (
 """An epoch has eleven micro-batches and six steps. Validations take place every eight micro-batches of all epochs."""
 
 
-@pytest.mark.parametrize("count", [7, 16])
+@pytest.mark.parametrize("count", [7, pytest.param(16, marks=pytest.mark.slow)])
 def test_validations_and_checkpoints_across_epochs(disturbed, undisturbed, count):
     folder = undisturbed(*ACROSS_EPOCHS)
     assert [(entry["epoch"], entry["step"]) for entry in results.read(folder).epochs] == [
@@ -179,9 +189,9 @@ OBSERVED = ("trainer.keep_models=log", "trainer.measure_every_n_steps=2", "train
     [
         pytest.param(FineTuner, "training_step", 9, id="second epoch, behind a checkpoint"),
         pytest.param(models, "save", 5, id="model of step 8"),
-        pytest.param(models, "save", 6, id="last model, behind the last checkpoint"),
-        pytest.param(probe, "measure_layers", 3, id="probe of step 4"),
         pytest.param(probe, "measure_layers", 6, id="last probe, behind the last checkpoint"),
+        pytest.param(models, "save", 6, id="last model, behind the last checkpoint", marks=pytest.mark.slow),
+        pytest.param(probe, "measure_layers", 3, id="probe of step 4", marks=pytest.mark.slow),
     ],
 )
 def test_kept_models_and_probes_are_neither_lost_nor_doubled(disturbed, undisturbed, owner, name, count):
@@ -200,7 +210,7 @@ def test_observing_does_not_change_the_training(undisturbed):
         if not row["geometry/layer_0/isoscore"]
     ]
     assert rows == plain["metrics.csv"]
-    for part in ("model", "predictions.jsonl", "geometry.json"):
+    for part in ("model", "predictions", "geometry.json"):
         assert observed[part] == plain[part]
     assert observed["result.json"]["name"] == plain["result.json"]["name"]
 
