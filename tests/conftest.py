@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import gc
 import os
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -50,6 +51,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort the slowest files first, so that no process is busy with one of them when all others have nothing to do."""
     ranks = {name: rank for rank, name in enumerate(SLOWEST_FILES)}
     items.sort(key=lambda item: ranks.get(item.location[0], len(ranks)))
+
+
+def pytest_collection_finish() -> None:
+    """Leave the million objects of the imported libraries out of all garbage collections, an eighth of the time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 100)
 
 
 @pytest.fixture(scope="session")

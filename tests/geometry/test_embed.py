@@ -389,6 +389,7 @@ def test_damaged_and_foreign_files(tmp_path: Path) -> None:
         read_matrix(config)
 
 
+@pytest.mark.slow
 def test_real_embeddings_and_benchmarks(tmp_path: Path, real_data: Path, minilm: Path) -> None:
     """The raw MiniLM vectors agree with people about as well as those of the paper's models."""
     files = sorted((real_data / "wordsim").iterdir())

@@ -199,6 +199,7 @@ def test_over_two_processes_the_penalty_is_that_of_one_cloud(folder, tmp_path, o
     assert torch.equal(covariance, outcomes[1][2])
 
 
+@pytest.mark.slow
 def test_a_resumed_training_ends_as_one_that_was_not_interrupted(folder, tmp_path):
     # Checkpoints in the middle of an epoch, whose Sigma_S must be that of the epoch's beginning.
     def fit(resume: Path | None = None) -> dict[str, Tensor]:

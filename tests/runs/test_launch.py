@@ -166,6 +166,7 @@ def test_torchrun_is_refused(tmp_path, start):
     assert not list(tmp_path.glob("runs/demo-*"))
 
 
+@pytest.mark.slow
 def test_srun(tmp_path, start, pair):
     port = free_port()
     jobs = [start(tmp_path, *NODES, **through_srun(rank, port)) for rank in range(2)]

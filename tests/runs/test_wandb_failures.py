@@ -60,7 +60,7 @@ def test_wandb_that_never_answers(
     [
         pytest.param(500, (), id="500"),
         pytest.param(403, (), id="403"),
-        pytest.param(500, (200,), id="500 after the probe"),
+        pytest.param(500, (200,), id="500 after the probe", marks=pytest.mark.slow),
         pytest.param(403, (200,), id="403 after the probe", marks=pytest.mark.slow),
     ],
 )
