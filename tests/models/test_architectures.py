@@ -174,7 +174,7 @@ def test_a_checkpoint_has_its_language_modelling_head(tmp_path: Path, caplog: py
     config = save_bert(tmp_path, BertForMaskedLM)
     with caplog.at_level(logging.WARNING):
         model = load(config, MLM)[0]
-    assert not caplog.records
+    assert warnings_in(caplog) == []
     for name, value in BertForMaskedLM.from_pretrained(tmp_path).state_dict().items():
         assert torch.equal(model.state_dict()[name], value)
 
@@ -183,7 +183,7 @@ def test_a_new_language_modelling_head_is_worth_a_line(tmp_path: Path, caplog: p
     config = save_bert(tmp_path, BertModel)
     with caplog.at_level(logging.WARNING):
         load(config, MLM)
-    assert [record.getMessage().split(":")[0] for record in caplog.records] == [
+    assert [warning.split(":")[0] for warning in warnings_in(caplog)] == [
         f"model.name={tmp_path} has no head for language modelling"
     ]
 
