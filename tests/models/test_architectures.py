@@ -29,6 +29,7 @@ from istar.runs.run import run
 from istar.runs.store import model_identity
 from istar.tasks import demo
 from istar.tasks.specs import TASKS
+from tests.runs.faults import warnings_in
 
 CLM = replace(TASKS["demo_sentence"], name="clm", kind="causal_lm", labels=())
 MLM = replace(CLM, name="mlm", kind="masked_lm")
