@@ -77,6 +77,7 @@ def test_help(tmp_path: Path, own_cache: Path) -> None:
     assert "Traceback" not in done.stdout
 
 
+@pytest.mark.slow
 def test_the_trace_on_request(tmp_path: Path) -> None:
     done = call("reg.zeta=2", cwd=tmp_path, HYDRA_FULL_ERROR="1")
     assert done.returncode != 0

@@ -503,18 +503,22 @@ def test_nearest() -> None:
     assert did_you_mean("zzz", ["rte", "sst2"]) == ""
 
 
-def test_every_field_is_typed(composed: Callable[..., Config]) -> None:
+GROUPS = [
+    pytest.param(group.name, marks=() if group.name in ("reg", "model") else pytest.mark.slow)
+    for group in fields(Config)
+    if group.name != "seed"
+]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_field_is_typed(composed: Callable[..., Config], group: str) -> None:
     """A value of the wrong type is refused for every number and boolean."""
-    config = composed("task=rte", "reg=istar", "logger=wandb")
-    for group in fields(Config):
-        part = getattr(config, group.name)
-        if group.name == "seed":
-            continue
-        for key, value in to_dict(part).items():
-            if isinstance(value, bool | int | float) and key != "devices":
-                message = refusal(composed, "task=rte", "reg=istar", "logger=wandb", f"{group.name}.{key}=nonsense")
-                assert message.startswith(f"{group.name}.{key}")
-                assert "nonsense" in message
+    options = ("task=rte", "reg=istar", "logger=wandb")
+    for key, value in to_dict(getattr(composed(*options), group)).items():
+        if isinstance(value, bool | int | float) and key != "devices":
+            message = refusal(composed, *options, f"{group}.{key}=nonsense")
+            assert message.startswith(f"{group}.{key}")
+            assert "nonsense" in message
 
 
 def test_zeta_is_a_number_or_auto(composed: Callable[..., Config]) -> None:

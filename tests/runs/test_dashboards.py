@@ -248,6 +248,7 @@ def agents_run(repository: Path, command: list[str], run_id: str, folder: Path) 
     return code, output.read_text()
 
 
+@pytest.mark.slow
 def test_an_agents_run_keeps_the_id_that_the_agent_gave(
     sweep: dict[str, Any], wandb: Any, repository: Path, tmp_path: Path
 ) -> None:

@@ -130,6 +130,7 @@ def torchrun() -> tuple[str, ...]:
     return "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1", port
 
 
+@pytest.mark.slow
 def test_what_torchrun_starts(tmp_path, start, pair):
     """Two processes with its variables, without the agent that starts and watches them."""
     shared = {

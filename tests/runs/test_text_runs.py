@@ -36,7 +36,7 @@ def options_of(task: str, decoder: Path) -> tuple[str, ...]:
     return (f"task={task}", *TEXT, *model, "optim.lr=3e-3")
 
 
-@pytest.mark.parametrize(("task", "epochs"), [("clm", 1), ("mlm", 3)])
+@pytest.mark.parametrize(("task", "epochs"), [("clm", 1), pytest.param("mlm", 3, marks=pytest.mark.slow)])
 def test_perplexity_falls_below_that_of_single_words(small: Build, decoder: Path, task: str, epochs: int) -> None:
     record = run(small(*options_of(task, decoder), "task.limit_train=600", f"trainer.max_epochs={epochs}"))
     before, after = record.metrics_before["perplexity"], record.metrics["perplexity"]

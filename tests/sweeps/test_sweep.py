@@ -51,15 +51,9 @@ def ended(job: Job) -> dict[str, int]:
     return {path.parent.name: path.stat().st_mtime_ns for path in job.folder.glob("runs/demo-*/result.json")}
 
 
-@pytest.mark.parametrize(
-    "victim",
-    [
-        # As when a machine loses power.
-        "everything",
-        # The runs notice that the sweep is gone, and stop by themselves.
-        pytest.param("the sweep", marks=pytest.mark.slow),
-    ],
-)
+# Either as when a machine loses power, or the sweep alone, whose runs notice that it is gone and stop by themselves.
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["everything", "the sweep"])
 def test_a_sweep_that_is_killed_loses_and_repeats_nothing(tmp_path: Path, start: Start, victim: str) -> None:
     undisturbed = start(tmp_path / "whole", *GRID, "sweep.jobs=2").wait()
     assert (undisturbed.code, undisturbed.stderr) == (0, "")

@@ -48,6 +48,7 @@ def test_columns_and_sizes(name: str, split: str) -> None:
         assert data.features["label"] == Value("int64" if spec.labels else "float64")
 
 
+@pytest.mark.slow
 def test_same_in_a_fresh_process() -> None:
     program = (
         "from istar.tasks.demo import generate\n"
