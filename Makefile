@@ -18,7 +18,7 @@ lint:  ## ruff and mypy
 	$(PYTHON) -m mypy
 
 test: lint  ## Linters and the fast tests
-	$(PYTHON) -m pytest -n auto --dist loadfile --no-loadscope-reorder
+	$(PYTHON) -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 slow:  ## The slow tests, and what only they need
 	$(PYTHON) -m pip install --quiet -c constraints.txt -e '.[nightly]'

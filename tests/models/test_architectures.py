@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +79,16 @@ def test_a_new_language_model(architecture: str, tmp_path: Path) -> None:
         assert is_decoder(config)
 
 
-@pytest.mark.parametrize("architecture", ["bert", "gpt2", "llama", "gpt_neox"])
-@pytest.mark.parametrize("task", ["demo", "demo_regression", "demo_span"])
+FAST = {("demo", "bert"), ("demo_regression", "llama"), ("demo_span", "gpt_neox")}
+
+
+@pytest.mark.parametrize(
+    ("task", "architecture"),
+    [
+        pytest.param(*pair, marks=() if pair in FAST else pytest.mark.slow)
+        for pair in product(("demo", "demo_regression", "demo_span"), ("bert", "gpt2", "llama", "gpt_neox"))
+    ],
+)
 def test_a_run_with_a_new_model(small: Callable[..., Config], architecture: str, task: str) -> None:
     sizes = SIZES if architecture == "gpt2" else {**SIZES, "intermediate_size": 64}
     values = [f"model.config.{name}={value}" for name, value in sizes.items()]
@@ -92,8 +101,15 @@ def test_a_run_with_a_new_model(small: Callable[..., Config], architecture: str,
     assert list(record.isotropy["after"]) == ["0", "1", "2", "union"]
 
 
-@pytest.mark.parametrize("task", ["demo_sentence", "demo_span"])
-@pytest.mark.parametrize("options", [(), ("model.lora=true",)], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    ("task", "options"),
+    [
+        pytest.param("demo_span", (), id="full span"),
+        pytest.param("demo_sentence", ("model.lora=true",), id="lora sentence"),
+        pytest.param("demo_sentence", (), id="full sentence", marks=pytest.mark.slow),
+        pytest.param("demo_span", ("model.lora=true",), id="lora span", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_with_a_real_decoder(
     small: Callable[..., Config], babyllama: Path, task: str, options: tuple[str, ...]
 ) -> None:

@@ -186,7 +186,13 @@ def repr_of(run: dict[str, Any]) -> str:
     return repr(sorted((key, float(value) if type(value) is int else value) for key, value in numbers.items()))
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in ("finetune_own", "pretrain_encoder") else ())
+        for name in FILES
+    ],
+)
 def test_every_sweep_file_composes(name: str, sweeper_for: Callable[..., IstarSweeper]) -> None:
     required = ["model.name=tiny", "model.pretrained=false"] if name == "finetune_own" else []
     sweeper = sweeper_for(f"+sweep={name}", *required)
