@@ -118,6 +118,7 @@ def test_nothing_is_measured_twice(tmp_path: Path, folder: Path, text: Path, mea
     assert (tmp_path / "out" / "trajectory.csv").read_text().startswith(table)
 
 
+@pytest.mark.slow
 def test_changed_settings_are_measured_again(tmp_path: Path, folder: Path, text: Path, measured: list[str]) -> None:
     assert follow(tmp_path, folder / "step1", text) == 0
     assert follow(tmp_path, folder / "step1", text, "--max-tokens", "100") == 0

@@ -216,6 +216,7 @@ def test_lightning_sees_srun_where_it_is(monkeypatch, environment, devices, want
     assert os.environ.get("SLURM_NTASKS") == tasks
 
 
+@pytest.mark.slow
 def test_two_at_once_do_not_disturb_each_other(twins):
     folder, done = twins
     [first, second] = sorted(done, key=lambda done: "is finished" in done.stdout or done.code)

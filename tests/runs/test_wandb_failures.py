@@ -170,6 +170,7 @@ STARTED = {
 }
 
 
+@pytest.mark.slow
 def test_wandb_that_fails_behind_the_start(
     small: Build, wandb_at: Any, serve: Any, caplog: Any, monkeypatch: Any, patience: Any
 ) -> None:

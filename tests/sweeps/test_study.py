@@ -136,6 +136,7 @@ def test_a_stopped_trial_is_asked_for_again(tmp_path: Path) -> None:
     assert found.ask() == asked
 
 
+@pytest.mark.slow
 def test_the_best_values_are_looked_for_where_good_ones_were(tmp_path: Path) -> None:
     away = {}
     for sampler in ("random", "tpe"):

@@ -125,6 +125,7 @@ def test_failures_are_told_and_may_stop_all(tmp_path: Path, start: Start) -> Non
     assert [entry.status for entry in state(tmp_path / "fast").entries] == ["failed", "waiting", "waiting"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not fork_server.is_supported(), reason="runs are forked on Linux alone")
 def test_the_process_that_starts_the_runs_is_killed(tmp_path: Path, start: Start) -> None:
     """The run under way is lost, the others are not; and all are bit by bit what train.py makes of them by itself."""

@@ -153,6 +153,7 @@ def start(own_cache: Path) -> Iterator[Start]:
         yield start
 
 
+@pytest.mark.slow
 def test_two_processes_measure_once_what_one_measures(tmp_path: Path, start: Start) -> None:
     arguments = ("reg=none", "trainer.measure_every_n_steps=2", "trainer.keep_models=log", "task.limit_train=24",
                  "task.limit_validation=9", "trainer.max_epochs=1", "trainer.accelerator=cpu",
