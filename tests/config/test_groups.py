@@ -18,6 +18,7 @@ from istar.config.schema import to_dict
 from istar.errors import UserError, did_you_mean
 from istar.results import identity
 from istar.tasks.specs import TASKS
+from tests.conftest import compose_fast, compose_in
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 OPTIONS = sorted(
@@ -572,3 +573,15 @@ def test_the_name_of_a_run_tells_products_in_bfloat16_from_others(composed: Call
     assert name() != name("reg.compute=bfloat16")
     in_bfloat16 = "trainer.precision=bf16-mixed"
     assert name(in_bfloat16) == name(in_bfloat16, "reg.compute=bfloat16") != name(in_bfloat16, "reg.compute=float32")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("task=rte", "reg=istar", "reg.lambda=-1", "reg.layers=[1,2]", "trainer.max_steps=7"),
+        ("reg.zeta=auto", "task=clm", "model.config.hidden_size=32", "model=small_decoder", "seed=3"),
+        ("logger=wandb", "logger.tags=[a,b]", "task=demo", "+experiment/method=cosreg", "optim.lr=1e-3"),
+    ],
+)
+def test_configs_of_the_tests_are_those_of_hydra(overrides: tuple[str, ...]) -> None:
+    assert compose_fast(CONF, *overrides) == compose_in(CONF, *overrides)
