@@ -28,6 +28,8 @@ from istar.models import tiny
 from istar.tasks import demo
 from tests.reports.test_report import balanced, contents, parsed
 
+pytestmark = pytest.mark.slow
+
 TOKENIZER = tiny.tokenizer(demo.vocabulary())
 SHAPE: dict[str, Any] = {
     "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48,

@@ -17,6 +17,8 @@ from istar.geometry import measure, trajectory
 from istar.models import tiny
 from tests.mock_hub import serving, set_offline, use
 
+pytestmark = pytest.mark.slow
+
 WORDS = ["the", "cat", "dog", "house", "garden", "sees"]
 TOKENIZER = tiny.tokenizer(WORDS)
 SHAPE: dict[str, Any] = {

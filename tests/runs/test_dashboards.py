@@ -23,6 +23,8 @@ from tests.outcomes import only_run
 from tests.waiting import SECONDS, until_the_next_second
 from tests.wandb_records import config_of, logged_by, offline_records, start_of, summary_of
 
+pytestmark = pytest.mark.slow
+
 Build = Callable[..., Config]
 SWEEP = Path("sweep") / "wandb" / "sweep.yml"
 
