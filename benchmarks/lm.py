@@ -153,6 +153,7 @@ def train_with_trainer(config: Any, settings: argparse.Namespace) -> None:
         save_strategy="no",
         bf16=settings.precision == "bf16",
         use_cpu=not torch.cuda.is_available(),
+        remove_unused_columns=False,  # the collator needs them all
         disable_tqdm=True,
         report_to="none",
     )
