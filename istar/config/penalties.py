@@ -33,8 +33,8 @@ from istar.regularizers import (
 )
 from istar.regularizers.base import check_target
 from istar.regularizers.embeddings import HIDDEN_STATES, INPUT, OUTPUT, TARGETS
-from istar.regularizers.istar import AUTO, COMPUTE, ESTIMATORS, WITHIN
-from istar.regularizers.points import NAMED_LAYERS, POINTS
+from istar.regularizers.istar import AUTO, COMPUTE, ESTIMATORS
+from istar.regularizers.points import NAMED_LAYERS, POINTS, WITHIN
 from istar.regularizers.schedule import SCHEDULES
 from istar.regularizers.set_point import KEEP, SIDES
 from istar.regularizers.spectrum_control import DECAYS

@@ -27,13 +27,12 @@ from istar.measures.isoscore import (
 )
 from istar.measures.moments import BatchMoments, FourthMoments, Moments, fourth_moments, mean_and_scatter, merge_moments
 from istar.regularizers.base import Penalty, Terms
-from istar.regularizers.points import ALL_TOKENS, Layers, Tokens
+from istar.regularizers.points import ALL_TOKENS, Layers, Tokens, check_within
 from istar.regularizers.set_point import SetPoint
 
 AUTO = "auto"
 ESTIMATORS = ("shrinkage", "unbiased")
 COMPUTE = ("float32", "bfloat16")
-WITHIN = ("label",)
 
 
 class IStar(Penalty):
@@ -106,7 +105,8 @@ class IStar(Penalty):
             raise UserError(f"compute is {compute}; expected one of {', '.join(COMPUTE)}")
         if compute != "float32" and (estimator == "unbiased" or zeta == AUTO):
             raise UserError(f"compute is {compute}; the unbiased estimator and zeta {AUTO} need float32")
-        _check_within(within, estimator, zeta)
+        check_within(within)
+        _check_one_cloud(within, estimator, zeta)
         self.zeta = zeta
         self.estimator = estimator
         self.compute = compute
@@ -199,13 +199,9 @@ class IStar(Penalty):
         return unchecked_isoscore((1 - self.zeta) * covariance + self.zeta * shrinkage), None
 
 
-def _check_within(within: str | None, estimator: str, zeta: float | str) -> None:
-    """Raise `UserError` for a `within` that `IStar` does not have, alone or with the other arguments."""
-    if within is None:
-        return
-    if within not in WITHIN:
-        raise UserError(f"within is {within!r}; expected {WITHIN[0]} or None")
-    if estimator != "shrinkage" or zeta == AUTO:
+def _check_one_cloud(within: str | None, estimator: str, zeta: float | str) -> None:
+    """Raise `UserError` for `within` with an estimator of the score or of zeta that assumes one cloud."""
+    if within is not None and (estimator != "shrinkage" or zeta == AUTO):
         raise UserError(
             f"within is {within} and estimator {estimator} with zeta {zeta}; within needs estimator shrinkage and a "
             "zeta from 0 to 1, because the others assume one cloud"

@@ -15,6 +15,8 @@ Layers = str | Sequence[int]
 
 NAMED_LAYERS = ("all", "last", "with_embeddings")
 POINTS = ("all", "content", "labelled", "last", "completion")
+WITHIN = ("label",)
+"""What may name the classes within which covariances are computed; see `istar.IStar`."""
 IGNORED = -100
 """Label of a token that the task loss leaves out, in torch and transformers."""
 
@@ -68,6 +70,12 @@ class Points:
 
 
 ALL_POINTS = Points()
+
+
+def check_within(within: str | None) -> None:
+    """Raise `UserError` unless a value is None or one of `WITHIN`."""
+    if within is not None and within not in WITHIN:
+        raise UserError(f"within is {within!r}; expected {WITHIN[0]} or None")
 
 
 def unit_vectors(points: Tensor, indices: Tensor | None) -> Tensor:

@@ -17,7 +17,7 @@ from istar.measures.isoscore import check_covariance
 from istar.measures.moments import Moments, mean_and_scatter, merge_moments
 from istar.measures.processes import sum_over_processes, world_size
 from istar.regularizers.hidden_states import HiddenStateReader
-from istar.regularizers.points import ALL_POINTS, ALL_TOKENS, Layers, Points, Tokens
+from istar.regularizers.points import ALL_POINTS, ALL_TOKENS, Layers, Points, Tokens, check_within
 
 NUM_POINTS = 250_000
 """Number of points in Sigma_S in the paper (Section 3)."""
@@ -103,12 +103,15 @@ def hidden_state_moments(
         raise UserError(f"num_points is {num_points}; expected at least 2")
     if include_padding and not points.are_all:
         raise UserError("include_padding counts all tokens; expected points='all' with it")
+    check_within(within)
 
     def summarize(hidden_state: Tensor, tokens: Tokens) -> Any:
-        indices = (ALL_TOKENS if include_padding else tokens).indices_of(hidden_state)
-        if within is None:
+        classes = None if within is None else tokens.classes_of(hidden_state)
+        tokens = ALL_TOKENS if include_padding else tokens
+        indices = tokens.indices_of(hidden_state)
+        if classes is None:
             return mean_and_scatter(hidden_state, indices=indices)
-        return class_means_and_scatter(hidden_state.flatten(0, -2), *tokens.classes_of(hidden_state), indices=indices)
+        return class_means_and_scatter(hidden_state.flatten(0, -2), *classes, indices=indices)
 
     needs_labels = points.need_labels or within is not None
     merge: Any = merge_moments if within is None else merge_class_moments

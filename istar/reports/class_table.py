@@ -39,7 +39,8 @@ def class_isotropy(frame: pd.DataFrame, records: Mapping[str, RunRecord]) -> She
         "layer, over the validation set with its true labels; before → after training, means over seeds. Within: "
         "IsoScore of the pooled covariance within classes. Between: IsoScore of the covariance of the class means, at "
         "most (C - 2) / (d - 1) for C classes and d dimensions, so that it is 0 for two classes. Share: the trace of "
-        "the latter covariance divided by that of the total covariance, which is the sum of both.",
+        "the latter covariance divided by that of the total covariance, which is the sum of both. IsoScore is too low "
+        "for fewer than about ten examples per dimension: compare it only over the same validation set.",
         ("task", "method", "seeds", *_COLUMNS.values()),
         {model: [_entries(row) for row in group] for model, group in groupby(rows, key=lambda row: str(row["model"]))},
         pd.DataFrame(rows),

@@ -308,6 +308,7 @@ WRONG = {
         lambda: shrinkage_covariance(classifier(), [{"input_ids": torch.ones(2, 3).long()}], within="label"),
         "within='label' needs labels",
     ),
+    "name of Sigma_S": (lambda: shrinkage_covariance(classifier(), [], within="class"), "within is 'class'"),
     "config name": (lambda: IStarConfig(within="class"), r"reg\.within=class is not known"),
     "config unbiased": (
         lambda: IStarConfig(within="label", estimator="unbiased"), r"reg\.within=label needs reg\.estimator=shrinkage"
