@@ -41,6 +41,11 @@ class RunRecord:
     # IsoScore* on the validation set `before` and `after` training, by layer (0 is the embedding output) and for the
     # union of layers 1 to L; `after` is measured at the headline epoch. `points` counts the tokens.
     isotropy: dict[str, Any] = field(default_factory=dict)
+    # For classification tasks, the isotropy of the validation set within and between its classes, `before` and `after`
+    # training: by layer a dictionary with IsoScore `within` the classes, IsoScore `between` them, and the share of
+    # variance between them, `between_share`; a value is None where it is not defined. See
+    # `istar.training.class_isotropy`. Empty for other tasks, and in results of earlier versions.
+    class_isotropy: dict[str, Any] = field(default_factory=dict)
     epochs: list[dict[str, Any]] = field(default_factory=list)  # metrics and isotropy of every epoch
     # Sizes and fingerprint of the data sets, and number of validation examples that also occur in the training data.
     data: dict[str, Any] = field(default_factory=dict)

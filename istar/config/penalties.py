@@ -34,7 +34,7 @@ from istar.regularizers import (
 from istar.regularizers.base import check_target
 from istar.regularizers.embeddings import HIDDEN_STATES, INPUT, OUTPUT, TARGETS
 from istar.regularizers.istar import AUTO, COMPUTE, ESTIMATORS
-from istar.regularizers.points import NAMED_LAYERS, POINTS
+from istar.regularizers.points import NAMED_LAYERS, POINTS, WITHIN
 from istar.regularizers.schedule import SCHEDULES
 from istar.regularizers.set_point import KEEP, SIDES
 from istar.regularizers.spectrum_control import DECAYS
@@ -220,6 +220,9 @@ class IStarConfig(CosRegConfig):
     beginning of each epoch; None computes it then alone."""
     compute: str | None = None
     """Dtype of the penalty's matrix products with the points: float32 or bfloat16. None follows trainer.precision."""
+    within: str | None = None
+    """label: the score of the covariance within the classes of a classification task, of points that are centered on
+    the mean of their class; Sigma_S is that within classes, too. None is the score of the whole cloud."""
 
     kind: ClassVar[type[Penalty]] = IStar
 
@@ -229,6 +232,7 @@ class IStarConfig(CosRegConfig):
         at_least(2, "reg.num_points", self.num_points)
         at_least(1, "reg.refresh_every_n_steps", self.refresh_every_n_steps)
         one_of("reg.estimator", self.estimator, ESTIMATORS)
+        self._check_within()
         if self.compute is not None:
             one_of("reg.compute", self.compute, COMPUTE)
             if self.compute != "float32" and self._needs_float32:
@@ -248,13 +252,30 @@ class IStarConfig(CosRegConfig):
         return IStar(self.weight, self.zeta, **self._common_arguments())
 
     def _common_arguments(self) -> dict[str, Any]:
-        options = {"estimator": self.estimator, "compute": self.compute or "float32"}
+        options = {"estimator": self.estimator, "compute": self.compute or "float32", "within": self.within}
         return {**super()._common_arguments(), **options}
 
     def resolve(self, precision: str) -> None:
         """Set `compute`, if it is None, to the dtype that fits the trainer's precision."""
         if self.compute is None:
             self.compute = "bfloat16" if precision.startswith("bf16") and not self._needs_float32 else "float32"
+
+    def _check_within(self) -> None:
+        if self.within is None:
+            return
+        one_of("reg.within", self.within, WITHIN)
+        if self.estimator != "shrinkage" or self.zeta == AUTO:
+            raise UserError(
+                f"reg.within={self.within} needs reg.estimator=shrinkage and a number as reg.zeta; these are "
+                f"{self.estimator} and {self.zeta}, which assume one cloud"
+            )
+        if self.points in ("labelled", "completion"):
+            raise UserError(
+                f"reg.within={self.within} needs one label for each sequence and reg.points={self.points} one for each "
+                "token; use reg.points=all, content or last"
+            )
+        if self.target != HIDDEN_STATES:
+            raise UserError(f"reg.target={self.target} has no labels; reg.within needs reg.target={HIDDEN_STATES}")
 
     @property
     def _needs_float32(self) -> bool:

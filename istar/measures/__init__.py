@@ -13,6 +13,7 @@ from istar.measures.activations import (
 )
 from istar.measures.alignment import Alignment, cka
 from istar.measures.catalogue import Measure, catalogue_rows, find_measure
+from istar.measures.classes import ClassIsotropy, ClassMoments, class_isotropy
 from istar.measures.contributions import (
     CosineContributions,
     CosineWithoutDimensions,
@@ -57,6 +58,8 @@ __all__ = [
     "Activation",
     "Alignment",
     "AverageCosine",
+    "ClassIsotropy",
+    "ClassMoments",
     "CosineContributions",
     "CosineWithoutDimensions",
     "Dimension",
@@ -86,6 +89,7 @@ __all__ = [
     "catalogue_rows",
     "centered",
     "cka",
+    "class_isotropy",
     "cosine_contributions",
     "cosine_without_dimensions",
     "effective_rank",

@@ -80,7 +80,9 @@ class Watch:
         self.points = points
         self._model = model
         self._modules = modules
-        self._reader = HiddenStateReader(model, penalty.layers, penalty.summarize, self._is_active, modules, points)
+        self._reader = HiddenStateReader(
+            model, penalty.layers, penalty.summarize, self._is_active, modules, points, penalty.needs_labels
+        )
         self._has_warned = False
 
     @property
@@ -129,8 +131,9 @@ class Watch:
         its training mode and the random number generators are restored. Does nothing for penalties without Sigma_S.
 
         Args:
-            loader: batches in random order that the model accepts. Labels are ignored, unless the points depend on
-                them: Sigma_S is computed from the same points as the penalty.
+            loader: batches in random order that the model accepts. Labels are ignored, unless the points or the
+                penalty depend on them: Sigma_S is computed from the same points as the penalty, within classes if the
+                penalty is.
             num_points: number of points to use, see `shrinkage_covariance`; None uses all batches.
             momentum: weight of the previous Sigma_S in the new one, in [0, 1).
 
@@ -156,6 +159,7 @@ class Watch:
             group,
             self._modules,
             self.points,
+            penalty.within,
         )
         covariance, previous = to_covariance(moments), penalty.shrinkage_covariance
         if momentum > 0 and previous is not None:

@@ -118,17 +118,25 @@ class Penalty(nn.Module, ABC):
         return f"weight={self.weight}, layers={self.layers!r}{set_point}"
 
     @property
+    def needs_labels(self) -> bool:
+        """Whether the penalty depends on the labels of the sequences."""
+        return False
+
+    @property
     def factor(self) -> float:
         """What the penalty's value is multiplied by: lambda, or with a set-point its absolute value."""
         return self.weight if self.set_point is None else abs(self.weight)
 
-    def forward(self, hidden_states: Sequence[Tensor], attention_mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, hidden_states: Sequence[Tensor], attention_mask: Tensor | None = None, labels: Tensor | None = None
+    ) -> Tensor:
         """Compute the weighted penalty of a batch, and store its terms in `last`.
 
         Args:
             hidden_states: the embedding output and the output of each layer, `(batch, tokens, d)` each, any floating
                 dtype, as transformers returns them with `output_hidden_states=True`. Sums are float32 or wider.
             attention_mask: `(batch, tokens)`, 1 for tokens and 0 for padding; None counts all tokens.
+            labels: class of each sequence, `(batch,)`; for penalties that need labels, such as `IStar` with `within`.
 
         Returns:
             0-d tensor on the hidden states' device: float64 for float64 states, otherwise float32. NaN if the points
@@ -141,7 +149,7 @@ class Penalty(nn.Module, ABC):
         selected = select_layers(hidden_states, self.layers)
         if self.weight == 0:
             return torch.zeros((), device=selected[0].device)
-        tokens = Tokens(attention_mask)
+        tokens = Tokens(attention_mask, labels=labels)
         return self.combine([self.summarize(state, tokens) for state in selected])
 
     def combine(self, summaries: Sequence[Any]) -> Tensor:

@@ -35,6 +35,7 @@ class HiddenStateReader:
             no gradients, the summaries of the previous pass are kept; otherwise they are dropped.
         modules: modules whose outputs, or the first elements of whose outputs, are the hidden states of layers 1 to L.
         points: which tokens count. Labels are read from the call of the model with its head.
+        needs_labels: give the labels to `summarize` also if `points` do not need them.
 
     Attributes:
         base_model: the module whose forward passes are read; see `ModelLayers`.
@@ -55,6 +56,7 @@ class HiddenStateReader:
         is_active: Callable[[], bool],
         modules: Sequence[nn.Module] | None = None,
         points: Points = ALL_POINTS,
+        needs_labels: bool = False,
     ) -> None:
         self._layers = find_layers(model) if modules is None else layers_from_modules(model, modules)
         self._selected = set(layer_numbers(self._layers.num_layers, layers))
@@ -65,6 +67,7 @@ class HiddenStateReader:
         self.num_selected = len(self._selected)
         self.num_left_out = 0
         self._points = points
+        self._needs_labels = needs_labels or points.need_labels
         self._predicts_next = _generates_text(self.head_model)
         self._summarize = summarize
         self._is_active = is_active
@@ -126,7 +129,7 @@ class HiddenStateReader:
         arguments = {**dict(zip(self._argument_names, args, strict=False)), **kwargs}
         mask = arguments.get("attention_mask")
         if self._points.are_all:
-            self._tokens = Tokens(mask)
+            self._tokens = Tokens(mask, labels=self._labels)
         else:
             ids, positions = arguments.get("input_ids"), arguments.get("position_ids")
             self._tokens = Tokens(mask, self._points, ids, self._labels, positions, self._predicts_next)
@@ -140,7 +143,7 @@ class HiddenStateReader:
         They are on the model, the head model and the modules between, because PEFT's wrappers call `forward` of the
         module that they hold, which skips the hooks of that module.
         """
-        if not self._points.need_labels:
+        if not self._needs_labels:
             return []
 
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

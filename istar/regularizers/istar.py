@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from istar.errors import UserError
+from istar.measures.classes import ClassBatchMoments, ClassMoments, class_means_and_scatter, merge_class_moments
 from istar.measures.isoscore import (
     check_covariance,
     covariance_or_nan,
@@ -26,7 +27,7 @@ from istar.measures.isoscore import (
 )
 from istar.measures.moments import BatchMoments, FourthMoments, Moments, fourth_moments, mean_and_scatter, merge_moments
 from istar.regularizers.base import Penalty, Terms
-from istar.regularizers.points import Layers
+from istar.regularizers.points import ALL_TOKENS, Layers, Tokens, check_within
 from istar.regularizers.set_point import SetPoint
 
 AUTO = "auto"
@@ -51,6 +52,13 @@ class IStar(Penalty):
             `auto` require float32, because their fourth powers would lose too many digits.
         set_point: as in `Penalty`; a target in (0, 1). The unbiased score is not clipped then, because the set-point
             pulls scores above the target back.
+        within: None, or `label` for the score of the pooled covariance within classes,
+            :math:`\sum_c \sum_{i \in c} (x_i - m_c)(x_i - m_c)^T / (n - C)`: each point is centered on the mean
+            :math:`m_c` of its class, which is the mean of the points of all sequences with this label, in all selected
+            layers and over the same processes as the penalty. C is the number of classes with points; a class with one
+            point adds nothing. The labels are the argument `labels` of the model, one integer for each sequence.
+            Sigma_S is then also the covariance within classes. It requires the estimator `shrinkage` and a zeta that is
+            not `auto`. See `istar.measures.classes`.
 
     Attributes:
         shrinkage_covariance: Sigma_S, `(d, d)`, or None before it is set. Unless zeta is 0, it must be set before the
@@ -58,7 +66,9 @@ class IStar(Penalty):
             checked.
 
     Raises:
-        UserError: for an argument that is not among the values above, and for a Sigma_S that is not a covariance.
+        UserError: for an argument that is not among the values above, and for a Sigma_S that is not a covariance. With
+            `within`, in a forward pass without labels or with labels that are no classes, and for a batch in which no
+            class has two points.
 
     >>> penalty = IStar(weight=-1.0, zeta=0.4)
     >>> penalty.shrinkage_covariance = torch.eye(8)
@@ -82,6 +92,7 @@ class IStar(Penalty):
         estimator: str = "shrinkage",
         compute: str = "float32",
         set_point: SetPoint | None = None,
+        within: str | None = None,
     ) -> None:
         super().__init__(weight, layers, include_padding, sync, group, set_point)
         if estimator not in ESTIMATORS:
@@ -94,9 +105,12 @@ class IStar(Penalty):
             raise UserError(f"compute is {compute}; expected one of {', '.join(COMPUTE)}")
         if compute != "float32" and (estimator == "unbiased" or zeta == AUTO):
             raise UserError(f"compute is {compute}; the unbiased estimator and zeta {AUTO} need float32")
+        check_within(within)
+        _check_one_cloud(within, estimator, zeta)
         self.zeta = zeta
         self.estimator = estimator
         self.compute = compute
+        self.within = within
         self.measure = "isoscore_star" if estimator == "shrinkage" else "isoscore_unbiased"
         self.register_buffer("shrinkage_covariance", None)
         self.register_load_state_dict_pre_hook(_resize_shrinkage_covariance)
@@ -108,23 +122,49 @@ class IStar(Penalty):
         super().__setattr__(name, value)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, zeta={self.zeta}, estimator={self.estimator}, compute={self.compute}"
+        within = "" if self.within is None else f", within={self.within}"
+        return f"{super().extra_repr()}, zeta={self.zeta}, estimator={self.estimator}, compute={self.compute}{within}"
+
+    @property
+    def needs_labels(self) -> bool:
+        return self.within is not None
 
     @property
     def needs_shrinkage_covariance(self) -> bool:
         """Whether the score depends on Sigma_S."""
         return self.zeta != 0
 
+    def summarize(self, hidden_state: Tensor, tokens: Tokens) -> Any:
+        if self.within is None:
+            return super().summarize(hidden_state, tokens)
+        labels, classes = tokens.classes_of(hidden_state)
+        indices = (ALL_TOKENS if self.include_padding else tokens).indices_of(hidden_state)
+        with torch.autocast(hidden_state.device.type, enabled=False):
+            return self.summarize_classes(hidden_state.flatten(0, -2), labels, classes, indices)
+
     def summarize_points(self, points: Tensor, indices: Tensor | None) -> BatchMoments:
-        if self.needs_shrinkage_covariance and self.shrinkage_covariance is None:
-            raise UserError("the shrinkage covariance is not set; zeta > 0 needs it before the first step")
+        self._check_has_shrinkage_covariance()
         if self.estimator == "unbiased" or self.zeta == AUTO:
             return fourth_moments(points, indices=indices)
-        matmul_dtype = torch.bfloat16 if self.compute == "bfloat16" else None
-        return mean_and_scatter(points, matmul_dtype=matmul_dtype, indices=indices)
+        return mean_and_scatter(points, matmul_dtype=self._matmul_dtype, indices=indices)
 
-    def score(self, summaries: Sequence[BatchMoments]) -> Terms:
-        moments = merge_moments(summaries)
+    def summarize_classes(
+        self, points: Tensor, labels: Tensor, classes: int, indices: Tensor | None
+    ) -> ClassBatchMoments:
+        """Reduce points `(n, d)` with labels `(n,)` below `classes` to sums within classes; see `summarize_points`."""
+        self._check_has_shrinkage_covariance()
+        return class_means_and_scatter(points, labels, classes, self._matmul_dtype, indices)
+
+    @property
+    def _matmul_dtype(self) -> torch.dtype | None:
+        return torch.bfloat16 if self.compute == "bfloat16" else None
+
+    def _check_has_shrinkage_covariance(self) -> None:
+        if self.needs_shrinkage_covariance and self.shrinkage_covariance is None:
+            raise UserError("the shrinkage covariance is not set; zeta > 0 needs it before the first step")
+
+    def score(self, summaries: Sequence[Any]) -> Terms:
+        moments = merge_moments(summaries) if self.within is None else merge_class_moments(summaries)
         if moments.dim < 2:
             raise UserError(f"isotropy needs at least 2 dimensions; the hidden states have {moments.dim}")
         if self.sync:
@@ -135,12 +175,15 @@ class IStar(Penalty):
         value = 1 - (score.clamp(max=1) if self.estimator == "unbiased" else score)
         return Terms(value, score, moments.count, zeta)
 
-    def _score_and_zeta(self, moments: Moments) -> tuple[Tensor, Tensor | None]:
+    def _score_and_zeta(self, moments: Moments | ClassMoments) -> tuple[Tensor, Tensor | None]:
         """Return the score, and zeta if it is estimated from the points."""
         if self.estimator == "unbiased":
             assert isinstance(moments, FourthMoments)
             return unchecked_isoscore_unbiased(moments), None
-        covariance = covariance_or_nan(moments)
+        if isinstance(moments, ClassMoments):
+            covariance = moments.within_covariance(unbiased=True)
+        else:
+            covariance = covariance_or_nan(moments)
         if self.shrinkage_covariance is None:
             return unchecked_isoscore(covariance), None
         if self.shrinkage_covariance.shape != covariance.shape:
@@ -154,6 +197,15 @@ class IStar(Penalty):
             return unchecked_isoscore(torch.lerp(covariance, shrinkage, zeta)), zeta
         assert not isinstance(self.zeta, str)
         return unchecked_isoscore((1 - self.zeta) * covariance + self.zeta * shrinkage), None
+
+
+def _check_one_cloud(within: str | None, estimator: str, zeta: float | str) -> None:
+    """Raise `UserError` for `within` with an estimator of the score or of zeta that assumes one cloud."""
+    if within is not None and (estimator != "shrinkage" or zeta == AUTO):
+        raise UserError(
+            f"within is {within} and estimator {estimator} with zeta {zeta}; within needs estimator shrinkage and a "
+            "zeta from 0 to 1, because the others assume one cloud"
+        )
 
 
 def _resize_shrinkage_covariance(module: IStar, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

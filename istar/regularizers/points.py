@@ -8,12 +8,15 @@ import torch
 from torch import Tensor
 
 from istar.errors import UserError
+from istar.measures.classes import number_of_classes
 from istar.measures.moments import mask_to_indices
 
 Layers = str | Sequence[int]
 
 NAMED_LAYERS = ("all", "last", "with_embeddings")
 POINTS = ("all", "content", "labelled", "last", "completion")
+WITHIN = ("label",)
+"""What may name the classes within which covariances are computed; see `istar.IStar`."""
 IGNORED = -100
 """Label of a token that the task loss leaves out, in torch and transformers."""
 
@@ -67,6 +70,12 @@ class Points:
 
 
 ALL_POINTS = Points()
+
+
+def check_within(within: str | None) -> None:
+    """Raise `UserError` unless a value is None or one of `WITHIN`."""
+    if within is not None and within not in WITHIN:
+        raise UserError(f"within is {within!r}; expected {WITHIN[0]} or None")
 
 
 def unit_vectors(points: Tensor, indices: Tensor | None) -> Tensor:
@@ -139,7 +148,8 @@ class Tokens:
             itself is not padding. None if there is no padding.
         points: which tokens are points.
         input_ids: token ids, `(batch, tokens)`; needed for `content`.
-        labels: labels of the tokens, `(batch, tokens)`; needed for `labelled` and `completion`.
+        labels: labels of the tokens, `(batch, tokens)`; needed for `labelled` and `completion`. For `classes_of`, the
+            labels of the sequences, `(batch,)`.
         position_ids: `(batch or 1, tokens)`, which restart at the beginning of each packed document, or None.
         predicts_next: whether the model predicts the label of the next token, as causal language models do.
 
@@ -165,6 +175,7 @@ class Tokens:
         self.num_left_out = 0
         self._is_selected = False
         self._indices: Tensor | None = None
+        self._classes: int | None = None
 
     def indices_of(self, hidden_state: Tensor) -> Tensor | None:
         """Return the row indices of the points in a hidden state flattened to `(n, d)`; None if all rows count.
@@ -187,6 +198,31 @@ class Tokens:
             before = hidden_state.shape[:-1].numel() if self._indices is None else len(self._indices)
             self.num_left_out += before - len(kept)
         return kept
+
+    def classes_of(self, hidden_state: Tensor) -> tuple[Tensor, int]:
+        """Return the class of each row of a hidden state flattened to `(n, d)`, `(n,)`, and the number of classes.
+
+        The class of a token is the label of its sequence. The number of classes is one more than the largest label of
+        the batch; it is computed once and shared by all layers.
+
+        Raises:
+            UserError: unless the call has one label for each sequence, an integer of at least 0.
+        """
+        labels, batch = self.labels, len(hidden_state)
+        if labels is None:
+            raise UserError(
+                "within='label' needs labels, which this call of the model does not have; pass them to the model, or "
+                "leave out within"
+            )
+        if tuple(labels.shape) != (batch,) or labels.is_floating_point():
+            raise UserError(
+                f"within='label' needs one class for each sequence, integers of shape ({batch},); the labels are "
+                f"{labels.dtype} of shape {tuple(labels.shape)}: leave out within for regression and language modelling"
+            )
+        if self._classes is None:
+            self._classes = number_of_classes(labels)
+        each = labels.to(hidden_state.device).view(batch, *[1] * (hidden_state.dim() - 2))
+        return each.expand(hidden_state.shape[:-1]).reshape(-1), self._classes
 
     def _mask(self, hidden_state: Tensor) -> Tensor | None:
         """Return the mask of the points, except for `max_norm_ratio`; None if all tokens are points."""

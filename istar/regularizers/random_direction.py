@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from istar.measures.classes import ClassBatchMoments
 from istar.measures.moments import BatchMoments, full_precision
 from istar.regularizers.istar import IStar
 from istar.regularizers.points import Layers
@@ -31,7 +32,7 @@ class RandomDirection(IStar):
     the value.
 
     Args:
-        weight, zeta, layers, include_padding, sync, group, estimator, compute, set_point: as in `IStar`.
+        weight, zeta, layers, include_padding, sync, group, estimator, compute, set_point, within: as in `IStar`.
         seed: seed of the rotation, equal on all processes.
     """
 
@@ -47,18 +48,29 @@ class RandomDirection(IStar):
         compute: str = "float32",
         set_point: SetPoint | None = None,
         seed: int = 0,
+        within: str | None = None,
     ) -> None:
-        super().__init__(weight, zeta, layers, include_padding, sync, group, estimator, compute, set_point)
+        super().__init__(weight, zeta, layers, include_padding, sync, group, estimator, compute, set_point, within)
         self.seed = seed
         self._rotation: Tensor | None = None
 
     def summarize_points(self, points: Tensor, indices: Tensor | None) -> BatchMoments:
+        return super().summarize_points(self._with_rotated_gradient(points), indices)
+
+    def summarize_classes(
+        self, points: Tensor, labels: Tensor, classes: int, indices: Tensor | None
+    ) -> ClassBatchMoments:
+        return super().summarize_classes(self._with_rotated_gradient(points), labels, classes, indices)
+
+    def _with_rotated_gradient(self, points: Tensor) -> Tensor:
+        """Return the points `(n, d)`, whose gradients will be rotated."""
         dtype = torch.promote_types(points.dtype, torch.float32)
         d, rotation = points.shape[-1], self._rotation
         if rotation is None or (len(rotation), rotation.dtype, rotation.device) != (d, dtype, points.device):
             # Kept between steps, because it takes time of O(d^3).
             self._rotation = rotation = random_rotation(d, self.seed).to(points.device, dtype)
-        return super().summarize_points(_RotateGradient.apply(points, rotation), indices)
+        rotated: Tensor = _RotateGradient.apply(points, rotation)
+        return rotated
 
 
 def random_rotation(d: int, seed: int) -> Tensor:

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from istar.errors import UserError
+from istar.measures.classes import ClassMoments, class_means_and_scatter, merge_class_moments
 from istar.measures.isoscore import check_covariance
 from istar.measures.moments import Moments, mean_and_scatter, merge_moments
 from istar.measures.processes import sum_over_processes, world_size
 from istar.regularizers.hidden_states import HiddenStateReader
-from istar.regularizers.points import ALL_POINTS, ALL_TOKENS, Layers, Points, Tokens
+from istar.regularizers.points import ALL_POINTS, ALL_TOKENS, Layers, Points, Tokens, check_within
 
 NUM_POINTS = 250_000
 """Number of points in Sigma_S in the paper (Section 3)."""
@@ -34,6 +35,7 @@ def shrinkage_covariance(
     group: dist.ProcessGroup | None = None,
     modules: Sequence[nn.Module] | None = None,
     points: Points = ALL_POINTS,
+    within: str | None = None,
 ) -> Tensor:
     """Compute the covariance of a model's hidden states over batches of data, for `IStar.shrinkage_covariance`.
 
@@ -54,6 +56,8 @@ def shrinkage_covariance(
         modules: see `istar.attach`.
         points: which tokens are points; by default all that are not padding. If they depend on the labels, the model
             runs with its head.
+        within: None, or `label` for the pooled covariance within the classes that the labels of the sequences name; see
+            `IStar`.
 
     Returns:
         `(d, d)`, float32 on the model's device.
@@ -62,13 +66,16 @@ def shrinkage_covariance(
         UserError: for fewer than 2 points, points that are not finite or all equal, or layers of different widths.
     """
     return to_covariance(
-        hidden_state_moments(model, loader, num_points, layers, include_padding, sync, group, modules, points)
+        hidden_state_moments(model, loader, num_points, layers, include_padding, sync, group, modules, points, within)
     )
 
 
-def to_covariance(moments: Moments) -> Tensor:
+def to_covariance(moments: Moments | ClassMoments) -> Tensor:
     """Return the covariance of the moments in float32; raise `UserError` if it is zero or not finite."""
-    covariance = moments.covariance()
+    if isinstance(moments, ClassMoments):
+        covariance = moments.within_covariance(unbiased=True)
+    else:
+        covariance = moments.covariance()
     check_covariance(covariance, "the shrinkage covariance")
     return covariance.float()
 
@@ -83,8 +90,11 @@ def hidden_state_moments(
     group: dist.ProcessGroup | None,
     modules: Sequence[nn.Module] | None,
     points: Points,
-) -> Moments:
+    within: str | None = None,
+) -> Moments | ClassMoments:
     """Compute the moments of a model's hidden states over batches of data; see `shrinkage_covariance`.
+
+    They are those of the classes if `within` is given.
 
     With `sync`, all processes run the same number of forward passes, as sharded models require: a process whose loader
     is exhausted repeats its last batch, which is not counted again.
@@ -93,17 +103,25 @@ def hidden_state_moments(
         raise UserError(f"num_points is {num_points}; expected at least 2")
     if include_padding and not points.are_all:
         raise UserError("include_padding counts all tokens; expected points='all' with it")
+    check_within(within)
 
     def summarize(hidden_state: Tensor, tokens: Tokens) -> Any:
+        classes = None if within is None else tokens.classes_of(hidden_state)
         tokens = ALL_TOKENS if include_padding else tokens
-        return mean_and_scatter(hidden_state, indices=tokens.indices_of(hidden_state))
+        indices = tokens.indices_of(hidden_state)
+        if classes is None:
+            return mean_and_scatter(hidden_state, indices=indices)
+        return class_means_and_scatter(hidden_state.flatten(0, -2), *classes, indices=indices)
 
+    needs_labels = points.need_labels or within is not None
+    merge: Any = merge_moments if within is None else merge_class_moments
+    empty: Any = Moments if within is None else ClassMoments
     is_alone = not sync or world_size(group) == 1
-    reader = HiddenStateReader(model, layers, summarize, lambda: True, modules, points)
+    reader = HiddenStateReader(model, layers, summarize, lambda: True, modules, points, needs_labels)
     device = next(model.parameters()).device
-    module = _module_to_call(model, reader.head_model if points.need_labels else reader.base_model)
-    ignored = () if points.need_labels else LABEL_NAMES
-    moments: Moments | None = None
+    module = _module_to_call(model, reader.head_model if needs_labels else reader.base_model)
+    ignored = () if needs_labels else LABEL_NAMES
+    moments: Any = None
     inputs: Any = None
     try:
         with preserve_rng_states(device), eval_mode(model), torch.no_grad():
@@ -124,16 +142,19 @@ def hidden_state_moments(
                 _call(module, inputs)
                 layer_moments = reader.take()
                 if batch is not None and layer_moments:
-                    batch_moments = merge_moments(layer_moments)
+                    batch_moments = merge(layer_moments)
                     moments = batch_moments if moments is None else moments.merge(batch_moments)
     finally:
         reader.remove()
+    result: Moments | ClassMoments
     if is_alone:
-        return Moments(1) if moments is None else moments
+        result = empty(1) if moments is None else moments
+        return result
     # A process without data needs moments of the right width to take part in the all-reduce.
     width = torch.tensor(0 if moments is None else moments.dim, device=device)
     dist.all_reduce(width, dist.ReduceOp.MAX, group=group)
-    return (Moments(int(width), device) if moments is None else moments).all_reduce(group)
+    result = (empty(int(width), device) if moments is None else moments).all_reduce(group)
+    return result
 
 
 def _module_to_call(model: nn.Module, module: nn.Module) -> nn.Module:

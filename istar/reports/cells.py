@@ -115,6 +115,8 @@ def content_error(record: RunRecord) -> str:
         int(record.config["seed"])
         after = record.isotropy["after"]
         values = [*after.values(), after["union"], *(record.timing.get("shrinkage") or []), *record.metrics.values()]
+        for layers in record.class_isotropy.values():
+            values += [value for layer in layers.values() for value in layer.values() if value is not None]
         for entry in record.epochs:
             values += [entry["epoch"], *entry["metrics"].values()]
         if not isinstance(record.headline["metric"], str) or record.headline["metric"] not in record.metrics:
@@ -157,15 +159,15 @@ def is_candidate(frame: pd.DataFrame) -> pd.Series:
 
     These are Base, I-STAR on all layers with a given zeta, and CosReg on the last layer with a positive lambda, both on
     the hidden states of all tokens. Runs of ablations, the negative CosReg weights of Figure 4, other estimators of
-    isotropy and penalties on embedding matrices or on some of the tokens are not candidates.
+    isotropy and penalties on embedding matrices, on some of the tokens or within classes are not candidates.
     """
     layers = _column(frame, "reg.layers")
     weight = pd.to_numeric(_column(frame, "reg.lambda"), errors="coerce")
     is_istar = (frame["family"] == "istar") & layers.eq("all") & has_zeta(frame)
     is_cosreg = (frame["family"] == "cosreg") & layers.eq("last") & (weight > 0)
-    # Runs of earlier versions have neither key.
+    # Runs of earlier versions have none of these keys.
     of_all_states = _column(frame, "reg.target").fillna("hidden_states").eq("hidden_states")
-    of_all_states &= _column(frame, "reg.points").fillna("all").eq("all")
+    of_all_states &= _column(frame, "reg.points").fillna("all").eq("all") & _column(frame, "reg.within").isna()
     return (frame["family"] == "base") | ((is_istar | is_cosreg) & of_all_states)
 
 

@@ -18,6 +18,7 @@ from istar.pages.page import Page, Picture, Section
 from istar.pages.sheets import Sheet
 from istar.reports import (
     cells,
+    class_table,
     geometry_file,
     method_table,
     missing_runs,
@@ -129,6 +130,7 @@ def _compute(runs: Runs, root: Path) -> _Contents:
         paper_tables.table1(selected),
         paper_tables.table2(selected, frame),
         method_table.methods(frame),
+        class_table.class_isotropy(frame, records),
         paper_tables.costs(frame, shrinkage_seconds),
         missing_runs.sheet(missing),
         paper_tables.left_out(frame, {**runs.read_errors, **geometry_errors}, str(root)),
@@ -162,6 +164,7 @@ def _page(contents: _Contents, pictures: Mapping[str, list[Picture]]) -> Page:
         _table_section(contents, "table1", sweep="table1"),
         _table_section(contents, "table2", sweep="table2"),
         _table_section(contents, "methods"),
+        _table_section(contents, "class_isotropy"),
         *(_plot_section(contents, plot, pictures[plot.name]) for plot in contents.plots),
         _table_section(contents, "cost"),
         _missing_section(contents),
@@ -195,6 +198,7 @@ _EMPTY_TEXTS = {
     "left_out": "Every run counts.",
     "missing": "Nothing: every cell has its five seeds.",
     "cost": "No run has finished.",
+    "class_isotropy": "No run has finished on a classification task with a version of istar that measures this.",
 }
 
 

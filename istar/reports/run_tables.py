@@ -195,6 +195,8 @@ def method(record: RunRecord) -> str:
         parts.append(f"on {target.replace('_', ' ')}")
     if (points := reg.get("points", "all")) != "all":
         parts.append(f"{points} tokens")
+    if reg.get("within") is not None:
+        parts.append("within classes")
     return " ".join(parts)
 
 

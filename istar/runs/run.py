@@ -39,7 +39,15 @@ from istar.runs.store import Examples, finished_run, load_examples, model_identi
 from istar.tasks.evaluation import write_submission
 from istar.tasks.loading import fingerprint, overlap
 from istar.tasks.specs import TaskSpec
-from istar.training import FineTuner, FineTuningData, History, LayerIsotropy, ShrinkageCovariance, merge_outputs
+from istar.training import (
+    ClassIsotropyCallback,
+    FineTuner,
+    FineTuningData,
+    History,
+    LayerIsotropy,
+    ShrinkageCovariance,
+    merge_outputs,
+)
 from istar.training.checkpoints import Checkpoints, keep_newest, load, resumable
 from istar.training.kept_models import KeptModels
 from istar.training.language_model import LanguageModelTuner
@@ -116,6 +124,7 @@ def run(config: Config, console: Console | None = None, trial: str | None = None
     if config.model.lora:
         extras.require("model.lora=true", "lora")
     spec = task_spec(config.task)
+    _check_has_classes(config, spec)
     check_hardware(config.trainer)
     examples = load_examples(spec, config.task, config.data.cache_dir)
     data_fingerprint = fingerprint(examples.train, *examples.validation)
@@ -161,10 +170,12 @@ def _assemble(
     module = _module(config, spec, model, watch, prepared)
     data = FineTuningData(prepared.train, prepared.validation, prepared.test, collate, config.data, config.seed)
     isotropy = LayerIsotropy()
-    history = History(spec.selection_metric, isotropy, keep_best=keeps_checkpoints(config.trainer))
+    classes = ClassIsotropyCallback() if spec.kind == "classification" else None
+    history = History(spec.selection_metric, isotropy, keeps_checkpoints(config.trainer), classes)
     stop, metrics = StopSignal(), MetricsFile(folder / results.METRICS)
     refresh = _refresh(config, module, data, stop)
-    callbacks: list[L.Callback] = [stop, isotropy, *_monitor(config.trainer), history, *_pruning(trial, history)]
+    callbacks: list[L.Callback] = [stop, isotropy, *([] if classes is None else [classes]), *_monitor(config.trainer)]
+    callbacks += [history, *_pruning(trial, history)]
     callbacks += [refresh] if refresh is not None else []
     callbacks += _instruments(config, folder, data, tokenizer)
     checkpoints = _checkpoints(config.trainer, folder, history, metrics, stop)
@@ -248,6 +259,14 @@ def _refresh(config: Config, module: FineTuner, data: FineTuningData, stop: Stop
         every_n_steps=config.reg.refresh_every_n_steps,
         stop=stop,
     )
+
+
+def _check_has_classes(config: Config, spec: TaskSpec) -> None:
+    """Refuse a penalty within classes for a task that has none."""
+    within = getattr(config.reg, "within", None)
+    if within is not None and spec.kind != "classification":
+        kind = "language modelling" if spec.is_language_modelling else f"a {spec.kind} task"
+        raise UserError(f"reg.within={within} needs a classification task; {spec.name} is {kind}, so leave it out")
 
 
 def _check_processes(job: Job) -> None:
@@ -493,10 +512,17 @@ def _results(job: Job, data_fingerprint: str) -> dict[str, Any]:
         "baseline": baseline,
         "collapsed": {split.name: history.best_evaluations[split.suffix].collapsed for split in spec.validation},
         "isotropy": {"before": history.before["isotropy"], "after": best["isotropy"], "points": job.isotropy.points},
+        "class_isotropy": _class_isotropy(history.before, best),
         "epochs": history.epochs,
         "skipped_steps": job.module.guard.skipped,
         "data": {"fingerprint": data_fingerprint, "train": len(train), "validation": sizes, "overlap": overlaps},
     }
+
+
+def _class_isotropy(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """Return the field of `RunRecord` from two entries of the history; empty for a task without classes."""
+    name = "class_isotropy"
+    return {"before": before.get(name, {}), "after": after[name]} if name in after else {}
 
 
 @rank_zero_only

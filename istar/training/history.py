@@ -8,6 +8,7 @@ import numpy as np
 
 from istar.scores import merit
 from istar.tasks.evaluation import Evaluation
+from istar.training.class_isotropy import ClassIsotropyCallback
 from istar.training.layer_isotropy import LayerIsotropy
 from istar.training.module import FineTuner
 
@@ -21,10 +22,12 @@ class History(L.Callback):
     Attributes:
         selection_metric: name of the metric that selects the best epoch, see `istar.scores.is_lower_better`.
         isotropy: callback that measures the isotropy; it must precede this callback.
+        classes: callback that measures the isotropy within and between classes, which must precede this callback, too;
+            None for tasks without classes.
         keep_best: False makes the latest epoch the best, for runs without checkpoints of earlier epochs.
         before: metrics and isotropy before training.
-        epochs: one entry per validation during training, with `epoch` (counted from 1), `step`, `metrics` and
-            `isotropy`.
+        epochs: one entry per validation during training, with `epoch` (counted from 1), `step`, `metrics`,
+            `isotropy` and, for tasks with classes, `class_isotropy`.
         best: number of the best entry of `epochs`, counted from 1; 0 before the first validation of the training.
         best_evaluations: metrics and predictions of the best epoch, by suffix of the validation set.
         pruned: whether a search has pruned the run. Checkpoints do not store this, so that the run can be continued.
@@ -33,6 +36,7 @@ class History(L.Callback):
     selection_metric: str
     isotropy: LayerIsotropy
     keep_best: bool = True
+    classes: ClassIsotropyCallback | None = None
     before: dict[str, Any] = field(default_factory=dict, init=False)
     epochs: list[dict[str, Any]] = field(default_factory=list, init=False)
     best: int = field(default=0, init=False)
@@ -45,7 +49,9 @@ class History(L.Callback):
         metrics = dict(pl_module.metrics)
         if "loss" not in metrics and "val/loss" in trainer.callback_metrics:
             metrics["loss"] = trainer.callback_metrics["val/loss"].item()
-        entry = {"metrics": metrics, "isotropy": dict(self.isotropy.scores)}
+        entry: dict[str, Any] = {"metrics": metrics, "isotropy": dict(self.isotropy.scores)}
+        if self.classes is not None:
+            entry["class_isotropy"] = dict(self.classes.scores)
         if trainer.state.fn == "validate":
             self.before = entry
             return

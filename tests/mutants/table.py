@@ -54,6 +54,27 @@ MUTATIONS = [
     ),
     # ---- the penalty
     Mutation(
+        "Sigma_S of a penalty within classes is that of all points.",
+        "istar/regularizers/attach.py",
+        "            penalty.within,\n",
+        "",
+        "tests/regularizers/test_within.py",
+    ),
+    Mutation(
+        "Each layer is centered on class means of its own.",
+        "istar/measures/classes.py",
+        "merged.scatter = differences.T @ (counts.reshape(-1, 1) * differences)",
+        "merged.scatter = 0 * (differences.T @ differences)",
+        "tests/measures/test_classes.py",
+    ),
+    Mutation(
+        "The token of a decoder that is measured within classes is the first one.",
+        "istar/training/class_isotropy.py",
+        "last_tokens(mask) if is_decoder(model.config) else first_tokens(mask)",
+        "first_tokens(mask)",
+        "tests/training/test_class_isotropy.py",
+    ),
+    Mutation(
         "Padding counts in the penalty, whatever the settings.",
         "istar/regularizers/base.py",
         "tokens = ALL_TOKENS if self.include_padding else tokens",
@@ -63,8 +84,8 @@ MUTATIONS = [
     Mutation(
         "The attention mask of a training pass does not reach the penalty.",
         "istar/regularizers/hidden_states.py",
-        "self._tokens = Tokens(mask)",
-        "self._tokens = Tokens(None)",
+        "self._tokens = Tokens(mask, labels=self._labels)",
+        "self._tokens = Tokens(None, labels=self._labels)",
         "tests/regularizers/test_attach.py::test_a_positional_mask_is_the_mask",
     ),
     Mutation(
@@ -105,8 +126,8 @@ MUTATIONS = [
     Mutation(
         "Sigma_S is computed from all tokens, whatever the points of the penalty.",
         "istar/regularizers/shrinkage.py",
-        "lambda: True, modules, points)",
-        "lambda: True, modules)",
+        "lambda: True, modules, points, needs_labels)",
+        "lambda: True, modules, needs_labels=needs_labels)",
         "tests/regularizers/test_tokens_chosen.py::test_sigma_s_is_computed_from_the_same_points",
     ),
     Mutation(

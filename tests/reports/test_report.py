@@ -150,7 +150,7 @@ def test_page_can_be_read_by_everyone(written: Path) -> None:
     assert "@media print" in text
     assert ("html", {"lang": "en"}) in page.tags
     tags = [tag for tag, _ in page.tags]
-    assert tags.count("table") == tags.count("caption") == 6
+    assert tags.count("table") == tags.count("caption") == 7
     assert tags.count("h1") == 1
     levels = [int(tag[1]) for tag in tags if re.fullmatch(r"h[1-6]", tag)]
     assert all(after - before <= 1 for before, after in itertools.pairwise(levels))
@@ -166,7 +166,7 @@ def test_page_can_be_read_by_everyone(written: Path) -> None:
 
 
 def test_every_file(written: Path) -> None:
-    names = {"table1", "table2", "methods", "cost", "missing", "left_out"}
+    names = {"table1", "table2", "methods", "class_isotropy", "cost", "missing", "left_out"}
     assert {path.name for path in (written / "tables").iterdir()} == {
         f"{name}.{suffix}" for name in names for suffix in ("csv", "md", "tex")
     }

@@ -126,6 +126,31 @@ def test_zeta_is_logged_where_it_is_estimated(done: Callable[..., Any]) -> None:
     assert "train/zeta" not in logged(given)
 
 
+def test_classification_records_the_isotropy_within_and_between_classes(done: Callable[..., Any]) -> None:
+    _, record, folder = done("task=demo", "reg=istar")
+    isotropy = record.class_isotropy
+    assert list(isotropy) == ["before", "after"]
+    assert isotropy["after"] == record.epochs[record.headline["epoch"] - 1]["class_isotropy"]
+    assert isotropy["before"] != isotropy["after"]
+    assert isotropy == results.read(folder).class_isotropy
+    for layers in isotropy.values():
+        assert list(layers) == list(record.isotropy["after"])[:-1]
+        assert all(0 < layers["2"][name] < 1 for name in ("within", "between_share"))
+    _, regression, _ = done("task=demo_regression", "reg=istar")
+    assert regression.class_isotropy == {}
+    assert "class_isotropy" not in regression.epochs[0]
+
+
+def test_a_penalty_within_classes_is_trained_with_sigma_s_within_classes(done: Callable[..., Any]) -> None:
+    _, plain, _ = done("task=demo", "reg=istar")
+    _, record, folder = done("task=demo", "reg=istar", "reg.within=label")
+    columns = logged(folder)
+    assert columns["train/penalty"] == pytest.approx([-(1 - score) for score in columns["train/isoscore_star"]])
+    assert columns["train/isoscore_star"] != logged(done("task=demo", "reg=istar")[2])["train/isoscore_star"]
+    assert len(record.timing["shrinkage"]) == 2
+    assert record.name != plain.name
+
+
 # ---- the saved model
 
 

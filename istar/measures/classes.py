@@ -1,0 +1,342 @@
+r"""Isotropy of a labelled cloud within its classes and between them.
+
+Let the n points :math:`x_i` have classes c with :math:`n_c` points and the mean :math:`m_c`, and let m be the mean of
+all points. Their covariance is the sum of the pooled covariance within the classes and the covariance of the class
+means (the law of total covariance, as in linear discriminant analysis):
+
+.. math::
+    \underbrace{\frac{1}{n} \sum_i (x_i - m)(x_i - m)^T}_{T}
+    = \underbrace{\frac{1}{n} \sum_c \sum_{i \in c} (x_i - m_c)(x_i - m_c)^T}_{W}
+    + \underbrace{\frac{1}{n} \sum_c n_c (m_c - m)(m_c - m)^T}_{B}
+
+A cloud that consists of separate clusters is not isotropic, and an isotropic cloud has no clusters that a linear
+classifier could use (Mickus, Grönroos and Attieh, *Isotropy, Clusters, and Classifiers*, ACL 2024). The IsoScore of the
+whole cloud therefore mixes two things: the shape of the classes, measured by the IsoScore of W, and their separation,
+measured by the share tr(B) / tr(T).
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import pad
+
+from istar.errors import UserError
+from istar.measures.isoscore import isoscore_from_covariance
+from istar.measures.moments import full_precision, mean_and_scatter
+from istar.measures.processes import sum_over_processes, world_size
+from istar.measures.rows import check_one_per_point, check_points, wide_dtype, zero_vector
+
+
+class ClassIsotropy(NamedTuple):
+    """The measures of `class_isotropy`, 0-d tensors each."""
+
+    within: Tensor
+    """IsoScore of W, in [0, 1]."""
+    between: Tensor
+    """IsoScore of B, in [0, (C - 2) / (d - 1)] for C classes and C <= d."""
+    between_share: Tensor
+    """tr(B) / tr(T), in [0, 1]: the share of the variance that lies between the classes."""
+
+
+def class_isotropy(points: Tensor, labels: Tensor, mask: Tensor | None = None) -> ClassIsotropy:
+    r"""Compute the IsoScore within the classes, the IsoScore between them, and the share of variance between them.
+
+    With the covariances W, B and T = W + B of `istar.measures.classes`, these are :math:`\iota(W)`, :math:`\iota(B)`
+    (see `istar.measures.isoscore`) and :math:`\operatorname{tr}(B) / \operatorname{tr}(T)`.
+
+    B has at most the rank C - 1 for C classes. Its IsoScore is therefore at most (C - 2) / (d - 1) if C <= d: always 0
+    for two classes, and small for few. Compare it only between clouds of equally many classes and dimensions. The share
+    of classes that do not differ is not 0 but about (C - 1) / (n - 1), the sampling error of the class means. IsoScore
+    within needs as many points per dimension as `isoscore` of a whole cloud.
+
+    Args:
+        points: `(..., d)`, any floating dtype.
+        labels: class of each point, `(...)`, integers of at least 0. Memory grows with the largest label.
+        mask: `(...)`, bool or 0/1; points where the mask is 0 are ignored, as are their labels.
+
+    Returns:
+        0-d tensors, float64 (float32 on MPS), on the points' device, differentiable.
+
+    Raises:
+        UserError: as `ClassMoments.update`, and as the three methods of `ClassMoments` for the measures.
+
+    >>> points = torch.tensor([[-1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, -1.0]]).repeat(2, 1)
+    >>> labels = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
+    >>> scores = class_isotropy(points + 3 * labels[:, None], labels)
+    >>> [round(score.item(), 3) for score in scores]
+    [1.0, 0.0, 0.818]
+    """
+    moments = ClassMoments.of(points, labels, mask)
+    return ClassIsotropy(moments.isoscore_within(), moments.isoscore_between(), moments.between_share())
+
+
+class ClassBatchMoments(NamedTuple):
+    """Moments of the classes of one batch of points; `scatter` is the sum over the classes."""
+
+    counts: Tensor
+    """Number of points of each class, `(C,)`."""
+    means: Tensor
+    """Mean of each class, `(C, d)`; 0 for a class without points."""
+    scatter: Tensor
+    """Scatter about the class means, n W, `(d, d)`."""
+
+
+def class_means_and_scatter(
+    points: Tensor,
+    labels: Tensor,
+    classes: int,
+    matmul_dtype: torch.dtype | None = None,
+    indices: Tensor | None = None,
+) -> ClassBatchMoments:
+    r"""Compute the class means :math:`m_c` and the scatter :math:`\sum_c \sum_{i \in c} (x_i - m_c)(x_i - m_c)^T`.
+
+    Differentiable in the points, any number of times. The scatter is that of the centered points, by
+    `istar.measures.mean_and_scatter`, whose backward pass is one matrix product. The class means add two products with
+    a matrix `(n, C)`.
+
+    Args:
+        points: `(n, d)`, any floating dtype.
+        labels: `(n,)`, integers from 0 to `classes` - 1.
+        classes: C, the number of classes.
+        matmul_dtype: as in `mean_and_scatter`.
+        indices: rows of the points and labels to take, `(k,)`; None takes all.
+
+    Returns:
+        Counts and means in float64 (float32 on MPS); the scatter in float32, or in float64 for float64 points.
+    """
+    if indices is not None:
+        points, labels = points.index_select(0, indices), labels.index_select(0, indices)
+    dtype, wide = torch.promote_types(points.dtype, torch.float32), wide_dtype(points.device)
+    is_member = labels[:, None] == torch.arange(classes, device=labels.device)
+    counts = is_member.sum(0).to(wide)
+    # Products with this matrix are deterministic on GPUs, unlike sums by index.
+    members = is_member.to(dtype)
+    nonempty = counts.clamp(min=1)[:, None]
+    with full_precision(points.device):
+        wide_points = points.to(dtype)
+        shifts = members.T @ wide_points / nonempty.to(dtype)
+        centered = wide_points - members @ shifts
+        # `shifts` equals the means only up to rounding; correct the means and the scatter for the difference.
+        residuals = (members.T @ centered).to(wide) / nonempty
+        _, residual, scatter = mean_and_scatter(centered, matmul_dtype=matmul_dtype)[:3]
+        deviations = residuals - residual
+        scatter = scatter - (deviations.T @ (counts[:, None] * deviations)).to(scatter.dtype)
+    return ClassBatchMoments(counts, shifts.to(wide) + residuals, scatter)
+
+
+def merge_class_moments(batches: Sequence[ClassBatchMoments]) -> "ClassMoments":
+    """Return the moments of the union of at least one batch, by the formula of `istar.measures.Moments` in each class.
+
+    Batches may have different numbers of classes; different dimensions raise `UserError`.
+    """
+    widths = sorted({batch.means.shape[1] for batch in batches})
+    if len(widths) > 1:
+        raise UserError(f"cannot merge class moments of {' and '.join(map(str, widths))} dimensions; expected the same")
+    merged = ClassMoments(widths[0], batches[0].means.device)
+    classes = max(len(batch.counts) for batch in batches)
+    counts = torch.stack([_resized(batch.counts, classes) for batch in batches])
+    means = torch.stack([_resized(batch.means, classes) for batch in batches])
+    merged.counts = counts.sum(0)
+    merged.means = (counts[..., None] * means).sum(0) / merged.counts.clamp(min=1)[:, None]
+    differences = (means - merged.means).flatten(0, 1)
+    with full_precision(means.device):
+        merged.scatter = differences.T @ (counts.reshape(-1, 1) * differences)
+    for batch in batches:
+        merged.scatter = merged.scatter + batch.scatter
+    return merged
+
+
+class ClassMoments:
+    r"""Accumulates the number of points and the mean of each class, and the scatter of the points about these means.
+
+    These determine the covariances W, B and T of `istar.measures.classes`. Memory is O(d^2 + C d) for C classes: the
+    scatter matrices of the classes are added, as W needs nothing else. Each batch is summed about its class means in
+    float32 or in the points' own dtype if that is wider, and merged into float64 sums. Batches may come in any order
+    and have any classes. Differentiable; detach the points of long streams.
+
+    Args:
+        dim: d, the number of dimensions, at least 1.
+        device: device of the sums; points must be on the same device. On MPS, the sums are float32.
+
+    Attributes:
+        counts: number of points of each class, `(C,)`; C is one more than the largest label so far.
+        means: mean of each class, `(C, d)`; 0 for a class without points.
+        scatter: n W, `(d, d)`.
+    """
+
+    def __init__(self, dim: int, device: torch.device | str | None = None) -> None:
+        zeros = zero_vector(dim, device)
+        self.counts = zeros.new_zeros(0)
+        self.means = zeros.new_zeros(0, dim)
+        self.scatter = zeros.new_zeros(dim, dim)
+
+    @classmethod
+    def of(cls, points: Tensor, labels: Tensor, mask: Tensor | None = None) -> Self:
+        """Create an accumulator from one batch; see `update`."""
+        if points.dim() < 2:
+            raise UserError(f"points have shape {tuple(points.shape)}; expected (n, d)")
+        return cls(points.shape[-1], points.device).update(points, labels, mask)
+
+    @property
+    def dim(self) -> int:
+        """The number of dimensions d."""
+        return self.scatter.shape[0]
+
+    @property
+    def count(self) -> Tensor:
+        """The number of points n, 0-d."""
+        return self.counts.sum()
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean of all points, `(d,)`; 0 without points."""
+        return self.counts @ self.means / self.count.clamp(min=1)
+
+    def update(self, points: Tensor, labels: Tensor, mask: Tensor | None = None) -> Self:
+        """Add a batch of points. Returns this accumulator.
+
+        Args:
+            points: `(..., d)`, any floating dtype.
+            labels: `(...)`, integers of at least 0.
+            mask: `(...)`, bool or 0/1; points where the mask is 0 are ignored, even if they are NaN.
+
+        Raises:
+            UserError: if shapes do not match, the points are not floating, or a label is no integer of at least 0.
+        """
+        check_points(points, self.dim)
+        check_one_per_point(labels, "labels", points)
+        check_one_per_point(mask, "mask", points)
+        if mask is not None:
+            points, labels = points[mask.bool()], labels[mask.bool()]
+        if points.numel() > 0:
+            flat, flat_labels = points.reshape(-1, self.dim), labels.reshape(-1)
+            self._add(class_means_and_scatter(flat, flat_labels, number_of_classes(flat_labels)))
+        return self
+
+    def merge(self, other: Self) -> Self:
+        """Add the points of another accumulator of the same dimension. Returns this accumulator."""
+        self._add(ClassBatchMoments(*(part.to(self.scatter) for part in other.as_batch())))
+        return self
+
+    def all_reduce(self, group: dist.ProcessGroup | None = None) -> Self:
+        """Merge the moments of all processes, as `Moments.all_reduce` does. Returns this accumulator.
+
+        Two all-reduces: the largest number of classes, and C + C d + d^2 sums. The result is differentiable.
+        """
+        if world_size(group) == 1:
+            return self
+        largest = torch.tensor(len(self.counts), device=self.counts.device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        classes = int(largest)
+        counts, means = _resized(self.counts, classes), _resized(self.means, classes)
+        totals = counts[:, None] * means
+        # Sums about the origin lose digits, but the float64 sums have enough of them.
+        second = self.scatter + totals.T @ means
+        packed = sum_over_processes(torch.cat([counts, totals.reshape(-1), second.reshape(-1)]), group)
+        self.counts, flat_totals, flat_second = packed.split([classes, totals.numel(), second.numel()])
+        totals = flat_totals.reshape(classes, self.dim)
+        self.means = totals / self.counts.clamp(min=1)[:, None]
+        self.scatter = flat_second.reshape(self.dim, self.dim) - totals.T @ self.means
+        return self
+
+    def within_covariance(self, unbiased: bool = False) -> Tensor:
+        r"""Return the pooled covariance within the classes, `(d, d)`.
+
+        It is :math:`W = \frac{1}{n} \sum_c \sum_{i \in c} (x_i - m_c)(x_i - m_c)^T` or, unbiased, n W / (n - C) for C
+        classes with points. A class with one point adds nothing to the sum and nothing to n - C.
+
+        Raises:
+            UserError: without points or, unbiased, if no class has two points.
+        """
+        if self.count == 0:
+            raise UserError("no points were given, so they have no covariance; expected at least one")
+        if not unbiased:
+            return self.scatter / self.count
+        degrees = self.count - self.counts.count_nonzero()
+        if degrees == 0:
+            raise UserError("no class has two points, so that there is no covariance within classes; give more points")
+        return self.scatter / degrees
+
+    def between_covariance(self) -> Tensor:
+        r"""Return :math:`B = \frac{1}{n} \sum_c n_c (m_c - m)(m_c - m)^T`, `(d, d)`, of a rank of at most C - 1.
+
+        Raises:
+            UserError: without points.
+        """
+        if self.count == 0:
+            raise UserError("no points were given, so they have no covariance; expected at least one")
+        differences = self.means - self.mean
+        return differences.T @ (self.counts[:, None] * differences) / self.count
+
+    def total_covariance(self) -> Tensor:
+        r"""Return :math:`T = W + B = \frac{1}{n} \sum_i (x_i - m)(x_i - m)^T`, `(d, d)`; raise as its terms do."""
+        return self.within_covariance() + self.between_covariance()
+
+    def isoscore_within(self) -> Tensor:
+        """Return the IsoScore of W, 0-d, in [0, 1].
+
+        Raises:
+            UserError: for fewer than 2 dimensions, points that are not finite, and if the points of each class are all
+                equal, as they are if no class has two points.
+        """
+        covariance = self.within_covariance()
+        if covariance.detach().trace() <= 0:
+            raise UserError(
+                "the points of each class are all equal, so that the isotropy within classes is not defined; give more "
+                "points of each class"
+            )
+        return isoscore_from_covariance(covariance)
+
+    def isoscore_between(self) -> Tensor:
+        """Return the IsoScore of B, 0-d, in [0, (C - 2) / (d - 1)] for C classes and C <= d; see `class_isotropy`.
+
+        Raises:
+            UserError: for fewer than 2 dimensions, points that are not finite, and if all class means are equal, as
+                they are for a single class.
+        """
+        covariance = self.between_covariance()
+        if covariance.detach().trace() <= 0:
+            raise UserError(
+                "all class means are equal, so that the isotropy between classes is not defined; give points of "
+                "several classes"
+            )
+        return isoscore_from_covariance(covariance)
+
+    def between_share(self) -> Tensor:
+        """Return tr(B) / tr(T), 0-d, in [0, 1]: the share of the variance that lies between the classes.
+
+        Raises:
+            UserError: if all points are equal.
+        """
+        between = self.between_covariance().trace()
+        total = between + self.within_covariance().trace()
+        if total.detach() <= 0:
+            raise UserError("all points are equal, so that they have no variance to share; give other points")
+        return between / total
+
+    def as_batch(self) -> ClassBatchMoments:
+        """Return the accumulated moments as a tuple."""
+        return ClassBatchMoments(self.counts, self.means, self.scatter)
+
+    def _add(self, batch: ClassBatchMoments) -> None:
+        merged = merge_class_moments([self.as_batch(), batch])
+        self.counts, self.means, self.scatter = merged.as_batch()
+
+
+def number_of_classes(labels: Tensor) -> int:
+    """Return one more than the largest label; raise `UserError` unless there are labels, all integers of at least 0."""
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        raise UserError(f"labels are {labels.dtype}; expected the numbers of classes, integers of at least 0")
+    smallest, largest = torch.stack(labels.aminmax()).tolist()
+    if smallest < 0:
+        raise UserError(f"a label is {smallest}; expected the numbers of classes, integers of at least 0")
+    return int(largest) + 1
+
+
+def _resized(rows: Tensor, number: int) -> Tensor:
+    """Return rows `(n, ...)` followed by zeros up to a number of rows."""
+    missing = number - len(rows)
+    return rows if missing == 0 else pad(rows, [0, 0] * (rows.dim() - 1) + [0, missing])

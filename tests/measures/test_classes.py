@@ -1,0 +1,214 @@
+"""Isotropy within and between classes against scikit-learn, naive loops and clusters whose covariances are known."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
+from torch.testing import assert_close
+
+from istar.errors import NonFiniteError, UserError
+from istar.measures import ClassMoments, Moments, class_isotropy, isoscore
+from istar.measures.classes import class_means_and_scatter, merge_class_moments
+from tests.oracles import steps_6_to_9
+
+CLOSE = {"rtol": 1e-10, "atol": 1e-10}
+
+
+def clusters(n=40, dim=5, classes=3, seed=0, shift=2.0):
+    """Points of classes of unequal sizes, with unequal variances, and their labels in random order."""
+    generator = torch.Generator().manual_seed(seed)
+    centers = shift * torch.randn(classes, dim, generator=generator, dtype=torch.float64)
+    labels = torch.randint(0, classes, (n,), generator=generator)
+    points = torch.randn(n, dim, generator=generator, dtype=torch.float64) * torch.logspace(0, -1, dim)
+    return points * (1 + labels[:, None]) + centers[labels] + 7, labels
+
+
+def naive_covariances(points, labels):
+    """W and B, point by point and class by class."""
+    points, labels = points.numpy(), labels.numpy()
+    within = np.zeros((points.shape[1],) * 2)
+    between = np.zeros_like(within)
+    mean = points.mean(0)
+    for label in np.unique(labels):
+        members = points[labels == label]
+        for point in members:
+            within += np.outer(point - members.mean(0), point - members.mean(0)) / len(points)
+        between += len(members) * np.outer(members.mean(0) - mean, members.mean(0) - mean) / len(points)
+    return within, between
+
+
+@pytest.mark.parametrize(("n", "dim", "classes"), [(40, 5, 3), (30, 2, 2), (24, 20, 4)])
+def test_covariances_are_those_of_naive_loops_and_of_linear_discriminant_analysis(n, dim, classes):
+    points, labels = clusters(n, dim, classes)
+    moments = ClassMoments.of(points, labels)
+    within, between = naive_covariances(points, labels)
+    assert_close(moments.within_covariance().numpy(), within, **CLOSE)
+    assert_close(moments.between_covariance().numpy(), between, **CLOSE)
+    assert_close(moments.total_covariance().numpy(), np.cov(points.T.numpy(), ddof=0), **CLOSE)
+    present = len(labels.unique())
+    assert_close(moments.within_covariance(unbiased=True).numpy(), within * n / (n - present), **CLOSE)
+    analysis = LinearDiscriminantAnalysis(solver="lsqr", store_covariance=True).fit(points.numpy(), labels.numpy())
+    assert_close(moments.within_covariance().numpy(), analysis.covariance_, **CLOSE)
+    assert_close(moments.mean, points.mean(0), **CLOSE)
+
+
+def test_the_measures_are_those_of_the_naive_covariances():
+    points, labels = clusters()
+    within, between = (torch.from_numpy(matrix) for matrix in naive_covariances(points, labels))
+    scores = class_isotropy(points, labels)
+    # The paper's steps need eigenvalues that are not negative, and those of B are 0 up to rounding.
+    expected = [steps_6_to_9(torch.linalg.svdvals(matrix)) for matrix in (within, between)]
+    assert_close(list(scores[:2]), expected, rtol=1e-9, atol=1e-9)
+    assert_close(scores.between_share, between.trace() / (within + between).trace(), **CLOSE)
+
+
+@pytest.mark.parametrize("classes", [2, 3, 5])
+def test_the_isoscore_between_is_limited_by_the_rank_of_the_class_means(classes):
+    dim = 6
+    # The corners of a regular simplex: the most isotropic class means that there are.
+    labels = torch.arange(classes).repeat(4)
+    points = torch.eye(dim, dtype=torch.float64)[labels]
+    moments = ClassMoments.of(points, labels)
+    assert torch.linalg.matrix_rank(moments.between_covariance()) == classes - 1
+    assert moments.isoscore_between().item() == pytest.approx((classes - 2) / (dim - 1), abs=1e-12)
+    assert moments.between_share() == 1
+    other, labels = clusters(60, dim, classes)
+    assert ClassMoments.of(other, labels).isoscore_between() <= (classes - 2) / (dim - 1) + 1e-12
+
+
+def test_gaussian_clusters_have_their_true_values():
+    """Covariance diag(4, 1, 1) in each class, means at (±3, 0, 0): W is the first, and B is diag(9, 0, 0)."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(0, 2, (200_000,), generator=generator)
+    points = torch.randn(len(labels), 3, generator=generator) * torch.tensor([2.0, 1.0, 1.0])
+    points[:, 0] += 6.0 * labels - 3.0
+    scores = class_isotropy(points, labels)
+    assert scores.within.item() == pytest.approx((6**2 / 18 - 1) / 2, abs=0.01)
+    assert scores.between.item() == pytest.approx(0, abs=1e-9)
+    assert scores.between_share.item() == pytest.approx(9 / 15, abs=0.01)
+    # Classes that do not differ share about (C - 1) / (n - 1).
+    shares = [
+        class_isotropy(
+            torch.randn(50, 30, generator=generator), torch.randint(0, 3, (50,), generator=generator)
+        ).between_share.item()
+        for _ in range(100)
+    ]
+    assert np.mean(shares) == pytest.approx(2 / 49, abs=3 * np.std(shares) / 10)
+
+
+def test_a_single_class_is_the_whole_cloud():
+    points, _ = clusters()
+    moments = ClassMoments.of(points, torch.zeros(len(points), dtype=torch.int64))
+    assert_close(moments.isoscore_within(), isoscore(points), **CLOSE)
+    assert_close(moments.within_covariance(unbiased=True), Moments.of(points).covariance(), **CLOSE)
+    assert moments.between_share() == 0
+
+
+def test_batches_in_any_order_and_merged_accumulators_are_the_whole():
+    points, labels = clusters()
+    order = labels.argsort()  # the first batches lack some classes, and their largest label differs
+    points, labels = points[order], labels[order]
+    expected = ClassMoments.of(points, labels)
+    batches = list(zip(points.split(7), labels.split(7), strict=True))
+    for chosen in (batches, batches[::-1]):
+        parts = [ClassMoments(5), ClassMoments(5)]
+        for number, (batch, batch_labels) in enumerate(chosen):
+            parts[number % 2].update(batch, batch_labels)
+        merged = parts[0].merge(parts[1])
+        assert_close(merged.as_batch(), expected.as_batch(), **CLOSE)
+
+
+def test_they_do_not_depend_on_translation_rotation_scale_padding_and_names_of_classes():
+    points, labels = clusters()
+    rotation = torch.linalg.qr(torch.randn(5, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)).Q
+    expected = class_isotropy(points, labels)
+    assert_close(class_isotropy(7 * points @ rotation + 100, labels), expected, rtol=1e-9, atol=1e-9)
+    assert_close(class_isotropy(points, (2 - labels) * 4), expected, **CLOSE)
+    shaped, shaped_labels = points.view(8, 5, 5), labels.view(8, 5)
+    padded = torch.cat([shaped, torch.full((8, 2, 5), torch.nan, dtype=torch.float64)], 1)
+    padded_labels = torch.cat([shaped_labels, torch.full((8, 2), -100)], 1)
+    mask = torch.tensor([1, 1, 1, 1, 1, 0, 0]).expand(8, 7)
+    assert_close(class_isotropy(padded, padded_labels, mask), expected, **CLOSE)
+
+
+def test_a_class_with_one_point_adds_nothing_within():
+    points, labels = clusters()
+    more = torch.cat([points, torch.full((1, 5), 50.0, dtype=torch.float64)])
+    more_labels = torch.cat([labels, torch.tensor([3])])
+    covariance = ClassMoments.of(points, labels).within_covariance(unbiased=True)
+    assert_close(ClassMoments.of(more, more_labels).within_covariance(unbiased=True), covariance, **CLOSE)
+
+
+def test_means_far_from_the_origin_keep_their_digits():
+    points, labels = clusters(400)
+    expected = class_isotropy(points, labels)
+    moved = (points + 1e4 * torch.linspace(1, 2, 5)).float()
+    actual = class_isotropy(moved, labels)
+    exact = class_isotropy(moved.double(), labels)
+    assert_close(actual, exact, rtol=1e-5, atol=1e-7)
+    assert_close(actual.within, expected.within, rtol=1e-2, atol=0)
+
+
+def test_first_and_second_derivatives_are_those_of_finite_differences():
+    points, labels = clusters(8, 3)
+    batches = points.split(4)
+
+    def function(*parts):
+        halves = [class_means_and_scatter(part, labels[4 * i : 4 * i + 4], 3) for i, part in enumerate(parts)]
+        moments = merge_class_moments(halves)
+        return moments.isoscore_within(), moments.between_share(), moments.within_covariance(), moments.means
+
+    inputs = [part.clone().requires_grad_() for part in batches]
+    assert torch.autograd.gradcheck(function, inputs)
+    assert torch.autograd.gradgradcheck(function, inputs)
+
+
+def test_products_in_bfloat16_are_near_those_in_float32():
+    points, labels = clusters(500, 6)
+    exact, coarse = (
+        merge_class_moments([class_means_and_scatter(points.float(), labels, 3, dtype)])
+        for dtype in (None, torch.bfloat16)
+    )
+    assert not torch.equal(exact.scatter, coarse.scatter)
+    assert_close(coarse.isoscore_within(), exact.isoscore_within(), rtol=1e-2, atol=0)
+    assert torch.equal(coarse.means, exact.means)
+
+
+LABELS = torch.tensor([0, 1, 1])
+POINTS = torch.eye(3)
+WRONG = {
+    "labels of other shape": (lambda: class_isotropy(POINTS, LABELS[:2]), r"labels has shape \(2,\); expected \(3,\)"),
+    "mask": (lambda: class_isotropy(POINTS, LABELS, LABELS[:2]), r"mask has shape \(2,\)"),
+    "scores as labels": (lambda: class_isotropy(POINTS, LABELS.float()), "labels are torch.float32; expected"),
+    "negative label": (lambda: class_isotropy(POINTS, LABELS - 100), "a label is -100; expected"),
+    "dimensions": (lambda: ClassMoments(2).update(POINTS, LABELS), r"expected \(\.\.\., 2\)"),
+    "one dimension": (lambda: class_isotropy(torch.arange(3.0)[:, None], LABELS), "needs at least 2 dimensions"),
+    "vector": (lambda: class_isotropy(POINTS[0], LABELS), r"expected \(n, d\)"),
+    "widths": (lambda: ClassMoments(2).merge(ClassMoments(3)), "cannot merge class moments of 2 and 3 dimensions"),
+    "no points": (lambda: class_isotropy(POINTS[:0], LABELS[:0]), "no points were given"),
+    "nothing between": (lambda: ClassMoments(3).between_covariance(), "no points were given"),
+    "single points": (lambda: class_isotropy(POINTS, torch.arange(3)), "the points of each class are all equal"),
+    "no two points": (
+        lambda: ClassMoments.of(POINTS, torch.arange(3)).within_covariance(unbiased=True), "no class has two points"
+    ),
+    "one class": (lambda: class_isotropy(POINTS, 0 * LABELS), "all class means are equal"),
+    "equal points": (lambda: ClassMoments.of(0 * POINTS, LABELS).between_share(), "all points are equal"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "message"), WRONG.values(), ids=WRONG)
+def test_bad_input_is_refused_in_one_line(call, message):
+    with pytest.raises(UserError, match=message) as error:
+        call()
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_points_that_are_not_finite_are_named(value):
+    for row, column in itertools.product(range(2), range(2)):
+        points, labels = clusters(6, 2, 2)
+        points[row, column] = value
+        with pytest.raises(NonFiniteError, match="not finite"):
+            class_isotropy(points, labels)
