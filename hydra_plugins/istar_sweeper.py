@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
@@ -20,6 +20,9 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+
+if TYPE_CHECKING:
+    from istar.sweeps.sweep import SweepRequest
 
 
 class IstarSweeper(Sweeper):
@@ -47,30 +50,40 @@ class IstarSweeper(Sweeper):
     def sweep(self, arguments: list[str]) -> None:
         from rich.console import Console
 
-        from istar.config import schema
         from istar.errors import UserError
         from istar.runs import launch
-        from istar.sweeps.sweep import SweepRequest, sweep
+        from istar.sweeps.sweep import sweep
 
         launch.fix_slurm_detection()
         if launch.has_external_launcher():
             raise UserError("-m starts the processes of its runs by itself; call it without torchrun or srun")
         if self.launcher is None:
             self._refuse_job_callbacks()
-        request = SweepRequest(
+        command = f"{sys.argv[0]} {shlex.join(sys.argv[1:])}"
+        # After a return, Hydra calls on_multirun_end; as for its own sweepers, not after a failure.
+        if code := sweep(self.request(arguments, command), Console()):
+            sys.exit(code)
+
+    def request(self, arguments: Sequence[str], command: str) -> "SweepRequest":
+        """Return the sweep that the overrides request; `command` is the command line, for messages that repeat it.
+
+        Raises:
+            UserError: if a key of `sweep` is unknown or has a value that is not allowed.
+        """
+        from istar.config import schema
+        from istar.sweeps.sweep import SweepRequest
+
+        return SweepRequest(
             settings=schema.load_sweep(self.config),
             arguments=arguments,
             params=self.params,
-            command=f"{sys.argv[0]} {shlex.join(sys.argv[1:])}",
+            command=command,
             root=Path(self.config.run.root).expanduser(),
             compose=self.compose,
             config_loader=self.hydra_context.config_loader,
             environment={name: str(value) for name, value in self.config.hydra.job.env_set.items()},
             launcher=self._launch if self.launcher is not None else None,
         )
-        # After a return, Hydra calls on_multirun_end; as for its own sweepers, not after a failure.
-        if code := sweep(request, Console()):
-            sys.exit(code)
 
     def _refuse_job_callbacks(self) -> None:
         """Raise a `UserError` if a callback of Hydra is for the start or the end of a run.

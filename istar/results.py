@@ -18,6 +18,7 @@ GEOMETRY = "geometry.json"
 METRICS = "metrics.csv"
 KEPT_MODELS = "models"
 FORMAT = 1
+_BEGIN_COMMENT = "# The run began at "
 _VERSIONS = ("istar", "torch", "lightning", "transformers", "datasets", "numpy", "scikit-learn")
 
 
@@ -50,7 +51,8 @@ class RunRecord:
     # Sizes and fingerprint of the data sets, and number of validation examples that also occur in the training data.
     data: dict[str, Any] = field(default_factory=dict)
     skipped_steps: int = 0  # optimizer steps skipped because of a non-finite gradient (`trainer.nonfinite=skip`)
-    # Seconds, in total and by phase, measured in the process that finished the run.
+    # When the run first `began` (UTC, ISO 8601), and durations in seconds: in `total` and by phase, measured in the
+    # process that finished the run.
     timing: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)  # versions of istar and of the libraries
     model_commit: str | None = None  # commit of the model on the hub; None for a local folder and the tiny model
@@ -100,6 +102,24 @@ def identity(config: Mapping[str, Any], data: str, model: str) -> str:
 def versions() -> dict[str, str]:
     """Return the installed versions of istar and of the libraries that affect results."""
     return {name: version(name) for name in _VERSIONS}
+
+
+def begin_comment(began: str) -> str:
+    """Return the first line of `config.yaml`, which says when the run began."""
+    return f"{_BEGIN_COMMENT}{began}\n"
+
+
+def read_begin(folder: Path) -> str | None:
+    """Return when the run in a folder began, from its `config.yaml`; None without this file or its first line.
+
+    The files of earlier versions of istar do not say it.
+    """
+    try:
+        with (folder / CONFIG).open(encoding="utf-8") as file:
+            line = file.readline()
+    except (OSError, ValueError):
+        return None
+    return line.removeprefix(_BEGIN_COMMENT).strip() if line.startswith(_BEGIN_COMMENT) else None
 
 
 def write(record: RunRecord, folder: Path) -> None:

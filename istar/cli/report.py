@@ -12,6 +12,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("report", help="make a page with the papers' tables and figures from runs")
     parser.add_argument("folder", type=Path, help="folder that holds the runs, as run.root")
     parser.add_argument("--out", type=Path, default=Path("report"), help="output folder (default: report)")
+    parser.add_argument("--plan", type=Path, help="plan.yaml of istar plan; the page names the departures from it")
     parser.set_defaults(command=run, extra="report")
 
 
@@ -19,6 +20,6 @@ def run(options: argparse.Namespace) -> None:
     """Write the report and print its path and how many of the papers' rows lack runs."""
     from istar.reports import report
 
-    written = report.write(options.folder, options.out, make_console(stderr=True))
+    written = report.write(options.folder, options.out, make_console(stderr=True), options.plan)
     runs = f"{written.runs} run{'s' * (written.runs != 1)}"
     make_console().out(f"{written.page}: {runs}, {written.missing_rows} rows of missing ones", highlight=False)

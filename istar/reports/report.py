@@ -23,6 +23,8 @@ from istar.reports import (
     method_table,
     missing_runs,
     paper_tables,
+    plan_departures,
+    plan_file,
     run_figures,
     stability,
     training_figures,
@@ -30,6 +32,7 @@ from istar.reports import (
 from istar.reports.cells import Cell
 from istar.reports.geometry_file import Geometry
 from istar.reports.missing_runs import MissingRuns, SweepCommand
+from istar.reports.plan_file import Plan
 from istar.reports.run_frame import Runs, load_runs
 
 KIND = Kind("report", "istar report")
@@ -45,16 +48,19 @@ class WrittenReport:
     missing_rows: int
 
 
-def write(root: Path, out: Path, console: Console | None = None) -> WrittenReport:
+def write(root: Path, out: Path, console: Console | None = None, plan: Path | None = None) -> WrittenReport:
     """Write the report of the runs below `root`, the folder that `run.root` names.
 
     `out` is a new or empty folder, or an earlier report, which is replaced (on an error, it stays as it was). The
-    console shows the progress if it is a terminal.
+    console shows the progress if it is a terminal. With the `plan.yaml` of `istar plan`, a section names the departures
+    from it.
 
     Raises:
-        UserError: if there are no runs, if `out` holds files that are no report, or if it cannot be written.
+        UserError: if `plan` is no plan, if there are no runs, if `out` holds files that are no report, or if it cannot
+            be written.
     """
     folder.refuse_foreign(out, KIND)
+    planned = None if plan is None else plan_file.read(plan)
     columns = TextColumn("{task.description}"), BarColumn()
     is_hidden = console is None or not console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=is_hidden) as progress:
@@ -66,6 +72,8 @@ def write(root: Path, out: Path, console: Console | None = None) -> WrittenRepor
             raise UserError(f"{root} holds no runs{unreadable}; train.py leaves them below run.root")
         progress.update(task, description="computing tables and figures", advance=1)
         contents = _compute(runs, root)
+        if plan is not None and planned is not None:
+            contents = _add_departures(contents, plan, planned)
         # After the figures, there is one more step, the writing.
         progress.update(task, total=2 + len(contents.plots))
         pictures: dict[str, list[Picture]] = {}
@@ -97,6 +105,15 @@ class _Contents:
     plots: list[Plot]
     missing: list[MissingRuns]
     sweep_command: SweepCommand
+    plan: Path | None = None  # file of the plan with which the runs are compared
+    departures: str = ""  # sentence on the departures from the plan
+
+
+def _add_departures(contents: _Contents, path: Path, plan: Plan) -> _Contents:
+    """Add the table of departures from the plan in the file `path`, and a sentence on them."""
+    found = plan_departures.departures(plan, contents.frame)
+    sheets = {**contents.sheets, "departures": plan_departures.sheet(found)}
+    return replace(contents, sheets=sheets, plan=path, departures=plan_departures.sentence(plan, found))
 
 
 def _compute(runs: Runs, root: Path) -> _Contents:
@@ -159,8 +176,10 @@ def _page(contents: _Contents, pictures: Mapping[str, list[Picture]]) -> Page:
     summary.append((str(len(contents.missing)), "rows of missing runs"))
     head = "Runs below", str(contents.root), f"read by istar {version('istar')}"
     command = f"istar report {shlex.quote(str(contents.root))} --out report"
+    command += "" if contents.plan is None else f" --plan {shlex.quote(str(contents.plan))}"
     sections = [
         Section("reading", "How to read this", _READING),
+        *([] if contents.plan is None else [_departures_section(contents)]),
         _table_section(contents, "table1", sweep="table1"),
         _table_section(contents, "table2", sweep="table2"),
         _table_section(contents, "methods"),
@@ -231,6 +250,12 @@ def _plot_section(contents: _Contents, plot: Plot, pictures: list[Picture]) -> S
 def _commands(contents: _Contents, sweep: str, pairs: list[tuple[str, str]]) -> list[str]:
     """Return the command of a sweep for each pair of model and task; an empty list without a sweep."""
     return [contents.sweep_command(sweep, task, model) for model, task in dict.fromkeys(pairs)] if sweep else []
+
+
+def _departures_section(contents: _Contents) -> Section:
+    """Return the section that compares the runs with their plan."""
+    sheet = _truncate(contents.sheets["departures"])
+    return Section(sheet.name, sheet.title, [contents.departures], sheet=sheet, wide=True)
 
 
 def _missing_section(contents: _Contents) -> Section:

@@ -13,11 +13,12 @@ import yaml
 from istar.errors import UserError, shorten
 from istar.files import atomic_write
 from istar.reports.run_tables import method
-from istar.results import CONFIG, RESULT, RunRecord, read
+from istar.results import CONFIG, RESULT, RunRecord, read, read_begin
 
 _COLUMNS = (
     "name", "status", "task", "model", "method", "seed", "metric", "value", "selection", "epoch", "constant",
     "collapsed", "isoscore_before", "isoscore_after", "seconds", "skipped_steps", "error", "fingerprint",
+    "began", "istar_version", "code_commit", "code_modified",
 )  # fmt: skip
 _OVERWRITTEN = re.compile(r"\.old-\d+$")  # suffix of a run folder that `run.overwrite=true` has replaced
 _FOLDERS_WITHOUT_RUNS = ("multirun", "sweeps")
@@ -32,7 +33,8 @@ class Runs:
     # One row per run, with the columns `folder`, those of `_COLUMNS`, `validation.<name>` for each metric, and one
     # column per config key, named as on the command line. `status` is finished, failed, pruned or unfinished; `value`
     # is the headline metric on the validation set, as a fraction, `constant` that of a constant prediction, and
-    # `selection` the value by which configurations are compared (on held-out data if there are any).
+    # `selection` the value by which configurations are compared (on held-out data if there are any). `began` is the UTC
+    # time at which the run began, in ISO 8601.
     frame: pd.DataFrame
     read_errors: dict[str, str]  # error message by folder, for folders that could not be read as a run
     records: dict[str, RunRecord] = field(default_factory=dict)  # complete records by folder; empty unless requested
@@ -92,6 +94,10 @@ def row(record: RunRecord) -> dict[str, Any]:
         record.skipped_steps,
         record.error,
         record.data.get("fingerprint"),
+        record.timing.get("began"),
+        record.versions.get("istar"),
+        record.code_commit,
+        record.code_modified,
     )
     metrics = {f"validation.{name}": value for name, value in record.metrics.items()}
     groups = {group: keys for group, keys in config.items() if isinstance(keys, dict)}
@@ -132,7 +138,7 @@ def _read_record(folder: Path) -> RunRecord:
         config = yaml.load((folder / CONFIG).read_text(encoding="utf-8"), Loader=_YAML_LOADER)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"{folder / CONFIG} cannot be read: {shorten(error)}") from error
-    return RunRecord(folder.name, "unfinished", config)
+    return RunRecord(folder.name, "unfinished", config, timing={"began": read_begin(folder)})
 
 
 def _run_folders(root: Path) -> Iterator[Path]:

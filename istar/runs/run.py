@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -350,7 +351,9 @@ def _prepare_folder(job: Job) -> tuple[RunRecord | None, Path | None]:
             checkpoint = resumable(folder / CHECKPOINTS, folder.name, job.trainer.world_size)
         if checkpoint is not None:
             log.warning("%s was interrupted; it goes on from %s", folder, checkpoint.name)
-        write_text(folder / results.CONFIG, yaml.safe_dump(to_dict(config), sort_keys=False))
+        began = None if checkpoint is None else results.read_begin(folder)
+        comment = results.begin_comment(began or datetime.now(UTC).isoformat(timespec="seconds"))
+        write_text(folder / results.CONFIG, comment + yaml.safe_dump(to_dict(config), sort_keys=False))
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {shorten(error)}") from error
     return None, checkpoint
@@ -380,6 +383,7 @@ def _train_and_record(job: Job, checkpoint: Path | None, data_fingerprint: str, 
         folder.name,
         "failed",
         to_dict(job.config),
+        timing={"began": results.read_begin(folder)},
         versions=results.versions(),
         model_commit=job.config.model.revision,
         data_commit=job.prepared.examples.commit,
@@ -390,7 +394,7 @@ def _train_and_record(job: Job, checkpoint: Path | None, data_fingerprint: str, 
         with quiet_lightning(), logging_to(job.trainer, job.metrics, job.config, folder):
             timing = _fit(job, checkpoint)
             _save(job)
-            timing = {"total": time.perf_counter() - started, **timing}
+            timing = {**record.timing, "total": time.perf_counter() - started, **timing}
             status = "pruned" if job.history.pruned else "finished"
             record = replace(record, status=status, timing=timing, **_results(job, data_fingerprint))
             if job.trainer.is_global_zero:

@@ -220,6 +220,10 @@ class RunFolders:
         """The number of training examples of a run whose folder is known; 0 if its data cannot be loaded."""
         return self._sizes.get(_data_key(config.task), 0)
 
+    def fingerprint(self, config: Config) -> str:
+        """The fingerprint of the training and validation examples of a run whose folder is known."""
+        return self._fingerprints[_data_key(config.task)]
+
 
 def _data_key(task: TaskConfig) -> str:
     """A key that is equal for runs on the same examples."""

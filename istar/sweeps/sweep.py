@@ -66,11 +66,7 @@ def sweep(request: SweepRequest, console: Console) -> int:
         StoppedError: if a signal has stopped the sweep.
     """
     settings = request.settings
-    if settings.search == "optuna":
-        extras.require("sweep.search=optuna", "sweep")
-    runs = Runs(request, console)
-    if settings.search == "grid":
-        runs.add_all([overrides for space in runs.spaces.values() for overrides in trials.combinations(space)], SEARCH)
+    runs = list_runs(request, console)
     print_plan(runs)
     if settings.dry_run:
         return 0
@@ -84,6 +80,20 @@ def sweep(request: SweepRequest, console: Console) -> int:
             runs.add_all(runs.best_with_seeds(), SEEDS)
             run_queue(TrialQueue(runs, live_board))
     return print_results(runs)
+
+
+def list_runs(request: SweepRequest, console: Console) -> "Runs":
+    """The runs of a sweep before any is executed: all combinations of a grid. A search has none yet, only its spaces.
+
+    Raises:
+        UserError: for overrides that do not compose or cannot be searched, or if Optuna is not installed.
+    """
+    if request.settings.search == "optuna":
+        extras.require("sweep.search=optuna", "sweep")
+    runs = Runs(request, console)
+    if request.settings.search == "grid":
+        runs.add_all([overrides for space in runs.spaces.values() for overrides in trials.combinations(space)], SEARCH)
+    return runs
 
 
 class Runs:
@@ -116,7 +126,7 @@ class Runs:
         Raises:
             UserError: if the overrides do not compose.
         """
-        config = self._config(overrides)
+        config = self.config(overrides)
         if isinstance(config.logger, WandbConfig) and config.logger.group is None:
             config = replace(config, logger=replace(config.logger, group=self.folder.name))
         message, record = None, None
@@ -142,11 +152,11 @@ class Runs:
     def name(self, overrides: Overrides) -> str:
         """The name of the run with these overrides; the overrides themselves if its data cannot be loaded."""
         try:
-            return self.folders(self._config(overrides)).name
+            return self.folders(self.config(overrides)).name
         except UserError:
             return " ".join(overrides)
 
-    def _config(self, overrides: Overrides) -> Config:
+    def config(self, overrides: Overrides) -> Config:
         """Compose the config of a run, and resolve its precision unless a launcher executes the runs elsewhere.
 
         Raises:
@@ -174,7 +184,7 @@ class Runs:
         """A config with only the values that are not swept over; raises a `UserError` if its data cannot be loaded."""
         space = next(iter(self.spaces.values()))
         fixed = tuple(override.input_line or "" for override in space.values() if not override.is_sweep_override())
-        config = self._config(fixed)
+        config = self.config(fixed)
         self.folders(config)
         return config
 

@@ -27,6 +27,7 @@ from istar.reports import (
     geometry_file,
     missing_runs,
     paper_tables,
+    plan_file,
     report,
     rerun_commands,
     run_figures,
@@ -35,6 +36,7 @@ from istar.reports import (
 from istar.reports import run_frame as run_folders
 from istar.reports.run_frame import load_runs
 from istar.results import RunRecord
+from tests.reports import plans
 from tests.reports.synthetic import BASE, cosreg, fifty, istar, measured, record, save
 
 BERT = "google-bert/bert-base-cased"
@@ -744,3 +746,39 @@ def test_the_command(one_run: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
     assert not pd.read_csv("report/tables/missing.csv")["command"].str.contains("run.root").any()
     assert list(pd.read_csv("report/tables/left_out.csv")["folder"]) == []
     assert paper_tables.NONE not in frame.columns
+
+
+def test_departures_from_a_plan(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, quick: Any) -> None:
+    monkeypatch.setattr(stability, "stability", lambda: quick)
+    monkeypatch.chdir(tmp_path)
+    runs = [plans.run("rte", reg, seed) for reg in (BASE, istar()) for seed in (1, 2)]
+    plan = plan_file.write(plans.merged(plans.contents(runs)), tmp_path / "my plan")
+    for run in runs:
+        save(run, tmp_path / "runs", geometry=False)
+    assert main(["report", "runs", "--plan", str(plan)]) == 0
+    page = parsed(tmp_path / "report" / "index.html")
+    assert "departures" in page.ids
+    assert "The runs do not depart from it." in "".join(page.text)
+    assert f"--plan '{plan}'" in "".join(page.text)
+    assert pd.read_csv("report/tables/departures.csv").empty
+    save(plans.run("rte", istar(), 3, commit="<b>d00d"), tmp_path / "runs", geometry=False)
+    assert main(["report", "runs", "--plan", str(plan)]) == 0
+    text = "".join(parsed(tmp_path / "report" / "index.html").text)
+    assert "There are 3 departures from it." in text
+    assert "commit <b>d00d" in text
+    frame = pd.read_csv("report/tables/departures.csv")
+    assert set(frame["departure"]) == {"seed that was not planned", "unequal seeds", "other code"}
+    assert main(["report", "runs"]) == 0
+    assert "departures" not in parsed(tmp_path / "report" / "index.html").ids
+    capsys.readouterr()
+    before = contents(tmp_path / "report")
+    for wrong, message in (
+        ("nowhere.yaml", "there is no such plan"),
+        ("my plan", "is a folder"),
+        ("my plan/plan.md", "plan"),
+    ):
+        assert main(["report", "runs", "--plan", wrong]) == 2
+        [line] = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"error: {wrong}")
+        assert message in line
+    assert contents(tmp_path / "report") == before

@@ -2,6 +2,7 @@
 
 import csv
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from istar import files, models, results
 from istar.config import Config
 from istar.errors import UserError
 from istar.regularizers import weight_at
+from istar.reports.run_frame import load_runs
 from istar.runs import run as run_module
 from istar.runs.run import run
 from istar.training import FineTuner, ShrinkageCovariance, probe
@@ -72,6 +74,38 @@ def disturbed(small: Build, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pa
         return only_run(Path(config.run.root))
 
     return go
+
+
+def test_a_resumed_run_began_when_it_was_first_started(small: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, calls = small(*SETTINGS), 0
+    original = FineTuner.training_step
+
+    def breaks(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 8:
+            raise Broken
+        return original(*arguments)
+
+    before = datetime.now(UTC).replace(microsecond=0)
+    monkeypatch.setattr(FineTuner, "training_step", breaks)
+    with pytest.raises(Broken):
+        run(config)
+    monkeypatch.setattr(FineTuner, "training_step", original)
+    [folder] = Path(config.run.root).glob("demo-*")
+    began = results.read_begin(folder)
+    assert before <= datetime.fromisoformat(began) <= datetime.now(UTC)
+    assert results.read_begin(folder.parent) is None
+    # As if it had been a year ago.
+    path = folder / results.CONFIG
+    path.write_text(path.read_text().replace(began, "2020-01-01T00:00:00+00:00", 1))
+    [unfinished] = load_runs(folder.parent).frame["began"]
+    assert unfinished == run(config).timing["began"] == "2020-01-01T00:00:00+00:00"
+    [finished] = load_runs(folder.parent).frame["began"]
+    assert finished == unfinished
+    # From the beginning again.
+    config.run.overwrite = True
+    assert datetime.fromisoformat(run(config).timing["began"]) >= before
 
 
 PLACES = [

@@ -1,0 +1,378 @@
+"""The plan of an experiment (`plan.yaml`), which `istar plan` writes before the runs: its fields, writing and reading.
+
+The file contains a hash of its contents, by which a later edit is noticed.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from istar.config.groups import Config, identity_values
+from istar.errors import UserError, shorten
+from istar.files import write_text
+from istar.statistics import power
+from istar.statistics.paired import smallest_sign_flip_p
+
+PLAN, TEXT = "plan.yaml", "plan.md"
+KIND = "plan of an experiment by istar plan"
+FORMAT = 1
+TESTS = {"t": "paired t-test", "sign-flip": "paired sign-flip test"}
+"""Values of `--test` and the names of the tests."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """Planned runs that differ only in the seed; with `ranges`, the configurations from which a search chooses."""
+
+    task: str
+    model: str  # last part of the model's name
+    method: str  # as in the report; of a search, the method of one of its configurations
+    settings: dict[str, Any]  # settings in which the planned configurations differ, by key of the command line
+    # Of a search: the keys whose values it chooses, with a list of values, or with the ends `low` and `high`.
+    ranges: dict[str, Any]
+    seeds: tuple[int, ...]
+    names: tuple[str, ...]  # name of the run of each seed; empty for a search
+    data: str  # fingerprint of the training and validation examples
+
+    @property
+    def group(self) -> tuple[str, str, str]:
+        """Task, model and method without its settings."""
+        return self.task, self.model, family(self.method)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A plan as read from its file."""
+
+    written: datetime  # when it was written, with time zone
+    istar_version: str
+    code_commit: str | None  # commit of istar's git checkout; None if istar did not run from one
+    code_modified: bool | None
+    settings: dict[str, Any]  # settings that all planned runs have in common
+    configurations: tuple[Configuration, ...]
+    trials: int | None = None  # number of trials of a search; None for a grid
+    seeds_of_best: tuple[int, ...] = ()  # seeds with which the best run of each task, model and method is repeated
+    prunes: bool = False  # whether a search may stop runs early
+    is_edited: bool = False  # whether the contents of the file do not match their hash
+    replaces: tuple[str, ...] = ()  # hashes of the plans that this one has replaced, the earliest first
+
+
+def family(method: str) -> str:
+    """Return a method's name without its settings, as a sweep groups its runs.
+
+    >>> family("I-STAR λ=-1 ζ=0.4")
+    'I-STAR'
+    """
+    return method.split(" ")[0]
+
+
+def flat_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a config that identify a run, by key, without the seed and without keys that are None.
+
+    `config` is plain data with the keys of the command line. The model's name is not part of the result.
+    """
+    groups = {group: values for group, values in config.items() if isinstance(values, Mapping)}
+    return {
+        f"{group}.{key}": value
+        for group, values in identity_values(Config, groups).items()
+        for key, value in values.items()
+        if value is not None and f"{group}.{key}" != "task.name"
+    }
+
+
+def planned_test(
+    test: str, alpha: float, comparisons: int, pairs: int, sd: float | None, probability: float
+) -> dict[str, Any]:
+    """Return the part of a plan on its test: the test, the correction, and the smallest difference it can find.
+
+    The smallest difference is that of the paired t-test at the level alpha / comparisons, the strictest one of Holm's
+    procedure. It is None without `sd`, without comparisons, or with fewer than two pairs.
+
+    Args:
+        test: a key of `TESTS`.
+        alpha: probability of any false difference among all comparisons.
+        comparisons: number of comparisons with Base.
+        pairs: number of seeds that both methods of a comparison have.
+        sd: standard deviation of the paired differences, in the unit of the metric as tables show it.
+        probability: probability with which the smallest difference is found.
+
+    Raises:
+        UserError: if alpha, `sd` or the probability is out of range.
+    """
+    # Checks the arguments also where there is nothing to compute.
+    power.smallest_difference(1.0 if sd is None else sd, 2, alpha, probability)
+    level = alpha / max(1, comparisons)
+    smallest = None
+    if sd is not None and comparisons and pairs >= 2:
+        smallest = power.smallest_difference(sd, pairs, level, probability)
+    return {
+        "name": TESTS[test],
+        "alpha": alpha,
+        "correction": "Holm",
+        "comparisons": comparisons,
+        "pairs": pairs,
+        "sd": sd,
+        "power": probability,
+        "smallest_difference": smallest,
+        "smallest_p": smallest_sign_flip_p(pairs) if test == "sign-flip" and pairs else None,
+    }
+
+
+def digest(contents: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a plan's contents, without the field `hash`, as 64 hexadecimal digits.
+
+    The layout of the file, the order of its fields and its comments do not count.
+    """
+    values = {key: value for key, value in contents.items() if key != "hash"}
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def check_folder(folder: Path, force: bool) -> None:
+    """Refuse a folder that holds a plan, unless it is to be replaced.
+
+    Raises:
+        UserError: if there is a plan and `force` is False, or if `folder` is a file.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--out {folder} is a file; name a folder for {PLAN} and {TEXT}")
+    for name in (PLAN, TEXT):
+        if (folder / name).exists() and not force:
+            raise UserError(
+                f"{folder / name} exists; name another folder with --out, or write a new plan with --force, which "
+                "keeps this one under another name"
+            )
+
+
+def write(contents: Mapping[str, Any], folder: Path, force: bool = False) -> Path:
+    """Write `plan.yaml` and `plan.md` into a folder, and return the path of the former.
+
+    With `force`, an earlier plan is renamed to `plan.old-1.yaml`, or the next number that is free, and the new plan
+    names its hash.
+
+    Raises:
+        UserError: as `check_folder`, or if the files cannot be written.
+    """
+    check_folder(folder, force)
+    try:
+        values = {**contents, "replaces": _replaced(folder)}
+        values["hash"] = digest(values)
+        _keep_earlier(folder)
+        text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
+        write_text(folder / PLAN, text)
+        write_text(folder / TEXT, markdown(values))
+    except OSError as error:
+        raise UserError(f"--out {folder} cannot be written: {shorten(error)}") from error
+    return folder / PLAN
+
+
+def _replaced(folder: Path) -> list[str]:
+    """Return the hashes of the plan in a folder and of those that it has replaced; of a broken file, none."""
+    try:
+        earlier = _load(folder / PLAN)
+    except UserError:
+        return []
+    return [*map(str, earlier.get("replaces") or []), str(earlier.get("hash"))]
+
+
+def _keep_earlier(folder: Path) -> None:
+    """Rename the plan in a folder, and the text beside it."""
+    files = [folder / name for name in (PLAN, TEXT) if (folder / name).exists()]
+    number = 1
+    while any((folder / f"{Path(name).stem}.old-{number}{Path(name).suffix}").exists() for name in (PLAN, TEXT)):
+        number += 1
+    for path in files:
+        path.rename(path.with_name(f"{path.stem}.old-{number}{path.suffix}"))
+
+
+def read(path: Path) -> Plan:
+    """Read a plan.
+
+    Raises:
+        UserError: if there is no such file, if it is no plan, or if it was edited such that it lacks a field.
+    """
+    values = _load(path)
+    try:
+        return Plan(
+            written=_time(values["written"]),
+            istar_version=str(values["istar_version"]),
+            code_commit=values["code_commit"],
+            code_modified=values["code_modified"],
+            settings=dict(values["settings"]),
+            configurations=tuple(_configuration(entry) for entry in values["configurations"]),
+            trials=values["sweep"]["trials"],
+            seeds_of_best=tuple(values["sweep"]["seeds_of_best"]),
+            prunes=values["sweep"]["pruner"] not in (None, "none"),
+            is_edited=values.get("hash") != digest(values),
+            replaces=tuple(values["replaces"]),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{path} was edited such that it is no plan any more: {shorten(repr(error))}") from error
+
+
+def _load(path: Path) -> dict[str, Any]:
+    """Return the fields of a plan's file."""
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: there is no such plan; istar plan writes one") from error
+    except IsADirectoryError as error:
+        raise UserError(f"{path} is a folder; name the file {PLAN} in it") from error
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{path} cannot be read as a plan: {shorten(error)}") from error
+    if not isinstance(values, dict) or values.get("kind") != KIND:
+        raise UserError(f"{path} is no plan; expected the {PLAN} that istar plan writes")
+    if values.get("format") != FORMAT:
+        raise UserError(f"{path} has format {values.get('format')}; this version of istar reads {FORMAT}")
+    return values
+
+
+def _time(text: Any) -> datetime:
+    """Parse a time with time zone in ISO 8601."""
+    time = datetime.fromisoformat(text)
+    if time.tzinfo is None:
+        raise ValueError(f"{text} has no time zone")
+    return time
+
+
+def _configuration(entry: Mapping[str, Any]) -> Configuration:
+    return Configuration(
+        task=entry["task"],
+        model=entry["model"],
+        method=entry["method"],
+        settings=dict(entry["settings"]),
+        ranges=dict(entry.get("ranges") or {}),
+        seeds=tuple(entry["seeds"]),
+        names=tuple(entry["names"]),
+        data=entry["data"],
+    )
+
+
+def markdown(contents: Mapping[str, Any]) -> str:
+    """Return a plan as a text that can be read and published: Markdown without the list of its configurations."""
+    commit = contents["code_commit"] or "not known"
+    changed = ", with changes that are not committed" if contents["code_modified"] else ""
+    lines = [
+        "# Plan of an experiment",
+        "",
+        f"Written at {contents['written']} by istar {contents['istar_version']} (commit {commit}{changed}), before the "
+        "runs.",
+        *(f"It replaces an earlier plan with the hash {text}." for text in contents["replaces"]),
+        *_section("Hypotheses", [f"{number}. {text}" for number, text in enumerate(contents["hypotheses"], 1)]),
+    ]
+    if contents["hypotheses_generated"]:
+        lines += ["", "No hypothesis was given; this was made from the methods."]
+    lines += _section("Methods", _method_lines(contents["methods"]))
+    lines += ["", "Settings that all runs have in common:", "", _list_settings(contents["settings"])]
+    lines += _section("Tasks, models and seeds", _task_lines(contents))
+    lines += _section("Selection", [contents["selection"]])
+    lines += _section("Test", [_test_text(contents["test"])])
+    lines += _section("Budget", [_budget_text(contents["budget"])])
+    lines += _section("Command", ["```bash", contents["train_command"], "```"])
+    lines += ["", f"SHA-256 of the contents of `{PLAN}`: `{contents['hash']}`"]
+    return "\n".join(lines) + "\n"
+
+
+def _section(title: str, lines: Sequence[str]) -> list[str]:
+    return ["", f"## {title}", "", *lines]
+
+
+def _method_lines(methods: Sequence[Mapping[str, Any]]) -> list[str]:
+    lines = []
+    for method in methods:
+        count = method["configurations"]
+        number = f"{count} configuration{'s' * (count != 1)}" if count else "chosen by a search"
+        lines.append(f"- **{method['method']}**, {number}")
+        if method["settings"]:
+            lines.append(f"    - fixed: {_list_settings(method['settings'])}")
+        for key, values in method["grid"].items():
+            lines.append(f"    - `{key}`: {describe_values(values)}")
+    return lines
+
+
+def _list_settings(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"`{key}={describe_value(value)}`" for key, value in settings.items())
+
+
+def describe_value(value: Any) -> str:
+    """Return the value of a setting in words; a missing one is `not set`.
+
+    >>> describe_value(3.0), describe_value(1e-05), describe_value(True), describe_value(None)
+    ('3', '1e-05', 'true', 'not set')
+    """
+    if value is None:
+        return "not set"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
+
+
+def describe_values(values: Any) -> str:
+    """Return a list of values, or an interval with the ends `low` and `high`, in words.
+
+    >>> describe_values([1, 2]), describe_values({"low": -5.0, "high": 5.0})
+    ('1, 2', '-5 to 5')
+    """
+    if isinstance(values, Mapping):
+        return f"{describe_value(values['low'])} to {describe_value(values['high'])}"
+    return ", ".join(map(describe_value, values))
+
+
+def _task_lines(contents: Mapping[str, Any]) -> list[str]:
+    lines = [f"- {task['name']}: {task['metric']} on {task['reported_set']}" for task in contents["tasks"]]
+    lines.append(f"- models: {', '.join(contents['models'])}")
+    lines.append(f"- seeds: {', '.join(map(str, contents['seeds']))}")
+    if contents["sweep"]["seeds_of_best"]:
+        seeds = ", ".join(map(str, contents["sweep"]["seeds_of_best"]))
+        lines.append(f"- seeds with which the best configurations are repeated: {seeds}")
+    return lines
+
+
+def _test_text(test: Mapping[str, Any]) -> str:
+    if not test["comparisons"]:
+        return "There is no method to compare with Base, so that no test is planned."
+    count = test["comparisons"]
+    text = (
+        f"Each method is compared with Base on each task and model by the two-sided {test['name']} over the seeds that "
+        f"both have, at alpha = {test['alpha']:g}. "
+    )
+    if count == 1:
+        text += "As there is one comparison, its p-value needs no correction."
+    else:
+        text += (
+            f"The p-values of the {count} comparisons are corrected by Holm's method, so that alpha is the probability "
+            "of any false difference."
+        )
+    if test["sd"] is None:
+        text += (
+            " The smallest difference that these seeds can find is unknown, because no standard deviation was given."
+        )
+    elif test["smallest_difference"] is None:
+        text += " The smallest difference that can be found is unknown, because there are fewer than two seeds."
+    else:
+        text += (
+            f" With {test['pairs']} seeds and a standard deviation of the paired differences of {test['sd']:g}, the "
+            f"smallest difference that is found with probability {test['power']:g} is "
+            f"{test['smallest_difference']:.3g} (paired t-test at the level {test['alpha'] / count:.3g}"
+            f"{', the strictest of the method by Holm' if count > 1 else ''})."
+        )
+    if test["smallest_p"] is not None and test["smallest_p"] >= test["alpha"] / count:
+        text += (
+            f" With {test['pairs']} pairs, the sign-flip test gives no p-value below {test['smallest_p']:g}, so that "
+            f"it cannot reach {test['alpha'] / count:.3g}: plan more seeds."
+        )
+    return text
+
+
+def _budget_text(budget: Mapping[str, Any]) -> str:
+    text = f"{budget['runs']:,} runs with at most {budget['epochs']:,} epochs"
+    if budget["training_examples"] is not None:
+        text += f" and at most {budget['training_examples']:,} training examples, counted once for each epoch"
+    if budget["finished_before"]:
+        text += f". {budget['finished_before']} of the runs were finished before the plan was written"
+    return f"{text}."
