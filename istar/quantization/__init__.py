@@ -7,9 +7,9 @@ from istar.quantization.uniform import (
     integer_limit,
     largest_magnitude,
     noise_decibels,
-    quantize,
     quantize_per_row,
     quantize_per_tensor,
+    round_to_grid,
     scale_for,
 )
 
@@ -17,8 +17,8 @@ __all__ = [
     "integer_limit",
     "largest_magnitude",
     "noise_decibels",
-    "quantize",
     "quantize_per_row",
     "quantize_per_tensor",
+    "round_to_grid",
     "scale_for",
 ]

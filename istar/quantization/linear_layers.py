@@ -22,9 +22,9 @@ from istar.quantization.uniform import (
     MAX_BITS,
     MIN_BITS,
     largest_magnitude,
-    quantize,
     quantize_per_row,
     quantize_per_tensor,
+    round_to_grid,
     scale_for,
 )
 
@@ -197,7 +197,7 @@ class QuantizedLinear(nn.Module):
     def forward(self, points: Tensor) -> Tensor:
         """Map `(..., in_features)` to `(..., out_features)`."""
         bits = self.form.activation_bits
-        inputs = quantize_per_row(points, bits) if self.scale is None else quantize(points, self.scale, bits)
+        inputs = quantize_per_row(points, bits) if self.scale is None else round_to_grid(points, self.scale, bits)
         return functional.linear(inputs, self.weight, self.bias)
 
     def extra_repr(self) -> str:

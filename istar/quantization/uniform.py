@@ -58,7 +58,7 @@ def scale_for(largest: Tensor, bits: int) -> Tensor:
     return torch.where(scale >= torch.finfo(scale.dtype).tiny, scale, torch.ones_like(scale))
 
 
-def quantize(values: Tensor, scale: Tensor, bits: int) -> Tensor:
+def round_to_grid(values: Tensor, scale: Tensor, bits: int) -> Tensor:
     """Round values to the grid of a scale; values beyond its ends become the ends.
 
     Args:
@@ -73,7 +73,7 @@ def quantize(values: Tensor, scale: Tensor, bits: int) -> Tensor:
     Raises:
         UserError: if the number of bits is out of range.
 
-    >>> quantize(torch.tensor([-9.0, -0.6, 0.2, 1.5, 2.5]), torch.tensor(1.0), bits=4).tolist()
+    >>> round_to_grid(torch.tensor([-9.0, -0.6, 0.2, 1.5, 2.5]), torch.tensor(1.0), bits=4).tolist()
     [-7.0, -1.0, 0.0, 2.0, 2.0]
     """
     limit = integer_limit(bits)
@@ -95,7 +95,7 @@ def quantize_per_tensor(values: Tensor, bits: int) -> Tensor:
         UserError: if the number of bits is out of range, or there are no values.
         NonFiniteError: if a value is NaN or infinite.
     """
-    return quantize(values, scale_for(largest_magnitude(values), bits), bits)
+    return round_to_grid(values, scale_for(largest_magnitude(values), bits), bits)
 
 
 def quantize_per_row(values: Tensor, bits: int) -> Tensor:
@@ -117,7 +117,7 @@ def quantize_per_row(values: Tensor, bits: int) -> Tensor:
         NonFiniteError: if a value is NaN or infinite.
     """
     _check_values(values, values.shape[-1] if values.dim() else 0)
-    return quantize(values, scale_for(values.detach().abs().amax(-1, keepdim=True), bits), bits)
+    return round_to_grid(values, scale_for(values.detach().abs().amax(-1, keepdim=True), bits), bits)
 
 
 def largest_magnitude(values: Tensor) -> Tensor:

@@ -98,7 +98,7 @@ def test_properties_of_the_rounding(quantizer: object) -> None:
 
 def test_values_beyond_a_calibrated_range_become_its_ends() -> None:
     scale = uniform.scale_for(torch.tensor(7.0), 4)
-    quantized = uniform.quantize(torch.tensor([-100.0, -7.0, 6.6, 99.0]), scale, 4)
+    quantized = uniform.round_to_grid(torch.tensor([-100.0, -7.0, 6.6, 99.0]), scale, 4)
     assert quantized.tolist() == [-7.0, -7.0, 7.0, 7.0]
 
 

@@ -1,0 +1,69 @@
+"""Implements `istar quantize`: what quantization does to the scores of saved models."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from istar.cli.console import check_minima, make_console, make_folder
+from istar.errors import UserError
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the parser of `istar`."""
+    parser = commands.add_parser(
+        "quantize",
+        help="score saved models in simulated low-bit forms, beside the geometry of their activations",
+        description="Score models in float32 and in quantized forms on the validation set of their task, and compare "
+        "what methods lose with what Base loses.",
+    )
+    add = parser.add_argument
+    add("models", nargs="+", type=Path, metavar="folder", help="folders of runs, or of one run, of train.py; or one "
+        "model that save_pretrained wrote, with --task")  # fmt: skip
+    add("--out", type=Path, default=Path("quantization"), help="output folder (default: quantization)")
+    forms = "forms, as w<bits of weights>a<bits of activations>, separated by commas (default: w8a8,w6a6,w4a4)"
+    add("--forms", default="w8a8,w6a6,w4a4", help=forms)
+    weights = "scales of the weights: one for each output channel, or one for the matrix (default: channel)"
+    add("--weights", choices=("channel", "tensor"), default="channel", help=weights)
+    activations = "scales of the activations: one for the tensor, calibrated, or one for each token (default: tensor)"
+    add("--activations", choices=("tensor", "token"), default="tensor", help=activations)
+    calibration = "number of training examples that calibrate static scales (default: 256)"
+    add("--calibration", type=int, default=256, help=calibration)
+    add("--seed", type=int, default=0, help="seed of the choice of these examples (default: 0)")
+    add("--task", help="task of a single model, such as rte; runs know theirs")
+    add("--data-dir", type=Path, help="folder of the task's data, if it is not where the runs had it")
+    parser.set_defaults(command=run, extra="train")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Score the models, print the tables and write the page."""
+    check_minima(options, calibration=1, seed=0)
+    from istar.geometry.embed_tables import terminal_table
+    from istar.quantization import quantize, quantize_page, saved_runs
+    from istar.quantization.linear_layers import parse_form
+
+    names = [name.strip() for name in options.forms.split(",")]
+    forms = tuple(parse_form(name, options.weights, options.activations) for name in names)
+    settings = quantize.Settings(forms, options.calibration, options.seed)
+    single = [folder for folder in options.models if saved_runs.is_model(folder)]
+    if single and len(options.models) > 1:
+        raise UserError(f"{single[0]} is a single model, which is quantized alone; name one model, or folders of runs")
+    if bool(single) != (options.task is not None):
+        expected = "is missing; a single model needs one, such as --task rte" if single else "is for a single model"
+        raise UserError(f"--task {expected}")
+    quantize_page.check(options.out)
+    make_folder(options.out)
+    progress = make_console(stderr=True)
+    if single:
+        arguments = single[0], options.task, settings, options.out, options.data_dir, progress
+        quantized = quantize.quantize_model(*arguments)
+    else:
+        quantized = quantize.quantize_runs(options.models, settings, options.out, options.data_dir, progress)
+    content = quantize_page.tables(quantized)
+    page = quantize_page.write(quantized, content, options.out, options.typed)
+    console = make_console()
+    shown = content.sheets.get("methods", content.sheets["runs"])
+    console.print(terminal_table(shown))
+    reasons = [f"left out: {path}: {reason}" for path, reason in quantized.left_out.items()]
+    for line in (*shown.notes, *content.conclusions, *reasons):
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+    console.out(f"{page}, and figures, tables and {quantize.JSON} beside it", highlight=False)
