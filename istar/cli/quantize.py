@@ -1,6 +1,7 @@
 """Implements `istar quantize`: what quantization does to the scores of saved models."""
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,29 @@ def add_parser(commands: Any) -> None:
     add("models", nargs="+", type=Path, metavar="folder", help="folders of runs, or of one run, of train.py; or one "
         "model that save_pretrained wrote, with --task")  # fmt: skip
     add("--out", type=Path, default=Path("quantization"), help="output folder (default: quantization)")
-    forms = "forms, as w<bits of weights>a<bits of activations>, separated by commas (default: w8a8,w6a6,w4a4)"
-    add("--forms", default="w8a8,w6a6,w4a4", help=forms)
+    forms = "forms, separated by commas: w<bits of weights>a<bits of activations>, or int8 for torch's dynamic int8"
+    add("--forms", default="w8a8,w6a6,w4a4,int8", help=f"{forms} (default: w8a8,w6a6,w4a4,int8)")
     weights = "scales of the weights: one for each output channel, or one for the matrix (default: channel)"
     add("--weights", choices=("channel", "tensor"), default="channel", help=weights)
     activations = "scales of the activations: one for the tensor, calibrated, or one for each token (default: tensor)"
     add("--activations", choices=("tensor", "token"), default="tensor", help=activations)
     calibration = "number of training examples that calibrate static scales (default: 256)"
     add("--calibration", type=int, default=256, help=calibration)
-    add("--seed", type=int, default=0, help="seed of the choice of these examples (default: 0)")
+    add("--seed", type=int, default=0, help="seed of the choice of these examples, and of a rotation (default: 0)")
+    control = (
+        "change the model in a way that float32 does not show: rotate the inputs of the linear layers at random, or"
+    )
+    add(
+        "--control",
+        choices=("none", "rotate", "outlier"),
+        default="none",
+        help=f"{control} make an outlier in the inputs of the output projection of attention (default: none)",
+    )
+    add(
+        "--outlier-factor",
+        type=float,
+        help="factor of the outlier; a power of 2 changes no bit in float32 (default: 128)",
+    )
     add("--task", help="task of a single model, such as rte; runs know theirs")
     add("--data-dir", type=Path, help="folder of the task's data, if it is not where the runs had it")
     parser.set_defaults(command=run, extra="train")
@@ -39,11 +54,15 @@ def run(options: argparse.Namespace) -> None:
     check_minima(options, calibration=1, seed=0)
     from istar.geometry.embed_tables import terminal_table
     from istar.quantization import quantize, quantize_page, saved_runs
-    from istar.quantization.linear_layers import parse_form
+    from istar.quantization.controls import FACTOR
 
-    names = [name.strip() for name in options.forms.split(",")]
-    forms = tuple(parse_form(name, options.weights, options.activations) for name in names)
-    settings = quantize.Settings(forms, options.calibration, options.seed)
+    factor = FACTOR if options.outlier_factor is None else options.outlier_factor
+    if options.outlier_factor is not None and options.control != "outlier":
+        raise UserError("--outlier-factor is for --control outlier; leave it out, or add the control")
+    if not 0 < factor < math.inf:
+        raise UserError(f"--outlier-factor {factor:g} is out of range; expected a finite number above 0")
+    forms = quantize.parse_forms(options.forms, options.weights, options.activations)
+    settings = quantize.Settings(forms, options.calibration, options.seed, options.control, factor)
     single = [folder for folder in options.models if saved_runs.is_model(folder)]
     if single and len(options.models) > 1:
         raise UserError(f"{single[0]} is a single model, which is quantized alone; name one model, or folders of runs")

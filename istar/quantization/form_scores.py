@@ -1,7 +1,7 @@
 """Scores of one model in each form, and the geometry of its activations beside them."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from istar.errors import UserError
 from istar.measures import Moments, TokenKurtosis, isoscore
+from istar.quantization.controls import Control, apply_control
 from istar.quantization.linear_layers import Form, InputRanges, encoder_linears, forward_observed, quantize_layers
 from istar.quantization.saved_runs import Loaded
+from istar.quantization.torch_int8 import TorchInt8, quantize_by_torch
 from istar.tasks.evaluation import Evaluation
 from istar.tasks.features import Rows
 from istar.training.data import evaluation_loader, longest_first
@@ -63,7 +65,7 @@ class FormScores:
     activations: Activations
 
 
-def score_forms(loaded: Loaded, forms: Sequence[Form], watch: Watcher = _unwatched) -> FormScores:
+def score_forms(loaded: Loaded, forms: Sequence[Form | TorchInt8], watch: Watcher = _unwatched) -> FormScores:
     """Score a model in float32 and in each form, on the validation set of its task.
 
     Static scales are calibrated on `loaded.calibration`. The loaded model does not change.
@@ -78,10 +80,38 @@ def score_forms(loaded: Loaded, forms: Sequence[Form], watch: Watcher = _unwatch
     activations = measure_activations(loaded, layers, watch)
     scores, collapsed = {}, {}
     for form in forms:
-        quantized = quantize_layers(model, layers, form, ranges)
+        if isinstance(form, TorchInt8):
+            quantized = quantize_by_torch(model, layers, form)
+        else:
+            quantized = quantize_layers(model, layers, form, ranges)
         evaluation = evaluate(loaded, quantized, watch, form.name)
         scores[form.name], collapsed[form.name] = evaluation.metrics[metric], evaluation.collapsed
     return FormScores(metric, floating.metrics[metric], scores, collapsed, activations)
+
+
+def with_control(loaded: Loaded, control: Control, factor: float, seed: int) -> Loaded:
+    """Return the model with a control of `istar.quantization.controls`, whose outputs are compared on one batch.
+
+    Raises:
+        UserError: if the control is not possible, or changes the logits by more than a thousandth of the largest.
+    """
+    if control == "none":
+        return loaded
+    model = apply_control(loaded.model, encoder_linears(loaded.model), control, factor, seed)
+    batch = next(iter(_batches(loaded, loaded.validation)))
+    with torch.inference_mode():
+        before, after = (np.stack(_first_logits(batch, part)) for part in (loaded.model, model))
+    change, largest = float(np.abs(after - before).max()), float(np.abs(before).max())
+    if not change <= 1e-3 * largest:
+        raise UserError(
+            f"--control {control} changes the logits of {type(model).__name__} by {change:.2g} (the largest is "
+            f"{largest:.2g}); expected rounding errors at most, so that the control does not suit this architecture"
+        )
+    return replace(loaded, model=model)
+
+
+def _first_logits(batch: Any, model: nn.Module) -> list[np.ndarray]:
+    return list(logits_by_feature(batch, model(**inputs_of(batch))).values())
 
 
 @torch.inference_mode()

@@ -15,9 +15,11 @@ from rich.progress import track
 from istar.errors import UserError, shorten
 from istar.files import write_text
 from istar.quantization import saved_runs
-from istar.quantization.form_scores import FormScores, score_forms
-from istar.quantization.linear_layers import Form
+from istar.quantization.controls import FACTOR, Control
+from istar.quantization.form_scores import FormScores, score_forms, with_control
+from istar.quantization.linear_layers import ActivationScales, Form, WeightScales, parse_form
 from istar.quantization.saved_runs import Subject
+from istar.quantization.torch_int8 import TorchInt8
 from istar.reports import cells
 from istar.scores import displayed, is_lower_better
 
@@ -33,12 +35,28 @@ class Settings:
     Attributes:
         forms: forms of quantization, with different names.
         calibration: number of training examples for static scales.
-        seed: seed of their choice.
+        seed: seed of their choice, and of the rotation.
+        control: change of the model before it is quantized, see `istar.quantization.controls`.
+        outlier_factor: factor of the control `outlier`.
     """
 
-    forms: tuple[Form, ...]
+    forms: tuple[Form | TorchInt8, ...]
     calibration: int = 256
     seed: int = 0
+    control: Control = "none"
+    outlier_factor: float = FACTOR
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the forms."""
+        return tuple(form.name for form in self.forms)
+
+    def identity(self) -> dict[str, Any]:
+        """Return the settings as plain data; those without effect have their default."""
+        values = {**asdict(self), "forms": [{"name": form.name, **asdict(form)} for form in self.forms]}
+        if self.control != "outlier":
+            values["outlier_factor"] = FACTOR
+        return values
 
     def __post_init__(self) -> None:
         """Raise a `UserError` for forms of the same name."""
@@ -99,7 +117,7 @@ def quantize_runs(
     ]
     entries = _score_all(subjects, settings, out, console)
     table = pd.DataFrame([{**row, **wide_row(entry)} for row, entry in zip(usable, entries, strict=True)])
-    return Quantized(table, tuple(form.name for form in settings.forms), left_out, in_words(settings))
+    return Quantized(table, settings.names, left_out, in_words(settings))
 
 
 def quantize_model(
@@ -121,7 +139,7 @@ def quantize_model(
         "seed": None,
     }
     rows = pd.DataFrame([{**about, **wide_row(entry)}])
-    return Quantized(rows, tuple(form.name for form in settings.forms), {}, in_words(settings))
+    return Quantized(rows, settings.names, {}, in_words(settings))
 
 
 def wide_row(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -154,16 +172,39 @@ def drop(metric: str, floating: float, quantized: float) -> float:
     return -difference if is_lower_better(metric) else difference
 
 
+def parse_forms(
+    names: str, weights: WeightScales = "channel", activations: ActivationScales = "tensor"
+) -> tuple[Form | TorchInt8, ...]:
+    """Return the forms of names separated by commas, such as `w8a8,int8`.
+
+    Raises:
+        UserError: if a name is none of a form.
+    """
+    listed = [name.strip() for name in names.split(",")]
+    return tuple(TorchInt8(weights) if name == "int8" else parse_form(name, weights, activations) for name in listed)
+
+
 def in_words(settings: Settings) -> str:
-    """Return the settings as a sentence."""
-    first = settings.forms[0]
-    weights = "each output channel" if first.weights == "channel" else "the whole matrix"
-    inputs = (
-        f"the whole tensor, calibrated on {settings.calibration} training examples (static)"
-        if first.activations == "tensor"
-        else "each token (dynamic)"
-    )
-    return f"Weights have a scale for {weights}, activations one for {inputs}."
+    """Return the settings in sentences."""
+    sentences = []
+    weights = {"channel": "each output channel", "tensor": "the whole matrix"}[settings.forms[0].weights]
+    sentences.append(f"Weights have a scale for {weights}.")
+    simulated = [form for form in settings.forms if isinstance(form, Form)]
+    if simulated and simulated[0].activations == "token":
+        sentences.append("Activations have a scale for each token (dynamic).")
+    elif simulated:
+        examples = f"{settings.calibration} training examples"
+        sentences.append(f"Activations have a scale for the whole tensor, calibrated on {examples} (static).")
+    if "int8" in settings.names:
+        sentences.append("int8 is torch's dynamic quantization, with a scale for all activations of a batch.")
+    if settings.control == "rotate":
+        sentences.append("Control: inputs and weights of the linear layers were rotated at random before.")
+    elif settings.control == "outlier":
+        factor = f"{settings.outlier_factor:g}"
+        sentences.append(
+            f"Control: one input of each output projection of attention was multiplied by {factor} before."
+        )
+    return " ".join(sentences)
 
 
 def _score_all(
@@ -180,6 +221,7 @@ def _score_all(
                 text = f"{number} of {len(subjects)}: {subject.name}"
                 console.print(text, highlight=False, soft_wrap=True, markup=False)
             loaded = saved_runs.load(subject, settings.calibration, settings.seed)
+            loaded = with_control(loaded, settings.control, settings.outlier_factor, settings.seed)
             entry = _entry(subject, score_forms(loaded, settings.forms, _watcher(console)))
             kept[key] = entry
             _write_entries(out / JSON, kept)
@@ -205,7 +247,7 @@ def _watcher(console: Console | None) -> Callable[[Iterable[Any], str], Iterable
 def _identity(subject: Subject, settings: Settings) -> str:
     """Return a hash of all that determines a model's entry: weights, data, settings and the version of torch."""
     versions = {name: version(name) for name in ("torch", "transformers")}
-    values = {"format": FORMAT, "subject": subject.identity(), "settings": asdict(settings), "versions": versions}
+    values = {"format": FORMAT, "subject": subject.identity(), "settings": settings.identity(), "versions": versions}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 

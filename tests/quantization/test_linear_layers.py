@@ -32,20 +32,22 @@ from istar.quantization.linear_layers import (
 SIZES = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
-def bert(head: Any = BertForSequenceClassification, seed: int = 0) -> Any:
-    torch.manual_seed(seed)
-    config = BertConfig(**SIZES, intermediate_size=24, num_labels=3, initializer_range=0.3)
+def bert(head: Any = BertForSequenceClassification, **sizes: int) -> Any:
+    torch.manual_seed(0)
+    config = BertConfig(**{**SIZES, "intermediate_size": 24, **sizes}, num_labels=3, initializer_range=0.3)
     return head(config).eval()
 
 
 def albert() -> Any:
     torch.manual_seed(0)
-    return AlbertForSequenceClassification(AlbertConfig(**SIZES, intermediate_size=24, embedding_size=8)).eval()
+    return AlbertForSequenceClassification(
+        AlbertConfig(**SIZES, intermediate_size=24, embedding_size=8, initializer_range=0.3)
+    ).eval()
 
 
 def distilbert() -> Any:
     torch.manual_seed(0)
-    config = DistilBertConfig(vocab_size=50, dim=16, n_layers=2, n_heads=2, hidden_dim=24)
+    config = DistilBertConfig(vocab_size=50, dim=16, n_layers=2, n_heads=2, hidden_dim=24, initializer_range=0.3)
     return DistilBertForSequenceClassification(config).eval()
 
 

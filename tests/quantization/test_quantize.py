@@ -16,8 +16,9 @@ from istar import results
 from istar.cli.main import main
 from istar.config import Config
 from istar.quantization import form_tables, quantize, saved_runs
-from istar.quantization.form_scores import calibrate, evaluate, measure_activations, score_forms
+from istar.quantization.form_scores import calibrate, evaluate, measure_activations, score_forms, with_control
 from istar.quantization.linear_layers import Form, encoder_linears, forward_observed
+from istar.quantization.torch_int8 import TorchInt8
 from istar.reports import cells
 from istar.reports.run_frame import Runs, row
 from istar.runs.run import run
@@ -28,7 +29,7 @@ from tests.conftest import SMALL
 from tests.quantization.test_linear_layers import faked
 from tests.reports import synthetic
 
-FORMS = "w8a8,w3a3"
+FORMS = "w8a8,w3a3,int8"
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +108,35 @@ def test_the_activations_are_those_of_the_linear_layers(loaded: saved_runs.Loade
     assert measured.isoscore == pytest.approx((ratio - 1) / (len(eigenvalues) - 1), rel=1e-4)
 
 
+@pytest.mark.parametrize("control", ["rotate", "outlier"])
+def test_a_control_changes_no_float32_score(loaded: saved_runs.Loaded, control: Any) -> None:
+    changed = with_control(loaded, control, 128.0, seed=0)
+    before, after = score_forms(loaded, [Form(8, 8)]), score_forms(changed, [Form(8, 8), TorchInt8()])
+    assert after.floating == before.floating
+    assert after.activations.isoscore == pytest.approx(before.activations.isoscore, rel=1e-3)
+    if control == "outlier":
+        assert after.activations.largest > 2 * before.activations.largest
+        assert after.activations.kurtosis > before.activations.kurtosis
+    assert set(after.forms) == {"w8a8", "int8"}
+
+
+def test_a_control_that_changes_the_outputs_is_refused(
+    loaded: saved_runs.Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it would be in an architecture whose values pass through a function that is not linear."""
+    monkeypatch.setattr("istar.quantization.controls._PAIRS", (("intermediate.dense", "output.dense"),))
+    with pytest.raises(quantize.UserError, match="changes the logits of BertForSequenceClassification"):
+        with_control(loaded, "outlier", 128.0, seed=0)
+
+
+def test_settings_that_have_no_effect_do_not_count() -> None:
+    forms = quantize.parse_forms("w8a8,int8")
+    assert quantize.Settings(forms).identity() == quantize.Settings(forms, outlier_factor=2.0).identity()
+    assert quantize.Settings(forms).identity() != quantize.Settings(forms, control="rotate").identity()
+    other = quantize.parse_forms("w8a8,int8", activations="token")
+    assert quantize.Settings(forms).identity() != quantize.Settings(other).identity()
+
+
 def test_the_command(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     command = ["quantize", str(runs), "--forms", FORMS, "--calibration", "8", "--out", str(out)]
@@ -124,7 +154,7 @@ def test_the_command(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert float(line["w3a3_drop"]) == pytest.approx(float(line["float32"]) - float(line["w3a3"]))
     with (out / "tables" / "methods.csv").open(newline="") as file:
         methods = list(csv.DictReader(file))
-    assert [line["form"] for line in methods] == ["w8a8", "w3a3"] * 2
+    assert [line["form"] for line in methods] == ["w8a8", "w3a3", "int8"] * 2
     assert methods[0]["method"] == "Base"
     page = (out / "index.html").read_text()
     assert "istar quantize" in page
@@ -195,7 +225,10 @@ def test_wrong_folders(runs: Path, folder: Path, tmp_path: Path, capsys: pytest.
         (str(runs), "--out", str(empty)): "holds notes.txt",
         (str(runs), "--forms", "w8a8,w8a8"): "expected different ones",
         (str(runs), "--forms", "w1a8"): "from 2 to 16",
+        (str(runs), "--forms", "int4"): "'int4' is no form",
         (str(runs), "--calibration", "0"): "--calibration 0 is too small",
+        (str(runs), "--outlier-factor", "2"): "is for --control outlier",
+        (str(runs), "--control", "outlier", "--outlier-factor", "0"): "--outlier-factor 0 is out of range",
     }.items():
         out = [] if "--out" in arguments else ["--out", str(tmp_path / "out")]
         assert main(["quantize", *arguments, *out]) == 2
