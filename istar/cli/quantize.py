@@ -8,6 +8,12 @@ from typing import Any
 from istar.cli.console import check_minima, make_console, make_folder
 from istar.errors import UserError
 
+_FORMS = "w8a8,w6a6,w4a4,int8"
+_NOT_FOR_EMBEDDINGS = {
+    "forms": _FORMS, "weights": "channel", "activations": "tensor", "control": "none", "outlier_factor": None
+}  # fmt: skip
+"""Options of the forms of models, with their defaults."""
+
 
 def add_parser(commands: Any) -> None:
     """Add the command to the parser of `istar`."""
@@ -22,7 +28,7 @@ def add_parser(commands: Any) -> None:
         "model that save_pretrained wrote, with --task")  # fmt: skip
     add("--out", type=Path, default=Path("quantization"), help="output folder (default: quantization)")
     forms = "forms, separated by commas: w<bits of weights>a<bits of activations>, or int8 for torch's dynamic int8"
-    add("--forms", default="w8a8,w6a6,w4a4,int8", help=f"{forms} (default: w8a8,w6a6,w4a4,int8)")
+    add("--forms", default=_FORMS, help=f"{forms} (default: {_FORMS})")
     weights = "scales of the weights: one for each output channel, or one for the matrix (default: channel)"
     add("--weights", choices=("channel", "tensor"), default="channel", help=weights)
     activations = "scales of the activations: one for the tensor, calibrated, or one for each token (default: tensor)"
@@ -46,12 +52,43 @@ def add_parser(commands: Any) -> None:
     )
     add("--task", help="task of a single model, such as rte; runs know theirs")
     add("--data-dir", type=Path, help="folder of the task's data, if it is not where the runs had it")
+    embeddings = "instead: sentence embeddings of encoders in float32, int8 and one bit, on the pairs of --task (stsb)"
+    add("--embeddings", action="store_true", help=embeddings)
     parser.set_defaults(command=run, extra="train")
 
 
 def run(options: argparse.Namespace) -> None:
-    """Score the models, print the tables and write the page."""
+    """Score models or sentence embeddings, print the tables and write the page."""
     check_minima(options, calibration=1, seed=0)
+    if options.embeddings:
+        _score_embeddings(options)
+    else:
+        _score_models(options)
+
+
+def _score_embeddings(options: argparse.Namespace) -> None:
+    """Score the embeddings of each encoder, print the table and write the page."""
+    from istar.geometry.embed_tables import terminal_table
+    from istar.pages import folder
+    from istar.quantization import embedding_scores
+
+    for name, default in _NOT_FOR_EMBEDDINGS.items():
+        if getattr(options, name) != default:
+            raise UserError(f"--{name.replace('_', '-')} does not go together with --embeddings; leave one of them out")
+    spec = embedding_scores.task_of(options.task or "stsb")
+    folder.refuse_foreign(options.out, embedding_scores.KIND)
+    progress = make_console(stderr=True)
+    arguments = spec, options.data_dir, options.calibration, options.seed, progress
+    scored = [embedding_scores.score_embeddings(encoder, *arguments) for encoder in dict.fromkeys(options.models)]
+    table = embedding_scores.sheet(scored, spec)
+    page = embedding_scores.write(table, options.out, options.typed)
+    console = make_console()
+    console.print(terminal_table(table))
+    console.out(f"{page}, and the table beside it", highlight=False)
+
+
+def _score_models(options: argparse.Namespace) -> None:
+    """Score models in each form, print the tables and write the page."""
     from istar.geometry.embed_tables import terminal_table
     from istar.quantization import quantize, quantize_page, saved_runs
     from istar.quantization.controls import FACTOR

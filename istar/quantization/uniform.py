@@ -148,6 +148,19 @@ def noise_decibels(values: Tensor, quantized: Tensor) -> float:
     return float(10 * torch.log10(power))
 
 
+def check_finite_points(points: Tensor) -> None:
+    """Refuse what is no floating matrix `(n, d)` of finite numbers with at least one row and one column.
+
+    Raises:
+        UserError: if the shape or the dtype is another one.
+        NonFiniteError: if a number is NaN or infinite.
+    """
+    if points.dim() != 2 or not points.numel() or not points.is_floating_point():
+        raise UserError(f"points are {points.dtype} of shape {tuple(points.shape)}; expected a floating (n, d)")
+    if not torch.isfinite(points).all():
+        raise NonFiniteError("points are not finite; look for NaN or infinite values in them")
+
+
 def _check_values(values: Tensor, count: int) -> None:
     """Refuse tensors that are not floating, or have no values over which a maximum could be taken."""
     if not values.is_floating_point():
