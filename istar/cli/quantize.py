@@ -69,14 +69,13 @@ def run(options: argparse.Namespace) -> None:
 def _score_embeddings(options: argparse.Namespace) -> None:
     """Score the embeddings of each encoder, print the table and write the page."""
     from istar.geometry.embed_tables import terminal_table
-    from istar.pages import folder
     from istar.quantization import embedding_scores
 
     for name, default in _NOT_FOR_EMBEDDINGS.items():
         if getattr(options, name) != default:
             raise UserError(f"--{name.replace('_', '-')} does not go together with --embeddings; leave one of them out")
     spec = embedding_scores.task_of(options.task or "stsb")
-    folder.refuse_foreign(options.out, embedding_scores.KIND)
+    embedding_scores.check(options.out)
     progress = make_console(stderr=True)
     arguments = spec, options.data_dir, options.calibration, options.seed, progress
     scored = [embedding_scores.score_embeddings(encoder, *arguments) for encoder in dict.fromkeys(options.models)]

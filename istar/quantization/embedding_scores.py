@@ -186,6 +186,15 @@ def _entries(record: Mapping[str, Any]) -> list[Entry]:
     return [Entry(str(record["form"])), *(Entry(number, number=True) for number in numbers)]
 
 
+def check(out: Path) -> None:
+    """Refuse a folder that `write` would refuse, before models are computed.
+
+    Raises:
+        UserError: if the folder holds anything but an earlier page.
+    """
+    folder.refuse_foreign(out, KIND)
+
+
 def write(table: Sheet, out: Path, command: str = "") -> Path:
     """Write the page with its table as CSV, Markdown and LaTeX; returns the page's path.
 
