@@ -60,8 +60,10 @@ ALLOWED = {
 ASSEMBLING = {
     "runs": {"training", "models", "reports", "results", "tasks", "regularizers", "config", "errors", "files"},
     "sweeps": {"runs", "reports", "results", "training", "config", "scores", "errors", "files"},
-    "cli": {"sweeps", "runs", "reports", "geometry", "statistics", "config", "errors"},
-}
+    "quantization": {"runs", "reports", "results", "training", "models", "tasks", "measures", "statistics", "config",
+                     "figures", "pages", "scores", "errors", "files"},
+    "cli": {"sweeps", "runs", "reports", "quantization", "geometry", "statistics", "config", "errors"},
+}  # fmt: skip
 LIBRARIES = {
     "measures": {"torch"},
     "statistics": {"numpy", "scipy"},
@@ -112,6 +114,7 @@ def test_libraries_of_the_light_parts(path: Path) -> None:
 ABSENT = {
     "istar.measures": "lightning transformers datasets hydra omegaconf evaluate matplotlib pandas",
     "istar.regularizers": "lightning transformers datasets hydra omegaconf evaluate matplotlib pandas",
+    "istar.quantization.linear_layers": "lightning transformers datasets hydra omegaconf evaluate matplotlib pandas",
     "istar.geometry.wordsim": "lightning transformers datasets hydra omegaconf evaluate matplotlib pandas",
     "istar.runs.store": "lightning transformers hydra_plugins optuna matplotlib",
     "istar.statistics.conclusions": "torch lightning transformers datasets hydra matplotlib pandas",

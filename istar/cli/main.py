@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from istar import __version__
-from istar.cli import compare, correlate, embed, measure, plan, power, report, results, watch
+from istar.cli import compare, correlate, embed, measure, plan, power, quantize, report, results, watch
 from istar.errors import UserError
 from istar.runs import extras
 
@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"istar {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command", dest="name")
     commands.add_parser("train", help="fine-tune an encoder: istar train task=rte reg=istar reg.lambda=-1")
-    for command in (results, report, watch, measure, compare, embed, correlate, power, plan):
+    for command in (results, report, watch, measure, compare, embed, correlate, power, plan, quantize):
         command.add_parser(commands)
     return parser
 

@@ -175,7 +175,7 @@ class FineTuner(L.LightningModule):
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
         # Callbacks measure the hidden states of the first validation set only.
         outputs = self.model(**model_inputs(batch), output_hidden_states=dataloader_idx == 0)
-        self._outputs[dataloader_idx] |= _logits_by_feature(batch, outputs)
+        self._outputs[dataloader_idx] |= logits_by_feature(batch, outputs)
         if outputs.loss is not None and dataloader_idx == 0:
             # The mean is logged as a weighted sum: Lightning's own mean over processes rounds the number of examples.
             weight = len(batch["feature_id"]) / len(self.evaluators[""].features)
@@ -195,7 +195,7 @@ class FineTuner(L.LightningModule):
         self._outputs = []
 
     def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Outputs:
-        return _logits_by_feature(batch, self.model(**model_inputs(batch)))
+        return logits_by_feature(batch, self.model(**model_inputs(batch)))
 
     def hidden_states(self, batch: Batch) -> tuple[Tensor, ...]:
         """Return the embedding output and the output of every layer, each of shape `(batch, tokens, d)`."""
@@ -284,7 +284,7 @@ def model_inputs(batch: Batch) -> Batch:
     return {key: value for key, value in batch.items() if key != "feature_id"}
 
 
-def _logits_by_feature(batch: Batch, outputs: Any) -> Outputs:
+def logits_by_feature(batch: Batch, outputs: Any) -> Outputs:
     """Return the logits of a batch by feature id; for spans, the start and end logits stacked to `(2, tokens)`."""
     if "logits" in outputs:
         logits = outputs.logits

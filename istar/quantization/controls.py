@@ -1,0 +1,153 @@
+r"""Two changes of a model that leave its outputs in floating point and change what quantization does to it.
+
+`rotate_inputs` spreads outliers over all coordinates. For the input x of a linear layer with the weight W and an
+orthogonal matrix R, :math:`W x = (W R)(R^T x)`. Each quantized linear layer thus gets the rotated input and the rotated
+weight, as in QuaRot (Ashkboos et al., 2024) and SpinQuant (Liu et al., 2024). There the rotation is merged into the
+preceding weights where layer normalization does not center; here it is a product of its own before each layer, which is
+exact for every architecture, as rounding sees the same numbers.
+
+`add_outlier` makes one coordinate large. The output of attention before its output projection is an average of the
+values of the tokens, so that a dimension j of the values passes to the input of the projection linearly. Row j of the
+value projection and its bias are multiplied by k, and column j of the output projection is divided by k. This place is
+exact; the gain of a layer normalization, for example, is none in BERT, as its output also goes into the residual sum.
+"""
+
+from collections.abc import Iterable
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from istar.errors import UserError
+from istar.quantization.linear_layers import replace_layers
+
+Model = TypeVar("Model", bound=nn.Module)
+Control = Literal["none", "rotate", "outlier"]
+
+FACTOR = 128.0
+"""Default factor of an outlier. A power of 2 changes no bit of the outputs."""
+_PAIRS = (
+    ("attention.self.value", "attention.output.dense"),  # BERT, RoBERTa, ELECTRA
+    ("attention.self.value_proj", "attention.output.dense"),  # DeBERTa
+    ("attention.value", "attention.dense"),  # ALBERT
+    ("attention.v_lin", "attention.out_lin"),  # DistilBERT
+    ("self_attn.v_proj", "self_attn.o_proj"),  # Llama and its relatives
+    ("self_attn.v_proj", "self_attn.out_proj"),  # OPT
+)
+"""Ends of the names of a value projection and the output projection that reads its averages."""
+
+
+class Rotation(nn.Module):
+    """Multiplies points by an orthogonal matrix, :math:`x R`.
+
+    Args:
+        matrix: R, `(d, d)`.
+    """
+
+    matrix: Tensor
+
+    def __init__(self, matrix: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("matrix", matrix)
+
+    def forward(self, points: Tensor) -> Tensor:
+        """Map `(..., d)` to `(..., d)`."""
+        return points @ self.matrix
+
+
+def random_orthogonal(dim: int, seed: int) -> Tensor:
+    """Return an orthogonal matrix `(dim, dim)` from the uniform (Haar) distribution, in float64 on the CPU.
+
+    It is the factor Q of a Gaussian matrix, with the signs that make the diagonal of R positive (Mezzadri, *How to
+    Generate Random Matrices from the Classical Compact Groups*, 2007).
+    """
+    gaussian = torch.randn(dim, dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    q, r = torch.linalg.qr(gaussian)
+    return q * r.diagonal().sign()
+
+
+def rotate_inputs(model: Model, names: Iterable[str], seed: int = 0) -> Model:
+    """Return a copy of a model in which each named layer is a rotation of its input, then the rotated weight.
+
+    Layers of the same width share a rotation. The layers are then called `<name>.1`.
+
+    Args:
+        model: the floating model, which does not change.
+        names: names of `torch.nn.Linear` modules.
+        seed: seed of the rotations.
+    """
+    rotations: dict[int, Tensor] = {}
+
+    def rotated(name: str, layer: nn.Linear) -> nn.Module:
+        width = layer.in_features
+        if width not in rotations:
+            rotations[width] = random_orthogonal(width, seed)
+        weight = layer.weight.detach()
+        matrix = rotations[width].to(weight.device)
+        layer.weight = nn.Parameter((weight.double() @ matrix).to(weight.dtype), requires_grad=False)
+        return nn.Sequential(Rotation(matrix.to(weight.dtype)), layer)
+
+    return replace_layers(model, names, rotated)
+
+
+def add_outlier(model: Model, names: Iterable[str], factor: float = FACTOR, dimension: int = 0) -> Model:
+    """Return a copy of a model in which one input of each output projection of attention is `factor` times as large.
+
+    Args:
+        model: the floating model, which does not change.
+        names: names of the linear layers of the encoder, among which the pairs are found.
+        factor: the factor k, a finite number above 0.
+        dimension: the dimension j of the values.
+
+    Raises:
+        UserError: if the factor is out of range, the architecture is not known, or several heads share their values
+            (grouped queries).
+    """
+    if not 0 < factor < float("inf"):
+        raise UserError(f"the factor of an outlier is {factor:g}; expected a finite number above 0")
+    pairs = _value_pairs(set(names))
+    if not pairs:
+        raise UserError(
+            f"--control outlier does not know where {type(model).__name__} computes values and reads their averages; "
+            "expected BERT, RoBERTa, ELECTRA, DeBERTa, ALBERT, DistilBERT, Llama or OPT"
+        )
+    changes: dict[str, str] = {}
+    for value, output in pairs.items():
+        changes |= {value: "value", output: "output"}
+        first: Any = model.get_submodule(value)
+        second: Any = model.get_submodule(output)
+        if first.out_features != second.in_features or not 0 <= dimension < first.out_features:
+            raise UserError(
+                f"--control outlier: {value} has {first.out_features} outputs, and {output} reads "
+                f"{second.in_features}; expected as many of each, and more than {dimension}"
+            )
+
+    def scaled(name: str, layer: nn.Linear) -> nn.Module:
+        with torch.no_grad():
+            if changes[name] == "output":
+                layer.weight[:, dimension] /= factor
+            else:
+                layer.weight[dimension] *= factor
+                if layer.bias is not None:
+                    layer.bias[dimension] *= factor
+        return layer
+
+    return replace_layers(model, changes, scaled)
+
+
+def apply_control(model: Model, names: Iterable[str], control: Control, factor: float, seed: int) -> Model:
+    """Return the model itself without a control, else a copy with it."""
+    if control == "rotate":
+        return rotate_inputs(model, names, seed)
+    return add_outlier(model, names, factor) if control == "outlier" else model
+
+
+def _value_pairs(names: set[str]) -> dict[str, str]:
+    """Return the output projection of each value projection, by name."""
+    pairs = {}
+    for name in sorted(names):
+        for value, output in _PAIRS:
+            partner = name.removesuffix(value) + output
+            if name.endswith(value) and partner in names:
+                pairs[name] = partner
+    return pairs

@@ -1,0 +1,231 @@
+"""Simulated quantization of the linear layers of a transformer, in a copy of the model.
+
+Quantized are the weights and the inputs of every `torch.nn.Linear` of the encoder: the projections of the attention and
+the two matrices of the feed-forward layer. All else stays in floating point: embeddings, biases, layer normalization,
+softmax and the products of queries, keys and values, the pooler, and the head of the task. The outputs of the linear
+layers are floating, too, as the sums of the integer products are kept in 32 bits on hardware. The pooler counts as part
+of the head because it is trained from nothing with it in many models.
+"""
+
+import copy
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from istar.errors import UserError
+from istar.quantization.uniform import (
+    MAX_BITS,
+    MIN_BITS,
+    largest_magnitude,
+    quantize_per_row,
+    quantize_per_tensor,
+    round_to_grid,
+    scale_for,
+)
+
+WeightScales = Literal["channel", "tensor"]
+ActivationScales = Literal["tensor", "token"]
+Model = TypeVar("Model", bound=nn.Module)
+
+_POOLER = "pooler"
+"""Part of the name of the pooler of all architectures that have one."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """A form of simulated quantization.
+
+    Attributes:
+        weight_bits: bits of the weights.
+        activation_bits: bits of the inputs of linear layers.
+        weights: one scale for each output `channel`, or one for the whole `tensor`.
+        activations: one scale for the whole `tensor`, calibrated before (static), or one for each `token`, computed in
+            the forward pass (dynamic).
+    """
+
+    weight_bits: int
+    activation_bits: int
+    weights: WeightScales = "channel"
+    activations: ActivationScales = "tensor"
+
+    def __post_init__(self) -> None:
+        """Raise a `UserError` for a number of bits that cannot be simulated."""
+        for bits in (self.weight_bits, self.activation_bits):
+            if not MIN_BITS <= bits <= MAX_BITS:
+                raise UserError(f"{self.name}: {bits} bits; expected a number from {MIN_BITS} to {MAX_BITS}")
+
+    @property
+    def name(self) -> str:
+        """Name of the bits, such as `w8a8`."""
+        return f"w{self.weight_bits}a{self.activation_bits}"
+
+
+def parse_form(name: str, weights: WeightScales = "channel", activations: ActivationScales = "tensor") -> Form:
+    """Return the form of a name such as `w8a8`.
+
+    Raises:
+        UserError: if the name is of another kind, or its numbers of bits are out of range.
+    """
+    match = re.fullmatch(r"w(\d{1,3})a(\d{1,3})", name)
+    if match is None:
+        raise UserError(f"{name!r} is no form; expected w<bits of weights>a<bits of activations>, such as w8a8")
+    return Form(int(match[1]), int(match[2]), weights, activations)
+
+
+def encoder_linears(model: nn.Module) -> dict[str, nn.Linear]:
+    """Return the linear layers of an encoder by their names in the model, without those of the pooler and the head.
+
+    Args:
+        model: a model of transformers with or without a head, whose encoder is `model.base_model`.
+
+    Raises:
+        UserError: if the encoder has no `torch.nn.Linear`.
+    """
+    encoder: Any = getattr(model, "base_model", model)
+    parts = {id(part) for part in encoder.modules()}
+    layers = {
+        name: part
+        for name, part in model.named_modules()
+        if type(part) is nn.Linear and id(part) in parts and _POOLER not in name
+    }
+    if not layers:
+        raise UserError(
+            f"{type(model).__name__} has no torch.nn.Linear in its encoder (GPT-2, for example, has another kind of "
+            "layer); expected an encoder such as BERT"
+        )
+    return layers
+
+
+def forward_observed(
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    inputs: Mapping[str, Any],
+    mask: Tensor,
+    observe: Callable[[str, Tensor], object],
+) -> Any:
+    """Run a forward pass, call `observe(name, rows)` with the inputs of each layer, and return the model's output.
+
+    Args:
+        model: the model.
+        layers: modules of the model by name; each has one tensor `(..., d)` as its input.
+        inputs: keyword arguments of the model.
+        mask: which tokens count, `(batch, tokens)`, bool or 0/1. Inputs of the shape `(batch, tokens, d)` or
+            `(batch * tokens, d)` are observed without the other tokens. Other shapes, such as that of the position
+            embeddings of DeBERTa, have no padding and are observed as they are.
+        observe: is called with the name of the layer and its input, `(n, d)`.
+    """
+    shapes = (tuple(mask.shape), (mask.numel(),))
+
+    def hook(name: str) -> Callable[..., None]:
+        def before(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+            points = arguments[0]
+            rows = points.reshape(-1, points.shape[-1])
+            observe(name, rows[mask.reshape(-1).bool()] if tuple(points.shape[:-1]) in shapes else rows)
+
+        return before
+
+    handles = [layer.register_forward_pre_hook(hook(name)) for name, layer in layers.items()]
+    try:
+        return model(**inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class InputRanges:
+    """Accumulates the largest magnitude of the inputs of each layer, for static scales.
+
+    The result depends neither on the order of the inputs nor on how they are divided into batches.
+
+    Attributes:
+        largest: largest magnitude by the name of the layer, 0-d.
+    """
+
+    def __init__(self) -> None:
+        self.largest: dict[str, Tensor] = {}
+
+    def update(self, name: str, rows: Tensor) -> None:
+        """Add inputs of a layer, `(n, d)`; none if n is 0."""
+        if rows.numel():
+            largest = largest_magnitude(rows)
+            self.largest[name] = torch.maximum(self.largest[name], largest) if name in self.largest else largest
+
+
+class QuantizedLinear(nn.Module):
+    r"""A linear layer with quantized weights and inputs, :math:`y = Q_a(x) \, Q_w(W)^T + b`.
+
+    Args:
+        layer: the floating layer, which is not changed.
+        form: bits and granularity.
+        largest_input: largest magnitude of the calibrated inputs, 0-d; needed for one scale for the whole tensor.
+
+    Attributes:
+        weight: quantized weight, `(out_features, in_features)`.
+        bias: `(out_features,)` or None, not quantized.
+        scale: scale of the inputs, 0-d; None for one scale for each token.
+
+    Raises:
+        UserError: if the calibrated magnitude is missing.
+    """
+
+    bias: Tensor | None
+    scale: Tensor | None
+
+    def __init__(self, layer: nn.Linear, form: Form, largest_input: Tensor | None = None) -> None:
+        super().__init__()
+        self.form = form
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        by_weight = quantize_per_row if form.weights == "channel" else quantize_per_tensor
+        self.weight = nn.Parameter(by_weight(layer.weight.detach(), form.weight_bits), requires_grad=False)
+        bias = None if layer.bias is None else nn.Parameter(layer.bias.detach().clone(), requires_grad=False)
+        self.register_parameter("bias", bias)
+        scale = None
+        if form.activations == "tensor":
+            if largest_input is None:
+                raise UserError(
+                    "a static scale needs the range of the inputs; calibrate on data that reach every linear layer, or "
+                    "use one scale for each token"
+                )
+            scale = scale_for(largest_input, form.activation_bits)
+        self.register_buffer("scale", scale)
+
+    def forward(self, points: Tensor) -> Tensor:
+        """Map `(..., in_features)` to `(..., out_features)`."""
+        bits = self.form.activation_bits
+        inputs = quantize_per_row(points, bits) if self.scale is None else round_to_grid(points, self.scale, bits)
+        return functional.linear(inputs, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, {self.form}"
+
+
+def quantize_layers(
+    model: Model, names: Iterable[str], form: Form, largest_inputs: Mapping[str, Tensor] | None = None
+) -> Model:
+    """Return a copy of a model in which the named linear layers are quantized; the model itself does not change.
+
+    Args:
+        model: the floating model.
+        names: names of `torch.nn.Linear` modules, as `encoder_linears` returns them.
+        form: bits and granularity.
+        largest_inputs: `InputRanges.largest` of calibration data; needed for one scale for the whole tensor.
+
+    Raises:
+        UserError: if the range of a layer is missing.
+    """
+    ranges = largest_inputs or {}
+    return replace_layers(model, names, lambda name, layer: QuantizedLinear(layer, form, ranges.get(name)))
+
+
+def replace_layers(model: Model, names: Iterable[str], replacement: Callable[[str, nn.Linear], nn.Module]) -> Model:
+    """Return a copy of a model in which named modules are replaced by `replacement(name, module)`."""
+    copied = copy.deepcopy(model)
+    for name in list(names):
+        layer: Any = copied.get_submodule(name)
+        copied.set_submodule(name, replacement(name, layer))
+    return copied

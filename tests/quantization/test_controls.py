@@ -1,0 +1,125 @@
+"""The rotation and the outlier leave a model's outputs as they are, and change what quantization does to them."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaModel
+
+from istar.errors import UserError
+from istar.measures import isoscore, token_kurtosis
+from istar.quantization.controls import add_outlier, random_orthogonal, rotate_inputs
+from istar.quantization.linear_layers import Form, encoder_linears, forward_observed, quantize_layers
+from istar.quantization.torch_int8 import TorchInt8, quantize_by_torch
+from tests.quantization.test_linear_layers import albert, batch, bert, calibrated, distilbert
+
+BUILDS = [bert, albert, distilbert]
+
+
+def logits(model: Any, seed: int = 2) -> Tensor:
+    with torch.no_grad():
+        return model(**batch(seed)).logits
+
+
+def error(model: Any, expected: Tensor, form: Form) -> float:
+    """Root mean squared change of the logits by quantization, calibrated on the same texts, so without clipping."""
+    layers = encoder_linears(model)
+    quantized = quantize_layers(model, layers, form, calibrated(model, batch(2)))
+    return float((logits(quantized) - expected).square().mean().sqrt())
+
+
+def input_points(model: Any, end: str) -> Tensor:
+    """Inputs of the layers whose names end so."""
+    seen: list[Tensor] = []
+    chosen = {name: layer for name, layer in encoder_linears(model).items() if name.endswith(end)}
+    assert chosen
+    with torch.no_grad():
+        forward_observed(model, chosen, batch(), batch()["attention_mask"], lambda name, rows: seen.append(rows))
+    return torch.cat(seen)
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_a_rotation_leaves_the_outputs(build: Any) -> None:
+    model = build()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    rotated = rotate_inputs(model, encoder_linears(model), seed=3)
+    torch.testing.assert_close(logits(rotated), logits(model), rtol=1e-5, atol=1e-5)
+    assert len(encoder_linears(rotated)) == len(encoder_linears(model))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("factor", [128.0, 100.0])
+def test_an_outlier_leaves_the_outputs_and_costs_precision(build: Any, factor: float) -> None:
+    model = build()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    changed = add_outlier(model, encoder_linears(model), factor)
+    expected = logits(model)
+    torch.testing.assert_close(logits(changed), expected, rtol=0 if factor == 128 else 1e-5, atol=1e-5)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert error(changed, expected, Form(8, 8)) > 2 * error(model, expected, Form(8, 8))
+
+
+def test_a_rotation_makes_an_outlier_cheaper() -> None:
+    """With a scale for each token, where nothing is clipped: a rotation spreads the error of clipping, too."""
+    model, form = bert(hidden_size=64), Form(8, 8, activations="token")
+    expected = logits(model)
+    changed = add_outlier(model, encoder_linears(model), 128.0)
+    rotated = rotate_inputs(changed, encoder_linears(changed))
+    torch.testing.assert_close(logits(rotated), expected, rtol=1e-4, atol=1e-4)
+    assert error(model, expected, form) < error(rotated, expected, form) < 0.7 * error(changed, expected, form)
+
+
+def test_the_outlier_is_where_it_should_be() -> None:
+    model = bert()
+    changed = add_outlier(model, encoder_linears(model), 64.0, dimension=5)
+    end = "attention.output.dense"
+    before, after = input_points(model, end), input_points(changed, end)
+    factors = torch.ones(16)
+    factors[5] = 64.0
+    torch.testing.assert_close(after, before * factors, rtol=1e-5, atol=1e-6)
+    assert token_kurtosis(after).mean() > token_kurtosis(before).mean()
+    for other in ("query", "intermediate.dense"):
+        torch.testing.assert_close(input_points(changed, other), input_points(model, other), rtol=1e-5, atol=1e-6)
+
+
+def test_a_rotation_keeps_isoscore_and_spreads_coordinates() -> None:
+    model = bert()
+    changed = add_outlier(model, encoder_linears(model), 128.0)
+    rotated = rotate_inputs(changed, encoder_linears(changed))
+    before, after = (
+        input_points(changed, "attention.output.dense"), input_points(rotated, "attention.output.dense.1")
+    )  # fmt: skip
+    torch.testing.assert_close(isoscore(after), isoscore(before), rtol=1e-4, atol=1e-6)
+    assert token_kurtosis(after).mean() < token_kurtosis(before).mean()
+
+
+def test_torch_quantizes_a_rotated_model_too() -> None:
+    model = bert()
+    rotated = rotate_inputs(model, encoder_linears(model))
+    quantized = quantize_by_torch(rotated, encoder_linears(rotated), TorchInt8())
+    assert (logits(quantized) - logits(model)).abs().max() < 0.1 * logits(model).abs().max()
+
+
+def test_random_rotations_are_orthogonal_and_differ() -> None:
+    first, second = random_orthogonal(12, 0), random_orthogonal(12, 1)
+    torch.testing.assert_close(first @ first.T, torch.eye(12, dtype=torch.float64), rtol=0, atol=1e-12)
+    assert torch.equal(first, random_orthogonal(12, 0))
+    assert not torch.equal(first, second)
+    # Both signs of the determinant occur, and no entry has a preferred sign.
+    matrices = torch.stack([random_orthogonal(4, seed) for seed in range(200)])
+    assert 60 < (torch.linalg.det(matrices) > 0).sum() < 140
+    assert matrices.mean(0).abs().max() < 0.15
+
+
+def test_where_an_outlier_is_not_possible() -> None:
+    with pytest.raises(UserError, match="factor"):
+        add_outlier(bert(), encoder_linears(bert()), 0.0)
+    with pytest.raises(UserError, match="does not know where Sequential"):
+        add_outlier(nn.Sequential(nn.Linear(2, 2)), ["0"])
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4}
+    llama = LlamaModel(LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=20))
+    with pytest.raises(UserError, match="8 outputs"):
+        add_outlier(llama, encoder_linears(llama))

@@ -1,0 +1,151 @@
+"""Simulated quantization, against torch's operators and observers and a naive float64 loop."""
+
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from istar.errors import NonFiniteError, UserError
+from istar.measures import isoscore
+from istar.quantization import uniform
+
+BITS = (8, 6, 4, 2)
+
+
+def cloud(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def naive(values: Tensor, bits: int) -> np.ndarray:
+    """Choose the nearest point of the grid for each number, from the list of all points."""
+    numbers = values.double().numpy().reshape(-1)
+    last = 2 ** (bits - 1) - 1
+    grid = np.array([step * max(abs(numbers)) / last for step in range(-last, last + 1)])
+    return np.array([grid[np.argmin(abs(grid - number))] for number in numbers]).reshape(values.shape)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_per_tensor_is_the_nearest_point_of_the_grid(bits: int) -> None:
+    values = 3 * cloud(20, 7)
+    torch.testing.assert_close(
+        uniform.quantize_per_tensor(values, bits), torch.from_numpy(naive(values, bits)), rtol=0, atol=1e-14
+    )
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_per_row_is_per_tensor_of_each_row(bits: int) -> None:
+    values = cloud(3, 4, 9) * torch.tensor([1.0, 10.0, 0.1, 4.0], dtype=torch.float64)[:, None]
+    expected = np.array([[naive(row, bits) for row in rows] for rows in values])
+    torch.testing.assert_close(uniform.quantize_per_row(values, bits), torch.from_numpy(expected), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_torch_fakes_the_same_quantization(bits: int) -> None:
+    """The largest magnitude is a power of 2 times q, so that neither side rounds the quotient."""
+    last = 2 ** (bits - 1) - 1
+    values = cloud(16, 12, dtype=torch.float32)
+    values = values / values.abs().amax(1, keepdim=True) * last * 2.0 ** torch.arange(-8, 8)[:, None]
+    scale = uniform.scale_for(uniform.largest_magnitude(values), bits)
+    expected = torch.fake_quantize_per_tensor_affine(values, scale.item(), 0, -last, last)
+    torch.testing.assert_close(uniform.quantize_per_tensor(values, bits), expected, rtol=0, atol=0)
+    scales = uniform.scale_for(values.abs().amax(1), bits)
+    zeros = torch.zeros(len(values), dtype=torch.int32)
+    expected = torch.fake_quantize_per_channel_affine(values, scales, zeros, 0, -last, last)
+    torch.testing.assert_close(uniform.quantize_per_row(values, bits), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_the_scale_is_that_of_torch_observers(bits: int) -> None:
+    from torch.ao.quantization import MinMaxObserver, PerChannelMinMaxObserver
+
+    last = 2 ** (bits - 1) - 1
+    batches = [cloud(5, 6, seed=seed, dtype=torch.float32) * (seed + 1) for seed in range(3)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        observer = MinMaxObserver(
+            dtype=torch.qint8, qscheme=torch.per_tensor_symmetric, quant_min=-last, quant_max=last
+        )
+        channels = PerChannelMinMaxObserver(
+            ch_axis=0, dtype=torch.qint8, qscheme=torch.per_channel_symmetric, quant_min=-last, quant_max=last
+        )
+        for batch in batches:
+            observer(batch)
+        channels(batches[0])
+        expected, zero = observer.calculate_qparams()
+        channel_scales, _ = channels.calculate_qparams()
+    assert zero.item() == 0
+    largest = torch.stack([uniform.largest_magnitude(batch) for batch in batches]).max()
+    torch.testing.assert_close(uniform.scale_for(largest, bits), expected.squeeze(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(uniform.scale_for(batches[0].abs().amax(1), bits), channel_scales, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("quantizer", [uniform.quantize_per_tensor, uniform.quantize_per_row])
+def test_properties_of_the_rounding(quantizer: object) -> None:
+    assert callable(quantizer)
+    values = cloud(40, 10)
+    for bits in BITS:
+        once = quantizer(values, bits)
+        torch.testing.assert_close(quantizer(once, bits), once, rtol=1e-13, atol=1e-15)
+        torch.testing.assert_close(quantizer(-values, bits), -once, rtol=0, atol=0)
+        torch.testing.assert_close(quantizer(8 * values, bits), 8 * once, rtol=0, atol=0)
+        step = values.abs().max() / (2 ** (bits - 1) - 1)
+        assert (once - values).abs().max() <= step / 2 * (1 + 1e-12)
+        assert len(torch.unique((quantizer(values[0], bits)).abs())) <= 2 ** (bits - 1)
+
+
+def test_values_beyond_a_calibrated_range_become_its_ends() -> None:
+    scale = uniform.scale_for(torch.tensor(7.0), 4)
+    quantized = uniform.round_to_grid(torch.tensor([-100.0, -7.0, 6.6, 99.0]), scale, 4)
+    assert quantized.tolist() == [-7.0, -7.0, 7.0, 7.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_dtype_stays_and_zeros_stay_zeros(dtype: torch.dtype) -> None:
+    assert uniform.quantize_per_row(cloud(3, 4, dtype=dtype), 8).dtype == dtype
+    zeros = torch.zeros(2, 3, dtype=dtype)
+    assert torch.equal(uniform.quantize_per_tensor(zeros, 8), zeros)
+    assert torch.equal(uniform.quantize_per_row(zeros, 8), zeros)
+
+
+def test_a_tiny_row_does_not_divide_by_zero() -> None:
+    values = torch.tensor([[1e-45, 0.0], [1.0, -1.0]])
+    quantized = uniform.quantize_per_row(values, 8)
+    assert quantized.tolist() == [[0.0, 0.0], [1.0, -1.0]]
+
+
+def test_wrong_arguments() -> None:
+    for bits in (1, 17):
+        with pytest.raises(UserError, match="bits cannot be simulated"):
+            uniform.quantize_per_tensor(torch.ones(2), bits)
+    for values in (torch.zeros(0, 3), torch.zeros(0)):
+        with pytest.raises(UserError, match="no numbers"):
+            uniform.quantize_per_tensor(values, 8)
+    with pytest.raises(UserError, match="no numbers"):
+        uniform.quantize_per_row(torch.zeros(3, 0), 8)
+    with pytest.raises(UserError, match="floating"):
+        uniform.quantize_per_row(torch.ones(2, 2, dtype=torch.int64), 8)
+    with pytest.raises(UserError, match="shape"):
+        uniform.noise_decibels(torch.ones(2), torch.ones(3))
+    for bad in (math.nan, math.inf):
+        with pytest.raises(NonFiniteError):
+            uniform.quantize_per_row(torch.tensor([[1.0, bad]]), 8)
+
+
+def test_an_offset_leaves_isoscore_and_costs_decibels() -> None:
+    """100 added to one dimension of all points: the number in docs/quantization.md."""
+    points = cloud(10_000, 128)
+    shifted = points.clone()
+    shifted[:, 5] += 100
+    torch.testing.assert_close(isoscore(shifted), isoscore(points), rtol=1e-9, atol=0)
+    others = [dimension for dimension in range(128) if dimension != 5]
+    before, after = (
+        uniform.noise_decibels(cloud_[:, others], uniform.quantize_per_tensor(cloud_, 8)[:, others])
+        for cloud_ in (points, shifted)
+    )
+    # The step grows with the largest magnitude.
+    naive_ratio = 20 * math.log10(shifted.abs().max() / points.abs().max())
+    assert after - before == pytest.approx(naive_ratio, abs=0.2)
+    assert 25.5 < after - before < 27.5
