@@ -38,7 +38,12 @@ from istar.measures.norms import LayerNormSummary, Norms, NormSummary, layer_nor
 from istar.measures.partition import PartitionIsotropy, partition_isotropy
 from istar.measures.point_groups import GroupedPoints, GroupSummary, log2_bin_range, log2_bins
 from istar.measures.postprocess import all_but_the_top, centered, scaled_centered
-from istar.measures.sentences import SentenceMoments, isoscore_by_sentence
+from istar.measures.sentences import (
+    ScoreWithError,
+    SentenceMoments,
+    isoscore_by_sentence,
+    isoscore_by_sentence_with_error,
+)
 from istar.measures.spectrum import (
     DimensionMoments,
     PowerLaw,
@@ -75,6 +80,7 @@ __all__ = [
     "PartitionIsotropy",
     "PowerLaw",
     "ScaleDimension",
+    "ScoreWithError",
     "SentenceMoments",
     "StandardizedCosine",
     "TokenKurtosis",
@@ -95,6 +101,7 @@ __all__ = [
     "intra_sim",
     "isoscore",
     "isoscore_by_sentence",
+    "isoscore_by_sentence_with_error",
     "isoscore_from_covariance",
     "isoscore_star",
     "isoscore_unbiased",
