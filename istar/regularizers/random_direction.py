@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from istar.measures.moments import BatchMoments, full_precision
+from istar.measures.moments import full_precision
 from istar.regularizers.istar import IStar
-from istar.regularizers.points import Layers
+from istar.regularizers.points import Layers, Tokens
 from istar.regularizers.set_point import SetPoint
 
 
@@ -52,13 +52,13 @@ class RandomDirection(IStar):
         self.seed = seed
         self._rotation: Tensor | None = None
 
-    def summarize_points(self, points: Tensor, indices: Tensor | None) -> BatchMoments:
-        dtype = torch.promote_types(points.dtype, torch.float32)
-        d, rotation = points.shape[-1], self._rotation
-        if rotation is None or (len(rotation), rotation.dtype, rotation.device) != (d, dtype, points.device):
+    def summarize(self, hidden_state: Tensor, tokens: Tokens) -> Any:
+        dtype = torch.promote_types(hidden_state.dtype, torch.float32)
+        d, rotation = hidden_state.shape[-1], self._rotation
+        if rotation is None or (len(rotation), rotation.dtype, rotation.device) != (d, dtype, hidden_state.device):
             # Kept between steps, because it takes time of O(d^3).
-            self._rotation = rotation = random_rotation(d, self.seed).to(points.device, dtype)
-        return super().summarize_points(_RotateGradient.apply(points, rotation), indices)
+            self._rotation = rotation = random_rotation(d, self.seed).to(hidden_state.device, dtype)
+        return super().summarize(_RotateGradient.apply(hidden_state, rotation), tokens)
 
 
 def random_rotation(d: int, seed: int) -> Tensor:
@@ -73,7 +73,7 @@ def random_rotation(d: int, seed: int) -> Tensor:
 
 
 class _RotateGradient(torch.autograd.Function):
-    """The identity, whose backward pass multiplies the gradient of each point `(n, d)` by a matrix `(d, d)`."""
+    """The identity, whose backward pass multiplies the gradient of each point `(..., d)` by a matrix `(d, d)`."""
 
     @staticmethod
     def forward(ctx: Any, points: Tensor, rotation: Tensor) -> Tensor:
