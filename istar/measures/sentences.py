@@ -222,11 +222,11 @@ class SentenceMoments:
         self.scalars = self.scalars + torch.stack([values.sum() for values in scalars])
         return self
 
-    def merge(self, other: "SentenceMoments") -> Self:
+    def merge(self, other: Self) -> Self:
         """Add the sentences of another accumulator with the same origin. Returns this accumulator."""
         return self._combine(other, 1)
 
-    def subtract(self, other: "SentenceMoments") -> Self:
+    def subtract(self, other: Self) -> Self:
         """Take away the sentences of another accumulator with the same origin, all of which this one holds.
 
         Returns this accumulator.
@@ -252,7 +252,7 @@ class SentenceMoments:
         """Return everything that is added up, by attribute."""
         return {name: value for name, value in vars(self).items() if name != "origin"}
 
-    def _combine(self, other: "SentenceMoments", sign: int) -> Self:
+    def _combine(self, other: Self, sign: int) -> Self:
         if not torch.equal(other.origin.to(self.origin), self.origin):
             raise UserError("cannot merge sums about different origins; give both accumulators the same origin")
         for name, value in self._sums().items():

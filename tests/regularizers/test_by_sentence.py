@@ -228,11 +228,26 @@ class Tower(torch.nn.Module):
         torch.manual_seed(1)
         self.layers = torch.nn.ModuleList(torch.nn.Linear(5, 5) for _ in range(3)).double()
 
-    def forward(self, state, attention_mask):
+    def forward(self, state, attention_mask, position_ids=None):
         result = [state]
         for layer in self.layers:
             result.append(torch.tanh(layer(result[-1])))
         return result
+
+
+def test_positions_of_a_call_divide_a_padding_free_batch():
+    layers, values = dependent((5, 4, 5), layers=1), []
+    rows, positions, _ = packed(layers, LENGTHS)
+    for batch in ((layers[0], LENGTHS), (rows[0][:, 1:-2], None, positions[:, 1:-2])):
+        model = Tower()
+        with attach(model, by_sentence(layers="all"), list(model.layers)) as watch:
+            model(*batch)
+            values.append(watch.loss())
+    assert_close(*values, **CLOSE)
+    with attach(model, by_sentence(layers="all"), list(model.layers)) as watch:
+        model(rows[0], None)
+        with pytest.raises(UserError, match="the batch has 1 sentences"):
+            watch.loss()
 
 
 SIZES = {"unequal": (4, 2), "few": (3, 1), "one is empty": (6, 0), "too few": (1, 2)}
