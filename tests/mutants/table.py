@@ -63,8 +63,8 @@ MUTATIONS = [
     Mutation(
         "The attention mask of a training pass does not reach the penalty.",
         "istar/regularizers/hidden_states.py",
-        "self._tokens = Tokens(mask)",
-        "self._tokens = Tokens(None)",
+        "self._tokens = Tokens(mask, position_ids=positions)",
+        "self._tokens = Tokens(None, position_ids=positions)",
         "tests/regularizers/test_attach.py::test_a_positional_mask_is_the_mask",
     ),
     Mutation(
