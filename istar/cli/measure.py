@@ -37,7 +37,7 @@ def add_parser(commands: Any) -> None:
     add("--max-tokens", type=int, help="maximum number of tokens of each text")
     add("--sample", type=int, default=5_000, help="token types to keep for TwoNN; 0: no TwoNN (default: 5000)")
     add("--seed", type=int, default=0, help="seed of that sample (default: 0)")
-    measures = "basic, or all: also kurtosis of tokens, massive activations, Gride, cosines of the sample; see --list"
+    measures = "basic, or all: also IsoScore by sentence, kurtosis of tokens, massive activations, Gride; see --list"
     add("--measures", choices=("basic", "all"), default="basic", help=f"{measures} (default: basic)")
     add("--groups", type=int, default=10, help="groups of documents for standard errors; 0: none (default: 10)")
     add("--no-intra", action="store_true", help="leave out IntraSim, whose memory grows with the number of words")

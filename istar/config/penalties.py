@@ -33,7 +33,7 @@ from istar.regularizers import (
 )
 from istar.regularizers.base import check_target
 from istar.regularizers.embeddings import HIDDEN_STATES, INPUT, OUTPUT, TARGETS
-from istar.regularizers.istar import AUTO, COMPUTE, ESTIMATORS
+from istar.regularizers.istar import AUTO, BY_SENTENCE, COMPUTE, ESTIMATORS
 from istar.regularizers.points import NAMED_LAYERS, POINTS, WITHIN
 from istar.regularizers.schedule import SCHEDULES
 from istar.regularizers.set_point import KEEP, SIDES
@@ -214,7 +214,9 @@ class IStarConfig(CosRegConfig):
     num_points: int = 250_000
     """Number of points that the shrinkage covariance is computed from, counted over the union of the layers."""
     estimator: str = "shrinkage"
-    r"""shrinkage (the paper's IsoScore\*), or unbiased (IsoScore for small samples, without a shrinkage covariance)."""
+    r"""shrinkage (the paper's IsoScore\*), unbiased (IsoScore for small samples of independent points, without a
+    shrinkage covariance), or unbiased_by_sentence (for tokens that depend on the others of their sentence; needs 4
+    sentences in each micro-batch)."""
     refresh_every_n_steps: int | None = None
     """Optimizer steps between two computations of the shrinkage covariance within an epoch, besides the one at the
     beginning of each epoch; None computes it then alone."""
@@ -237,11 +239,13 @@ class IStarConfig(CosRegConfig):
             one_of("reg.compute", self.compute, COMPUTE)
             if self.compute != "float32" and self._needs_float32:
                 raise UserError(
-                    f"reg.compute={self.compute}: reg.estimator=unbiased and reg.zeta=auto need float32, for their "
-                    "fourth powers"
+                    f"reg.compute={self.compute}: reg.estimator=unbiased, unbiased_by_sentence and reg.zeta=auto need "
+                    "float32, for their fourth powers"
                 )
+        if self.estimator == BY_SENTENCE:
+            self._check_sentences()
         # Values that are not used are fixed, so that they do not change the identity of the run.
-        if self.estimator == "unbiased" or self.target != HIDDEN_STATES:
+        if self.estimator != "shrinkage" or self.target != HIDDEN_STATES:
             self.zeta = 0.0
         if self.zeta == 0:
             self.num_points = IStarConfig.num_points
@@ -280,7 +284,20 @@ class IStarConfig(CosRegConfig):
     @property
     def _needs_float32(self) -> bool:
         """Whether the penalty computes fourth powers, for which bfloat16 is too coarse."""
-        return self.estimator == "unbiased" or self.zeta == AUTO
+        return self.estimator != "shrinkage" or self.zeta == AUTO
+
+    def _check_sentences(self) -> None:
+        """Raise `UserError` for points that belong to no sentence."""
+        if self.target != HIDDEN_STATES:
+            raise UserError(
+                f"reg.target={self.target} has no sentences; reg.estimator={self.estimator} needs "
+                f"reg.target={HIDDEN_STATES}"
+            )
+        if self.include_padding:
+            raise UserError(
+                "reg.include_padding=true counts padding, which belongs to no sentence; "
+                f"reg.estimator={self.estimator} needs reg.include_padding=false"
+            )
 
 
 @dataclass

@@ -62,6 +62,7 @@ class Block(NamedTuple):
     tokens: list[int]
     is_special: list[bool]  # whether a token was added to the text: a special token of the tokenizer, or a separator
     run: int = 0  # number of the document in the text; of packed documents, number of the run of `RUN` blocks
+    piece: int = 0  # number of the piece within its document, from 0; of packed documents always 0
 
     @property
     def num_text_tokens(self) -> int:
@@ -103,25 +104,25 @@ class Blocks:
         documents = (Block(ids, [False] * len(ids), number) for number, ids in tokenized)
         pieces = self._pack(documents) if self._documents == "packed" else self._cut(documents)
         before, after = [True] * len(self._prefix), [True] * len(self._suffix)
-        for tokens, is_special, run in pieces:
-            yield Block([*self._prefix, *tokens, *self._suffix], [*before, *is_special, *after], run)
+        for tokens, is_special, run, number in pieces:
+            yield Block([*self._prefix, *tokens, *self._suffix], [*before, *is_special, *after], run, number)
 
     def _cut(self, documents: Iterable[Block]) -> Iterator[Block]:
         """Cut each document by itself."""
-        for tokens, is_special, run in documents:
-            for start in range(0, len(tokens), self._room):
+        for tokens, is_special, run, _ in documents:
+            for number, start in enumerate(range(0, len(tokens), self._room)):
                 piece = slice(start, start + self._room)
-                yield Block(tokens[piece], is_special[piece], run)
+                yield Block(tokens[piece], is_special[piece], run, number)
 
     def _pack(self, documents: Iterable[Block]) -> Iterator[Block]:
         """Number the runs of the joined documents' blocks."""
-        for number, (tokens, is_special, _) in enumerate(self._join(documents)):
+        for number, (tokens, is_special, *_) in enumerate(self._join(documents)):
             yield Block(tokens, is_special, number // RUN)
 
     def _join(self, documents: Iterable[Block]) -> Iterator[Block]:
         """Join the documents with separators, and cut the result."""
         rest = Block([], [])
-        for tokens, is_special, _ in documents:
+        for tokens, is_special, *_ in documents:
             rest.tokens.extend([*tokens, *self._separator])
             rest.is_special.extend([*is_special, *[True] * len(self._separator)])
             whole = len(rest.tokens) // self._room * self._room

@@ -1,23 +1,95 @@
 """Moments of the hidden states of each group of documents."""
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from istar.measures import FourthMoments
+from istar.measures import FourthMoments, SentenceMoments
 
 WAITING = 512
 """Number of points of a group that wait until they are added to its moments together."""
 
 
-class GroupedMoments:
+class _Moments(Protocol):
+    """Sums over points that can be added and taken away."""
+
+    def merge(self, other: Self, /) -> Self: ...
+
+    def subtract(self, other: Self, /) -> Self: ...
+
+
+T = TypeVar("T", bound=_Moments)
+
+
+class _Grouped(ABC, Generic[T]):
     """Accumulates the moments of several groups of points, of which a batch may hold points of all.
 
     Adding points to moments takes time for O(d^2) numbers, however few points there are. Points of a group therefore
-    wait until there are `WAITING` of them, which takes memory for `groups * WAITING * d` numbers.
+    wait until there are enough of them.
+    """
+
+    def __init__(self, parts: list[T], device: torch.device) -> None:
+        self._parts = parts
+        self._device = device
+        self._waiting: list[list[Tensor]] = [[] for _ in parts]
+
+    def merge(self, other: "_Grouped[T]") -> None:
+        """Add the points of another accumulator, group by group."""
+        for part, other_part in zip(self.parts(), other.parts(), strict=True):
+            part.merge(other_part)
+
+    def parts(self) -> list[T]:
+        """Return the accumulators of the groups, with all points."""
+        for group in range(len(self._parts)):
+            self._add_waiting(group)
+        return self._parts
+
+    def total(self) -> T:
+        """Return the moments of all points."""
+        first, *others = self.parts()
+        # The tensors of a copy are replaced, not changed.
+        union = copy.copy(first)
+        for part in others:
+            union.merge(part)
+        return union
+
+    def without_each(self) -> Iterator[T]:
+        """Yield, for each group, the moments of the points of all other groups."""
+        total = self.total()
+        for part in self._parts:
+            yield copy.copy(total).subtract(part)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all tensors. Waiting points stay apart, so that a resumed pass has the same rounding errors."""
+        return {"parts": [tensors(part) for part in self._parts], "waiting": self._waiting}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the tensors that `state_dict` returned."""
+        for part, values in zip(self._parts, state["parts"], strict=True):
+            set_tensors(part, values)
+        self._waiting = [[points.to(self._device) for points in waiting] for waiting in state["waiting"]]
+
+    @torch.no_grad()
+    def _add_waiting(self, group: int) -> None:
+        """Add the waiting points of a group to its moments."""
+        if self._waiting[group]:
+            self._add(self._parts[group], self._waiting[group])
+            self._waiting[group] = []
+
+    @abstractmethod
+    def _add(self, part: T, waiting: list[Tensor]) -> None:
+        """Add tensors of points that have waited to the moments of their group."""
+
+
+class GroupedMoments(_Grouped[FourthMoments]):
+    """Accumulates the `FourthMoments` of several groups of points.
+
+    Waiting points take memory for `groups * WAITING * d` numbers.
 
     Args:
         groups: number of groups, at least 1.
@@ -26,8 +98,7 @@ class GroupedMoments:
     """
 
     def __init__(self, groups: int, dim: int, device: torch.device) -> None:
-        self._parts = [FourthMoments(dim, device) for _ in range(groups)]
-        self._waiting: list[list[Tensor]] = [[] for _ in range(groups)]
+        super().__init__([FourthMoments(dim, device) for _ in range(groups)], device)
 
     def update(self, points: Tensor, groups: Tensor) -> None:
         """Add points `(n, d)` of these groups, `(n,)` on the CPU."""
@@ -40,52 +111,47 @@ class GroupedMoments:
             if sum(map(len, self._waiting[group])) >= WAITING:
                 self._add_waiting(group)
 
-    def merge(self, other: "GroupedMoments") -> None:
-        """Add the points of another accumulator, group by group."""
-        for part, other_part in zip(self.parts(), other.parts(), strict=True):
-            part.merge(other_part)
+    def _add(self, part: FourthMoments, waiting: list[Tensor]) -> None:
+        part.update(torch.cat(waiting))
 
-    def parts(self) -> list[FourthMoments]:
-        """Return the accumulators of the groups, with all points."""
-        for group in range(len(self._parts)):
-            self._add_waiting(group)
-        return self._parts
 
-    def total(self) -> FourthMoments:
-        """Return the moments of all points."""
-        first, *others = self.parts()
-        # The tensors of a copy are replaced, not changed.
-        union = copy.copy(first)
-        for part in others:
-            union.merge(part)
-        return union
+class GroupedSentences(_Grouped[SentenceMoments]):
+    """Accumulates the `SentenceMoments` of several groups of sentences.
 
-    def without_each(self) -> Iterator[FourthMoments]:
-        """Yield, for each group, the moments of the points of all other groups."""
-        total = self.total()
-        for part in self._parts:
-            yield copy.copy(total).subtract(part)
+    Sentences are padded to the longest of those that wait. These take memory for `groups * WAITING * d` numbers, with
+    the padding, or that of a longer sentence.
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return all tensors. Waiting points stay apart, so that a resumed pass has the same rounding errors."""
-        return {
-            "parts": [tensors(part) for part in self._parts],
-            "waiting": [torch.cat(waiting) if waiting else None for waiting in self._waiting],
-        }
+    Args:
+        groups: number of groups, at least 1.
+        dim: d, at least 2.
+        device: device of the sums; points must be on the same device.
+        origin: `(d,)`, see `SentenceMoments`.
+    """
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the tensors that `state_dict` returned."""
-        for part, values in zip(self._parts, state["parts"], strict=True):
-            set_tensors(part, values)
-        device = self._parts[0].mean.device
-        self._waiting = [[] if points is None else [points.to(device)] for points in state["waiting"]]
+    def __init__(self, groups: int, dim: int, device: torch.device, origin: Tensor | None = None) -> None:
+        super().__init__([SentenceMoments(dim, origin, device) for _ in range(groups)], device)
 
-    @torch.no_grad()
-    def _add_waiting(self, group: int) -> None:
-        """Add the waiting points of a group to its moments."""
-        if self._waiting[group]:
-            self._parts[group].update(torch.cat(self._waiting[group]))
-            self._waiting[group] = []
+    def update(self, points: Tensor, groups: Tensor, sentences: Tensor) -> None:
+        """Add points `(n, d)` of these groups and sentences, `(n,)` each, on the CPU.
+
+        The numbers of the sentences differ within a batch, and the points of a sentence follow each other. Points with
+        a negative number are left out. All sentences count for a single group.
+        """
+        groups = torch.zeros_like(groups) if len(self._parts) == 1 else groups
+        for group in groups.unique().tolist():
+            rows = ((groups == group) & (sentences >= 0)).nonzero().squeeze(1)
+            lengths = sentences[rows].unique_consecutive(return_counts=True)[1].tolist()
+            for sentence in points[rows.to(points.device)].split(lengths) if lengths else ():
+                waiting = self._waiting[group]
+                longest = max(map(len, [*waiting, sentence]))
+                if (len(waiting) + 1) * longest > WAITING:
+                    self._add_waiting(group)
+                self._waiting[group].append(sentence)
+
+    def _add(self, part: SentenceMoments, waiting: list[Tensor]) -> None:
+        lengths = torch.tensor([len(sentence) for sentence in waiting], device=self._device)
+        points = pad_sequence(waiting, batch_first=True)
+        part.update(points, torch.arange(points.shape[1], device=self._device) < lengths[:, None])
 
 
 def tensors(accumulator: object) -> dict[str, Tensor]:

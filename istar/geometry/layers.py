@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from istar.errors import UserError
-from istar.geometry.grouped_moments import GroupedMoments, set_tensors, tensors
+from istar.geometry.grouped_moments import GroupedMoments, GroupedSentences, set_tensors, tensors
 from istar.measures import (
     CosineContributions,
     DimensionMoments,
@@ -20,6 +20,7 @@ from istar.measures import (
     MassiveActivationsSummary,
     Norms,
     PowerLaw,
+    SentenceMoments,
     TokenKurtosis,
     alpha_req,
     effective_rank,
@@ -49,17 +50,27 @@ WITH_ERROR_FROM_SCATTER = (
     *("mean_vector_norm", "norm_ratio"),
 )
 """Measures whose standard error is computed from the moments of each group of documents, O(d^2) numbers."""
+BY_SENTENCE = "isoscore_by_sentence"
+"""The measure whose sentences are documents. Its standard error needs 2 d^2 numbers for each group of documents."""
 
 
 @dataclass(frozen=True)
 class LayerSettings:
     """What a `Layer` accumulates."""
 
-    # Whether to add the kurtosis of tokens and massive activations, which take more time than the other measures.
+    # Whether to add the kurtosis of tokens, massive activations and the score by sentence, which take more time than
+    # the other measures.
     measures: MeasureSet = "basic"
     groups: int = 0  # number of groups of documents for standard errors; 0 computes none
-    # Whether to keep moments, d^2 numbers, for each group; without, `WITH_ERROR_FROM_SCATTER` have no error.
+    # Whether to keep moments, d^2 numbers, for each group; without, `WITH_ERROR_FROM_SCATTER` and the score by sentence
+    # have no error.
     scatter_by_group: bool = True
+    by_sentence: bool = True  # whether `all` contains the score by sentence, which needs separate documents
+
+    @property
+    def has_score_by_sentence(self) -> bool:
+        """Whether the measures contain `BY_SENTENCE`."""
+        return self.measures == "all" and self.by_sentence
 
 
 class Layer:
@@ -67,7 +78,7 @@ class Layer:
 
     Batches may come in any order, and the accumulators of several processes merge exactly. `dim` is the width d of the
     hidden states. A `vocabulary_size` of 0 leaves out IntraSim and the measures by frequency. The settings are those of
-    all layers that are merged.
+    all layers that are merged, and so is the `origin` `(d,)` of the score by sentence, see `SentenceMoments`.
 
     Attributes:
         types: norms and directions by token type; None without a vocabulary.
@@ -76,11 +87,19 @@ class Layer:
     """
 
     def __init__(
-        self, dim: int, vocabulary_size: int, device: torch.device, settings: LayerSettings | None = None
+        self,
+        dim: int,
+        vocabulary_size: int,
+        device: torch.device,
+        settings: LayerSettings | None = None,
+        origin: Tensor | None = None,
     ) -> None:
         self.settings = settings or LayerSettings()
         groups = self.settings.groups
-        self._moments = GroupedMoments(groups if groups and self.settings.scatter_by_group else 1, dim, device)
+        parts = groups if groups and self.settings.scatter_by_group else 1
+        self._moments = GroupedMoments(parts, dim, device)
+        has_sentences = self.settings.has_score_by_sentence
+        self._sentences = GroupedSentences(parts, dim, device, origin) if has_sentences else None
         self._groups = GroupedPoints(groups, dim, device) if groups else None
         self.cosine = CosineContributions(dim, device)
         self.norms = Norms(dim, _NORM_EDGES, device)
@@ -91,7 +110,14 @@ class Layer:
         self._kurtosis = TokenKurtosis(dim, device=device) if is_complete else None
         self._massive = MassiveActivations(dim, device=device) if is_complete else None
 
-    def update(self, points: Tensor, tokens: Tensor, positions: Tensor, groups: Tensor | None = None) -> None:
+    def update(
+        self,
+        points: Tensor,
+        tokens: Tensor,
+        positions: Tensor,
+        groups: Tensor | None = None,
+        sentences: Tensor | None = None,
+    ) -> None:
         """Add hidden states.
 
         Args:
@@ -100,9 +126,13 @@ class Layer:
             positions: positions of the tokens in the model's input, from 0, `(n,)`.
             groups: groups of the tokens' documents, from 0 to the number of groups - 1, `(n,)` on the CPU. None puts
                 all of them into group 0.
+            sentences: numbers of the sentences of the score by sentence, `(n,)` on the CPU, see `GroupedSentences`.
+                None leaves out all points.
         """
         groups = torch.zeros(len(points), dtype=torch.int64) if groups is None else groups
         self._moments.update(points, groups)
+        if self._sentences is not None and sentences is not None:
+            self._sentences.update(points, groups, sentences)
         device_groups = groups.to(points.device)
         if self._massive is not None:
             self._massive.update(points, tokens, positions)
@@ -141,14 +171,14 @@ class Layer:
     def state_dict(self) -> dict[str, Any]:
         """Return the tensors of all accumulators by accumulator."""
         return {
-            name: part.state_dict() if isinstance(part, GroupedMoments) else tensors(part)
+            name: part.state_dict() if isinstance(part, GroupedMoments | GroupedSentences) else tensors(part)
             for name, part in self._parts().items()
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the tensors that `state_dict` returned."""
         for name, part in self._parts().items():
-            if isinstance(part, GroupedMoments):
+            if isinstance(part, GroupedMoments | GroupedSentences):
                 part.load_state_dict(state[name])
             else:
                 set_tensors(part, state[name])
@@ -198,6 +228,8 @@ class Layer:
             # IntraSim is the mean of the types that occur at least twice; NaN if there is none.
             measures["intra_sim"] = self.types.inter_sim().nanmean()
             measures["adjusted_intra_sim"] = measures["intra_sim"] - measures["inter_sim"]
+        if self._sentences is not None:
+            measures[BY_SENTENCE] = _score_or_nan(self._sentences.total())
         if self._kurtosis is not None:
             summary = self._kurtosis.compute()
             measures |= {"token_kurtosis": summary.average, "largest_token_kurtosis": summary.largest}
@@ -230,7 +262,12 @@ class Layer:
             estimates = list(self._without_each_group()) if (self._groups.count > 0).all() else []
         except UserError:
             estimates = []
-        return {f"{name}_error": jackknife_error([values[name] for values in estimates]) for name in names}
+        errors = {f"{name}_error": jackknife_error([values[name] for values in estimates]) for name in names}
+        if self._sentences is not None and self.settings.scatter_by_group:
+            scores = [_score_or_nan(moments) for moments in self._sentences.without_each()]
+            is_empty = any(part.sentences == 0 for part in self._sentences.parts())
+            errors[f"{BY_SENTENCE}_error"] = math.nan if is_empty else jackknife_error(scores)
+        return errors
 
     def _without_each_group(self) -> Iterator[dict[str, float]]:
         """Yield, for each group, the measures that have a standard error, computed from all other groups."""
@@ -256,6 +293,14 @@ def _covariance_measures(moments: FourthMoments, singular: Tensor) -> dict[str, 
         "effective_rank": effective_rank(singular),
         "participation_ratio": 1 + (moments.dim - 1) * score,
     }
+
+
+def _score_or_nan(moments: SentenceMoments) -> float:
+    """Return the score by sentence; NaN if there are too few sentences."""
+    try:
+        return moments.score().item()
+    except UserError:
+        return math.nan
 
 
 def _power_law(variances: Tensor) -> PowerLaw:

@@ -1,6 +1,7 @@
 """A single pass of a model over a corpus that accumulates all measures of all layers."""
 
 import hashlib
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from istar.errors import UserError
 from istar.files import atomic_write
 from istar.geometry.corpus import COMBINED, Block, Blocks, Documents, Source, batch, longest_first
-from istar.geometry.layers import WITH_ERROR_FROM_SCATTER, Layer, LayerSettings, MeasureSet
+from istar.geometry.layers import BY_SENTENCE, WITH_ERROR_FROM_SCATTER, Layer, LayerSettings, MeasureSet
 from istar.geometry.sample import Sample
 from istar.geometry.taps import Taps
 from istar.measures import ScaleDimension
@@ -31,6 +32,8 @@ from istar.tasks.tokenizing import chunks
 SECONDS_BETWEEN_SAVES = 300.0
 MAX_GROUP_BYTES = 2**30
 """Most memory for the scatter matrices of all groups and layers. Above it, measures of the covariance have no error."""
+ORIGIN_BLOCKS = 32
+"""Number of blocks at the beginning of each source whose mean is the origin of the score by sentence."""
 
 T = TypeVar("T")
 SpecialTokens = Literal["include", "exclude"]
@@ -60,16 +63,32 @@ class Pass:
         """Whether the scatter matrices `(dim, dim)` of the groups of so many layers take at most `MAX_GROUP_BYTES`."""
         return self.groups * layers * dim**2 * 8 <= MAX_GROUP_BYTES
 
+    def for_layers(self, dim: int, layers: int) -> LayerSettings:
+        """Return what the accumulators of so many layers of width `dim` hold."""
+        is_separate = self.documents == "separate"
+        return LayerSettings(self.measures, self.groups, self.keeps_scatter_by_group(dim, layers), is_separate)
+
 
 class Statistics:
-    """Accumulators over a source: `layers`, by the names of the taps, and `sample`, one occurrence of token types."""
+    """Accumulators over a source: `layers`, by the names of the taps, and `sample`, one occurrence of token types.
 
-    def __init__(self, model: PreTrainedModel, taps: Sequence[str], settings: Pass) -> None:
+    `origins` are the origins of the score by sentence, `(d,)` by tap; without, the origin is 0.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        taps: Sequence[str],
+        settings: Pass,
+        origins: Mapping[str, Tensor] | None = None,
+    ) -> None:
         config = model.config.get_text_config()
         vocabulary_size = config.vocab_size if settings.intra else 0
-        has_scatter = settings.keeps_scatter_by_group(config.hidden_size, len(taps))
-        layer_settings = LayerSettings(settings.measures, settings.groups, has_scatter)
-        self.layers = {tap: Layer(config.hidden_size, vocabulary_size, model.device, layer_settings) for tap in taps}
+        layer_settings, origins = settings.for_layers(config.hidden_size, len(taps)), origins or {}
+        self.layers = {
+            tap: Layer(config.hidden_size, vocabulary_size, model.device, layer_settings, origins.get(tap))
+            for tap in taps
+        }
         self.has_all_measures = settings.measures == "all"
         self.sample = Sample(taps, settings.sample, settings.seed)
 
@@ -145,6 +164,7 @@ class Stream:
         self._model, self._taps = model, Taps(model)
         self._blocks = Blocks(tokenizer, settings.length, settings.documents)
         self._pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+        self._origins: dict[str, Tensor] = {}
 
     def __call__(
         self, sources: Sequence[Source], summarize: Callable[[Statistics], T], console: Console | None = None
@@ -159,7 +179,9 @@ class Stream:
         Raises:
             UserError: if a source cannot be read or holds no text.
         """
-        self._warn_of_missing_errors(console)
+        self._warn_of_missing_measures(console)
+        if self._layer_settings.has_score_by_sentence:
+            self._origins = self._find_origins(sources)
         results: dict[str, T] = {}
         combined: Statistics | None = None
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[status]}"))
@@ -261,37 +283,79 @@ class Stream:
 
     def _update(self, statistics: Statistics, blocks: Sequence[Block], sample_keys: Sequence[int]) -> None:
         """Run the model on a batch and add its hidden states to the statistics; a sample key is a block's number."""
+        included, ids, states = self._hidden_states(blocks)
+        tokens = ids[included]
+        rows, positions = included.nonzero().T
+        groups = torch.tensor([self._group(block) for block in blocks])[rows]
+        # The pieces of a document may be in different batches, and are not independent: the first one alone counts.
+        sentences = torch.tensor([-1 if block.piece else row for row, block in enumerate(blocks)])[rows]
+        device_tokens, device_positions = (values.to(self._model.device) for values in (tokens, positions))
+        with full_precision(self._model.device), torch.inference_mode():
+            for name, state in states.items():
+                statistics.layers[name].update(state, device_tokens, device_positions, groups, sentences)
+        statistics.sample.update(sample_keys, included.sum(1).tolist(), tokens, states)
+
+    def _hidden_states(self, blocks: Sequence[Block]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Run the model on a batch.
+
+        Returns the mask of the tokens that the statistics include and the token ids, `(blocks, tokens)` on the CPU, and
+        the hidden states of these tokens by tap, `(n, d)`.
+        """
         inputs = batch([block.tokens for block in blocks], self._pad)
-        included = inputs["attention_mask"].bool()
+        ids, included = inputs["input_ids"], inputs["attention_mask"].bool()
         if self.settings.special_tokens == "exclude":
             rows = [torch.tensor(block.is_special) for block in blocks]
             included &= ~pad_sequence(rows, batch_first=True, padding_value=True)
-        tokens = inputs["input_ids"][included]
-        rows, positions = included.nonzero().T
-        groups = torch.tensor([self._group(block) for block in blocks])[rows]
         inputs = {name: values.to(self._model.device) for name, values in inputs.items()}
-        places = (included, tokens, positions)
-        mask, device_tokens, device_positions = (values.to(self._model.device) for values in places)
+        mask = included.to(self._model.device)
         with full_precision(self._model.device), torch.inference_mode():
-            states = {name: state[mask] for name, state in self._taps(inputs).items()}
-            for name, state in states.items():
-                statistics.layers[name].update(state, device_tokens, device_positions, groups)
-        statistics.sample.update(sample_keys, included.sum(1).tolist(), tokens, states)
+            return included, ids, {name: state[mask] for name, state in self._taps(inputs).items()}
 
-    def _warn_of_missing_errors(self, console: Console | None) -> None:
-        """Print a line if the standard errors of some measures would take too much memory."""
-        dim, layers = self._model.config.get_text_config().hidden_size, len(self._taps.names)
-        if console is not None and not self.settings.keeps_scatter_by_group(dim, layers):
-            console.print(
-                f"warning: {', '.join(WITH_ERROR_FROM_SCATTER)} get no standard errors, because the sums of "
+    def _find_origins(self, sources: Sequence[Source]) -> dict[str, Tensor]:
+        """Return the origins of the score by sentence, `(d,)` by tap: means over the beginnings of all sources.
+
+        Merging needs the same origin in all accumulators, so that it must not depend on batches and processes.
+        """
+        count, totals = 0, dict.fromkeys(self._taps.names, torch.zeros(()))
+        for source in sources:
+            first = itertools.islice(self._limited_blocks(source), ORIGIN_BLOCKS)
+            for blocks in chunks(first, self.settings.batch_size):
+                included, _, states = self._hidden_states(blocks)
+                count += int(included.sum())
+                for name, state in states.items():
+                    totals[name] = totals[name] + state.cpu().sum(0, dtype=torch.float64)
+        origins = {name: total / max(count, 1) for name, total in totals.items()}
+        if self._world > 1:
+            for origin in origins.values():
+                dist.broadcast(origin, 0)
+        return origins
+
+    @property
+    def _layer_settings(self) -> LayerSettings:
+        return self.settings.for_layers(self._model.config.get_text_config().hidden_size, len(self._taps.names))
+
+    def _warn_of_missing_measures(self, console: Console | None) -> None:
+        """Print a line if the standard errors of some measures would take too much memory, or a measure is left out."""
+        if console is None:
+            return
+        layers, warnings = self._layer_settings, []
+        if not layers.scatter_by_group:
+            names = [*WITH_ERROR_FROM_SCATTER, *([BY_SENTENCE] if layers.has_score_by_sentence else [])]
+            warnings.append(
+                f"{', '.join(names)} get no standard errors, because the sums of "
                 f"{self.settings.groups} groups would take more than {MAX_GROUP_BYTES / 2**30:g} GiB; "
-                "choose fewer --groups",
-                highlight=False,
-                soft_wrap=True,
+                "choose fewer --groups"
             )
+        if layers.measures == "all" and not layers.by_sentence:
+            warnings.append(
+                f"{BY_SENTENCE} is left out, because packed documents do not show which tokens belong to the same "
+                "document; choose --documents separate"
+            )
+        for warning in warnings:
+            console.print(f"warning: {warning}", highlight=False, soft_wrap=True)
 
     def _new_statistics(self) -> Statistics:
-        return Statistics(self._model, self._taps.names, self.settings)
+        return Statistics(self._model, self._taps.names, self.settings, self._origins)
 
     def _state_file(self, number: int, rank: int) -> Path:
         assert self._state is not None

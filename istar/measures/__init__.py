@@ -39,7 +39,12 @@ from istar.measures.norms import LayerNormSummary, Norms, NormSummary, layer_nor
 from istar.measures.partition import PartitionIsotropy, partition_isotropy
 from istar.measures.point_groups import GroupedPoints, GroupSummary, log2_bin_range, log2_bins
 from istar.measures.postprocess import all_but_the_top, centered, scaled_centered
-from istar.measures.sentences import SentenceMoments, isoscore_by_sentence
+from istar.measures.sentences import (
+    ScoreWithError,
+    SentenceMoments,
+    isoscore_by_sentence,
+    isoscore_by_sentence_with_error,
+)
 from istar.measures.spectrum import (
     DimensionMoments,
     PowerLaw,
@@ -78,6 +83,7 @@ __all__ = [
     "PartitionIsotropy",
     "PowerLaw",
     "ScaleDimension",
+    "ScoreWithError",
     "SentenceMoments",
     "StandardizedCosine",
     "TokenKurtosis",
@@ -99,6 +105,7 @@ __all__ = [
     "intra_sim",
     "isoscore",
     "isoscore_by_sentence",
+    "isoscore_by_sentence_with_error",
     "isoscore_from_covariance",
     "isoscore_star",
     "isoscore_unbiased",

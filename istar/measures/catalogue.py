@@ -88,6 +88,18 @@ _LAYERS = (
         "istar.measures.isoscore.isoscore_unbiased",
     ),
     Measure(
+        "isoscore_by_sentence",
+        "layers",
+        "IsoScore by sentence",
+        "IsoScore with estimates of tr(S²) and tr(S)² from points of different documents",
+        "after Himeno and Yamada (2014)",
+        "(-∞, ∞); at most slightly outside of [0, 1] for many documents",
+        "centered; tokens; a document is a sentence, of a longer document its first block; not with packed documents",
+        "time O(n d² + n t d) for documents of t tokens, memory O(d²), from SentenceMoments",
+        "a common direction; the dependence of documents; fewer than 4 documents have no score",
+        "istar.measures.sentences.isoscore_by_sentence",
+    ),
+    Measure(
         "inter_sim",
         "layers",
         "InterSim",
@@ -654,7 +666,15 @@ _FINAL_NORM = (
 )
 
 _WITH_ERROR = (
-    *("isoscore", "isoscore_unbiased", "inter_sim", "average_norm", "mean_vector_norm", "norm_ratio"),
+    *(
+        "isoscore",
+        "isoscore_unbiased",
+        "isoscore_by_sentence",
+        "inter_sim",
+        "average_norm",
+        "mean_vector_norm",
+        "norm_ratio",
+    ),
     *("effective_rank", "participation_ratio"),
 )
 _ERRORS = tuple(

@@ -128,10 +128,11 @@ class HiddenStateReader:
             return None
         arguments = {**dict(zip(self._argument_names, args, strict=False)), **kwargs}
         mask = arguments.get("attention_mask")
+        positions = arguments.get("position_ids")
         if self._points.are_all:
-            self._tokens = Tokens(mask, labels=self._labels)
+            self._tokens = Tokens(mask, labels=self._labels, position_ids=positions)
         else:
-            ids, positions = arguments.get("input_ids"), arguments.get("position_ids")
+            ids = arguments.get("input_ids")
             self._tokens = Tokens(mask, self._points, ids, self._labels, positions, self._predicts_next)
         if self._layers.modules:
             return None

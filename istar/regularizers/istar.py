@@ -2,7 +2,7 @@ r"""The I-STAR penalty, :math:`\lambda \, (1 - \mathrm{IsoScore}^*(\bigcup_l X_l
 
 *Stable Anisotropic Regularization* (Rudman and Eickhoff, ICLR 2024), equation (2). Training with a positive weight
 increases isotropy, and with a negative weight decreases it. Two options are not in the paper: a zeta that is estimated
-from each batch, and the unbiased score, which needs neither zeta nor Sigma_S.
+from each batch, and the unbiased scores, which need neither zeta nor Sigma_S.
 
 The gradient is computed in two steps. First, each layer is reduced to its number of points, mean and scatter matrix by
 `istar.measures.moments.mean_and_scatter`, an autograd function whose backward pass is one matrix product. Second, the
@@ -27,11 +27,20 @@ from istar.measures.isoscore import (
 )
 from istar.measures.moments import BatchMoments, FourthMoments, Moments, fourth_moments, mean_and_scatter, merge_moments
 from istar.regularizers.base import Penalty, Terms
+from istar.regularizers.by_sentence import (
+    SentencePoints,
+    check_number_of_sentences,
+    sentence_moments,
+    summarize_sentences,
+)
 from istar.regularizers.points import ALL_TOKENS, Layers, Tokens, check_within
 from istar.regularizers.set_point import SetPoint
 
 AUTO = "auto"
-ESTIMATORS = ("shrinkage", "unbiased")
+BY_SENTENCE = "unbiased_by_sentence"
+ESTIMATORS = ("shrinkage", "unbiased", BY_SENTENCE)
+MEASURES = dict(zip(ESTIMATORS, ("isoscore_star", "isoscore_unbiased", "isoscore_by_sentence"), strict=True))
+"""Name of the score of each estimator."""
 COMPUTE = ("float32", "bfloat16")
 
 
@@ -44,13 +53,17 @@ class IStar(Penalty):
             `istar.measures.shrinkage_intensity`, and is a constant in the gradient.
         layers: as in `Penalty`; by default `all`, the outputs of all layers.
         include_padding, sync, group: as in `Penalty`. The published code counts padding tokens.
-        estimator: `shrinkage`, as in the paper, or `unbiased` (`istar.measures.isoscore_unbiased`), which requires
-            zeta 0. The unbiased score is clipped at 1, where its gradient is 0. Without clipping, a positive weight
-            would make the points of a batch orthogonal rather than isotropic.
+        estimator: `shrinkage`, as in the paper; `unbiased` (`istar.measures.isoscore_unbiased`), for independent
+            points; or `unbiased_by_sentence` (`istar.measures.isoscore_by_sentence`), for tokens that depend on the
+            others of their sentence. The last two require zeta 0. Their score is clipped at 1, where its gradient is 0.
+            Without clipping, a positive weight would make the points of a batch orthogonal rather than isotropic. A
+            sentence is a row of the batch, or each document that is packed into it; see
+            `istar.regularizers.points.document_starts`. Its tokens in different layers belong to the same sentence. A
+            batch needs at least 4 sentences with points, in all processes together.
         compute: dtype of the two matrix products with the points, `float32` or `bfloat16`; all other sums are float32
-            or wider. See `istar.measures.moments.mean_and_scatter` for the error. The unbiased estimator and zeta
+            or wider. See `istar.measures.moments.mean_and_scatter` for the error. The unbiased estimators and zeta
             `auto` require float32, because their fourth powers would lose too many digits.
-        set_point: as in `Penalty`; a target in (0, 1). The unbiased score is not clipped then, because the set-point
+        set_point: as in `Penalty`; a target in (0, 1). Unbiased scores are not clipped then, because the set-point
             pulls scores above the target back.
         within: None, or `label` for the score of the pooled covariance within classes,
             :math:`\sum_c \sum_{i \in c} (x_i - m_c)(x_i - m_c)^T / (n - C)`: each point is centered on the mean
@@ -66,9 +79,10 @@ class IStar(Penalty):
             checked.
 
     Raises:
-        UserError: for an argument that is not among the values above, and for a Sigma_S that is not a covariance. With
-            `within`, in a forward pass without labels or with labels that are no classes, and for a batch in which no
-            class has two points.
+        UserError: for an argument that is not among the values above, for a Sigma_S that is not a covariance, and for
+            `unbiased_by_sentence` with `include_padding`, because padding belongs to no sentence. In a forward pass,
+            for fewer than 4 sentences with `unbiased_by_sentence`; with `within`, without labels, with labels that are
+            no classes, and if no class of the batch has two points.
 
     >>> penalty = IStar(weight=-1.0, zeta=0.4)
     >>> penalty.shrinkage_covariance = torch.eye(8)
@@ -99,19 +113,24 @@ class IStar(Penalty):
             raise UserError(f"estimator is {estimator}; expected one of {', '.join(ESTIMATORS)}")
         if zeta != AUTO and (isinstance(zeta, str) or not 0 <= zeta <= 1):
             raise UserError(f"zeta is {zeta}; expected a number from 0 to 1, or {AUTO}")
-        if estimator == "unbiased" and zeta != 0:
-            raise UserError(f"zeta is {zeta}; the unbiased estimator has no shrinkage, so expected 0")
+        if estimator != "shrinkage" and zeta != 0:
+            raise UserError(f"zeta is {zeta}; the {estimator} estimator has no shrinkage, so expected 0")
+        if estimator == BY_SENTENCE and include_padding:
+            raise UserError(
+                f"include_padding counts padding, which belongs to no sentence; estimator={estimator} needs "
+                "include_padding=False"
+            )
         if compute not in COMPUTE:
             raise UserError(f"compute is {compute}; expected one of {', '.join(COMPUTE)}")
-        if compute != "float32" and (estimator == "unbiased" or zeta == AUTO):
-            raise UserError(f"compute is {compute}; the unbiased estimator and zeta {AUTO} need float32")
+        if compute != "float32" and (estimator != "shrinkage" or zeta == AUTO):
+            raise UserError(f"compute is {compute}; the unbiased estimators and zeta {AUTO} need float32")
         check_within(within)
         _check_one_cloud(within, estimator, zeta)
         self.zeta = zeta
         self.estimator = estimator
         self.compute = compute
         self.within = within
-        self.measure = "isoscore_star" if estimator == "shrinkage" else "isoscore_unbiased"
+        self.measure = MEASURES[estimator]
         self.register_buffer("shrinkage_covariance", None)
         self.register_load_state_dict_pre_hook(_resize_shrinkage_covariance)
 
@@ -135,6 +154,8 @@ class IStar(Penalty):
         return self.zeta != 0
 
     def summarize(self, hidden_state: Tensor, tokens: Tokens) -> Any:
+        if self.estimator == BY_SENTENCE:
+            return summarize_sentences(hidden_state, tokens)
         if self.within is None:
             return super().summarize(hidden_state, tokens)
         labels, classes = tokens.classes_of(hidden_state)
@@ -164,6 +185,8 @@ class IStar(Penalty):
             raise UserError("the shrinkage covariance is not set; zeta > 0 needs it before the first step")
 
     def score(self, summaries: Sequence[Any]) -> Terms:
+        if self.estimator == BY_SENTENCE:
+            return self._score_by_sentence(summaries)
         moments = merge_moments(summaries) if self.within is None else merge_class_moments(summaries)
         if moments.dim < 2:
             raise UserError(f"isotropy needs at least 2 dimensions; the hidden states have {moments.dim}")
@@ -174,6 +197,12 @@ class IStar(Penalty):
         score = score.to(summaries[0].scatter.dtype)
         value = 1 - (score.clamp(max=1) if self.estimator == "unbiased" else score)
         return Terms(value, score, moments.count, zeta)
+
+    def _score_by_sentence(self, layers: Sequence[SentencePoints]) -> Terms:
+        moments = sentence_moments(layers, self.sync, self.group)
+        check_number_of_sentences(moments)
+        score = moments.unchecked_score().to(torch.promote_types(layers[0].rows.dtype, torch.float32))
+        return Terms(1 - score.clamp(max=1), score, moments.counts[0])
 
     def _score_and_zeta(self, moments: Moments | ClassMoments) -> tuple[Tensor, Tensor | None]:
         """Return the score, and zeta if it is estimated from the points."""

@@ -176,6 +176,7 @@ class Tokens:
         self._is_selected = False
         self._indices: Tensor | None = None
         self._classes: int | None = None
+        self._documents: Tensor | None = None
 
     def indices_of(self, hidden_state: Tensor) -> Tensor | None:
         """Return the row indices of the points in a hidden state flattened to `(n, d)`; None if all rows count.
@@ -223,6 +224,34 @@ class Tokens:
             self._classes = number_of_classes(labels)
         each = labels.to(hidden_state.device).view(batch, *[1] * (hidden_state.dim() - 2))
         return each.expand(hidden_state.shape[:-1]).reshape(-1), self._classes
+
+    def documents_of(self, hidden_state: Tensor) -> Tensor:
+        """Return the number of the document of each row in a hidden state `(batch, tokens, d)` flattened to `(n, d)`.
+
+        A document is a row of the batch, or one of the documents that are packed into it, see `document_starts`.
+        Documents that have points, apart from `max_norm_ratio`, are numbered from 0 in their order; other rows have
+        arbitrary numbers among these. The numbers are computed once and shared by all layers.
+
+        Returns:
+            `(n,)`, int64.
+
+        Raises:
+            UserError: as `indices_of`.
+        """
+        self._check(hidden_state)
+        if self._documents is None:
+            shape, device = hidden_state.shape[:2], hidden_state.device
+            real = torch.ones(shape, dtype=torch.bool, device=device)
+            mask = self._mask(hidden_state)
+            points = real.flatten() if mask is None else mask.to(device).flatten() != 0
+            numbers = document_starts(real, self.attention_mask, self.position_ids).flatten().cumsum(0)
+            # The first point of each document begins a new number.
+            is_first = torch.zeros_like(points)
+            rows = points.nonzero().squeeze(1)
+            is_first[rows[:1]] = True
+            is_first[rows[1:]] = numbers[rows[1:]] != numbers[rows[:-1]]
+            self._documents = (is_first.cumsum(0) - 1).clamp(min=0)
+        return self._documents
 
     def _mask(self, hidden_state: Tensor) -> Tensor | None:
         """Return the mask of the points, except for `max_norm_ratio`; None if all tokens are points."""

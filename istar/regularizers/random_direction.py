@@ -18,10 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from istar.measures.classes import ClassBatchMoments
-from istar.measures.moments import BatchMoments, full_precision
+from istar.measures.moments import full_precision
 from istar.regularizers.istar import IStar
-from istar.regularizers.points import Layers
+from istar.regularizers.points import Layers, Tokens
 from istar.regularizers.set_point import SetPoint
 
 
@@ -54,23 +53,13 @@ class RandomDirection(IStar):
         self.seed = seed
         self._rotation: Tensor | None = None
 
-    def summarize_points(self, points: Tensor, indices: Tensor | None) -> BatchMoments:
-        return super().summarize_points(self._with_rotated_gradient(points), indices)
-
-    def summarize_classes(
-        self, points: Tensor, labels: Tensor, classes: int, indices: Tensor | None
-    ) -> ClassBatchMoments:
-        return super().summarize_classes(self._with_rotated_gradient(points), labels, classes, indices)
-
-    def _with_rotated_gradient(self, points: Tensor) -> Tensor:
-        """Return the points `(n, d)`, whose gradients will be rotated."""
-        dtype = torch.promote_types(points.dtype, torch.float32)
-        d, rotation = points.shape[-1], self._rotation
-        if rotation is None or (len(rotation), rotation.dtype, rotation.device) != (d, dtype, points.device):
+    def summarize(self, hidden_state: Tensor, tokens: Tokens) -> Any:
+        dtype = torch.promote_types(hidden_state.dtype, torch.float32)
+        d, rotation = hidden_state.shape[-1], self._rotation
+        if rotation is None or (len(rotation), rotation.dtype, rotation.device) != (d, dtype, hidden_state.device):
             # Kept between steps, because it takes time of O(d^3).
-            self._rotation = rotation = random_rotation(d, self.seed).to(points.device, dtype)
-        rotated: Tensor = _RotateGradient.apply(points, rotation)
-        return rotated
+            self._rotation = rotation = random_rotation(d, self.seed).to(hidden_state.device, dtype)
+        return super().summarize(_RotateGradient.apply(hidden_state, rotation), tokens)
 
 
 def random_rotation(d: int, seed: int) -> Tensor:
@@ -85,7 +74,7 @@ def random_rotation(d: int, seed: int) -> Tensor:
 
 
 class _RotateGradient(torch.autograd.Function):
-    """The identity, whose backward pass multiplies the gradient of each point `(n, d)` by a matrix `(d, d)`."""
+    """The identity, whose backward pass multiplies the gradient of each point `(..., d)` by a matrix `(d, d)`."""
 
     @staticmethod
     def forward(ctx: Any, points: Tensor, rotation: Tensor) -> Tensor:

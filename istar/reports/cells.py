@@ -173,7 +173,9 @@ def is_candidate(frame: pd.DataFrame) -> pd.Series:
 
 def has_zeta(frame: pd.DataFrame) -> pd.Series:
     """Mark the runs of I-STAR that use the paper's shrinkage estimator with a fixed zeta."""
-    return _column(frame, "reg.zeta").map(is_finite).astype(bool) & (_column(frame, "reg.estimator") != "unbiased")
+    # Runs of earlier versions have no estimator.
+    is_shrinkage = _column(frame, "reg.estimator").fillna("shrinkage").eq("shrinkage")
+    return _column(frame, "reg.zeta").map(is_finite).astype(bool) & is_shrinkage
 
 
 def select_cell(frame: pd.DataFrame, task: str, model: str, family: str) -> Cell:

@@ -183,8 +183,8 @@ def method(record: RunRecord) -> str:
     if reg["name"] == "none":
         return "Base"
     parts = [_METHOD_NAMES.get(reg["name"], reg["name"]), f"λ={reg['lambda']:g}"]
-    if reg.get("estimator") == "unbiased":
-        parts.append("unbiased")
+    if (estimator := reg.get("estimator", "shrinkage")) != "shrinkage":
+        parts.append(estimator.replace("_", " "))
     elif "zeta" in reg:
         parts.append("ζ=auto" if reg["zeta"] == "auto" else f"ζ={reg['zeta']:g}")
     parts += ["padding counted"] if reg["include_padding"] else []

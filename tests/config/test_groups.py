@@ -1,3 +1,4 @@
+import itertools
 import math
 import re
 import shutil
@@ -335,6 +336,11 @@ REFUSED: list[tuple[list[str], list[str]]] = [
     (["reg.zeta=true"], ["reg.zeta=True is neither a number"]),
     (["reg.zeta=3", "reg.estimator=unbiased"], ["reg.zeta=3 is outside [0, 1]"]),
     (["reg.estimator=unbaised"], ["reg.estimator=unbaised", "did you mean unbiased?"]),
+    (["reg.estimator=unbiased_by_sentence", "reg.include_padding=true"], ["padding, which belongs to no sentence"]),
+    (
+        ["reg.estimator=unbiased_by_sentence", "reg.target=input_embeddings"],
+        ["reg.target=input_embeddings has no sentences", "needs reg.target=hidden_states"],
+    ),
     (["reg=cosreg", "reg.estimator=unbiased"], ["reg.estimator", "belongs to reg=istar"]),
     (["reg.lambda=inf"], ["reg.lambda=inf"]),
     (["reg.lambda=nan"], ["reg.lambda=nan"]),
@@ -529,9 +535,9 @@ def test_zeta_is_a_number_or_auto(composed: Callable[..., Config]) -> None:
 
 
 def test_the_unbiased_estimator_has_one_config_whatever_shrinkage_would_be(composed: Callable[..., Config]) -> None:
-    for zeta in ("0.2", "0.8", "auto"):
-        config = composed("reg=istar", "reg.estimator=unbiased", f"reg.zeta={zeta}", "reg.num_points=999")
-        assert config.reg == composed("reg=istar", "reg.estimator=unbiased").reg
+    for estimator, zeta in itertools.product(("unbiased", "unbiased_by_sentence"), ("0.2", "auto")):
+        config = composed("reg=istar", f"reg.estimator={estimator}", f"reg.zeta={zeta}", "reg.num_points=999")
+        assert config.reg == composed("reg=istar", f"reg.estimator={estimator}").reg
         assert config.reg.zeta == 0
 
 
@@ -551,6 +557,7 @@ def test_rules_hold_without_hydra() -> None:
         (("reg.compute=bfloat16",), "bfloat16"),
         (("trainer.precision=bf16-mixed", "reg.zeta=auto"), "float32"),
         (("trainer.precision=bf16-mixed", "reg.estimator=unbiased"), "float32"),
+        (("trainer.precision=bf16-mixed", "reg.estimator=unbiased_by_sentence"), "float32"),
     ],
 )
 def test_products_follow_the_trainers_precision(
@@ -559,7 +566,7 @@ def test_products_follow_the_trainers_precision(
     assert composed("task=rte", "reg=istar", *overrides).reg.compute == expected
 
 
-@pytest.mark.parametrize("other", ["reg.zeta=auto", "reg.estimator=unbiased"])
+@pytest.mark.parametrize("other", ["reg.zeta=auto", "reg.estimator=unbiased", "reg.estimator=unbiased_by_sentence"])
 def test_fourth_powers_in_bfloat16_are_refused(composed: Callable[..., Config], other: str) -> None:
     with pytest.raises(UserError, match=r"reg\.compute=bfloat16: .* need float32"):
         composed("task=rte", "reg=istar", "reg.compute=bfloat16", other)

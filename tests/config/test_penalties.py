@@ -22,9 +22,8 @@ def test_every_setting_reaches_the_penalty(kind: type[CosRegConfig], settings: d
 
 
 def test_the_estimator_reaches_the_penalty() -> None:
-    assert [IStarConfig(estimator=name).build().estimator for name in ("shrinkage", "unbiased")] == [
-        "shrinkage", "unbiased"
-    ]  # fmt: skip
+    for name in ("shrinkage", "unbiased", "unbiased_by_sentence"):
+        assert IStarConfig(estimator=name).build().estimator == name
 
 
 def tiny() -> hf.PreTrainedModel:

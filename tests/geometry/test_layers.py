@@ -9,22 +9,22 @@ import scipy.stats
 import torch
 
 from istar.geometry import grouped_moments
-from istar.geometry.layers import WITH_ERROR, WITH_ERROR_FROM_SCATTER, Layer, LayerSettings
-from istar.measures import isoscore_unbiased
+from istar.geometry.layers import BY_SENTENCE, WITH_ERROR, WITH_ERROR_FROM_SCATTER, Layer, LayerSettings
+from istar.measures import isoscore_by_sentence, isoscore_unbiased
 from tests import oracles
 
 CPU = torch.device("cpu")
-DIM, TYPES, GROUPS = 6, 9, 4
+DIM, TYPES, GROUPS, LENGTH = 6, 9, 4, 12
 
 
-def text(documents: int = 20, length: int = 12, seed: int = 0) -> tuple[Any, Any, Any, Any]:
-    """Return points, tokens, positions and groups of documents, whose points have a common part."""
+def text(documents: int = 20, length: int = LENGTH, seed: int = 0) -> tuple[Any, Any, Any, Any, Any]:
+    """Return points, tokens, positions, groups and numbers of documents, whose points have a common part."""
     random = np.random.default_rng(seed)
     shifts = np.repeat(random.normal(1, 1, (documents, DIM)), length, axis=0)
     points = torch.from_numpy(shifts + random.normal(0, 2, shifts.shape))
     tokens = torch.from_numpy(random.integers(0, TYPES, documents * length))
     number = torch.arange(documents * length)
-    return points, tokens, number % length, number // length % GROUPS
+    return points, tokens, number % length, number // length % GROUPS, number // length
 
 
 def layer(*parts: Any, settings: LayerSettings | None = None) -> Layer:
@@ -43,7 +43,7 @@ def split(part: Any, at: int) -> tuple[Any, Any]:
 @pytest.mark.parametrize("waiting", [1, 7, 10_000])
 def test_batches_merges_and_states_do_not_change_measures(waiting: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grouped_moments, "WAITING", waiting)
-    first, second = split(text(), 100)
+    first, second = split(text(), 8 * LENGTH)
     whole = layer(text())
     merged, again = layer(second), layer(settings=LayerSettings("all", GROUPS))
     again.load_state_dict(layer(first).state_dict())
@@ -69,6 +69,7 @@ def naive(points: Any) -> dict[str, float]:
         "average_norm": average_norm,
         "isoscore": (participation - 1) / (points.shape[1] - 1),
         "isoscore_unbiased": float(isoscore_unbiased(torch.from_numpy(points))),
+        "isoscore_by_sentence": float(isoscore_by_sentence(torch.from_numpy(points).view(-1, LENGTH, DIM))),
         "effective_rank": np.exp(-(shares * np.log(shares)).sum()),
         "participation_ratio": participation,
         "mean_vector_norm": mean_vector,
@@ -77,13 +78,41 @@ def naive(points: Any) -> dict[str, float]:
 
 
 def test_errors_are_those_of_measures_without_each_group() -> None:
-    points, _, _, groups = text()
+    points, _, _, groups, _ = text()
     without = [naive(points[groups != group].numpy()) for group in range(GROUPS)]
     measured = layer(text()).measures()
     assert {name for name in measured if name.endswith("_error")} == {f"{name}_error" for name in without[0]}
     for name in without[0]:
         pseudo_values = [-(GROUPS - 1) * figures[name] for figures in without]
         assert measured[f"{name}_error"] == pytest.approx(scipy.stats.sem(pseudo_values), rel=1e-8), name
+
+
+@pytest.mark.parametrize("waiting", [1, 7, 10_000])
+def test_sentences_are_documents_of_unlike_length_about_an_origin(
+    waiting: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grouped_moments, "WAITING", waiting)
+    points, tokens, positions, groups, documents = text()
+    is_kept = positions <= documents % 5
+    # Of the points of every seventh document, none counts.
+    numbers = torch.where(documents % 7 == 0, -1, documents)
+    chosen = is_kept & (numbers >= 0)
+    padded, mask = points.view(20, LENGTH, DIM), chosen.view(20, LENGTH)
+    for settings in (LayerSettings("all"), LayerSettings("all", GROUPS)):
+        measured = Layer(DIM, TYPES, CPU, settings, origin=points[chosen].mean(0))
+        for rows in ((documents < 9), (documents >= 9)):
+            parts = (points, tokens, positions, groups, numbers)
+            measured.update(*(part[rows & is_kept] for part in parts))
+        expected = isoscore_by_sentence(padded, mask).item()
+        assert measured.measures()[BY_SENTENCE] == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_score_by_sentence_needs_four_documents_and_separate_documents() -> None:
+    few = layer(split(text(), 3 * LENGTH)[0]).measures()
+    assert math.isnan(few[BY_SENTENCE])
+    assert math.isnan(few[f"{BY_SENTENCE}_error"])
+    packed = layer(text(), settings=LayerSettings("all", GROUPS, by_sentence=False)).measures()
+    assert not [name for name in packed if name.startswith(BY_SENTENCE)]
 
 
 def test_groups_do_not_change_the_measures() -> None:
@@ -101,15 +130,15 @@ def test_without_scatter_by_group_some_errors_are_left_out() -> None:
 
 
 def test_errors_are_not_defined_if_a_group_is_empty() -> None:
-    points, tokens, positions, groups = text()
-    measured = layer((points, tokens, positions, groups.clamp(max=GROUPS - 2))).measures()
-    for name in (*WITH_ERROR, *WITH_ERROR_FROM_SCATTER):
+    points, tokens, positions, groups, documents = text()
+    measured = layer((points, tokens, positions, groups.clamp(max=GROUPS - 2), documents)).measures()
+    for name in (*WITH_ERROR, *WITH_ERROR_FROM_SCATTER, BY_SENTENCE):
         assert math.isnan(measured[f"{name}_error"])
         assert math.isfinite(measured[name])
 
 
 def test_by_position_and_by_frequency() -> None:
-    points, tokens, positions, _ = text()
+    points, tokens, positions, *_ = text()
     counts = np.bincount(tokens, minlength=TYPES)
     table = layer(text()).by_position()
     assert (table["first"], table["last"]) == ([0, 1, 2, 4, 8], [0, 1, 3, 7, 15])
@@ -125,7 +154,7 @@ def test_by_position_and_by_frequency() -> None:
 def test_basic_measures_and_no_vocabulary() -> None:
     settings = LayerSettings("basic")
     basic, every = layer(text(), settings=settings).measures(), layer(text()).measures()
-    extra = {"token_kurtosis", "largest_token_kurtosis", "massive_activations", "largest_activation_ratio"}
+    extra = {BY_SENTENCE, "token_kurtosis", "largest_token_kurtosis", "massive_activations", "largest_activation_ratio"}
     assert {name for name in every if not name.endswith("_error")} - basic.keys() == extra
     assert layer(text(), settings=settings).massive_activations() is None
     bare = Layer(DIM, 0, CPU, settings)
@@ -135,9 +164,9 @@ def test_basic_measures_and_no_vocabulary() -> None:
 
 
 def test_massive_activations_have_their_places() -> None:
-    points, tokens, positions, groups = text()
+    points, tokens, positions, *groups = text()
     points[17, 3] = -2e4
-    found = layer((points, tokens, positions, groups)).massive_activations()
+    found = layer((points, tokens, positions, *groups)).massive_activations()
     assert found is not None
     assert [tuple(item) for item in found.top] == [(-2e4, 3, int(tokens[17]), 5)]
 

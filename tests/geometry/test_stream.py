@@ -22,6 +22,7 @@ from istar.errors import UserError
 from istar.geometry import corpus, stream
 from istar.geometry.corpus import Block, Source
 from istar.geometry.stream import Pass, Statistics, Stream
+from istar.measures import SentenceMoments, isoscore_by_sentence
 from istar.models import tiny
 from istar.tasks import demo
 from tests import oracles
@@ -336,6 +337,50 @@ def of_each_tap(model: PreTrainedModel, source: Source) -> Iterator[tuple[str, A
     states, tokens = all_states(model, source, 16)
     for name, points in states.items():
         yield name, points, tokens
+
+
+@pytest.mark.parametrize("batch_size", [3, 64])
+def test_the_score_by_sentence_is_that_of_the_first_blocks_of_the_documents(source: Source, batch_size: int) -> None:
+    """The oracle cuts each document to its first block, and reads the documents one by one."""
+    model = bert()
+    settings = Pass(16, batch_size=batch_size, sample=0, measures="all", groups=3)
+    found = read(model, settings, source).measures()
+    lines = [ids[:14] for ids in TOKENIZER(source.path.read_text().splitlines(), add_special_tokens=False)["input_ids"]]
+    assert max(map(len, inputs(source, 512, "separate"))) > 14
+    longest = max(map(len, lines))
+    mask = torch.tensor([[position < len(ids) for position in range(longest)] for ids in lines])
+    states: dict[str, Any] = {tap: torch.zeros(len(lines), longest, 24).double() for tap in found}
+    for number, ids in enumerate(lines):
+        ends = [TOKENIZER.cls_token_id], [TOKENIZER.sep_token_id]
+        with torch.no_grad():
+            taps = stream.Taps(model)({"input_ids": torch.tensor([[*ends[0], *ids, *ends[1]]])})
+        for tap, state in taps.items():
+            states[tap][number, : len(ids)] = state[0, 1:-1]
+    blocks = list(corpus.Blocks(TOKENIZER, 16)(source.path.read_text().splitlines()))[: stream.ORIGIN_BLOCKS]
+    for tap, points in states.items():
+        # All pieces of the first documents make the origin.
+        tokens = sum(block.num_text_tokens for block in blocks)
+        origin = torch.from_numpy(all_states(model, source, 16)[0][tap][:tokens]).mean(0)
+
+        def score(rows: list[int], points: Any = points, origin: Any = origin) -> float:
+            return SentenceMoments(24, origin).update(points[rows], mask[rows]).score().item()
+
+        numbers = range(len(lines))
+        assert found[tap]["isoscore_by_sentence"] == pytest.approx(score([*numbers]), rel=1e-8)
+        assert found[tap]["isoscore_by_sentence"] == pytest.approx(isoscore_by_sentence(points, mask).item(), rel=0.05)
+        without = [score([number for number in numbers if number % 3 != group]) for group in range(3)]
+        expected = scipy.stats.sem([-2 * estimate for estimate in without])
+        assert found[tap]["isoscore_by_sentence_error"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_packed_documents_have_no_score_by_sentence(source: Source) -> None:
+    console = Console(file=io.StringIO(), width=80)
+    settings = Pass(16, sample=0, measures="all", documents="packed")
+    found = Stream(bert(), TOKENIZER, settings)([source], Statistics.measures, console)["text"]
+    assert not [name for name in found["layer_1"] if name.startswith("isoscore_by_sentence")]
+    [warning] = [line for line in console.file.getvalue().splitlines() if "warning: " in line]  # type: ignore[attr-defined]
+    assert "isoscore_by_sentence is left out" in warning
+    assert warning.rstrip().endswith("choose --documents separate")
 
 
 def test_too_large_sums_of_groups_are_left_out_with_a_warning(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:

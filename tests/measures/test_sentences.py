@@ -8,7 +8,7 @@ import torch
 
 from istar.errors import NonFiniteError, UserError
 from istar.measures import isoscore_unbiased
-from istar.measures.sentences import SentenceMoments, isoscore_by_sentence
+from istar.measures.sentences import SentenceMoments, isoscore_by_sentence, isoscore_by_sentence_with_error
 
 
 def sentences(count=6, tokens=3, dim=4, seed=0, shift=1.0):
@@ -60,22 +60,59 @@ def test_sentences_of_one_token_are_independent_points(count, dim):
     assert isoscore_by_sentence(points).item() == pytest.approx(isoscore_unbiased(points[:, 0]).item(), rel=1e-9)
 
 
-def test_dependent_tokens_have_the_score_of_the_cloud():
-    """30 groups of 10 points with correlation 0.5, from the cloud of the paper's Figure 2, whose IsoScore is 0.867."""
-    variances = torch.ones(768, dtype=torch.float64)
-    variances[:4] = torch.tensor([10.0, 6.0, 4.0, 4.0])
-    truth = ((variances.sum() ** 2 / variances.square().sum()).item() - 1) / 767
-    scores, independent = [], []
-    for seed in range(20):
-        generator = torch.Generator().manual_seed(seed)
-        shared, single = (torch.randn(30, tokens, 768, generator=generator, dtype=torch.float64) for tokens in (1, 10))
-        points = (shared + single) / 2**0.5 * variances.sqrt()
-        scores.append(isoscore_by_sentence(points).item())
-        independent.append(isoscore_unbiased(points).item())
-    error = np.std(scores, ddof=1) / np.sqrt(len(scores))
+VARIANCES = torch.ones(768, dtype=torch.float64)
+VARIANCES[:4] = torch.tensor([10.0, 6.0, 4.0, 4.0])
+"""Of the cloud of the paper's Figure 2, whose IsoScore is 0.867."""
+
+
+def dependent(seed):
+    """30 groups of 10 points with correlation 0.5, from the cloud."""
+    generator = torch.Generator().manual_seed(seed)
+    shared, single = (torch.randn(30, tokens, 768, generator=generator, dtype=torch.float64) for tokens in (1, 10))
+    return (shared + single) / 2**0.5 * VARIANCES.sqrt()
+
+
+def test_dependent_tokens_have_the_score_of_the_cloud_within_the_standard_error():
+    truth = ((VARIANCES.sum() ** 2 / VARIANCES.square().sum()).item() - 1) / 767
+    results = [isoscore_by_sentence_with_error(dependent(seed), groups=10) for seed in range(40)]
+    scores = [result.value for result in results]
+    spread = np.std(scores, ddof=1)
     assert truth == pytest.approx(0.867, abs=1e-3)
-    assert abs(np.mean(scores) - truth) < 3 * error < 0.1
-    assert max(independent) < 0.2
+    assert abs(np.mean(scores) - truth) < 3 * spread / np.sqrt(len(scores)) < 0.03
+    # With 30 sentences in 768 dimensions, the jackknife counts a part of the variance twice.
+    reported = np.sqrt(np.mean([result.error**2 for result in results]))
+    assert 0.75 * spread < reported < 1.6 * spread
+    inside = [abs(result.value - truth) < 2.26 * result.error for result in results]
+    assert np.mean(inside) > 0.9
+    assert max(isoscore_unbiased(dependent(seed)).item() for seed in range(5)) < 0.2
+
+
+def test_the_standard_error_is_the_spread_for_more_sentences_than_dimensions():
+    results = []
+    for seed in range(100):
+        generator = torch.Generator().manual_seed(seed)
+        shared, single = (torch.randn(100, tokens, 3, generator=generator, dtype=torch.float64) for tokens in (1, 4))
+        points = (shared + single) * torch.tensor([2.0, 1.0, 1.0])
+        results.append(isoscore_by_sentence_with_error(points, groups=25))
+    spread = np.std([result.value for result in results], ddof=1)
+    # 100 replications know the spread to within 7% (one standard deviation).
+    assert np.sqrt(np.mean([result.error**2 for result in results])) == pytest.approx(spread, rel=0.2)
+
+
+def test_the_standard_error_is_that_of_the_scores_without_each_group():
+    points, mask = sentences(9)
+    mask[2] = False
+    origin = points[mask].mean(0)
+    chosen = [number for number in range(9) if number != 2]
+    for groups in (None, 4):
+        without = []
+        for group in range(groups or 8):
+            rest = [number for i, number in enumerate(chosen) if i % (groups or 8) != group]
+            without.append(SentenceMoments(4, origin).update(points[rest], mask[rest]).score().item())
+        result = isoscore_by_sentence_with_error(points, mask, groups)
+        size = len(without)
+        assert result.error == pytest.approx(np.sqrt((size - 1) * np.var(without)), rel=1e-8)
+        assert result.value == pytest.approx(isoscore_by_sentence(points, mask).item(), rel=1e-12)
 
 
 def test_batches_and_merged_accumulators_are_the_whole():
@@ -86,6 +123,9 @@ def test_batches_and_merged_accumulators_are_the_whole():
     for number, (batch, batch_mask) in enumerate(zip(points.split(4), mask.split(4), strict=True)):
         parts[number % 2].update(batch, batch_mask)
     assert parts[1].merge(parts[0]).score().item() == pytest.approx(whole, rel=1e-10)
+    first = SentenceMoments(4, origin).update(points[:7], mask[:7]).score().item()
+    second = SentenceMoments(4, origin).update(points[7:], mask[7:])
+    assert parts[1].subtract(second).score().item() == pytest.approx(first, rel=1e-9)
 
 
 def test_it_does_not_depend_on_rotation_translation_scale_and_padding():
@@ -120,5 +160,10 @@ def test_bad_input():
         isoscore_by_sentence(torch.ones(5, 2, 3))
     with pytest.raises(UserError, match="different origins"):
         SentenceMoments(4).merge(SentenceMoments(4, torch.ones(4)))
+    with pytest.raises(UserError, match="3 sentences have no score; expected at least 4"):
+        isoscore_by_sentence_with_error(points[:4], mask[:4])
+    for groups in (1, 7):
+        with pytest.raises(UserError, match=f"groups is {groups}; expected 2 to 6"):
+            isoscore_by_sentence_with_error(points, mask, groups)
     with pytest.raises(UserError, match="at least 2 dimensions"):
         SentenceMoments(1)

@@ -84,8 +84,8 @@ MUTATIONS = [
     Mutation(
         "The attention mask of a training pass does not reach the penalty.",
         "istar/regularizers/hidden_states.py",
-        "self._tokens = Tokens(mask, labels=self._labels)",
-        "self._tokens = Tokens(None, labels=self._labels)",
+        "self._tokens = Tokens(mask, labels=self._labels, position_ids=positions)",
+        "self._tokens = Tokens(None, labels=self._labels, position_ids=positions)",
         "tests/regularizers/test_attach.py::test_a_positional_mask_is_the_mask",
     ),
     Mutation(
@@ -178,6 +178,27 @@ MUTATIONS = [
         'value = 1 - (score.clamp(max=1) if self.estimator == "unbiased" else score)',
         'value = score.clamp(max=1) if self.estimator == "unbiased" else score',
         "tests/regularizers/test_istar.py::test_the_penalty_is_weight_times_one_minus_the_score_of_the_layers_chosen",
+    ),
+    Mutation(
+        "The gradient of the score by sentence neglects that the mean depends on the points.",
+        "istar/regularizers/by_sentence.py",
+        "grad_mean = grad_mean - gradient.sum(0, dtype=mean.dtype)",
+        "grad_mean = grad_mean - 0 * gradient.sum(0, dtype=mean.dtype)",
+        "tests/regularizers/test_by_sentence.py::test_it_is_the_measure_of_the_union_of_the_layers",
+    ),
+    Mutation(
+        "The documents of a padding-free batch are one sentence.",
+        "istar/regularizers/hidden_states.py",
+        "Tokens(mask, position_ids=positions)",
+        "Tokens(mask)",
+        "tests/regularizers/test_by_sentence.py::test_positions_of_a_call_divide_a_padding_free_batch",
+    ),
+    Mutation(
+        "All pieces of a document are sentences of the score by sentence.",
+        "istar/geometry/stream.py",
+        "[-1 if block.piece else row for row, block in enumerate(blocks)]",
+        "[row for row, block in enumerate(blocks)]",
+        "tests/geometry/test_stream.py::test_the_score_by_sentence_is_that_of_the_first_blocks_of_the_documents",
     ),
     Mutation(
         "The penalty weighs Sigma_S by 1 - zeta.",

@@ -625,7 +625,7 @@ WRONG = [
     (lambda: IStar(1.0, "auto", estimator="unbiased"), "zeta is auto; the unbiased estimator"),
     (lambda: IStar(1.0, 0, estimator="unbised"), "estimator is unbised; expected one of shrinkage, unbiased"),
     (lambda: IStar(1.0, 0, compute="float16"), "compute is float16; expected one of float32, bfloat16"),
-    (lambda: IStar(1.0, "auto", compute="bfloat16"), "compute is bfloat16; the unbiased estimator and zeta auto"),
+    (lambda: IStar(1.0, "auto", compute="bfloat16"), "compute is bfloat16; the unbiased estimators and zeta auto"),
     (lambda: IStar(1.0, 0, estimator="unbiased", compute="bfloat16"), "compute is bfloat16; the unbiased estimator"),
     (lambda: IStar(1.0, "auto")(states(), mask()), "the shrinkage covariance is not set"),
     (lambda: IStar(1.0, 0.2)(states(), mask()), "the shrinkage covariance is not set"),

@@ -481,7 +481,8 @@ def test_ablations(tmp_path: Path) -> None:
     for seed in range(1, 5):
         for layers in ("all", [2]):
             save(record("rte", BERT, istar(-1, "auto", layers), seed, 0.9), tmp_path)  # type: ignore[arg-type]
-            save(record("rte", BERT, istar(-1, 0.0, layers, estimator="unbiased"), seed, 0.9), tmp_path)
+            for estimator in ("unbiased", "unbiased_by_sentence"):
+                save(record("rte", BERT, istar(-1, 0.0, layers, estimator=estimator), seed, 0.9), tmp_path)
     loaded, frame = frame_of(tmp_path)
     [cell] = [cell for cell in cells.select_cells(frame) if cell.family == "istar"]
     assert (cell.configurations, cell.by_seed("accuracy")[1]) == (3, pytest.approx(71))

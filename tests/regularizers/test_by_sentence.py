@@ -1,0 +1,347 @@
+"""I-STAR with the score from pairs of points of different sentences: naive sums, packed documents, two processes."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers as hf
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing import assert_close
+
+from istar.errors import UserError
+from istar.measures import isoscore_by_sentence
+from istar.regularizers import IStar, Points, RandomDirection, attach
+from istar.regularizers.points import Tokens
+from istar.regularizers.random_direction import random_rotation
+from tests.forks import run_in_processes
+from tests.oracles import stack
+from tests.regularizers.test_istar import mask, states, value_and_gradients
+
+CLOSE = {"rtol": 1e-9, "atol": 1e-9}
+
+
+def by_sentence(weight=1.0, layers="with_embeddings", **arguments):
+    return IStar(weight, 0, layers, estimator="unbiased_by_sentence", **arguments)
+
+
+def naive_score(points, sentences):
+    """The averages over all tuples of points `(n, d)` of distinct sentences, about the mean; differentiable."""
+    points = points - points.mean(0)
+    products = points @ points.T
+    norms = products.diagonal()
+    differ = (sentences[:, None] != sentences).to(points)
+    three = torch.einsum("ij,jk,ik->ijk", differ, differ, differ)
+    four = torch.einsum("ijk,il,jl,kl->ijkl", three, differ, differ, differ)
+    quadruples = torch.einsum("ijkl,ij,kl->", four, products, products) / four.sum()
+    squared_norm = (differ * products.square()).sum() / differ.sum() + quadruples
+    squared_norm = squared_norm - 2 * torch.einsum("ijk,ij,jk->", three, products, products) / three.sum()
+    squared_trace = (differ * norms[:, None] * norms).sum() / differ.sum() + quadruples
+    squared_trace = squared_trace - 2 * torch.einsum("ijk,i,jk->", three, norms, products) / three.sum()
+    return (squared_trace / squared_norm - 1) / (points.shape[1] - 1)
+
+
+def naive_penalty(layers, attention_mask=None):
+    attention_mask = torch.ones(layers[0].shape[:2]) if attention_mask is None else attention_mask
+    numbers = torch.arange(len(attention_mask))[:, None].expand(attention_mask.shape)[attention_mask.bool()]
+    return 1 - naive_score(stack(layers, attention_mask), numbers.repeat(len(layers)))
+
+
+def dependent(shape=(5, 4, 6), layers=3, seed=0):
+    """Hidden states whose tokens and layers have a common part in each sentence."""
+    shared = states((shape[0], 1, shape[2]), layers=1, seed=seed + 1)[0]
+    return [state + shared for state in states(shape, layers, seed=seed)]
+
+
+# Unequal lengths, with a sentence of padding alone.
+LENGTHS = (torch.arange(4) < torch.tensor([1, 4, 2, 3, 0])[:, None]).long()
+
+
+@pytest.mark.parametrize("attention_mask", [None, LENGTHS], ids=["all", "masked"])
+@pytest.mark.parametrize("dim", [2, 6, 30])
+def test_value_and_gradient_are_those_of_all_tuples_of_points_of_different_sentences(dim, attention_mask):
+    layers = dependent((5, 4, dim))
+    penalty = by_sentence()
+    value, gradients = value_and_gradients(lambda layers: penalty(layers, attention_mask), layers)
+    expected, naive_gradients = value_and_gradients(lambda layers: naive_penalty(layers, attention_mask), layers)
+    assert penalty.last.score < 1
+    assert_close((value, gradients), (expected, naive_gradients), **CLOSE)
+    assert all(gradient.norm() > 1e-6 for gradient in gradients)
+    assert penalty.last.points == (60 if attention_mask is None else 30)
+
+
+@pytest.mark.parametrize("attention_mask", [None, LENGTHS], ids=["all", "masked"])
+def test_it_is_the_measure_of_the_union_of_the_layers(attention_mask):
+    layers = dependent()
+    repeated = None if attention_mask is None else attention_mask.repeat(1, len(layers))
+
+    def measure(layers):
+        return 1 - isoscore_by_sentence(torch.cat(list(layers), 1), repeated)
+
+    penalty = by_sentence()
+    actual = value_and_gradients(lambda layers: penalty(layers, attention_mask), layers)
+    assert_close(actual, value_and_gradients(measure, layers), **CLOSE)
+    assert penalty.measure == "isoscore_by_sentence"
+
+
+def test_first_and_second_derivatives_are_those_of_finite_differences():
+    layers = [state.requires_grad_() for state in dependent((4, 2, 3), layers=2)]
+    attention_mask = torch.tensor([[1, 1], [1, 0], [1, 1], [1, 1]])
+    assert torch.autograd.gradcheck(lambda *layers: -3 * by_sentence()(layers, attention_mask), layers)
+    assert torch.autograd.gradgradcheck(lambda *layers: -3 * by_sentence()(layers, attention_mask), layers)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_narrow_states_have_the_score_of_the_rounded_states(dtype):
+    layers = [(state + 30).to(dtype) for state in dependent((8, 20, 16))]
+    penalty = by_sentence(2.0**12)
+    value, gradients = value_and_gradients(lambda layers: penalty(layers, mask(8, 20)), layers)
+    score = penalty.last.score
+    doubles = [state.double() for state in layers]
+    _, exact = value_and_gradients(lambda layers: penalty(layers, mask(8, 20)), doubles)
+    assert value.dtype == torch.float32
+    assert_close(score.double(), penalty.last.score, rtol=1e-5, atol=0)
+    for gradient, exact_gradient in zip(gradients, exact, strict=True):
+        assert gradient.dtype == dtype
+        error = (gradient.double() - exact_gradient).norm() / exact_gradient.norm()
+        assert error < max(torch.finfo(dtype).eps, 2e-5)
+
+
+@pytest.mark.parametrize("weight", [-1.0, 1.0])
+def test_a_score_above_1_is_measured_but_neither_rewarded_nor_punished(weight):
+    points = torch.randn(5, 1, 30, generator=torch.Generator().manual_seed(1), dtype=torch.float64, requires_grad=True)
+    penalty = by_sentence(weight, layers="last")
+    loss = penalty([points, points])
+    assert penalty.last.score > 1
+    assert loss == 0
+    loss.backward()
+    assert not points.grad.any()
+
+
+def test_the_placebo_rotates_its_gradient():
+    layers = dependent()
+    placebo = RandomDirection(1.0, 0, "with_embeddings", estimator="unbiased_by_sentence", seed=3)
+    value, gradients = value_and_gradients(lambda layers: placebo(layers, LENGTHS), layers)
+    expected, plain = value_and_gradients(lambda layers: by_sentence()(layers, LENGTHS), layers)
+    rotation = random_rotation(6, 3)
+    assert_close((value, gradients), (expected, [gradient @ rotation.T for gradient in plain]), **CLOSE)
+
+
+# Which points belong to the same sentence ---------------------------------------------------------------------
+
+
+def packed(layers, attention_mask):
+    """All documents in one row, with their positions and a mask of four dimensions, and padding at both ends."""
+    chosen = attention_mask.bool()
+    rows = [torch.nn.functional.pad(state[chosen], (0, 0, 1, 2), value=7.0)[None] for state in layers]
+    lengths = attention_mask.sum(1).tolist()
+    positions = torch.cat([torch.zeros(1), *(torch.arange(length) for length in lengths), torch.ones(2)]).long()[None]
+    documents = torch.cat([torch.full((length,), number) for number, length in enumerate(lengths)])
+    documents = torch.nn.functional.pad(documents, (1, 2), value=-1)
+    may_attend = (documents[:, None] == documents) & (documents >= 0)
+    return rows, positions, may_attend.tril()[None, None]
+
+
+@pytest.mark.parametrize("kind", ["positions", "mask"])
+def test_packed_documents_are_sentences(kind):
+    layers = dependent()
+    rows, positions, may_attend = packed(layers, LENGTHS)
+    real = (may_attend[:, 0].diagonal(dim1=1, dim2=2)).long()
+    tokens = Tokens(may_attend) if kind == "mask" else Tokens(real, position_ids=positions)
+    penalty = by_sentence()
+    value = penalty.combine([penalty.summarize(state, tokens) for state in rows])
+    assert_close(value, naive_penalty(layers, LENGTHS), **CLOSE)
+
+
+def test_several_passes_have_different_sentences():
+    first, second = dependent((2, 4, 6)), dependent((3, 2, 6), seed=5)
+    penalty = by_sentence()
+    summaries = []
+    for layers in (first, second):
+        tokens = Tokens()
+        summaries += [penalty.summarize(state, tokens) for state in layers]
+    points = torch.cat([state.flatten(0, 1) for state in (*first, *second)])
+    numbers = [torch.arange(2).repeat_interleave(4)] * 3 + [2 + torch.arange(3).repeat_interleave(2)] * 3
+    assert_close(penalty.combine(summaries), 1 - naive_score(points, torch.cat(numbers)), **CLOSE)
+
+
+def test_layers_may_leave_out_different_points():
+    layers = dependent()
+    layers[1][2] *= 100
+    layers[2][0, 1] *= 100
+    tokens = Tokens(LENGTHS, Points(max_norm_ratio=20))
+    penalty = by_sentence()
+    value = penalty.combine([penalty.summarize(state, tokens) for state in layers])
+    kept = [LENGTHS.bool().clone() for _ in layers]
+    kept[1][2] = False
+    kept[2][0, 1] = False
+    numbers = torch.arange(5)[:, None].expand(5, 4)
+    points = torch.cat([state[chosen] for state, chosen in zip(layers, kept, strict=True)])
+    expected = 1 - naive_score(points, torch.cat([numbers[chosen] for chosen in kept]))
+    assert_close(value, expected, **CLOSE)
+
+
+def gpt2():
+    torch.manual_seed(0)
+    config = hf.GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=30, bos_token_id=0, eos_token_id=0)
+    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0
+    return hf.GPT2LMHeadModel(config).double()
+
+
+def gradient_of(model, batch, points):
+    with attach(model, by_sentence(0.7), points=points) as watch:
+        model(**batch)
+        loss = watch.loss()
+    return loss.detach(), torch.autograd.grad(loss, list(model.transformer.h[0].parameters()))
+
+
+@pytest.mark.parametrize("points", [Points(), Points("content", special_ids=(3,))], ids=["all", "content"])
+def test_attached_to_a_model_it_is_that_of_the_returned_hidden_states_packed_or_not(points):
+    model = gpt2()
+    ids = torch.randint(4, 30, (5, 4), generator=torch.Generator().manual_seed(0))
+    ids[:, 0] = 3
+    lengths = LENGTHS.clone()
+    lengths[4, :3] = 1
+    separate = {"input_ids": ids, "attention_mask": lengths}
+    actual = gradient_of(model, separate, points)
+    chosen = lengths.bool() & (ids != 3) if points.which == "content" else lengths
+    hidden_states = model(**separate, output_hidden_states=True).hidden_states
+    loss = 0.7 * naive_penalty(hidden_states, chosen)
+    gradients = torch.autograd.grad(loss, list(model.transformer.h[0].parameters()))
+    assert_close(actual, (loss.detach(), gradients), **CLOSE)
+
+    [row], positions, may_attend = packed([ids[..., None]], lengths)
+    attention = torch.zeros(may_attend.shape, dtype=torch.float64).masked_fill(~may_attend, -1e9)
+    attention.diagonal(dim1=2, dim2=3)[..., [0, -2, -1]] = -1e9
+    batch = {"input_ids": row[..., 0], "position_ids": positions, "attention_mask": attention}
+    assert_close(gradient_of(model, batch, points), actual, rtol=1e-6, atol=1e-8)
+
+
+# Processes ----------------------------------------------------------------------------------------------------
+
+
+class Tower(torch.nn.Module):
+    """An encoder that returns all its hidden states."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(5, 5) for _ in range(3)).double()
+
+    def forward(self, state, attention_mask, position_ids=None):
+        result = [state]
+        for layer in self.layers:
+            result.append(torch.tanh(layer(result[-1])))
+        return result
+
+
+def test_positions_of_a_call_divide_a_padding_free_batch():
+    layers, values = dependent((5, 4, 5), layers=1), []
+    rows, positions, _ = packed(layers, LENGTHS)
+    for batch in ((layers[0], LENGTHS), (rows[0][:, 1:-2], None, positions[:, 1:-2])):
+        model = Tower()
+        with attach(model, by_sentence(layers="all"), list(model.layers)) as watch:
+            model(*batch)
+            values.append(watch.loss())
+    assert_close(*values, **CLOSE)
+    with attach(model, by_sentence(layers="all"), list(model.layers)) as watch:
+        model(rows[0], None)
+        with pytest.raises(UserError, match="the batch has 1 sentences"):
+            watch.loss()
+
+
+SIZES = {"unequal": (4, 2), "few": (3, 1), "one is empty": (6, 0), "too few": (1, 2)}
+"""Number of sentences of each process."""
+
+
+def shard(sizes, rank):
+    """All sentences of a rank, or of both if it is None."""
+    points = dependent((sum(sizes), 4, 5), layers=1)[0] + 2
+    attention_mask = mask(sum(sizes), 4)
+    if rank is None:
+        return points, attention_mask
+    rows = slice(0, sizes[0]) if rank == 0 else slice(sizes[0], None)
+    points, attention_mask = points[rows], attention_mask[rows]
+    return (points, attention_mask) if len(points) else (torch.ones(2, 3, 5).double(), torch.zeros(2, 3))
+
+
+def train(model, points, attention_mask, is_attached=False, sync=True):
+    """Plain SGD on the penalty alone; returns the losses and the parameters after the last step."""
+    penalty = by_sentence(0.7, layers="all", sync=sync)
+    module = model.module if isinstance(model, DistributedDataParallel) else model
+    watch = attach(model, penalty, list(module.layers)) if is_attached else None
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    losses = []
+    for _ in range(3):
+        hidden_states = model(points, attention_mask=attention_mask)
+        loss = penalty(hidden_states, attention_mask) if watch is None else watch.loss()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.cat([torch.stack(losses), torch.nn.utils.parameters_to_vector(model.parameters()).detach()])
+
+
+def work(rank, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    results = {}
+    for name, sizes in SIZES.items():
+        for is_attached in (False, True):
+            try:
+                result = train(DistributedDataParallel(Tower()), *shard(sizes, rank), is_attached)
+            except UserError as error:
+                result = str(error)
+            results[name, is_attached] = result
+    points, attention_mask = shard((4, 5), rank)
+    results["no sync"] = by_sentence(sync=False)(Tower()(points, attention_mask), attention_mask).detach()
+    if rank == 1:
+        points[0, 0, 0] = torch.nan
+    results["nan"] = by_sentence()([points, points], attention_mask)
+    torch.save(results, f"{folder}/{rank}.pt")
+    dist.barrier()
+    # Not through the end of the interpreter, where what is left of a process group may abort.
+    os._exit(0)
+
+
+def test_two_processes_are_one_with_the_union(tmp_path):
+    run_in_processes(work, (str(tmp_path),), 2)
+    results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    for rank, result in enumerate(results):
+        for (name, is_attached), actual in ((key, value) for key, value in result.items() if isinstance(key, tuple)):
+            if name == "too few":
+                assert actual.startswith("the batch has 3 sentences with points, in all processes together")
+                continue
+            expected = train(Tower(), *shard(SIZES[name], None), is_attached)
+            assert_close(actual, expected, **CLOSE)
+            start = torch.nn.utils.parameters_to_vector(Tower().parameters())
+            assert (actual[3:] - start).abs().max() > 1e-3
+        points, attention_mask = shard((4, 5), rank)
+        assert_close(result["no sync"], naive_penalty(Tower()(points, attention_mask), attention_mask), **CLOSE)
+        assert result["nan"].isnan()
+
+
+# Bad input ----------------------------------------------------------------------------------------------------
+
+
+WRONG = [
+    (
+        lambda: IStar(1.0, 0.2, estimator="unbiased_by_sentence"),
+        r"zeta is 0\.2; the unbiased_by_sentence estimator has",
+    ),
+    (lambda: IStar(1.0, "auto", estimator="unbiased_by_sentence"), "zeta is auto; the unbiased_by_sentence estimator"),
+    (lambda: by_sentence(compute="bfloat16"), "compute is bfloat16; the unbiased estimators"),
+    (lambda: by_sentence(include_padding=True), "padding, which belongs to no sentence"),
+    (lambda: by_sentence()(dependent(), LENGTHS * (torch.arange(5) < 3)[:, None]), "the batch has 3 sentences"),
+    (lambda: by_sentence()(dependent(), 0 * LENGTHS), "the batch has 0 sentences"),
+    (lambda: by_sentence()([torch.randn(9, 4)] * 2), r"expected hidden states \(batch, tokens, d\), not \(9, 4\)"),
+    (lambda: by_sentence()([torch.randn(5, 2, 4), torch.randn(5, 2, 3)]), r"the layers have \[3, 4\] dimensions"),
+    (lambda: by_sentence()([torch.randn(5, 2, 1)] * 2), "isotropy needs at least 2 dimensions"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), WRONG, ids=[str(i) for i in range(len(WRONG))])
+def test_what_has_no_penalty_is_refused_in_one_line(call, message):
+    with pytest.raises(UserError, match=message) as error:
+        call()
+    assert "\n" not in str(error.value)
