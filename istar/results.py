@@ -39,7 +39,7 @@ class RunRecord:
     # set, or the frequencies of its tokens.
     baseline: dict[str, float] = field(default_factory=dict)
     collapsed: dict[str, bool] = field(default_factory=dict)  # by validation set: whether all its predictions are equal
-    # IsoScore* on the validation set `before` and `after` training, by layer (0 is the embedding output) and for the
+    # IsoScore on the validation set `before` and `after` training, by layer (0 is the embedding output) and for the
     # union of layers 1 to L; `after` is measured at the headline epoch. `points` counts the tokens.
     isotropy: dict[str, Any] = field(default_factory=dict)
     # For classification tasks, the isotropy of the validation set within and between its classes, `before` and `after`

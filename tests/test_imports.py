@@ -54,7 +54,7 @@ ALLOWED = {
     "results": {"config", "scores", "files", "errors"},
     "figures": {"errors", "files"},
     "pages": {"figures", "errors", "files"},
-    "geometry": {"figures", "pages", "models", "tasks", "measures", "config", "errors", "files"},
+    "geometry": {"figures", "pages", "models", "tasks", "measures", "statistics", "config", "errors", "files"},
     "reports": {"figures", "pages", "results", "config", "measures", "statistics", "scores", "errors", "files"},
 }
 ASSEMBLING = {

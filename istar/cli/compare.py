@@ -20,7 +20,10 @@ def add_parser(commands: Any) -> None:
     """Add the command to the parser of `istar`."""
     parser = commands.add_parser("compare", help="compare the geometry of several models on one page")
     add = parser.add_argument
-    models = "folder of istar measure, model, or run, as [label=]<folder or hub id>[@revision]; two or more"
+    models = (
+        "folder of istar measure, model, or run, as [label=]<folder or hub id>[@revision]; two or more; or folders of "
+        "istar measure --revisions or --checkpoints alone, which are compared over their training"
+    )
     add("models", nargs="+", help=models)
     text = "text to measure models over that are no folders of istar measure, and for CKA; repeatable"
     add("--text", action="append", default=[], help=text)
@@ -34,10 +37,13 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     """Measure the models that are not measured yet, print the table of all models, and write the page."""
     check_minima(options, documents=0, length=1, max_tokens=1)
-    from istar.geometry import compare, compare_page, corpus
+    from istar.geometry import compare, compare_page, corpus, trajectory_comparison
 
-    compare_page.check(options.out)
     chosen = compare.choices(options.models)
+    if any(map(trajectory_comparison.is_trajectory, chosen)):
+        _compare_trainings(options, chosen)
+        return
+    compare_page.check(options.out)
     sources = corpus.sources(options.text)
     console, progress = make_console(), make_console(stderr=True)
     subjects = _measured(chosen, sources, options, progress)
@@ -47,6 +53,22 @@ def run(options: argparse.Namespace) -> None:
     for sentence in compare.differences(subjects):
         console.print(f"warning: {sentence}", highlight=False, soft_wrap=True, markup=False)
     console.out(f"{page}, and figures, tables, {compare.TABLE} beside it", highlight=False)
+
+
+def _compare_trainings(options: argparse.Namespace, chosen: Sequence["Choice"]) -> None:
+    """Print the table of several trajectories, and write their page."""
+    from istar.geometry import trajectory_comparison
+
+    if options.text:
+        raise UserError("--text does not go with folders of trainings, which are measured already; leave it out")
+    trajectory_comparison.check(options.out)
+    trainings = trajectory_comparison.read(chosen)
+    page = trajectory_comparison.write(trainings, options.out, options.typed)
+    console = make_console()
+    console.print(trajectory_comparison.table(trainings))
+    for sentence in trajectory_comparison.differences(trainings):
+        console.print(f"warning: {sentence}", highlight=False, soft_wrap=True, markup=False)
+    console.out(f"{page}, and figures, tables, {trajectory_comparison.TABLE} beside it", highlight=False)
 
 
 def _measured(

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from istar.cli.console import check_minima, make_console, make_folder
+from istar.errors import UserError
 
 
 def add_parser(commands: Any) -> None:
@@ -14,12 +15,22 @@ def add_parser(commands: Any) -> None:
     )
     add = parser.add_argument
     add("geometry", type=Path, help="trajectory.csv, or another table with a row per revision or step")
-    add("scores", type=Path, help="CSV with a column revision or step, and a column for each task")
+    scores = (
+        "CSV with a column revision or step, and a column for each task; or results of lm-evaluation-harness or MTEB"
+    )
+    add("scores", type=Path, help=f"{scores}, as a .json file or a folder of such files")
     add("--out", type=Path, default=Path("correlation"), help="output folder (default: correlation)")
     add("--by", choices=("revision", "step"), help="column that joins the tables (default: the one that both have)")
     for name in ("measure", "layer", "source"):
         add(f"--{name}", action="append", default=[], help=f"use only this {name}; repeatable")
+    add("--task", action="append", default=[], help="use only this task, or those that begin with it; repeatable")
     add("--omit", action="append", default=[], help="leave out this revision or step; repeatable")
+    given = "columns of either table to hold constant in partial correlations, separated by commas, such as step,lr"
+    add("--given", default="", help=f"{given}; of the same name in both, that of the measures counts")
+    add("--model", default="", help="model of all scores, if they name it differently from the measures, or not at all")
+    add("--pool", action="store_true", help="correlate over the checkpoints of all models together")
+    blocks = "intervals from blocks of so many neighbouring checkpoints, or auto; for checkpoints of one training"
+    add("--blocks", help=f"{blocks} (default: single checkpoints)")
     add("--resamples", type=int, default=2_000, help="number of bootstrap resamples (default: 2000)")
     add("--seed", type=int, default=0, help="seed of the bootstrap (default: 0)")
     parser.set_defaults(command=run, extra="train")
@@ -28,19 +39,39 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     """Compute the correlations, write them to the output folder and print them."""
     check_minima(options, resamples=100, seed=0)
-    from istar.geometry import correlate
+    from istar.geometry import correlate, correlation_tables
+    from istar.geometry.score_join import Selection
 
-    measures, layers, sources = tuple(options.measure), tuple(options.layer), tuple(options.source)
-    selection = correlate.Selection(
-        options.by, measures, layers, sources, tuple(options.omit), options.resamples, options.seed
+    selection = Selection(
+        by=options.by,
+        measures=tuple(options.measure),
+        layers=tuple(options.layer),
+        sources=tuple(options.source),
+        tasks=tuple(options.task),
+        omit=tuple(options.omit),
+        model=options.model,
+        given=tuple(dict.fromkeys(name.strip() for name in options.given.split(",") if name.strip())),
+        pool=options.pool,
+        resamples=options.resamples,
+        seed=options.seed,
+        block_length=_block_length(options.blocks),
     )
     correlations = correlate.correlate(options.geometry, options.scores, selection)
-    sheet = correlate.sheet(correlations, selection)
+    sheet = correlation_tables.sheet(correlations, selection)
     make_folder(options.out)
-    paths = correlate.write(correlations, sheet, options.out)
+    paths = correlation_tables.write(correlations, sheet, options.out)
     console = make_console()
-    for table in correlate.tables(sheet):
+    for table in correlation_tables.tables(sheet):
         console.print(table)
-    choices = correlate.choices(correlations, selection)
-    for line in (*choices, *correlate.reasons(sheet), *correlations.remarks, ", ".join(map(str, paths))):
+    choices = correlation_tables.choices(correlations, selection)
+    for line in (*choices, *correlation_tables.reasons(sheet), *correlations.remarks, ", ".join(map(str, paths))):
         console.out(line, highlight=False)
+
+
+def _block_length(text: str | None) -> int | None:
+    """Return the value of `--blocks`; 0 for auto, and None without it."""
+    if text is None or text == "auto":
+        return None if text is None else 0
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(f"--blocks {text} is no length; expected auto, or a number of checkpoints from 1 on")
+    return int(text)

@@ -188,7 +188,8 @@ def _legend_columns(panel_columns: int, labels: Sequence[str]) -> int:
 
 def _line_styles(plot: Plot) -> dict[str, dict[str, Any]]:
     """Return matplotlib's colour, marker and line style by label, the same in all panels; `plot.ink` gets black."""
-    labels = list(dict.fromkeys(line.label for panel in plot.panels for line in panel.lines))
+    drawn = [line.label for panel in plot.panels for line in panel.lines]
+    labels = list(dict.fromkeys([*plot.labels, *drawn]))
     if plot.ordered:
         last = max(len(labels) - 1, 1)
         colours = [SCALE[round(number * (len(SCALE) - 1) / last)] for number in range(len(labels))]

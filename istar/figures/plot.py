@@ -68,3 +68,6 @@ class Plot:
     ordered: bool = False  # whether the lines have an order, which a colour scale then shows
     share_axes: bool = False  # whether all panels have the same limits of both axes
     ink: str = BASE  # label of the reference line, which is drawn in black
+    # Labels that colours are given to in this order, also those without a line here: several plots with the same labels
+    # then have the same colours. Empty: the labels of the lines.
+    labels: tuple[str, ...] = ()

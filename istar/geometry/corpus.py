@@ -1,5 +1,6 @@
 """Texts to measure on, and the division of their documents into blocks of tokens."""
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +57,23 @@ def sources(texts: Sequence[str]) -> list[Source]:
     return parsed
 
 
+@dataclass
+class Reading:
+    """How much of a text has been read, and how long it has taken."""
+
+    documents: int = 0  # documents that were begun; a limit of tokens may end the pass within the last one
+    characters: int = 0  # characters of these documents
+    bytes: int = 0  # their bytes in UTF-8, without what stands around them in the file, such as line ends
+    tokens: int = 0  # tokens that the statistics include
+    seconds: float = 0.0  # time from the first block to the last one
+    forward_seconds: float = 0.0  # time of the model's forward passes alone, summed over all processes
+
+    def add(self, other: "Reading") -> None:
+        """Add what has been read of another text."""
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
+
 class Block(NamedTuple):
     """The tokens of one row of the model's input."""
 
@@ -98,14 +116,30 @@ class Blocks:
         end = separator(tokenizer)
         self._separator = [] if end is None else [end]
 
-    def __call__(self, texts: Iterable[str]) -> Iterator[Block]:
-        """Yield the blocks of the documents in their order."""
-        tokenized = enumerate(tokenize(texts, self._tokenizer))
-        documents = (Block(ids, [False] * len(ids), number) for number, ids in tokenized)
+    def __call__(self, texts: Iterable[str], reading: Reading | None = None) -> Iterator[Block]:
+        """Yield the blocks of the documents in their order, and count the documents that they are from in `reading`."""
+        documents = self._tokenized(texts, Reading() if reading is None else reading)
         pieces = self._pack(documents) if self._documents == "packed" else self._cut(documents)
         before, after = [True] * len(self._prefix), [True] * len(self._suffix)
         for tokens, is_special, run, number in pieces:
             yield Block([*self._prefix, *tokens, *self._suffix], [*before, *is_special, *after], run, number)
+
+    def _tokenized(self, texts: Iterable[str], reading: Reading) -> Iterator[Block]:
+        """Yield the tokens of each document, and count the document."""
+        # The tokenizer reads ahead.
+        sizes: deque[tuple[int, int]] = deque()
+
+        def measured() -> Iterator[str]:
+            for text in texts:
+                sizes.append((len(text), len(text.encode())))
+                yield text
+
+        for number, ids in enumerate(tokenize(measured(), self._tokenizer)):
+            characters, size = sizes.popleft()
+            reading.documents += 1
+            reading.characters += characters
+            reading.bytes += size
+            yield Block(ids, [False] * len(ids), number)
 
     def _cut(self, documents: Iterable[Block]) -> Iterator[Block]:
         """Cut each document by itself."""

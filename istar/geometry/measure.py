@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -83,6 +84,12 @@ class Measurements:
     # Intrinsic dimension by scale: fields of `ScaleDimension`.
     gride: BySourceAndTap[list[dict[str, float]]] = field(default_factory=dict)
     rows: dict[str, dict[str, Any]] = field(default_factory=dict)  # `arrays.summarize_rows` of each embedding matrix
+    # By text, and for `combined`: how much of it was read, and how long that took; fields of `corpus.Reading`. Empty in
+    # files of earlier versions.
+    readings: dict[str, dict[str, float]] = field(default_factory=dict)
+    # Time from the loading of the model to the last measure, interrupted calls included; None in earlier versions.
+    seconds: float | None = None
+    processes: int = 1  # number of processes that shared the pass
     command: str = ""  # command line that took these measures
     format: int = FORMAT  # version of the file format, see `FORMAT`
 
@@ -165,6 +172,7 @@ def measure(
     Raises:
         UserError: if the model or a text cannot be read, or an argument does not fit the model or the machine.
     """
+    start = time.monotonic()
     config = ModelConfig(name=name, revision=revision)
     tokenizer = load_tokenizer(config)
     model: Any = load_encoder(config, tokenizer, DTYPES[dtype])
@@ -177,13 +185,14 @@ def measure(
     paths = [source.path for source in sources]
     # The paths count by name (the list) and by content (each by itself).
     identity = stream.identity(weights, settings, paths, *paths)
-    summaries = Stream(model, tokenizer, settings, out / ".pass", identity)(sources, _Summary.of, console)
+    reader = Stream(model, tokenizer, settings, out / ".pass", identity)
+    summaries = reader(sources, _Summary.of, console)
     embeddings = {"input": model.get_input_embeddings().weight.detach()}
     if output is not None:
         embeddings["output"] = output.values.to(model.device)
     # The last summary is that of all texts together.
     counts = list(summaries.values())[-1].token_counts if summaries else None
-    return Measurements(
+    measured = Measurements(
         model={
             "name": name,
             "revision": revision,
@@ -207,8 +216,11 @@ def measure(
             for source, summary in summaries.items()
         },
         rows={which: arrays.summarize_rows(matrix, counts) for which, matrix in embeddings.items()},
+        readings={source: asdict(reading) for source, reading in reader.readings.items()},
+        processes=reader.num_processes,
         command=command,
     )
+    return replace(measured, seconds=time.monotonic() - start + reader.earlier_seconds)
 
 
 def weights_hash(model: PreTrainedModel) -> str:

@@ -12,7 +12,7 @@ import pandas as pd
 
 from istar.errors import UserError, shorten
 from istar.figures.plot import Plot
-from istar.geometry import findings, measure, model_figures
+from istar.geometry import findings, measure, model_figures, reading_table
 from istar.geometry.measure import Measurements
 from istar.geometry.model_figures import NAMES, tap_name
 from istar.geometry.same_model import ModelName, refuse_other_model, saved_weights_hash
@@ -118,7 +118,7 @@ def write(measured: Measurements, out: Path) -> Path:
     except OSError as error:
         raise UserError(f"--out {out} cannot be written: {shorten(error)}") from error
     examples = spheres()
-    tables = [build(measured) for build in (_layers, _extremes, _matrices, _final_norm, _settings)]
+    tables = [build(measured) for build in (_layers, _extremes, _matrices, _final_norm, reading_table.sheet, _settings)]
     sheets = {sheet.name: sheet for sheet in (*tables, _spheres(examples))}
     plots = {plot.name: plot for plot in _plots(measured, examples)}
     contents = {name: text.encode() for name, text in measure.files(measured).items()}
@@ -166,6 +166,7 @@ def _page(measured: Measurements, sheets: Mapping[str, Sheet], plots: Mapping[st
         *map(plot_section, ("matrix_spectra", "projection", "row_norms")),
         table_section("final_norm", _NO_NORM),
         plot_section("spheres", "spheres"),
+        table_section("texts", "Not recorded."),
         table_section("settings"),
         Section("reproduce", "This page", ("This page and its files:",), commands=[_command(measured)]),
     ]

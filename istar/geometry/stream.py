@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from istar.errors import UserError
 from istar.files import atomic_write
-from istar.geometry.corpus import COMBINED, Block, Blocks, Documents, Source, batch, longest_first
+from istar.geometry.corpus import COMBINED, Block, Blocks, Documents, Reading, Source, batch, longest_first
 from istar.geometry.layers import BY_SENTENCE, WITH_ERROR_FROM_SCATTER, Layer, LayerSettings, MeasureSet
 from istar.geometry.sample import Sample
 from istar.geometry.taps import Taps
@@ -144,6 +144,11 @@ class Stream:
         state: path whose name the state files start with; None saves no state.
         identity: hash of everything that the result depends on. A state file with another identity is ignored.
 
+    Attributes:
+        readings: how much of each source has been read, and how long it took, by the sources' names; with several
+            sources also for `combined`. The seconds are of rank 0, those of interrupted calls included.
+        earlier_seconds: how many of these seconds are of interrupted calls.
+
     Raises:
         UserError: if there are several processes and no state files, through which they exchange accumulators.
     """
@@ -165,6 +170,14 @@ class Stream:
         self._blocks = Blocks(tokenizer, settings.length, settings.documents)
         self._pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
         self._origins: dict[str, Tensor] = {}
+        self.readings: dict[str, Reading] = {}
+        self.earlier_seconds = 0.0
+        self._forward_seconds = 0.0
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes that share the pass."""
+        return self._world
 
     def __call__(
         self, sources: Sequence[Source], summarize: Callable[[Statistics], T], console: Console | None = None
@@ -199,6 +212,10 @@ class Stream:
                 del statistics
         if combined is not None and len(sources) > 1:
             results[COMBINED] = summarize(combined)
+            total = Reading()
+            for reading in self.readings.values():
+                total.add(reading)
+            self.readings[COMBINED] = total
         if self._state is not None and self._rank == 0:
             for path in self._state.parent.glob(f"{self._state.name}.*"):
                 path.unlink()
@@ -207,14 +224,18 @@ class Stream:
     def _read_source(self, source: Source, number: int, progress: Progress) -> Statistics:
         """Accumulate this rank's blocks of a source, save the state every few minutes, and merge the ranks."""
         statistics, done, tokens = self._new_statistics(), 0, 0
+        reading = self.readings[source.name] = Reading()
+        earlier, self._forward_seconds = 0.0, 0.0
         saved = self._load(number, self._rank)
         if saved is not None:
             statistics.load_state_dict(saved["statistics"])
             done, tokens = saved["blocks"], saved["tokens"]
+            earlier, self._forward_seconds = saved.get("seconds", 0.0), saved.get("forward_seconds", 0.0)
+            self.earlier_seconds += earlier
             del saved
-        last_save = time.monotonic()
+        start = last_save = time.monotonic()
         task = progress.add_task(source.name, total=None, status="")
-        for positions, numbers, blocks in self._rank_batches(source, done):
+        for positions, numbers, blocks in self._rank_batches(source, done, reading):
             # The source's number makes the samples of different sources independent.
             self._update(statistics, blocks, [(number << 32) + block_number for block_number in numbers])
             num_tokens = sum(map(self._num_tokens, blocks))
@@ -223,21 +244,25 @@ class Stream:
             tokens_per_second = progress.tasks[task].speed or 0
             progress.update(task, status=f"{tokens:,} tokens, {tokens_per_second:,.0f} per second")
             if time.monotonic() - last_save > SECONDS_BETWEEN_SAVES:
-                self._save(number, statistics, done, tokens)
+                self._save(number, statistics, done, tokens, earlier + time.monotonic() - start)
                 last_save = time.monotonic()
-        self._save(number, statistics, done, tokens)
+        reading.seconds = earlier + time.monotonic() - start
+        self._save(number, statistics, done, tokens, reading.seconds)
         if self._world > 1:
             self._merge_ranks(number, statistics)
+        reading.forward_seconds = self._forward_seconds
         return statistics
 
-    def _rank_batches(self, source: Source, done: int) -> Iterator[tuple[list[int], list[int], list[Block]]]:
+    def _rank_batches(
+        self, source: Source, done: int, reading: Reading
+    ) -> Iterator[tuple[list[int], list[int], list[Block]]]:
         """Yield this rank's batches, beginning at position `done`, where a batch of an earlier call has ended.
 
         A batch is three lists: the positions of its blocks in the order of the windows, their numbers in the order of
         the text, and the blocks.
         """
         start = 0
-        numbered = enumerate(self._limited_blocks(source))
+        numbered = enumerate(self._limited_blocks(source, reading))
         for window in longest_first(numbered, lambda item: len(item[1].tokens)):
             rank_blocks = [
                 (position, number, block)
@@ -249,15 +274,15 @@ class Stream:
                 yield list(positions), list(numbers), list(blocks)
             start += len(window)
 
-    def _limited_blocks(self, source: Source) -> Iterator[Block]:
-        """Yield the blocks of a source in the order of the text, up to the limit of tokens."""
-        tokens = 0
-        for block in self._blocks(read_documents(source.path)):
-            if self.settings.limit is not None and tokens >= self.settings.limit:
-                return
-            tokens += self._num_tokens(block)
+    def _limited_blocks(self, source: Source, reading: Reading) -> Iterator[Block]:
+        """Yield the blocks of a source in the order of the text, up to the limit of tokens, and count what is read."""
+        for block in self._blocks(read_documents(source.path), reading):
+            reading.tokens += self._num_tokens(block)
             yield block
-        if not tokens:
+            # The next block, which may be of another document, is not read.
+            if self.settings.limit is not None and reading.tokens >= self.settings.limit:
+                return
+        if not reading.tokens:
             # Every rank reads all blocks, so that all ranks raise this.
             raise UserError(f"{source.path} holds no text; expected at least one line that is not empty")
 
@@ -279,6 +304,7 @@ class Stream:
                 other = self._new_statistics()
                 other.load_state_dict(saved["statistics"])
                 statistics.merge(other)
+                self._forward_seconds += saved["forward_seconds"]
         dist.barrier()
 
     def _update(self, statistics: Statistics, blocks: Sequence[Block], sample_keys: Sequence[int]) -> None:
@@ -309,7 +335,16 @@ class Stream:
         inputs = {name: values.to(self._model.device) for name, values in inputs.items()}
         mask = included.to(self._model.device)
         with full_precision(self._model.device), torch.inference_mode():
-            return included, ids, {name: state[mask] for name, state in self._taps(inputs).items()}
+            start = self._finished_time()
+            states = self._taps(inputs)
+            self._forward_seconds += self._finished_time() - start
+            return included, ids, {name: state[mask] for name, state in states.items()}
+
+    def _finished_time(self) -> float:
+        """Return the time in seconds at which the device has finished all that it was given."""
+        if self._model.device.type == "cuda":
+            torch.cuda.synchronize(self._model.device)
+        return time.monotonic()
 
     def _find_origins(self, sources: Sequence[Source]) -> dict[str, Tensor]:
         """Return the origins of the score by sentence, `(d,)` by tap: means over the beginnings of all sources.
@@ -361,12 +396,13 @@ class Stream:
         assert self._state is not None
         return self._state.with_name(f"{self._state.name}.{number}.{rank}-{self._world}")
 
-    def _save(self, number: int, statistics: Statistics, done: int, tokens: int) -> None:
+    def _save(self, number: int, statistics: Statistics, done: int, tokens: int, seconds: float) -> None:
         """Save this rank's state of a source, unless the pass saves no state."""
         if self._state is not None:
             state = {"identity": self._identity, "statistics": statistics.state_dict(), "blocks": done}
+            state |= {"tokens": tokens, "seconds": seconds, "forward_seconds": self._forward_seconds}
             with atomic_write(self._state_file(number, self._rank)) as file:
-                torch.save({**state, "tokens": tokens}, file)
+                torch.save(state, file)
 
     def _load(self, number: int, rank: int) -> dict[str, Any] | None:
         """Load a rank's state of a source; None if there is none, it is damaged, or it belongs to another pass."""

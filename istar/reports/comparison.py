@@ -1,4 +1,4 @@
-r"""Figure that compares several runs by headline metric and by IsoScore\* of each layer."""
+"""Figure that compares several runs by headline metric and by IsoScore of each layer."""
 
 from collections.abc import Sequence
 from itertools import cycle
@@ -21,7 +21,7 @@ Configurations = Sequence[Sequence[RunRecord]]  # the runs of each configuration
 
 
 def comparison(records: Sequence[RunRecord], path: Path) -> None:
-    r"""Draw the headline metric and IsoScore\* by layer, with a row of panels per task and model, and save the figure.
+    """Draw the headline metric and IsoScore by layer, with a row of panels per task and model, and save the figure.
 
     Each configuration has a colour and shows the mean over its seeds; whiskers are standard deviations. The suffix of
     `path` decides between PNG and SVG.
@@ -60,7 +60,7 @@ def _draw_headline_metrics(axes: Axes, configurations: Configurations) -> None:
 
 
 def _draw_layers(axes: Axes, configurations: Configurations) -> None:
-    r"""Draw IsoScore\* by layer after training for each configuration, and a dotted line for the time before it."""
+    """Draw IsoScore by layer after training for each configuration, and a dotted line for the time before it."""
     before = configurations[0][0].isotropy["before"]
     layers = [layer for layer in before if layer != "union"]
     numbers = list(map(int, layers))
@@ -70,7 +70,7 @@ def _draw_layers(axes: Axes, configurations: Configurations) -> None:
     axes.plot(numbers, [before[layer] for layer in layers], color="black", linestyle=":", label="before training")
     axes.set_xticks(numbers)
     axes.set_xlabel("layer (0: embeddings)")
-    axes.set_ylabel("IsoScore*")
+    axes.set_ylabel("IsoScore")
     axes.set_ylim(bottom=0)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize="small")

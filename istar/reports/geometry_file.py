@@ -1,4 +1,4 @@
-"""Reader of a run's `geometry.json`, which holds geometric measures of its representations other than IsoScore*."""
+"""Reader of a run's `geometry.json`, which holds geometric measures of its representations other than IsoScore."""
 
 import json
 from dataclasses import dataclass

@@ -31,8 +31,8 @@ def methods(frame: pd.DataFrame) -> Sheet:
         "All methods",
         "Headline metric on the validation set (percent, except losses and perplexities), mean ± standard deviation "
         "(ddof = 1) over seeds. Minus Base: mean difference over the seeds that both have, with its 95% interval by "
-        "Student's t, not corrected for the number of rows. IsoScore*: layers 1 to L before → after training.",
-        ("task, metric", "method", "mean ± std", "seeds", "minus\nBase", "95% interval", "collapsed", "IsoScore*",
+        "Student's t, not corrected for the number of rows. IsoScore: layers 1 to L before → after training.",
+        ("task, metric", "method", "mean ± std", "seeds", "minus\nBase", "95% interval", "collapsed", "IsoScore",
          "settings"),
         {model: [_entries(row) for row in group] for model, group in groupby(rows, key=lambda row: str(row["model"]))},
         pd.DataFrame(rows),

@@ -64,7 +64,7 @@ def minibatch_stability(scores: Stability) -> Plot:
 
 
 def isotropy_and_performance(frame: pd.DataFrame) -> Plot:
-    """Return Figure 3: IsoScore* against the headline metric, with a point per lambda."""
+    """Return Figure 3: IsoScore against the headline metric, with a point per lambda."""
 
     def build_panel(runs: pd.DataFrame) -> Panel | None:
         istar_runs = _all_layer_istar(runs)
@@ -78,11 +78,11 @@ def isotropy_and_performance(frame: pd.DataFrame) -> Plot:
     return Plot(
         "figure3",
         "Figure 3: isotropy and performance",
-        "IsoScore* of layers 1 to L on the validation set (ζ = 0, all its tokens) against the headline metric on the "
+        "IsoScore of layers 1 to L on the validation set (ζ = 0, all its tokens) against the headline metric on the "
         "same set, at the epoch with the best headline metric: a point per λ of I-STAR, mean over seeds, bars: "
-        f"standard deviations. {MARKS} The paper's figure has ζ = 0.2, so the x axes cannot be compared.",
+        f"standard deviations. {MARKS} The paper has IsoScore* with ζ = 0.2, so the x axes cannot be compared.",
         "points",
-        "IsoScore*",
+        "IsoScore",
         _panels(frame, build_panel),
         "figure3",
         values=(-5, -3, -1, 0.5, 1, 3, 5),
@@ -124,11 +124,11 @@ def intrinsic_dimensions(frame: pd.DataFrame, geometries: Mapping[str, Geometry]
 
 
 def layer_isotropy(frame: pd.DataFrame, records: Mapping[str, RunRecord]) -> Plot:
-    """Return Figure 6: IsoScore* by layer, for Base and I-STAR."""
+    """Return Figure 6: IsoScore by layer, for Base and I-STAR."""
     plot = Plot(
         "figure6",
         "Figure 6: isotropy layer by layer",
-        "IsoScore* of each layer on the validation set (ζ = 0, all its tokens) at the epoch with the best headline "
+        "IsoScore of each layer on the validation set (ζ = 0, all its tokens) at the epoch with the best headline "
         "metric, mean over seeds: without a penalty, and with I-STAR.",
         "line",
         "layer (0: embeddings)",
@@ -137,7 +137,7 @@ def layer_isotropy(frame: pd.DataFrame, records: Mapping[str, RunRecord]) -> Plo
         values=(-1, 1),
     )
     values = {folder: _isoscore_by_layer(records[folder]) for folder in frame[frame["usable"]]["folder"]}
-    return _with_line_per_lambda(plot, frame, values, "istar", "all", "IsoScore*")
+    return _with_line_per_lambda(plot, frame, values, "istar", "all", "IsoScore")
 
 
 def zeta_ablation(frame: pd.DataFrame) -> Plot:
@@ -381,7 +381,7 @@ def _by_value(runs: pd.DataFrame, column: str) -> dict[Any, pd.DataFrame]:
 
 
 def _mean_point(label: str, runs: pd.DataFrame) -> Line:
-    """Return a point at the mean IsoScore* and the mean headline metric, with standard deviations of both."""
+    """Return a point at the mean IsoScore and the mean headline metric, with standard deviations of both."""
     x, y = runs["isoscore_after"].astype(float), _scores(runs)
     # A single run has no standard deviation.
     x_error, y_error = np.nan_to_num([x.std(), y.std()])
@@ -423,7 +423,7 @@ def _single_layer(layers: Any) -> int | None:
 
 
 def _isoscore_by_layer(record: RunRecord) -> list[float]:
-    """Return IsoScore* after training from the embeddings to the last layer; empty if it was not measured."""
+    """Return IsoScore after training from the embeddings to the last layer; empty if it was not measured."""
     after = record.isotropy.get("after", {})
     return [after[layer] for layer in sorted(filter(str.isdigit, after), key=int)]
 

@@ -1,4 +1,4 @@
-r"""The picture of one run: IsoScore\* of every layer before and after training."""
+"""The picture of one run: IsoScore of every layer before and after training."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from istar.scores import displayed
 
 
 def isotropy_plot(record: RunRecord) -> Plot:
-    r"""IsoScore\* on the validation set of the embeddings and of each layer, before and after training."""
+    """IsoScore on the validation set of the embeddings and of each layer, before and after training."""
     layers = sorted(int(layer) for layer in record.isotropy["after"] if layer != "union")
     xs = tuple(map(float, layers))
     lines = tuple(
@@ -22,10 +22,10 @@ def isotropy_plot(record: RunRecord) -> Plot:
     return Plot(
         "isotropy",
         "Isotropy of each layer before and after training",
-        "IsoScore* of the hidden states of the validation set.",
+        "IsoScore of the hidden states of the validation set.",
         kind="line",
         x_label="layer",
-        panels=(Panel(model, task, lines, score, "IsoScore*"),),
+        panels=(Panel(model, task, lines, score, "IsoScore"),),
         x_names={float(layer): str(layer) if layer else "emb." for layer in layers},
     )
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def summary(record: RunRecord) -> Table:
-    r"""Return a table of one finished run: its metrics, and IsoScore\* per layer before and after training."""
+    """Return a table of one finished run: its metrics, and IsoScore per layer before and after training."""
     headline = record.headline
     title = f"{record.config['task']['name']} · {method(record)} · {Path(record.config['model']['name']).name}"
     table = Table(title=title, title_justify="left", caption=_caption(record), caption_justify="left")
@@ -34,12 +34,12 @@ def summary(record: RunRecord) -> Table:
     names = {"0": "embeddings", "union": "layers 1 to L"}
     for layer in after:
         change = after[layer] - before[layer]
-        name = f"IsoScore* {names.get(layer, f'layer {layer}')}"
+        name = f"IsoScore {names.get(layer, f'layer {layer}')}"
         table.add_row(name, f"{before[layer]:.4f}", f"{after[layer]:.4f}", f"{change:+.4f}")
     return table
 
 
-COLUMNS = ("task", "model", "method", "seed", "value", "constant", "epoch", "IsoScore*", "seconds")
+COLUMNS = ("task", "model", "method", "seed", "value", "constant", "epoch", "IsoScore", "seconds")
 _TITLE_COLUMNS = (0, 1, 3)  # columns that move into the title if they have the same value in all rows
 
 
@@ -61,7 +61,7 @@ def comparison(records: Sequence[RunRecord]) -> Table:
 
 
 _COMPARISON_CAPTION = (
-    "Metrics in percent, beside those of a constant prediction; IsoScore* of layers 1 to L before → after training."
+    "Metrics in percent, beside those of a constant prediction; IsoScore of layers 1 to L before → after training."
     " Over seeds: mean ± standard deviation."
 )
 
@@ -213,5 +213,5 @@ def _caption(record: RunRecord) -> str:
     collapsed = [name for name, is_collapsed in record.collapsed.items() if is_collapsed]
     lines += [f"Collapsed on {name}: all predictions are the same." for name in collapsed]
     unit = "" if is_lower_better(metric) else "; metrics in percent"
-    lines.append(f"IsoScore* of {record.isotropy['points']} validation tokens{unit}.")
+    lines.append(f"IsoScore of {record.isotropy['points']} validation tokens{unit}.")
     return "\n".join(lines)

@@ -142,9 +142,7 @@ def block_bootstrap_correlation(
     check_at_least(length, 1, "the block length")
     if length > points // 2:
         raise UserError(f"the block length is {length}; expected at most half of the {points} points, {points // 2}")
-    random = np.random.default_rng(seed)
-    starts = random.integers(0, points - length + 1, (resamples, math.ceil(points / length)))
-    indices = (starts[:, :, None] + np.arange(length)).reshape(resamples, -1)[:, :points]
+    indices = moving_blocks(points, length, resamples, seed)
     drawn = [values[indices] for values in (first, second)]
     if method == "spearman":
         first, second = stats.rankdata(first), stats.rankdata(second)
@@ -156,6 +154,32 @@ def block_bootstrap_correlation(
     values = _pearson_of_rows(drawn[0][is_defined], drawn[1][is_defined])
     interval = quantile_interval(values, (1 - level) / 2, (1 + level) / 2)
     return SeriesCorrelation(_pearson(first, second), *interval, points, length, undefined)
+
+
+def moving_blocks(points: int, block_length: int, resamples: int, seed: int) -> NDArray[np.int64]:
+    """Draw the resamples of `block_bootstrap_correlation`: blocks of neighbours one after the other, cut to all points.
+
+    Args:
+        points: number n of points.
+        block_length: length l of the blocks, from 1 to n.
+        resamples: number of resamples.
+        seed: seed of the resamples.
+
+    Returns:
+        The numbers of the points in each resample, `(resamples, points)`, from 0 to n - 1.
+
+    Raises:
+        UserError: if an argument is out of range.
+    """
+    check_at_least(points, 1, "the number of points")
+    check_at_least(resamples, 1, "the number of resamples")
+    check_at_least(block_length, 1, "the block length")
+    if block_length > points:
+        raise UserError(f"the block length is {block_length}; expected at most the number of points, {points}")
+    starts = np.random.default_rng(seed).integers(
+        0, points - block_length + 1, (resamples, math.ceil(points / block_length))
+    )
+    return (starts[:, :, None] + np.arange(block_length)).reshape(resamples, -1)[:, :points]
 
 
 def automatic_block_length(x: ArrayLike, y: ArrayLike) -> int:

@@ -9,7 +9,7 @@ from istar.measures import Moments, isoscore
 
 
 def isotropy_key(layer: str) -> str:
-    """Return the name under which a layer's IsoScore* is logged; the layer `union` is the union of layers 1 to L."""
+    """Return the name under which a layer's IsoScore is logged; the layer `union` is the union of layers 1 to L."""
     return "isotropy/isoscore_star" if layer == "union" else f"isotropy/layer_{layer}/isoscore_star"
 
 
@@ -44,11 +44,11 @@ class LayerStatisticsCallback(L.Callback):
 
 
 class LayerIsotropy(LayerStatisticsCallback):
-    r"""Measure IsoScore\* of each layer and of the union of all layers over the tokens of the first validation set.
+    """Measure IsoScore of each layer and of the union of all layers over the tokens of the first validation set.
 
-    The scores use no shrinkage (zeta = 0): the whole validation set has enough points to do without it, and models
-    trained without I-STAR have no shrinkage covariance. The scores are logged under the names of `isotropy_key`, in
-    which layer 0 is the embedding output.
+    The scores use no shrinkage, which IsoScore* has: the whole validation set has enough points to do without it, and
+    models trained without I-STAR have no shrinkage covariance. The scores are logged under the names of `isotropy_key`,
+    in which layer 0 is the embedding output.
 
     Attributes:
         scores: the latest scores, by layer number as a string, and `union`.

@@ -153,14 +153,14 @@ def _summary(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _isotropy_tables(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a W&B table and a line plot of IsoScore* by layer, before training and at the best epoch."""
+    """Return a W&B table and a line plot of IsoScore by layer, before training and at the best epoch."""
     import wandb
 
     before, after = record["isotropy"]["before"], record["isotropy"]["after"]
     rows: list[Any] = [[layer, before[layer], after[layer]] for layer in after]
     layers = [layer for layer in after if layer != "union"]
     curves = [[scores[layer] for layer in layers] for scores in (before, after)]
-    title = f"IsoScore* by layer (0: embeddings), {record['name']}"
+    title = f"IsoScore by layer (0: embeddings), {record['name']}"
     figure = wandb.plot.line_series(list(map(int, layers)), curves, ["before", "after"], title, xname="layer")
     return {
         "trainer/global_step": record["epochs"][-1]["step"],

@@ -59,8 +59,8 @@ def workspace(entity: str, project: str) -> Any:
                 name="Performance and isotropy",
                 is_open=True,
                 panels=[
-                    scatter("Performance against IsoScore*", isotropy, summary("headline/value"), regression=True),
-                    scatter("IsoScore* against lambda", wr.Config("reg.lambda"), isotropy),
+                    scatter("Performance against IsoScore", isotropy, summary("headline/value"), regression=True),
+                    scatter("IsoScore against lambda", wr.Config("reg.lambda"), isotropy),
                     scatter("Performance against lambda", wr.Config("reg.lambda"), summary("headline/value")),
                     by_method(
                         "Performance by method, beside a constant prediction", "headline/value", "constant/accuracy"
@@ -68,12 +68,12 @@ def workspace(entity: str, project: str) -> Any:
                 ],
             ),
             ws.Section(
-                name="IsoScore* by layer",
+                name="IsoScore by layer",
                 is_open=True,
                 panels=[
-                    by_step("IsoScore* of layers 1 to L together", UNION),
+                    by_step("IsoScore of layers 1 to L together", UNION),
                     wr.LinePlot(
-                        title="IsoScore* of each layer",
+                        title="IsoScore of each layer",
                         x="trainer/global_step",
                         metric_regex="isotropy/layer_.*/isoscore_star",
                     ),

@@ -33,6 +33,21 @@ def gpt() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>")
 
 
+@pytest.mark.parametrize("documents", ["separate", "packed"])
+def test_documents_are_counted_as_they_are_read(documents: corpus.Documents) -> None:
+    """The tokenizer reads all texts at once; only those whose blocks have been taken count."""
+    texts = ["the cat", "a dög", "does the dog see a cat ?", "the"]
+    reading = corpus.Reading()
+    for block in Blocks(bert(), 512, documents)(texts, reading):
+        begun = block.run + 1 if documents == "separate" else 4
+        assert (reading.documents, reading.characters) == (begun, sum(map(len, texts[:begun])))
+    # Two bytes for ö.
+    assert reading.bytes == sum(map(len, texts)) + 1
+    total = corpus.Reading(documents=1, seconds=0.5)
+    total.add(reading)
+    assert (total.documents, total.characters, total.seconds) == (5, reading.characters, 0.5)
+
+
 @pytest.mark.parametrize("length", [4, 7, 512])
 @pytest.mark.parametrize("make", [bert, gpt])
 def test_packed_blocks_hold_all_tokens_in_their_order(make: Make, length: int) -> None:

@@ -11,6 +11,7 @@ import scipy.stats
 from istar.cli.main import main
 from istar.geometry import correlate
 from istar.geometry.correlate import Resampled
+from istar.statistics import correlation
 
 GEOMETRY = "model,revision,step,weights,source,layer,isoscore,inter_sim\n"
 
@@ -147,6 +148,14 @@ def test_models_are_correlated_separately(tmp_path: Path) -> None:
     assert f"| {float(rows[0]['pearson']):.2f} \\[" in text
 
 
+def test_the_model_of_the_scores_may_have_another_name(tmp_path: Path) -> None:
+    geometry, scores, *_ = simulated()
+    assert run(tmp_path, geometry, scores) == 0
+    expected = (tmp_path / "out" / "correlation.csv").read_text()
+    assert run(tmp_path, geometry, scores.replace("tiny,", "tiny-v1.1,"), "--model", "tiny") == 0
+    assert (tmp_path / "out" / "correlation.csv").read_text() == expected
+
+
 def test_the_table_shows_the_papers_measures_by_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     geometry, scores, *_ = simulated()
     lines = [line + "," for line in geometry.splitlines()[1:]]
@@ -263,6 +272,188 @@ def test_each_series_is_resampled_once(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(resampled) == 6 * 5 + 10
 
 
+# ---- columns that are held constant
+
+
+def naive_partial(x: np.ndarray, y: np.ndarray, covariates: np.ndarray) -> float:
+    """Pearson's correlation of what linear regressions on the covariates leave of both."""
+    design = np.column_stack([np.ones(len(x)), covariates])
+    a, b = (values - design @ (np.linalg.pinv(design) @ values) for values in (x, y))
+    return float(a @ b / math.sqrt((a @ a) * (b @ b)))
+
+
+def trained(points: int = 14) -> tuple[str, str, np.ndarray, np.ndarray, np.ndarray]:
+    """Two layers and a task that both grow with the steps, which the revisions name; and a rate by step."""
+    random = np.random.default_rng(5)
+    steps = 2 ** np.arange(points)
+    rates = random.uniform(1, 2, points)
+    drift = np.log(steps) + 3 * rates
+    measures = drift[:, None] + random.normal(size=(points, 2))
+    scores = (drift + random.normal(size=points)).round(3)
+    geometry = "revision,layer,isoscore,norm\n" + "".join(
+        f"step{step},layer_{layer},{measures[number, layer].item()!r},{number * (layer + 1)}\n"
+        for number, step in enumerate(steps)
+        for layer in range(2)
+    )
+    lines = [
+        f"step{step},{score!r},{rate!r}\n"
+        for step, score, rate in zip(steps, scores.tolist(), rates.tolist(), strict=True)
+    ]
+    return geometry, "revision,MR,rate\n" + "".join(reversed(lines)), measures, scores, np.column_stack([steps, rates])
+
+
+@pytest.mark.parametrize(("given", "columns"), [("step", [0]), ("step, rate", [0, 1]), ("rate", [1])])
+def test_partial_correlations_against_regressions(given: str, columns: list[int], tmp_path: Path) -> None:
+    geometry, scores, measures, task, covariates = trained()
+    assert run(tmp_path, geometry, scores, "--given", given, "--measure", "isoscore", "--task", "MR") == 0
+    rows = rows_of(tmp_path / "out" / "correlation.csv")
+    # The column of the scores that is held constant is no task.
+    assert [(row["layer"], row["task"]) for row in rows] == [("layer_0", "MR"), ("layer_1", "MR")]
+    for layer, row in enumerate(rows):
+        assert (row["given"], row["partial_n"], row["partial_note"]) == (given, "14", "")
+        series = (measures[:, layer], task, covariates[:, columns])
+        expected = {"pearson": naive_partial(*series)}
+        expected["spearman"] = naive_partial(*(scipy.stats.rankdata(values, axis=0) for values in series))
+        for method, value in expected.items():
+            assert float(row[f"partial_{method}"]) == pytest.approx(value, rel=1e-9)
+            # Fisher's interval, and a t test.
+            variance = (1.06 if method == "spearman" else 1.0) / (14 - 3 - len(columns))
+            ends = np.tanh(np.arctanh(value) + scipy.stats.norm.ppf([0.025, 0.975]) * math.sqrt(variance))
+            found = [float(row[f"partial_{method}_{end}"]) for end in ("low", "high")]
+            np.testing.assert_allclose(found, ends, rtol=1e-8)
+            degrees = 14 - 2 - len(columns)
+            t = value * math.sqrt(degrees / (1 - value**2))
+            p = 2 * scipy.stats.t.sf(abs(t), degrees)
+            assert float(row[f"partial_{method}_p"]) == pytest.approx(p, rel=1e-7)
+        # Nothing else changes.
+        assert float(row["pearson"]) == pytest.approx(scipy.stats.pearsonr(measures[:, layer], task).statistic)
+    lines = (tmp_path / "out" / "table.md").read_text()
+    assert "| partial Pearson | partial Spearman |" in lines
+    assert f"with {given} held constant" in lines
+
+
+def test_a_measure_of_the_same_layer_is_held_constant(tmp_path: Path) -> None:
+    geometry, scores, measures, task, _ = trained()
+    assert run(tmp_path, geometry, scores, "--given", "norm", "--task", "MR") == 0
+    rows = rows_of(tmp_path / "out" / "correlation.csv")
+    # It is no measure itself.
+    assert {row["measure"] for row in rows} == {"isoscore"}
+    for layer, row in enumerate(rows):
+        expected = naive_partial(measures[:, layer], task, np.arange(14.0) * (layer + 1))
+        assert float(row["partial_pearson"]) == pytest.approx(expected, rel=1e-9)
+
+
+def test_points_without_the_column_are_left_out(tmp_path: Path) -> None:
+    geometry, scores, measures, task, covariates = trained()
+    lines = scores.splitlines()
+    changed = [lines[0], *(f"{line.rsplit(',', 1)[0]}," for line in lines[1:3]), *lines[3:]]
+    assert run(tmp_path, geometry, "\n".join(changed), "--given", "rate", "--measure", "isoscore") == 0
+    [row, _] = rows_of(tmp_path / "out" / "correlation.csv")
+    assert (row["n"], row["partial_n"]) == ("14", "12")
+    expected = naive_partial(measures[:12, 0], task[:12], covariates[:12, 1])
+    assert float(row["partial_pearson"]) == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_column_that_explains_too_much_has_a_reason(tmp_path: Path) -> None:
+    geometry, scores, *_ = trained()
+    twice = "revision,MR,one\n" + "".join(f"{line.rsplit(',', 1)[0]},1\n" for line in scores.splitlines()[1:])
+    assert run(tmp_path, geometry, twice, "--given", "one", "--measure", "isoscore") == 0
+    [row, _] = rows_of(tmp_path / "out" / "correlation.csv")
+    assert "a covariate is constant" in row["partial_note"]
+    assert (row["partial_pearson"], row["note"]) == ("", "")
+    table = (tmp_path / "out" / "table.md").read_text()
+    assert "| - | - | partial: a covariate is constant or a linear function of the others; leave it out |" in table
+
+
+def test_the_checkpoints_of_all_models_are_pooled(tmp_path: Path) -> None:
+    """Within a model the width is constant; over all models it can be held constant."""
+    random = np.random.default_rng(3)
+    widths = np.repeat([64, 128, 256], 6)
+    x = widths / 100 + random.normal(size=18)
+    y = widths / 50 + random.normal(size=18)
+    names = [(f"m{width}", f"step{step}") for width, step in zip(widths, [1, 2, 3, 4, 5, 6] * 3, strict=True)]
+    geometry = "model,revision,isoscore,width\n" + "".join(
+        f"org/{model},{revision},{value!r},{width}\n"
+        for (model, revision), value, width in zip(names, x.tolist(), widths.tolist(), strict=True)
+    )
+    scores = "model,revision,MR\n" + "".join(
+        f"{model},{revision},{value!r}\n" for (model, revision), value in zip(names, y.tolist(), strict=True)
+    )
+    assert run(tmp_path, geometry, scores, "--given", "width") == 0
+    rows = rows_of(tmp_path / "out" / "correlation.csv")
+    assert [(row["model"], row["n"], row["partial_pearson"]) for row in rows] == [
+        (f"m{width}", "6", "") for width in (64, 128, 256)
+    ]
+    assert run(tmp_path, geometry, scores, "--given", "width,step", "--pool") == 0
+    [row] = rows_of(tmp_path / "out" / "correlation.csv")
+    assert (row["model"], row["n"], row["measure"]) == ("all models", "18", "isoscore")
+    assert float(row["pearson"]) == pytest.approx(scipy.stats.pearsonr(x, y).statistic)
+    covariates = np.column_stack([widths, [1, 2, 3, 4, 5, 6] * 3])
+    assert float(row["partial_pearson"]) == pytest.approx(naive_partial(x, y, covariates), rel=1e-9)
+
+
+# ---- blocks of neighbouring checkpoints
+
+
+def series(points: int = 24) -> tuple[str, str, np.ndarray, np.ndarray]:
+    """A measure and a score whose neighbours depend on each other, in files with another order each."""
+    random = np.random.default_rng(2)
+    x, y = (np.convolve(random.normal(size=points + 3), np.ones(4), "valid") for _ in range(2))
+    steps = (np.arange(points) + 1) * 1000
+    measures = [f"step{step},{value!r}\n" for step, value in zip(steps, x.tolist(), strict=True)]
+    scores = [f"step{step},{value!r}\n" for step, value in zip(steps, y.tolist(), strict=True)]
+    # In the order of the names, step10000 is before step2000.
+    return "revision,isoscore\n" + "".join(measures), "revision,MR\n" + "".join(sorted(scores)), x, y
+
+
+@pytest.mark.parametrize("blocks", ["3", "auto"])
+def test_intervals_of_blocks_against_scipy(blocks: str, tmp_path: Path) -> None:
+    geometry, scores, x, y = series()
+    assert run(tmp_path, geometry, scores, "--blocks", blocks, "--resamples", "300", "--seed", "4") == 0
+    [row] = rows_of(tmp_path / "out" / "correlation.csv")
+    length = correlation.automatic_block_length(x, y) if blocks == "auto" else 3
+    assert int(row["block_length"]) == length > 1
+    starts = np.random.default_rng(4).integers(0, 24 - length + 1, (300, math.ceil(24 / length)))
+    for name, function in (("pearson", "pearsonr"), ("spearman", "spearmanr"), ("kendall", "kendalltau")):
+        drawn = []
+        for resample in starts:
+            points = [start + offset for start in resample for offset in range(length)][:24]
+            drawn.append(getattr(scipy.stats, function)(x[points], y[points]).statistic)
+        assert float(row[name]) == pytest.approx(getattr(scipy.stats, function)(x, y).statistic, rel=1e-12)
+        low, high = np.quantile(drawn, [0.025, 0.975])
+        assert [float(row[f"{name}_low"]), float(row[f"{name}_high"])] == pytest.approx([low, high], abs=1e-10)
+    for method in ("pearson", "spearman"):
+        other = correlation.block_bootstrap_correlation(x, y, length, method, resamples=300, seed=4)
+        assert [float(row[f"{method}{end}"]) for end in ("", "_low", "_high")] == pytest.approx(
+            [other.value, other.low, other.high], abs=1e-10
+        )
+    assert "bootstrap resamples of blocks of neighbouring checkpoints" in (tmp_path / "out" / "table.md").read_text()
+
+
+def test_blocks_of_one_point_are_single_checkpoints(tmp_path: Path) -> None:
+    geometry, scores, *_ = series()
+    rows = []
+    for more in ([], ["--blocks", "1"]):
+        assert run(tmp_path, geometry, scores, *more, "--resamples", "4000") == 0
+        rows += rows_of(tmp_path / "out" / "correlation.csv")
+    for name in ("pearson_low", "pearson_high", "kendall_low"):
+        assert float(rows[0][name]) == pytest.approx(float(rows[1][name]), abs=0.05)
+
+
+def test_too_few_points_for_blocks_have_no_interval(tmp_path: Path) -> None:
+    geometry, scores, *_ = series()
+    assert run(tmp_path, geometry, "\n".join(scores.splitlines()[:8]), "--blocks", "4") == 0
+    [row] = rows_of(tmp_path / "out" / "correlation.csv")
+    assert row["note"] == "no interval: blocks of 4 need 8 common points"
+    assert (row["n"], row["pearson_low"], row["block_length"]) == ("7", "", "")
+    assert math.isfinite(float(row["kendall"]))
+    assert f"| {float(row['pearson']):.2f} |" in (tmp_path / "out" / "table.md").read_text()
+    flat = "revision,MR\n" + "".join(f"step{step}000,{int(step == 1)}\n" for step in range(1, 25))
+    assert run(tmp_path, geometry, flat, "--blocks", "12") == 0
+    [row] = rows_of(tmp_path / "out" / "correlation.csv")
+    assert row["note"] == "no interval: a series is constant in half of the resamples or more"
+
+
 # ---- errors
 
 GOOD = "revision,isoscore\nr1,1\nr2,2\nr3,4\n"
@@ -289,6 +480,15 @@ SCORES = "revision,MR\nr1,3\nr2,4\nr3,1\n"
         (GOOD, SCORES, ["--layer", "layer_1"], "--layer layer_1: "),
         (GOOD, SCORES, ["--omit", "r9"], "--omit r9: "),
         (GOOD, SCORES, ["--resamples", "3"], "--resamples 3 is too small"),
+        (GOOD, SCORES, ["--task", "MX"], "--task MX: "),
+        (GOOD, SCORES, ["--model", "other"], "--model other: "),
+        (GOOD, SCORES, ["--given", "isoscor"], "--given isoscor: neither "),
+        (GOOD, SCORES, ["--given", "step"], "geometry.csv, line 2: 'r1' is no step; expected a number"),
+        (GOOD, SCORES, ["--given", "model"], "--given model: neither "),
+        (GOOD, "revision,task,score,lr\nr1,MR,1,2\nr1,CR,1,3\n", ["--given", "lr"], "line 3: lr has another value"),
+        (GOOD, SCORES, ["--blocks", "auto"], "--blocks needs the order of the checkpoints, but r1 has no step"),
+        (GOOD, SCORES, ["--blocks", "0"], "--blocks 0 is no length; expected auto, or a number of checkpoints"),
+        (GOOD, SCORES, ["--blocks", "2", "--pool"], "--blocks are of neighbours in one training, and --pool joins"),
         ("model,revision,isoscore\na,r1,1\n", "model,revision,MR\nb,r1,1\n", [], "no model in common"),
         ("model,revision,isoscore\na,r1,1\nb,r1,1\n", SCORES, [], "scores.csv has no column model"),
     ],

@@ -100,7 +100,27 @@ PICTURES = {
     "isotropy", "directions", "dimension", "norms", "spectra", "state_norms", "partition", "matrix_spectra",
     "projection", "row_norms", "spheres",
 }  # fmt: skip
-TABLES = {"layers", "extremes", "matrices", "final_norm", "spheres", "settings"}
+TABLES = {"layers", "extremes", "matrices", "final_norm", "spheres", "texts", "settings"}
+
+
+def test_the_texts_and_the_time_are_on_the_page(written: Path, several: Measurements) -> None:
+    frame = pd.read_csv(written / "tables" / "texts.csv", index_col="text")
+    assert list(frame.index) == list(several.readings) == list(several.sources)
+    for text, path in several.settings["texts"].items():
+        lines = [line.strip() for line in Path(path).read_text().splitlines() if line.strip()]
+        row = frame.loc[text]
+        assert row["documents"] == len(lines)
+        assert row["bytes_per_document"] == pytest.approx(sum(len(line.encode()) for line in lines) / len(lines))
+        assert row["tokens"] == several.sources[text]["embeddings"]["tokens"]
+    text = " ".join(parsed(written / "index.html").text)
+    assert "Texts and time" in text
+    assert f"Everything took {several.seconds:,.1f} seconds on cpu: also" in text
+
+
+def test_measures_without_times_have_a_page(several: Measurements, tmp_path: Path) -> None:
+    """Files of earlier versions record no times."""
+    model_page.write(replace(several, readings={}, seconds=None), tmp_path / "page")
+    assert "Not recorded." in (tmp_path / "page" / "index.html").read_text(encoding="utf-8")
 
 
 def test_every_file(written: Path, several: Measurements) -> None:

@@ -260,6 +260,54 @@ def test_an_interrupted_pass_resumes(source: Source, tmp_path: Path, monkeypatch
     assert not list(tmp_path.glob("state.*"))
 
 
+def test_the_time_of_an_interrupted_pass_counts(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a clock that a forward pass moves by a second and the rest of a batch by a tenth."""
+    now = 0.0
+    monkeypatch.setattr(stream.time, "monotonic", lambda: now)
+    monkeypatch.setattr(stream, "SECONDS_BETWEEN_SAVES", 0.0)
+    settings = Pass(16, batch_size=4, sample=0)
+
+    class SlowTaps(stream.Taps):
+        def __call__(self, inputs: Any) -> Any:
+            nonlocal now
+            now += 1.0
+            return super().__call__(inputs)
+
+    monkeypatch.setattr(stream, "Taps", SlowTaps)
+
+    def reader(batches: int | None = None) -> Stream:
+        result = Stream(bert(), TOKENIZER, settings, tmp_path / "state", "same")
+        update = result._update
+
+        def slow(*arguments: Any) -> None:
+            nonlocal now, batches
+            if batches == 0:
+                raise KeyboardInterrupt
+            batches = None if batches is None else batches - 1
+            now += 0.1
+            update(*arguments)
+
+        monkeypatch.setattr(result, "_update", slow)
+        return result
+
+    count = math.ceil(len(inputs(source, 16, "separate")) / 4)
+    broken = reader(batches=3)
+    with pytest.raises(KeyboardInterrupt):
+        broken([source], Statistics.measures)
+    now += 1_000.0
+    going_on = reader()
+    found = going_on([source], Statistics.measures)
+    reading = going_on.readings["text"]
+    assert reading.forward_seconds == pytest.approx(count)
+    assert reading.seconds == pytest.approx(1.1 * count)
+    assert going_on.earlier_seconds == pytest.approx(3.3)
+    documents = source.path.read_text().splitlines()
+    assert (reading.documents, reading.characters) == (len(documents), sum(map(len, documents)))
+    assert reading.tokens == found["text"]["embeddings"]["tokens"]
+
+
 @pytest.mark.parametrize("kind", ["foreign", "damaged"])
 def test_the_state_of_another_pass_is_ignored(source: Source, tmp_path: Path, kind: str) -> None:
     place = tmp_path / "state.0.0-1"
@@ -269,6 +317,7 @@ def test_the_state_of_another_pass_is_ignored(source: Source, tmp_path: Path, ki
 
 
 def test_limits_and_empty_texts(source: Source, tmp_path: Path) -> None:
+    text = source.path.read_text()
     for documents, special_tokens, around in (
         ("separate", "exclude", 0), ("separate", "include", 2), ("packed", "include", 2)
     ):  # fmt: skip
@@ -276,6 +325,19 @@ def test_limits_and_empty_texts(source: Source, tmp_path: Path) -> None:
         expected = next(total for total in np.cumsum(lengths) if total >= 40)
         settings = Pass(16, limit=40, documents=documents, special_tokens=special_tokens)  # type: ignore[arg-type]
         assert read(bert(), settings, source).measures()["embeddings"]["tokens"] == expected
+        reader = Stream(bert(), TOKENIZER, settings)
+        reader([source], Statistics.measures)
+        reading = reader.readings["text"]
+        assert reading.tokens == expected
+        tokens = [len(TOKENIZER(line, add_special_tokens=False)["input_ids"]) for line in text.splitlines()]
+        last = next(number for number, total in enumerate(np.cumsum(lengths)) if total >= 40)
+        if documents == "separate":
+            pieces = [number for number, count in enumerate(tokens) for _ in range(0, count, 14)]
+            assert reading.documents == pieces[last] + 1
+        else:
+            # Each document is followed by a separator.
+            ends = np.cumsum([count + 1 for count in tokens])
+            assert reading.documents == next(number for number, end in enumerate(ends, 1) if end >= 14 * (last + 1))
     (tmp_path / "empty.txt").write_text("\n \n")
     with pytest.raises(UserError, match=r"empty\.txt holds no text"):
         read(bert(), Pass(16), Source("empty", tmp_path / "empty.txt"))

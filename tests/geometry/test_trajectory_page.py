@@ -2,6 +2,7 @@
 
 import csv
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,22 @@ def test_figures_equal_the_table(training: Path) -> None:
     assert partition.panels[0].y_label == "I(W), both signs"
     gains = next(line for line in norms.panels[0].lines if line.label == "gain")
     assert gains.y == pytest.approx(column("final_norm_parameters", "layer_norm_gain"))
+
+
+def test_trajectories_are_compared_on_one_page(training: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Another folder of the same training is warned of if it was measured with other settings."""
+    copy = training / "copy"
+    shutil.copytree(training / "out", copy)
+    folders = [f"first={training / 'out'}", f"second={copy}"]
+    assert main(["compare", *folders, "--out", str(training / "both")]) == 0
+    assert "warning" not in capsys.readouterr().out
+    last = copy / "step3000" / "measures.json"
+    last.write_text(last.read_text().replace('"length": 16', '"length": 8'))
+    assert main(["compare", *folders, "--out", str(training / "both")]) == 0
+    assert "second was measured with other settings than first: length 8 instead of 16" in capsys.readouterr().out
+    with (training / "both" / "trajectories.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["model"] for row in rows] == ["first"] * (len(rows) // 2) + ["second"] * (len(rows) // 2)
 
 
 def test_checkpoints_without_steps_keep_their_order(training: Path) -> None:

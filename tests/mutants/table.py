@@ -673,6 +673,34 @@ MUTATIONS = [
         "degrees = points - 2",
         "tests/statistics/test_correlation.py",
     ),
+    Mutation(
+        "Blocks of checkpoints are in the order of the scores' file, not of the steps.",
+        "istar/geometry/correlate.py",
+        "for point in sorted(common, key=lambda point: joined.steps[model, point])}",
+        "for point in common}",
+        "tests/geometry/test_correlate.py::test_intervals_of_blocks_against_scipy",
+    ),
+    Mutation(
+        "Standard errors of lm-evaluation-harness are scores.",
+        "istar/geometry/score_files.py",
+        'metric.endswith("_stderr") or ',
+        "",
+        "tests/geometry/test_score_files.py",
+    ),
+    Mutation(
+        "A training without a final normalization shifts the colours of the others.",
+        "istar/geometry/trajectory_comparison.py",
+        "labels=labels)",
+        "labels=())",
+        "tests/geometry/test_trajectory_comparison.py::test_a_model_has_the_same_colour_in_all_figures",
+    ),
+    Mutation(
+        "The time of an interrupted pass is forgotten.",
+        "istar/geometry/stream.py",
+        "            self.earlier_seconds += earlier\n",
+        "            earlier = 0.0\n",
+        "tests/geometry/test_stream.py::test_the_time_of_an_interrupted_pass_counts",
+    ),
     # ---- models
     Mutation(
         "Continued characters of WordPiece are numbered in the order of a hash map.",

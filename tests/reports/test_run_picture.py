@@ -1,4 +1,4 @@
-"""The picture that a run leaves: IsoScore* of every layer before and after training."""
+"""The picture that a run leaves: IsoScore of every layer before and after training."""
 
 from istar.reports.run_picture import isotropy_picture, isotropy_plot
 from tests.reports.synthetic import istar, record

@@ -58,7 +58,7 @@ def test_row() -> None:
         "value": "70.76",
         "constant": "52.71",
         "epoch": "3",
-        "IsoScore*": "0.0444 → 0.0889",
+        "IsoScore": "0.0444 → 0.0889",
         "seconds": "62",
     }
 
@@ -114,11 +114,11 @@ def test_summary() -> None:
     assert line_of(output, "accuracy (epoch 3)")[2] == "70.76"
     assert line_of(output, "f1")[2] == "65.43"
     assert "loss" not in output
-    assert line_of(output, "IsoScore* embeddings")[1:] == ["0.1111", "0.1555", "+0.0444"] or line_of(
-        output, "IsoScore* embeddings"
+    assert line_of(output, "IsoScore embeddings")[1:] == ["0.1111", "0.1555", "+0.0444"] or line_of(
+        output, "IsoScore embeddings"
     )[1:] == ["0.1111", "0.1556", "+0.0444"]
-    assert line_of(output, "IsoScore* layer 2")[1:] == ["0.3333", "0.0778", "-0.2556"]
-    assert line_of(output, "IsoScore* layers 1 to L")[1:] == ["0.0444", "0.0889", "+0.0444"]
+    assert line_of(output, "IsoScore layer 2")[1:] == ["0.3333", "0.0778", "-0.2556"]
+    assert line_of(output, "IsoScore layers 1 to L")[1:] == ["0.0444", "0.0889", "+0.0444"]
     assert "A constant prediction has accuracy 52.71." in output
     assert "4321 validation tokens" in output
 

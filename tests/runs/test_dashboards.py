@@ -295,7 +295,7 @@ def workspace(repository: Path) -> list[dict[str, Any]]:
 
 def test_the_workspace_shows_performance_layers_penalty_and_cost(workspace: list[dict[str, Any]]) -> None:
     names = [section["name"] for section in workspace]
-    assert names == ["Performance and isotropy", "IsoScore* by layer", "Training", "Cost"]
+    assert names == ["Performance and isotropy", "IsoScore by layer", "Training", "Cost"]
     first = workspace[0]["panels"][0]
     assert first["viewType"] == "Scatter Plot"
     assert (first["config"]["xAxis"], first["config"]["yAxis"]) == (

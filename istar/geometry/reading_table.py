@@ -1,0 +1,52 @@
+"""The table of a page on its texts: how much of them was read, and how long that took."""
+
+import pandas as pd
+
+from istar.geometry.measure import Measurements
+from istar.pages.sheets import Entry, Sheet, number_entry
+
+_COLUMNS = {
+    "documents": "documents",
+    "characters": "characters",
+    "bytes": "bytes",
+    "bytes_per_document": "bytes per\ndocument",
+    "tokens": "tokens",
+    "seconds": "seconds",
+    "forward_seconds": "seconds of\nforward passes",
+}
+"""Headers of the columns, by name."""
+
+
+def sheet(measured: Measurements) -> Sheet:
+    """Return the table with a row for each text; without rows if an earlier version has measured."""
+    frame = pd.DataFrame(
+        [{"text": text, **reading} for text, reading in measured.readings.items()],
+        columns=["text", *(name for name in _COLUMNS if name != "bytes_per_document")],
+    )
+    frame.insert(4, "bytes_per_document", frame["bytes"].astype(float) / frame["documents"].astype(float))
+    rows = [
+        [Entry(str(row[0])), *(number_entry(float(value)) for value in row[1:])]
+        for row in frame.itertuples(index=False)
+    ]
+    return Sheet(
+        "texts",
+        "Texts and time",
+        "Each text as far as it was read: documents, their characters and their bytes in UTF-8, the tokens that the "
+        "measures include, and the time. With a maximum number of tokens, the last document may be read in part and "
+        "counts as a whole.",
+        ("text", *_COLUMNS.values()),
+        {"": rows},
+        frame,
+        tuple(_notes(measured)),
+    )
+
+
+def _notes(measured: Measurements) -> list[str]:
+    """Say how long everything took, and on what."""
+    if measured.seconds is None:
+        return []
+    shared = f", in {measured.processes} processes, over which the forward passes are summed" * (measured.processes > 1)
+    return [
+        f"Everything took {measured.seconds:,.1f} seconds on {measured.model['device']}{shared}: also the loading of "
+        "the model, its embedding matrices and the computation of the measures, but not the drawing of this page."
+    ]

@@ -1,0 +1,195 @@
+"""Result files of lm-evaluation-harness and MTEB as scores of `istar correlate`."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import scipy.stats
+
+from istar.cli.main import main
+from istar.errors import UserError
+from istar.geometry.score_files import read_scores
+
+
+def write(path: Path, values: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(values if isinstance(values, str) else json.dumps(values))
+    return path
+
+
+def harness(name: str, revision: str | None, accuracy: float, **more: Any) -> dict[str, Any]:
+    """What lm-evaluation-harness 0.4 writes to `results_<date>.json`, of one task and a group."""
+    arguments = f"pretrained={name},dtype=float32" + (f",revision={revision}" if revision else "")
+    return {
+        "results": {
+            "sciq": {
+                "alias": "sciq", "acc,none": accuracy, "acc_stderr,none": 0.015, "acc_norm,none": accuracy / 2,
+                "acc_norm_stderr,none": "N/A", "sample_len": 1000,
+            },
+            "gsm8k": {"exact_match,strict-match": accuracy / 4, "exact_match_stderr,strict-match": 0.1},
+            "mmlu": {" ": " ", "alias": "mmlu"},
+        },
+        "config": {"model": "hf", "model_args": arguments, "limit": None},
+        "n-shot": {"sciq": 0},
+        "model_name": name,
+        "date": 1.7e9,
+        **more,
+    }  # fmt: skip
+
+
+def mteb(task: str, **splits: list[tuple[str, float]]) -> dict[str, Any]:
+    """What MTEB 1.11 and later write to `<task>.json`."""
+    scores = {
+        split: [
+            {"hf_subset": subset, "languages": ["eng"], "f1": 0.0, "main_score": score} for subset, score in entries
+        ]
+        for split, entries in splits.items()
+    }
+    return {
+        "task_name": task,
+        "dataset_revision": "1",
+        "mteb_version": "1.12.41",
+        "scores": scores,
+        "evaluation_time": 1,
+    }
+
+
+def records(path: Path) -> list[tuple[str, str, str, float]]:
+    cells, _ = read_scores(path)
+    return [
+        (model, revision, task, float(score))
+        for model, revision, task, score in cells[["model", "revision", "task", "score"]].itertuples(index=False)
+    ]
+
+
+def test_a_file_of_the_harness(tmp_path: Path) -> None:
+    path = write(tmp_path / "results_1.json", harness("EleutherAI/pythia-70m", "step1000", 0.4))
+    assert records(path) == [
+        ("pythia-70m", "step1000", "sciq acc", 0.4),
+        ("pythia-70m", "step1000", "sciq acc_norm", 0.2),
+        ("pythia-70m", "step1000", "gsm8k exact_match strict-match", 0.1),
+    ]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_args": "use_accelerate=True,pretrained=EleutherAI/pythia-v1.1-70m,revision=step1000"},
+        {"model_args": {"pretrained": "EleutherAI/pythia-v1.1-70m", "revision": "step1000", "trust_remote_code": True}},
+    ],
+    ids=["before 0.4", "as a table"],
+)  # fmt: skip
+def test_other_versions_of_the_harness(config: dict[str, Any], tmp_path: Path) -> None:
+    """Before version 0.4, metrics had no filter, and there was no `model_name`."""
+    figures = {"ppl": 4465.3, "ppl_stderr": 200.2, "acc": 0.05, "acc_stderr": 0.003}
+    values = {"results": {"lambada_openai": figures}, "versions": {"lambada_openai": 0}, "config": config}
+    assert records(write(tmp_path / "70m_step1000.json", values)) == [
+        ("pythia-v1.1-70m", "step1000", "lambada_openai ppl", 4465.3),
+        ("pythia-v1.1-70m", "step1000", "lambada_openai acc", 0.05),
+    ]
+
+
+def test_a_folder_of_mteb(tmp_path: Path) -> None:
+    folder = tmp_path / "org__encoder" / "step500"
+    write(folder / "Banking77.json", mteb("Banking77", test=[("default", 0.8)]))
+    write(folder / "STS22.json", mteb("STS22", test=[("en", 0.6), ("de", 0.5)], validation=[("default", 0.7)]))
+    expected = {
+        ("encoder", "step500", "Banking77", 0.8),
+        ("encoder", "step500", "STS22 en", 0.6),
+        ("encoder", "step500", "STS22 de", 0.5),
+        ("encoder", "step500", "STS22 validation", 0.7),
+    }
+    assert set(records(tmp_path)) == expected
+    write(folder / "model_meta.json", {"name": "org/other", "revision": "step9", "n_parameters": 1})
+    assert set(records(tmp_path)) == {("other", "step9", task, score) for _, _, task, score in expected}
+    # A subfolder, a single file and the folder above are read alike.
+    assert records(folder / "Banking77.json") == [("other", "step9", "Banking77", 0.8)]
+
+
+def test_folders_without_a_revision_are_checkpoints_of_one_model(tmp_path: Path) -> None:
+    for step in (10, 20):
+        values = harness(f"runs/mine/models/step-{step}", None, step / 100)
+        write(tmp_path / "scores" / f"results_{step}.json", values)
+    assert {record[:2] for record in records(tmp_path / "scores")} == {("", "step-10"), ("", "step-20")}
+    write(tmp_path / "scores" / "results_3.json", harness("org/mine", "step30", 0.3))
+    write(tmp_path / "scores" / "results_4.json", harness("org/mine", None, 0.4))
+    assert {record[:2] for record in records(tmp_path / "scores")} >= {("mine", "step30"), ("mine", "main")}
+
+
+def test_foreign_files_of_a_folder_are_counted(tmp_path: Path) -> None:
+    write(tmp_path / "a" / "results_1.json", harness("org/mine", "step1", 0.3))
+    for name in ("b.json", "c.json"):
+        write(tmp_path / name, {"results": [1, 2]})
+    _, [remark] = read_scores(tmp_path)
+    assert (
+        remark == f"left out: {tmp_path / 'b.json'} and 1 more, which hold no scores of lm-evaluation-harness or MTEB"
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"accuracy": 0.5}', "scores.json holds no scores of lm-evaluation-harness (results by task) or MTEB"),
+        ('{"results": {}}', "scores.json holds no scores of"),
+        ('{"results": {"sciq": {"alias": "sciq"}}}', "scores.json holds no scores of"),
+        ('{"task_name": "STS22", "scores": {"test": [{"hf_subset": "en"}]}}', "scores.json holds no scores of"),
+        ("[1, 2]", "scores.json holds no scores of"),
+        ("{", "scores.json cannot be read"),
+    ],
+)
+def test_another_file_is_one_line(
+    content: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    geometry = write(tmp_path / "geometry.csv", "revision,isoscore\nstep1,1\n")
+    scores = write(tmp_path / "scores.json", content)
+    assert main(["correlate", str(geometry), str(scores), "--out", str(tmp_path / "out")]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"holds no scores .* expected such a \.json file, a folder of such files, or a"
+    ):
+        read_scores(tmp_path)
+
+
+@pytest.mark.parametrize("form", ["harness", "mteb", "csv"])
+def test_the_same_scores_in_each_form_give_the_same_correlations(form: str, tmp_path: Path) -> None:
+    isoscore, accuracy = [0.1, 0.3, 0.2, 0.5, 0.4], [0.25, 0.3, 0.4, 0.45, 0.6]
+    steps = [1, 2, 4, 8, 16]
+    lines = [f"org/tiny,step{step},{step},wiki,layer_2,{value}" for step, value in zip(steps, isoscore, strict=True)]
+    geometry = write(tmp_path / "geometry.csv", "\n".join(["model,revision,step,source,layer,isoscore", *lines]))
+    scores = tmp_path / "scores"
+    for step, value in zip(steps, accuracy, strict=True):
+        if form == "harness":
+            write(scores / "org__tiny" / f"results_{step}.json", harness("org/tiny", f"step{step}", value))
+        elif form == "mteb":
+            folder = scores / "org__tiny" / f"step{step}"
+            write(folder / "sciq.json", mteb("sciq", test=[("default", value)]))
+            write(folder / "model_meta.json", {"name": "org/tiny", "revision": f"step{step}"})
+    if form == "csv":
+        rows = [f"tiny,step{step},{value}" for step, value in zip(steps, accuracy, strict=True)]
+        scores = write(tmp_path / "scores.csv", "\n".join(["model,revision,sciq", *rows]))
+    out = tmp_path / "out"
+    assert main(["correlate", str(geometry), str(scores), "--task", "sciq", "--out", str(out)]) == 0
+    with (out / "correlation.csv").open(newline="") as file:
+        rows = {row["task"]: row for row in csv.DictReader(file)}
+    assert set(rows) == ({"sciq acc", "sciq acc_norm"} if form == "harness" else {"sciq"})
+    for row in rows.values():
+        assert (row["n"], row["model"]) == ("5", "tiny")
+        for name, function in (("pearson", "pearsonr"), ("spearman", "spearmanr"), ("kendall", "kendalltau")):
+            expected = getattr(scipy.stats, function)(isoscore, accuracy).statistic
+            assert float(row[name]) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_second_score_of_a_checkpoint_names_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in (1, 2):
+        write(tmp_path / "scores" / f"results_{number}.json", harness("org/tiny", "step1", number / 10))
+    geometry = write(tmp_path / "geometry.csv", "revision,isoscore\nstep1,1\nstep2,2\n")
+    assert main(["correlate", str(geometry), str(tmp_path / "scores"), "--out", str(tmp_path / "out")]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "results_2.json: there is a second number for sciq acc tiny step1" in line
