@@ -1,4 +1,5 @@
-"""docs/artefacts.md: the commands of the papers' tables and figures parse, and those of the third paper work."""
+"""docs/artefacts.md: the commands of the papers' tables and figures parse, and those of the third paper and of some
+figures of the second work."""
 
 import re
 import shlex
@@ -50,6 +51,8 @@ def rows() -> list[Row]:
 
 
 ROWS = rows()
+FIGURES_OF_THE_SECOND = ("Figure 1", "Figure 2", "Figure 5", "Figure 6")
+"""Figures of the second paper whose commands a test executes."""
 THIRD = [row for row in ROWS if row.paper == "Too Much in Common"]
 COMMANDS = sorted({command for row in ROWS for command in row.commands})
 
@@ -126,6 +129,39 @@ def test_the_commands_of_the_third_paper_make_their_files(tmp_path: Path, monkey
     for folder, table, models in (("embeddings", 1, 8), ("word-similarity", 2, 6), ("word-similarity", 3, 6)):
         frame = pd.read_csv(tmp_path / folder / "tables" / f"table{table}.csv")
         assert frame[frame["source"] == "paper"]["model"].nunique() == models
+
+
+@pytest.mark.slow
+def test_the_commands_of_figures_of_the_second_paper_make_their_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Figures 1 and 2 have the final LayerNorm, Figures 5 and 6 bars of I(W) with the signs as computed."""
+    figures = [
+        row
+        for row in ROWS
+        if row.paper == "Anisotropy is Not Inherent to Transformers" and row.artefact in FIGURES_OF_THE_SECOND
+    ]
+    assert len(figures) == len(FIGURES_OF_THE_SECOND)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    Path("enron.jsonl").write_text('{"text": "the cat sees the dog"}\n{"text": "the house the garden"}\n' * 10)
+    for row in figures:
+        [command], [name] = row.commands, row.files
+        assert "not yet" not in row.differences
+        arguments = shlex.split(command)[1:]
+        options = _parser().parse_args(arguments)
+        for model in options.models:
+            if not Path(model).exists():
+                build("neox").save_pretrained(model)
+                TOKENIZER.save_pretrained(model)
+        if not (tmp_path / options.out).exists() or row.artefact == "Figure 5":
+            assert main(arguments) == 0, command
+        drawn = (tmp_path / options.out / name).read_text(encoding="utf-8")
+        labels = (
+            ("final", "norm") if name == "figures/directions.svg" else ("I(W), signs as computed", "I(W), both signs")
+        )
+        for text in (*labels, *(Path(model).name for model in options.models)):
+            assert f">{text}<" in drawn, (row.artefact, text)
 
 
 @pytest.mark.slow
