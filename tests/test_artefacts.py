@@ -13,6 +13,7 @@ import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from istar.cli.main import _parser, main
+from istar.geometry import measure, model_page
 from tests.geometry.test_embed import TOKENIZER, build
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -142,25 +143,29 @@ def test_the_commands_of_figures_of_the_second_paper_make_their_files(
         if row.paper == "Anisotropy is Not Inherent to Transformers" and row.artefact in FIGURES_OF_THE_SECOND
     ]
     assert len(figures) == len(FIGURES_OF_THE_SECOND)
+    [options] = {
+        (options.name, tuple(options.text), str(options.out))
+        for options in (_parser().parse_args(shlex.split(row.commands[0])[1:]) for row in figures)
+    }
+    assert options == ("compare", ("enron.jsonl",), "comparison")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     Path("enron.jsonl").write_text('{"text": "the cat sees the dog"}\n{"text": "the house the garden"}\n' * 10)
+    # The commands differ in their models only, of which two are enough.
+    models = ("EleutherAI/pythia-70m", "EleutherAI/pythia-160m")
+    for model in models:
+        build("neox").save_pretrained(model)
+        TOKENIZER.save_pretrained(model)
+    # The pages of the single models are not what the rows are about.
+    monkeypatch.setattr(model_page, "write", measure.write)
+    assert main(["compare", *models, "--text", "enron.jsonl", "--documents", "0"]) == 0
     for row in figures:
-        [command], [name] = row.commands, row.files
         assert "not yet" not in row.differences
-        arguments = shlex.split(command)[1:]
-        options = _parser().parse_args(arguments)
-        for model in options.models:
-            if not Path(model).exists():
-                build("neox").save_pretrained(model)
-                TOKENIZER.save_pretrained(model)
-        if not (tmp_path / options.out).exists() or row.artefact == "Figure 5":
-            assert main(arguments) == 0, command
-        drawn = (tmp_path / options.out / name).read_text(encoding="utf-8")
-        labels = (
-            ("final", "norm") if name == "figures/directions.svg" else ("I(W), signs as computed", "I(W), both signs")
-        )
-        for text in (*labels, *(Path(model).name for model in options.models)):
+        [name] = row.files
+        drawn = Path("comparison", name).read_text(encoding="utf-8")
+        is_by_layer = name == "figures/directions.svg"
+        labels = ("final", "norm") if is_by_layer else ("I(W), signs as computed", "I(W), both signs")
+        for text in (*labels, "pythia-70m", "pythia-160m"):
             assert f">{text}<" in drawn, (row.artefact, text)
 
 
