@@ -1,4 +1,5 @@
-"""docs/artefacts.md: the commands of the papers' tables and figures parse, and those of the third paper work."""
+"""docs/artefacts.md: the commands of the papers' tables and figures parse, and those of the third paper and of some
+figures of the second work."""
 
 import re
 import shlex
@@ -12,6 +13,7 @@ import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from istar.cli.main import _parser, main
+from istar.geometry import measure, model_page
 from tests.geometry.test_embed import TOKENIZER, build
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -50,6 +52,8 @@ def rows() -> list[Row]:
 
 
 ROWS = rows()
+FIGURES_OF_THE_SECOND = ("Figure 1", "Figure 2", "Figure 5", "Figure 6")
+"""Figures of the second paper whose commands a test executes."""
 THIRD = [row for row in ROWS if row.paper == "Too Much in Common"]
 COMMANDS = sorted({command for row in ROWS for command in row.commands})
 
@@ -126,6 +130,43 @@ def test_the_commands_of_the_third_paper_make_their_files(tmp_path: Path, monkey
     for folder, table, models in (("embeddings", 1, 8), ("word-similarity", 2, 6), ("word-similarity", 3, 6)):
         frame = pd.read_csv(tmp_path / folder / "tables" / f"table{table}.csv")
         assert frame[frame["source"] == "paper"]["model"].nunique() == models
+
+
+@pytest.mark.slow
+def test_the_commands_of_figures_of_the_second_paper_make_their_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Figures 1 and 2 have the final LayerNorm, Figures 5 and 6 bars of I(W) with the signs as computed."""
+    figures = [
+        row
+        for row in ROWS
+        if row.paper == "Anisotropy is Not Inherent to Transformers" and row.artefact in FIGURES_OF_THE_SECOND
+    ]
+    assert len(figures) == len(FIGURES_OF_THE_SECOND)
+    [options] = {
+        (options.name, tuple(options.text), str(options.out))
+        for options in (_parser().parse_args(shlex.split(row.commands[0])[1:]) for row in figures)
+    }
+    assert options == ("compare", ("enron.jsonl",), "comparison")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    Path("enron.jsonl").write_text('{"text": "the cat sees the dog"}\n{"text": "the house the garden"}\n' * 10)
+    # The commands differ in their models only, of which two are enough.
+    models = ("EleutherAI/pythia-70m", "EleutherAI/pythia-160m")
+    for model in models:
+        build("neox").save_pretrained(model)
+        TOKENIZER.save_pretrained(model)
+    # The pages of the single models are not what the rows are about.
+    monkeypatch.setattr(model_page, "write", measure.write)
+    assert main(["compare", *models, "--text", "enron.jsonl", "--documents", "0"]) == 0
+    for row in figures:
+        assert "not yet" not in row.differences
+        [name] = row.files
+        drawn = Path("comparison", name).read_text(encoding="utf-8")
+        is_by_layer = name == "figures/directions.svg"
+        labels = ("final", "norm") if is_by_layer else ("I(W), signs as computed", "I(W), both signs")
+        for text in (*labels, "pythia-70m", "pythia-160m"):
+            assert f">{text}<" in drawn, (row.artefact, text)
 
 
 @pytest.mark.slow

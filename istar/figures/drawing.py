@@ -31,12 +31,17 @@ PALETTE = tuple(colour.lower() for colour in (*COLOURS[:6], COLOURS[7]))
 _LARGEST_WEIGHT = 5.0
 """Absolute value of lambda at the ends of its colour scale; larger ones have the same colour."""
 _BOUNDS = {
-    **dict.fromkeys(("IsoScore", "IsoScore*", "norm ratio", "I(W)", "I(W), both signs", "CKA"), (0, 1)),
-    **dict.fromkeys(("InterSim", "IntraSim"), (-1, 1)),
+    **dict.fromkeys(("IsoScore", "IsoScore*", "norm ratio", "CKA"), (0, 1)),
+    **dict.fromkeys(("I(W)", "I(W), both signs", "I(W), signs as computed"), (0, 1)),
+    **dict.fromkeys(("share of the variance", "variance share, top dimension", "R² of alpha-ReQ"), (0, 1)),
+    **dict.fromkeys(("InterSim", "IntraSim", "InterSim of the sample"), (-1, 1)),
+    "IntraSim - InterSim": (-2, 2),
 }
 """Ranges of bounded measures, by the label of the y axis."""
 _WHOLE_RANGE = 1 / 3
 """Least share of a bounded range that the values span for an axis with the whole range."""
+_MAX_Y_LABEL = 32
+"""Most characters of the label of a y axis in one line."""
 _MARKERS = "osD^vPX*"
 _MAX_MARKERS = 40
 """Most points of a line with markers; more markers would hide the line."""
@@ -251,29 +256,33 @@ def _draw_panel(axes: Axes, plot: Plot, panel: Panel, styles: Mapping[str, Mappi
     axes.set_xlabel(plot.x_label)
     axes.set_ylabel(panel.y_label)
     _set_scales(axes, plot, panel)
-    _set_bounds(axes, panel)
+    _set_bounds(axes, plot, panel)
     axes.margins(x=0.06 if plot.kind != "line" else 0.03)
     if not plot.log_y:
         axes.ticklabel_format(axis="y", useOffset=False)
 
 
-def _set_bounds(axes: Axes, panel: Panel) -> None:
+def _set_bounds(axes: Axes, plot: Plot, panel: Panel) -> None:
     """Show the whole range of a bounded measure or, if its values span little of it, say so in the axis's label.
 
     Measures that start at 0 are cut above only.
     """
-    bounds = _BOUNDS.get(panel.y_label)
+    bounds = panel.bounds or _BOUNDS.get(panel.y_label)
     values = [y for line in panel.lines for y in line.y if math.isfinite(y)]
     if bounds is None or not values:
         return
     low, high = bounds
     margin = 0.03 * (high - low)
     if max(values) - min(values) >= _WHOLE_RANGE * (high - low):
-        axes.set_ylim(min(low, min(values)) - margin, max(high, max(values)) + margin)
+        # The values above columns need room below the title.
+        top = 3 * margin if plot.kind == "columns" else margin
+        axes.set_ylim(min(low, min(values)) - margin, max(high, max(values)) + top)
     else:
         if low == 0 <= min(values):
             axes.set_ylim(bottom=0, top=axes.get_ylim()[1] * 1.03)
-        axes.set_ylabel(f"{panel.y_label} (part of {low} to {high})")
+        part = f"(part of {low:g} to {high:g})"
+        is_long = len(panel.y_label) + len(part) > _MAX_Y_LABEL
+        axes.set_ylabel(f"{panel.y_label}{chr(10) if is_long else ' '}{part}")
 
 
 def _share_limits(panels: Sequence[Axes], plot: Plot) -> None:
@@ -363,7 +372,9 @@ def _draw_line(axes: Axes, kind: str, line: Line, style: dict[str, Any]) -> None
         has_markers = len(line.x) <= _MAX_MARKERS
         style = {"linestyle": "-", **style, "marker": style["marker"] if has_markers else ""}
         axes.plot(line.x, line.y, label=line.label, linewidth=1.6 if has_markers else 0.8, **style)
-        if any(line.y_error):
+        if any(line.y_error) and len(line.x) == 1:
+            axes.errorbar(line.x, line.y, line.y_error, fmt="none", ecolor=style["color"], capsize=3, elinewidth=1.1)
+        elif any(line.y_error):
             low = [y - error for y, error in zip(line.y, line.y_error, strict=True)]
             high = [y + error for y, error in zip(line.y, line.y_error, strict=True)]
             axes.fill_between(line.x, low, high, color=style["color"], alpha=0.15, linewidth=0)

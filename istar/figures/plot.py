@@ -16,7 +16,8 @@ class Line:
     x: tuple[float, ...]
     y: tuple[float, ...]
     x_error: tuple[float, ...] = ()  # standard deviations of `x` over seeds; empty if unknown
-    y_error: tuple[float, ...] = ()  # standard deviations of `y` over seeds; empty if unknown
+    # Standard deviations of `y` over seeds or, on pages of geometry, half-widths of 95% intervals; empty if unknown.
+    y_error: tuple[float, ...] = ()
     seeds: tuple[int, ...] = ()  # seeds that the line is a mean over
     counts: tuple[int, ...] = ()  # number of seeds of each point; empty if unknown
     collapsed: tuple[bool, ...] = ()  # whether the predictions of all runs of a point are constant; empty if unknown
@@ -36,6 +37,8 @@ class Panel:
     columns: tuple[str, ...] = ()  # names of a heatmap's columns
     # Seeds of the runs by the varied value, or by `BASE` for the runs without a penalty.
     seeds: Mapping[Any, tuple[int, ...]] | None = None
+    # Smallest and largest value of what the y axis shows; None for those that `drawing` knows by `y_label`, if any.
+    bounds: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -45,9 +48,10 @@ class Plot:
     In `points` and `bars`, a marker is hollow where another point of the panel has more seeds, and crossed where all
     runs have collapsed.
 
-    The kinds are `line` (with error bands), `points` (error bars without a line), `bars` (error bars on a line),
-    `columns` (side by side), `histogram` (steps at the middles of the bins), `scatter` and `heatmap`. A line of a
-    heatmap is a row: its label names the row, and `Panel.columns` name the columns. The scale is from 0 to 1.
+    The kinds are `line` (with error bands; a line of a single point has an error bar), `points` (error bars without a
+    line), `bars` (error bars on a line), `columns` (side by side), `histogram` (steps at the middles of the bins),
+    `scatter` and `heatmap`. A line of a heatmap is a row: its label names the row, and `Panel.columns` name the
+    columns. The scale is from 0 to 1.
     """
 
     name: str  # name of its files, without suffix

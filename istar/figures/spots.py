@@ -84,4 +84,4 @@ def _text(plot: Plot, panel: Panel, line: Line, index: int) -> str:
     if line.y_error and math.isfinite(line.y_error[index]):
         y += f" ± {number(line.y_error[index])}"
     named = ((plot.x_label, x), (panel.y_label, y))
-    return "\n".join([line.label, *(f"{name}: {value}" if name else value for name, value in named)])
+    return "\n".join([line.label, *(f"{name}: {value}" if name else value for name, value in named if value)])

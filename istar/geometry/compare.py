@@ -38,6 +38,16 @@ class Subject:
         return [figures for tap, figures in self.measured.all_texts.items() if tap != FINAL_NORM]
 
     @property
+    def final_norm(self) -> dict[str, float] | None:
+        """Measures of the states after the final normalization, over all texts together; None if there is none."""
+        return self.measured.all_texts.get(FINAL_NORM)
+
+    @property
+    def groups(self) -> int:
+        """Number of groups of documents from which standard errors are computed; 0 for none."""
+        return int(self.measured.settings.get("groups") or 0)
+
+    @property
     def relative_depths(self) -> list[float]:
         """The depth of each of `layers`: 0 for the embeddings, 1 for the last layer."""
         last = max(1, len(self.layers) - 1)
@@ -136,13 +146,25 @@ def _model_name(measured: Measurements) -> str:
     return f"{name} at {revision}" if revision else name
 
 
+def have_same_texts(first: Subject, other: Subject) -> bool:
+    """Whether two models were measured over texts of the same content, whatever the files are called.
+
+    Files of earlier versions hold no hashes of the content; then names and paths are compared.
+    """
+    hashes = [sorted(subject.measured.text_hashes.values()) for subject in (first, other)]
+    if all(hashes):
+        return hashes[0] == hashes[1]
+    return bool(first.measured.settings["texts"] == other.measured.settings["texts"])
+
+
 def differences(subjects: Sequence[Subject]) -> list[str]:
     """Return sentences on what makes the figures of these models incomparable: other texts or other settings."""
     sentences = []
     first = subjects[0]
     for other in subjects[1:]:
         settings, others = (dict(subject.measured.settings) for subject in (first, other))
-        if settings.pop("texts") != others.pop("texts"):
+        del settings["texts"], others["texts"]
+        if not have_same_texts(first, other):
             sentences.append(f"{other.label} was measured over other texts than {first.label}.")
         changed = sorted(key for key in settings.keys() | others.keys() if settings.get(key) != others.get(key))
         if changed:
@@ -152,10 +174,13 @@ def differences(subjects: Sequence[Subject]) -> list[str]:
 
 
 def rows(subjects: Sequence[Subject]) -> Iterator[dict[str, Any]]:
-    """Yield a row for each layer of each model, with its relative depth and all measures."""
+    """Yield a row for each layer of each model, with its relative depth and all measures.
+
+    A final normalization, which is behind the last layer, has no relative depth.
+    """
     for subject in subjects:
-        taps = [tap for tap in subject.measured.all_texts if tap != FINAL_NORM]
-        for tap, depth, figures in zip(taps, subject.relative_depths, subject.layers, strict=True):
+        for number, (tap, figures) in enumerate(subject.measured.all_texts.items()):
+            depth = math.nan if tap == FINAL_NORM else subject.relative_depths[number]
             yield {"model": subject.label, "layer": tap, "relative_depth": depth, **figures}
 
 

@@ -3,15 +3,18 @@
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import version
+from operator import itemgetter
 from pathlib import Path
 
 import pandas as pd
 
 from istar.figures.plot import Line, Panel, Plot
-from istar.geometry import compare
+from istar.geometry import compare, model_differences
 from istar.geometry.compare import Subject
-from istar.geometry.model_figures import FORMS, NAMES, panel, tap_name
+from istar.geometry.intervals import half_width
+from istar.geometry.model_figures import FORMS, NAMES, bounds_of, column_header, measure_line, panel, tap_name
 from istar.geometry.similarity import Similarity
 from istar.pages import folder
 from istar.pages.folder import Kind
@@ -29,14 +32,29 @@ _LAYER_PLOTS = {
     "directions": (
         "Cosines by depth",
         "InterSim is the mean cosine of the states of any two tokens, IntraSim that of two occurrences of the same "
-        "token type. If both are near 1, all states share one direction.",
-        ("inter_sim", "intra_sim"),
+        "token type. If both are near 1, all states share one direction. Their difference is IntraSim adjusted for "
+        "anisotropy.",
+        ("inter_sim", "intra_sim", "adjusted_intra_sim"),
     ),
     "dimension": (
         "Intrinsic dimension and rank by depth",
         "TwoNN estimates the local dimension of the cloud; effective rank and participation ratio count the directions "
         "that its spectrum spans. They cannot exceed the model's width.",
         ("two_nn", "effective_rank", "participation_ratio"),
+    ),
+    "spectrum": (
+        "Shape of the spectrum by depth",
+        "RankMe is the effective rank of the spectrum without centering, so that a common direction lowers it. NESum "
+        "is the sum of the variances of the principal components divided by the largest. alpha-ReQ is the exponent of "
+        "a power law fitted to the variances of components 11 to 100, which means something only if R² is near 1.",
+        ("rank_me", "nesum", "alpha_req", "alpha_req_r_squared"),
+    ),
+    "outliers": (
+        "Outliers by depth",
+        "Outlier dimensions have a mean above 5 median deviations. The kurtosis of a dimension, over the tokens, is "
+        "large if few tokens have very large values there. The share of the variance is that of the dimension with the "
+        "largest variance.",
+        ("outlier_dimensions", "largest_kurtosis", "largest_variance_share"),
     ),
     "norms": (
         "Norms by depth",
@@ -46,14 +64,44 @@ _LAYER_PLOTS = {
     ),
 }
 """Title, caption and measures of the plots by relative depth, by the plot's name."""
+_BEYOND = 1.15
+"""Position of the final normalization on the axis of the relative depth, beyond the last layer."""
+_SIGNS = {"as_computed": "signs as computed", "both": "both signs"}
+"""Conventions of the signs of I(W)."""
 _EMPTY = {"similarity": "Not computed, because no texts were given (--text)."}
 """Why a plot may be missing, by its name."""
 _READING = (
     "The layers of each model are at their relative depth: 0 is the output of the embeddings, 1 that of the last "
-    "layer. A final normalization, which some models have behind the last layer, is in the section of its name.",
+    "layer. The states after a final normalization, which some models have behind the last layer, are a separate mark "
+    "beyond it.",
     "IsoScore, TwoNN and the ranks depend on the number of tokens and on the width. Compare models over the same "
     "texts, with more than ten tokens per dimension. docs/measures.md defines each measure and states its limits.",
 )
+
+
+_BANDS = (
+    "Bands in the figures, the bar of a single mark, and ± in the tables are 95% intervals of each model by itself: "
+    "from the jackknife over groups of documents and Student's distribution (2.26 errors for 10 groups), and for "
+    "TwoNN 1.96 errors of points that are independent of each other. A measure without a band has no error."
+)
+_DIFFERENCES = (
+    "Differences from the first model",
+    "Measures of each model's last layer, before a final normalization, minus those of the first model, with 95% "
+    "intervals from groups of documents. The intervals say how much a difference would change over other documents of "
+    "the same kind, not over other training runs. Each is for itself: of many intervals, one in twenty misses the true "
+    "difference. Average norms have the units of the states, and ranks depend on the width.",
+)
+"""Title and caption of the differences."""
+_METHODS = {
+    "paired": "{other} and {first} read the same documents in the same groups, so the errors of their differences are "
+    "those of the paired jackknife: of the differences without each group.",
+    "independent": "{other} and {first} do not have the same documents in the same groups, or their measures.json does "
+    "not hold the values without each group. The error of their differences is therefore the root of the sum of the "
+    "squares of both errors, which is rather too large than too small.",
+}
+"""How errors of differences are computed, by `model_differences.Method`."""
+_DIFFERENCE_PANELS = ("isoscore", "inter_sim", "norm_ratio", "isoscore_unbiased", "effective_rank", "average_norm")
+"""Measures in the figure of differences; the table has all that have an error."""
 
 
 def check(out: Path) -> None:
@@ -74,7 +122,8 @@ def write(subjects: Sequence[Subject], out: Path, similarities: Sequence[Similar
         UserError: if the folder holds anything but an earlier comparison, or cannot be written.
     """
     folder.refuse_foreign(out, KIND)
-    tables = [_models(subjects), _layers(subjects), *([_similarity_table(similarities)] if similarities else [])]
+    tables = [_models(subjects), _layers(subjects), _difference_table(subjects)]
+    tables += [_similarity_table(similarities)] if similarities else []
     sheets = {sheet.name: sheet for sheet in tables}
     contents = folder.files(_page(subjects, similarities, sheets, command), sheets)
     contents[compare.TABLE] = compare.frame(subjects).to_csv(index=False).encode()
@@ -87,13 +136,16 @@ def _page(
 ) -> Page:
     """Put the page together from its tables and plots."""
     sections = [
-        Section("reading", "How to read this", (*_READING, *compare.differences(subjects))),
+        Section("reading", "How to read this", (*_READING, _BANDS, *compare.differences(subjects))),
         Section("table-models", sheets["models"].title, (), sheets["models"], wide=True),
     ]
-    for plot in (*plots(subjects), similarity_plot(similarities)):
+    methods = _difference_methods(subjects)
+    for plot in (_difference_plot(subjects), *plots(subjects), similarity_plot(similarities)):
         empty = "" if plot.panels else _EMPTY.get(plot.name, "Not measured for any of these models.")
-        sheet = sheets.get(plot.name)
-        sections.append(Section(plot.name, plot.title, [plot.caption], sheet, folder.draw(plot), empty))
+        text = [plot.caption]
+        if plot.name == "differences":
+            text, empty = ([plot.caption, *methods], "") if plot.panels else ([], " ".join(methods))
+        sections.append(Section(plot.name, plot.title, text, sheets.get(plot.name), folder.draw(plot), empty))
     sections.append(Section("table-layers", sheets["layers"].title, (), sheets["layers"], wide=True))
     if command:
         sections.append(Section("reproduce", "This page", ("This page and its files:",), commands=[command]))
@@ -124,18 +176,72 @@ def plots(subjects: Sequence[Subject]) -> list[Plot]:
 
 
 def _layer_plot(subjects: Sequence[Subject], name: str) -> Plot:
-    """Plot measures by relative depth, with a line for each model."""
+    """Plot measures by relative depth, with a line for each model, and a mark after its final normalization."""
     title, caption, keys = _LAYER_PLOTS[name]
     panels = []
     for key in keys:
         lines = []
         for subject in subjects:
-            ys = tuple(figures.get(key, math.nan) for figures in subject.layers)
-            if any(map(math.isfinite, ys)):
-                lines.append(Line(subject.label, tuple(subject.relative_depths), ys))
-        if lines:
-            panels.append(panel(NAMES[key], lines))
-    return Plot(name, title, caption, "line", "relative depth", tuple(panels))
+            lines.append(measure_line(subject.label, subject.relative_depths, subject.layers, key, subject.groups))
+            if subject.final_norm is not None:
+                lines.append(measure_line(subject.label, (_BEYOND,), [subject.final_norm], key, subject.groups))
+        if lines := [line for line in lines if any(map(math.isfinite, line.y))]:
+            bounds = bounds_of(key, [subject.measured for subject in subjects])
+            panels.append(panel(NAMES[key], lines, bounds=bounds))
+    has_norm = any(subject.final_norm is not None for subject in subjects)
+    ticks = {0.0: "0", 0.25: "0.25", 0.5: "0.5", 0.75: "0.75", 1.0: "1", _BEYOND: "final\nnorm"} if has_norm else {}
+    return Plot(name, title, caption, "line", "relative depth", tuple(panels), x_names=ticks)
+
+
+def _difference_methods(subjects: Sequence[Subject]) -> list[str]:
+    """Return, for each model but the first, why it has no differences, or how their errors are computed."""
+    first, *others = subjects
+    return [
+        model_differences.refusal(first, other)
+        or _METHODS[model_differences.method(first, other)].format(first=first.label, other=other.label)
+        for other in others
+    ]
+
+
+def _difference_plot(subjects: Sequence[Subject]) -> Plot:
+    """Plot the differences of each model's last layer from the first model, with their 95% intervals."""
+    first, *others = subjects
+    rows = {(row["model"], row["measure"]): row for row in model_differences.rows(subjects) if row["is_last"]}
+    panels = []
+    for name in _DIFFERENCE_PANELS:
+        if not any(measure == name for _, measure in rows):
+            continue
+        # The first model is there, too, so that each model has the colour that it has in the other figures.
+        lines = [Line(first.label, (0.0,), (0.0,))]
+        for number, other in enumerate(others, start=1):
+            if row := rows.get((other.label, name)):
+                half_length = (row["high"] - row["low"]) / 2
+                lines.append(Line(other.label, (float(number),), (row["difference"],), y_error=(half_length,)))
+        panels.append(replace(panel(f"difference of {NAMES[name]}", lines), level=(0.0, "no difference")))
+    title, caption = _DIFFERENCES
+    positions = {float(number): "" for number in range(len(subjects))}
+    return Plot("differences", title, caption, "points", "", tuple(panels), x_names=positions, ink="")
+
+
+def _difference_table(subjects: Sequence[Subject]) -> Sheet:
+    """Return the table of differences; the page shows the last layers, the CSV all layers that are compared."""
+    rows = model_differences.rows(subjects)
+    groups: dict[str, list[list[Entry]]] = {}
+    for row in filter(itemgetter("is_last"), rows):
+        numbers = [row[name] for name in ("value", "value_of_first", "difference", "low", "high")]
+        entries = [Entry(NAMES[row["measure"]]), *map(number_entry, numbers), Entry(row["method"])]
+        groups.setdefault(row["model"], []).append(entries)
+    title, _ = _DIFFERENCES
+    return Sheet(
+        "differences",
+        title,
+        "Measures of the last layer: the model, the first model, their difference, the ends of its 95% interval, and "
+        "how its error was computed. The CSV also has the errors and, for models with the same number of layers, the "
+        "differences of each layer.",
+        ("measure", "model", "first\nmodel", "difference", "95%\nfrom", "95%\nto", "error"),
+        groups,
+        pd.DataFrame(rows),
+    )
 
 
 def _spectra(subjects: Sequence[Subject]) -> Plot:
@@ -196,22 +302,24 @@ def _last_tap(subject: Subject) -> str:
 
 
 def _partition(subjects: Sequence[Subject]) -> Plot:
-    """Plot I(W) of the embedding matrices by form, with a bar for each model."""
+    """Plot I(W) of the embedding matrices by form and convention of the signs, with a bar for each model."""
     panels = []
-    for which in ("input", "output"):
+    for which, (signs, name) in itertools.product(("input", "output"), _SIGNS.items()):
         lines = []
         for subject in subjects:
             forms = subject.measured.matrices.get(which)
             if forms:
-                values = tuple(figures["partition_isotropy_both"] for figures in forms.values())
+                values = tuple(figures[f"partition_isotropy_{signs}"] for figures in forms.values())
                 lines.append(Line(subject.label, tuple(map(float, range(len(forms)))), values))
         if lines:
-            panels.append(panel("I(W), both signs", lines, f"{which} embeddings"))
+            panels.append(panel(f"I(W), {name}", lines, f"{which} embeddings"))
     return Plot(
         "partition",
         "I(W) of the embedding matrices",
-        "Smallest over largest value of the partition function over the eigenvectors of the matrix and their "
-        "opposites; 1 is isotropic. Models without output embeddings of their own have the input embeddings there.",
+        "Smallest over largest value of the partition function at the eigenvectors c of the matrix; 1 is isotropic. "
+        "Signs as computed: c as the eigensolver returns it, the papers' convention, which depends on the solver's "
+        "build. Both signs: over c and -c, which is reproducible and meant for comparisons. The output embeddings of "
+        "models that have none of their own are the input embeddings.",
         "columns",
         "",
         tuple(panels),
@@ -308,16 +416,25 @@ def _models(subjects: Sequence[Subject]) -> Sheet:
     )
 
 
+_LAYER_COLUMNS = ("layer", "relative_depth", "tokens")
+
+
 def _layers(subjects: Sequence[Subject]) -> Sheet:
     """Return the table with a row for each layer of each model."""
     frame = compare.frame(subjects)
-    columns = ["layer", "relative_depth", "tokens", *(name for name in NAMES if name in frame)]
+    names = [name for name in NAMES if name in frame]
     groups = {
-        str(model): [[_entry(value) for value in row] for row in group.itertuples(index=False)]
-        for model, group in frame[columns].groupby(frame["model"], sort=False)
+        subject.label: [
+            [
+                *(_entry(row[column]) for column in _LAYER_COLUMNS),
+                *(number_entry(row.get(name, math.nan), half_width(row, name, subject.groups)) for name in names),
+            ]
+            for row in compare.rows([subject])
+        ]
+        for subject in subjects
     }
-    header = tuple(NAMES.get(name, name.replace("_", " ")) for name in columns)
-    caption = "Measures of the hidden states of each layer over all texts; the CSV has more columns."
+    header = tuple(map(column_header, (*_LAYER_COLUMNS, *names)))
+    caption = "Measures of the hidden states of each layer over all texts; the CSV has the standard errors."
     return Sheet("layers", "All layers", caption, header, groups, frame)
 
 

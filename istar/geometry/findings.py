@@ -26,10 +26,18 @@ NORM_GROWTH = 10.0
 """An average norm that grows or shrinks at least by this factor between layers is unusual."""
 KURTOSIS = 100.0
 """An excess kurtosis of a dimension of at least this value is unusual."""
+ROGUE_DROP = 0.25
+"""An average cosine that falls by at least this value without five dimensions is unusual."""
+MASSIVE_RATIO = 1000.0
+"""Massive activations are larger than the median magnitude by this factor, and above 100."""
+FIRST_POSITION = 3.0
+"""An average norm of the tokens at position 0 that is at least so many times that of the others is unusual."""
 SHIFTED, NOT_SHIFTED = 0.5, 0.9
 """Embeddings with I(W) below the first value raw, and above the second one centered, differ by a common shift."""
 TOKENS_PER_DIMENSION = 10
 """With fewer tokens per dimension, IsoScore and the ranks are clearly too low."""
+
+_WITHOUT_TOP_5 = "sample_inter_sim_without_top_5"
 
 Layers = Mapping[str, Mapping[str, float]]
 
@@ -56,6 +64,9 @@ def sentences(measured: Measurements) -> list[str]:
         *_offset_dimension(measured),
         *_norm_growth(layers),
         *_heavy_tails(layers),
+        *_rogue_dimensions(layers),
+        *_massive_activations(measured),
+        *_first_position(measured),
         *_shifted_embeddings(measured),
     ]
     unusual.sort(key=lambda finding: -finding.excess)
@@ -129,6 +140,53 @@ def _heavy_tails(layers: Layers) -> Iterator[Finding]:
         sentence = f"A dimension of {_named(tap)} has rare, very large values: its excess kurtosis is {kurtosis:,.0f}."
         # The scale of a fourth moment; the root compares it with the other measures.
         yield Finding(sentence, math.sqrt(kurtosis / KURTOSIS))
+
+
+def _rogue_dimensions(layers: Layers) -> Iterator[Finding]:
+    drops = {
+        tap: {"drop": figures.get("sample_inter_sim", math.nan) - figures.get(_WITHOUT_TOP_5, math.nan)}
+        for tap, figures in layers.items()
+    }
+    tap, drop = _extreme(drops, "drop")
+    if drop >= ROGUE_DROP:
+        before, after = layers[tap]["sample_inter_sim"], layers[tap][_WITHOUT_TOP_5]
+        yield Finding(
+            f"Five dimensions carry much of the common direction of {_named(tap)}: without them, the average cosine of "
+            f"a sample of tokens falls from {before:.2f} to {after:.2f}.",
+            drop / ROGUE_DROP,
+        )
+
+
+def _massive_activations(measured: Measurements) -> Iterator[Finding]:
+    by_tap = measured.massive.get(measured.combined_key, {})
+    largest = {tap: activations[0] for tap, activations in by_tap.items() if activations}
+    if not largest:
+        return
+    tap = max(largest, key=lambda tap: largest[tap].get("ratio") or 0.0)
+    activation = largest[tap]
+    ratio = activation.get("ratio") or MASSIVE_RATIO
+    yield Finding(
+        f"{_named(tap)[0].upper()}{_named(tap)[1:]} has massive activations: {activation['value']:,.0f} in dimension "
+        f"{activation['dimension']} at position {activation['position']} is {ratio:,.0f} times the median magnitude.",
+        ratio / MASSIVE_RATIO,
+    )
+
+
+def _first_position(measured: Measurements) -> Iterator[Finding]:
+    ratios = {}
+    for tap, columns in measured.by_position.get(measured.combined_key, {}).items():
+        if len(columns["first"]) < 2 or columns["first"][0] != 0:
+            continue
+        rest = sum(map(math.prod, zip(columns["norm"][1:], columns["tokens"][1:], strict=True)))
+        if rest > 0:
+            ratios[tap] = {"ratio": columns["norm"][0] / (rest / sum(columns["tokens"][1:]))}
+    tap, ratio = _extreme(ratios, "ratio")
+    if ratio >= FIRST_POSITION:
+        yield Finding(
+            f"The first token of the model's input has {ratio:.0f} times the average norm of the others in "
+            f"{_named(tap)}.",
+            ratio / FIRST_POSITION,
+        )
 
 
 def _shifted_embeddings(measured: Measurements) -> Iterator[Finding]:

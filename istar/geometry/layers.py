@@ -188,7 +188,9 @@ class Layer:
         moments = self.moments
         return {form: singular_values(moments, centered=form == "centered") for form in ("raw", "centered")}
 
-    def measures(self, spectra: Mapping[str, Tensor] | None = None) -> dict[str, float]:
+    def measures(
+        self, spectra: Mapping[str, Tensor] | None = None, replicates: Mapping[str, list[float]] | None = None
+    ) -> dict[str, float]:
         """Compute all measures by name, and the standard errors of those that have one as `<name>_error`.
 
         `isoscore` is IsoScore, without shrinkage. The kurtoses are the largest and the mean excess kurtosis of the
@@ -196,6 +198,7 @@ class Layer:
 
         Args:
             spectra: result of `spectra`, if it is known.
+            replicates: result of `replicates`, if it is known.
         """
         spectra = self.spectra() if spectra is None else spectra
         moments, dim = self.moments, len(self.dimensions.mean)
@@ -236,7 +239,8 @@ class Layer:
         massive = self.massive_activations()
         if massive is not None:
             measures |= {"massive_activations": massive.count, "largest_activation_ratio": massive.largest_ratio}
-        return {**{name: float(value) for name, value in measures.items()}, **self.errors()}
+        replicates = self.replicates() if replicates is None else replicates
+        return {**{name: float(value) for name, value in measures.items()}, **_errors(replicates)}
 
     def massive_activations(self) -> MassiveActivationsSummary | None:
         """Return the massive activations; None if the settings leave them out."""
@@ -250,24 +254,28 @@ class Layer:
         """Return the norm and InterSim of tokens by the number of occurrences of their type; see `_by_bin`."""
         return {} if self.types is None else _by_bin(self.types.regroup(log2_bins(self.types.count)))
 
-    def errors(self) -> dict[str, float]:
-        """Compute the standard errors by the jackknife; empty without groups.
+    def replicates(self) -> dict[str, list[float]]:
+        """Compute what the jackknife needs: each measure that has a standard error, without each group of documents.
 
-        They are NaN if a group has no points, or if a measure is not defined without one of the groups.
+        Returns:
+            The values of each measure in the order of the groups that are left out, and under `tokens` the numbers of
+            tokens. The lists are empty if a group has no points, or if a measure is not defined without one of the
+            groups. Without groups, there are no lists.
         """
         if self._groups is None:
             return {}
-        names = [*WITH_ERROR, *(WITH_ERROR_FROM_SCATTER if self.settings.scatter_by_group else ())]
+        names = ["tokens", *WITH_ERROR, *(WITH_ERROR_FROM_SCATTER if self.settings.scatter_by_group else ())]
         try:
             estimates = list(self._without_each_group()) if (self._groups.count > 0).all() else []
         except UserError:
             estimates = []
-        errors = {f"{name}_error": jackknife_error([values[name] for values in estimates]) for name in names}
+        replicates = {name: [values[name] for values in estimates] for name in names}
         if self._sentences is not None and self.settings.scatter_by_group:
             scores = [_score_or_nan(moments) for moments in self._sentences.without_each()]
-            is_empty = any(part.sentences == 0 for part in self._sentences.parts())
-            errors[f"{BY_SENTENCE}_error"] = math.nan if is_empty else jackknife_error(scores)
-        return errors
+            has_empty_group = any(part.sentences == 0 for part in self._sentences.parts())
+            is_defined = not has_empty_group and all(map(math.isfinite, scores))
+            replicates[BY_SENTENCE] = scores if is_defined else []
+        return replicates
 
     def _without_each_group(self) -> Iterator[dict[str, float]]:
         """Yield, for each group, the measures that have a standard error, computed from all other groups."""
@@ -276,12 +284,21 @@ class Layer:
         without_each = self._moments.without_each() if self.settings.scatter_by_group else itertools.repeat(None)
         for number, moments in zip(numbers, without_each, strict=False):
             rest = self._groups.regroup((numbers == number).long(), 2).compute()[0]
-            measures: dict[str, float | Tensor] = {"inter_sim": rest.inter_sim, "average_norm": rest.average_norm}
+            measures: dict[str, float | Tensor] = {
+                "tokens": rest.count,
+                "inter_sim": rest.inter_sim,
+                "average_norm": rest.average_norm,
+            }
             if moments is not None:
                 mean_vector = torch.linalg.vector_norm(moments.mean)
                 measures |= _covariance_measures(moments, singular_values(moments))
                 measures |= {"mean_vector_norm": mean_vector, "norm_ratio": mean_vector / rest.average_norm}
             yield {name: float(value) for name, value in measures.items()}
+
+
+def _errors(replicates: Mapping[str, list[float]]) -> dict[str, float]:
+    """Return the standard errors by the jackknife as `<name>_error`; NaN where `replicates` has no values."""
+    return {f"{name}_error": jackknife_error(values) for name, values in replicates.items() if name != "tokens"}
 
 
 def _covariance_measures(moments: FourthMoments, singular: Tensor) -> dict[str, Tensor | float]:

@@ -27,7 +27,7 @@ from istar.geometry.matrix import untied_output
 from istar.geometry.stream import Pass, Statistics, Stream
 from istar.geometry.taps import Taps
 from istar.measures import (
-    Activation,
+    MassiveActivationsSummary,
     ScaleDimension,
     all_but_the_top,
     centered,
@@ -79,10 +79,14 @@ class Measurements:
     # columns of `Layer.by_position` and `Layer.by_frequency`.
     by_position: BySourceAndTap[dict[str, list[float]]] = field(default_factory=dict)
     by_frequency: BySourceAndTap[dict[str, list[float]]] = field(default_factory=dict)
-    # The largest massive activations: value, dimension, token id, position and the token's text.
+    # The largest massive activations: value, dimension, token id, position, the token's text, and `ratio`, the
+    # magnitude divided by the median magnitude.
     massive: BySourceAndTap[list[dict[str, Any]]] = field(default_factory=dict)
     # Intrinsic dimension by scale: fields of `ScaleDimension`.
     gride: BySourceAndTap[list[dict[str, float]]] = field(default_factory=dict)
+    # Measures without each group of documents, for the jackknife of differences; see `Layer.replicates`.
+    replicates: BySourceAndTap[dict[str, list[float]]] = field(default_factory=dict)
+    text_hashes: dict[str, str] = field(default_factory=dict)  # hash of each text's content by its name
     rows: dict[str, dict[str, Any]] = field(default_factory=dict)  # `arrays.summarize_rows` of each embedding matrix
     # By text, and for `combined`: how much of it was read, and how long that took; fields of `corpus.Reading`. Empty in
     # files of earlier versions.
@@ -114,8 +118,9 @@ class _Summary:
     extremes: dict[str, list[dict[str, float]]]
     by_position: dict[str, dict[str, list[float]]]
     by_frequency: dict[str, dict[str, list[float]]]
-    massive: dict[str, tuple[Activation, ...]]
+    massive: dict[str, list[dict[str, Any]]]
     gride: dict[str, list[ScaleDimension]]
+    replicates: dict[str, dict[str, list[float]]]
     token_counts: Tensor | None  # `(vocabulary,)`, counted by the accumulator of IntraSim; None without it
 
     @classmethod
@@ -124,9 +129,10 @@ class _Summary:
         layers = statistics.layers
         spectra = {tap: layer.spectra() for tap, layer in layers.items()}
         massive = {tap: layer.massive_activations() for tap, layer in layers.items()}
+        replicates = {tap: layer.replicates() for tap, layer in layers.items()}
         types = next(iter(layers.values())).types
         return cls(
-            statistics.measures(spectra),
+            statistics.measures(spectra, replicates),
             {
                 tap: {form: arrays.round_all(values.tolist()) for form, values in forms.items()}
                 for tap, forms in spectra.items()
@@ -135,8 +141,12 @@ class _Summary:
             {tap: arrays.extreme_dimensions(layer) for tap, layer in layers.items()},
             {tap: _rounded(layer.by_position()) for tap, layer in layers.items()},
             {tap: _rounded(layer.by_frequency()) for tap, layer in layers.items() if types is not None},
-            {tap: summary.top for tap, summary in massive.items() if summary is not None},
+            {tap: _with_ratio(summary) for tap, summary in massive.items() if summary is not None},
             statistics.gride(),
+            {
+                tap: {name: arrays.round_all(values, 12) for name, values in columns.items()}
+                for tap, columns in replicates.items()
+            },
             None if types is None else types.count.clone(),
         )
 
@@ -182,9 +192,9 @@ def measure(
     output = untied_output(config)
     settings = _with_length(settings, model)
     weights = weights_hash(model)
-    paths = [source.path for source in sources]
-    # The paths count by name (the list) and by content (each by itself).
-    identity = stream.identity(weights, settings, paths, *paths)
+    # The texts count by name and by content.
+    hashes = {source.name: stream.identity(source.path)[:16] for source in sources}
+    identity = stream.identity(weights, settings, [source.path for source in sources], *hashes.values())
     reader = Stream(model, tokenizer, settings, out / ".pass", identity)
     summaries = reader(sources, _Summary.of, console)
     embeddings = {"input": model.get_input_embeddings().weight.detach()}
@@ -215,6 +225,8 @@ def measure(
             source: {tap: [scale._asdict() for scale in scales] for tap, scales in summary.gride.items()}
             for source, summary in summaries.items()
         },
+        replicates={source: summary.replicates for source, summary in summaries.items()},
+        text_hashes=hashes,
         rows={which: arrays.summarize_rows(matrix, counts) for which, matrix in embeddings.items()},
         readings={source: asdict(reading) for source, reading in reader.readings.items()},
         processes=reader.num_processes,
@@ -285,7 +297,7 @@ def layer_frame(measured: Measurements) -> pd.DataFrame:
 
 _NUMBER_FIELDS = (
     *("sources", "spectra", "matrices", "final_norm", "norms", "extremes"),
-    *("by_position", "by_frequency", "gride"),
+    *("by_position", "by_frequency", "gride", "replicates"),
 )
 """Fields of `Measurements` in which a null within the field stands for a number that is not defined."""
 
@@ -329,12 +341,20 @@ def _rounded(columns: Mapping[str, list[float]]) -> dict[str, list[float]]:
     return {name: values if name in _WHOLE else arrays.round_all(values) for name, values in columns.items()}
 
 
+def _with_ratio(summary: MassiveActivationsSummary) -> list[dict[str, Any]]:
+    """Return the largest massive activations with their magnitudes divided by the median magnitude."""
+    return [
+        {**item._asdict(), "ratio": abs(item.value) / summary.median if summary.median else math.inf}
+        for item in summary.top
+    ]
+
+
 def _with_text(
-    activations: Mapping[str, tuple[Activation, ...]], tokenizer: PreTrainedTokenizerBase
+    activations: Mapping[str, list[dict[str, Any]]], tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, list[dict[str, Any]]]:
     """Return massive activations by tap with the text of their tokens."""
     return {
-        tap: [{**item._asdict(), "text": str(tokenizer.convert_ids_to_tokens(item.token))} for item in items]
+        tap: [{**item, "text": str(tokenizer.convert_ids_to_tokens(item["token"]))} for item in items]
         for tap, items in activations.items()
     }
 

@@ -2,13 +2,14 @@
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from istar.figures.plot import Line, Panel, Plot
 from istar.figures.spacing import evenly_spaced
+from istar.geometry.intervals import NORMAL_QUANTILE, half_width
 from istar.geometry.measure import COMBINED, Measurements
 from istar.geometry.spheres import POINTS, Sphere
 from istar.geometry.taps import FINAL_NORM
@@ -16,41 +17,108 @@ from istar.geometry.taps import FINAL_NORM
 NAMES = {
     "isoscore": "IsoScore",
     "isoscore_unbiased": "IsoScore, unbiased",
+    "isoscore_by_sentence": "IsoScore by sentence",
     "inter_sim": "InterSim",
     "intra_sim": "IntraSim",
+    "adjusted_intra_sim": "IntraSim - InterSim",
+    "mean_direction_norm": "norm of the mean direction",
     "two_nn": "TwoNN dimension",
     "effective_rank": "effective rank",
     "participation_ratio": "participation ratio",
+    "rank_me": "RankMe",
+    "nesum": "NESum",
+    "alpha_req": "alpha-ReQ",
+    "alpha_req_r_squared": "R² of alpha-ReQ",
     "average_norm": "average norm",
+    "mean_vector_norm": "norm of the mean",
     "norm_ratio": "norm ratio",
+    "largest_variance_share": "variance share, top dimension",
+    "top_5_variance_share": "variance share, top 5",
+    "top_1_cosine_share": "InterSim share, top dimension",
+    "top_5_cosine_share": "InterSim share, top 5",
+    "sample_inter_sim": "sample InterSim",
+    "sample_inter_sim_without_top_1": "sample InterSim, without top dimension",
+    "sample_inter_sim_without_top_5": "sample InterSim, without top 5",
+    "sample_inter_sim_standardized": "sample InterSim, z-scored",
+    "outlier_dimensions": "outlier dimensions",
+    "largest_kurtosis": "largest kurtosis of a dimension",
+    "mean_kurtosis": "mean kurtosis of the dimensions",
+    "token_kurtosis": "mean kurtosis of the tokens",
+    "largest_token_kurtosis": "largest kurtosis of a token",
+    "massive_activations": "massive activations",
+    "largest_activation_ratio": "largest activation / median",
 }
-"""Titles of the measures that figures and tables show."""
+"""Titles of the measures of a layer, in the order of the tables."""
 FORMS = {"raw": "raw", "centered": "centered", "post_processed": "post-processed"}
 _MAX_LABEL, _MAX_TICKS = 32, 6
 _LAYER_PLOTS = {
-    "isotropy": ("isoscore", "isoscore_unbiased"),
-    "directions": ("inter_sim", "intra_sim"),
+    "isotropy": ("isoscore", "isoscore_unbiased", "isoscore_by_sentence"),
+    "directions": ("inter_sim", "intra_sim", "adjusted_intra_sim"),
     "dimension": ("two_nn", "effective_rank", "participation_ratio"),
+    "spectrum": ("rank_me", "nesum", "alpha_req", "alpha_req_r_squared"),
     "norms": ("average_norm", "norm_ratio"),
+    "outliers": ("outlier_dimensions", "largest_kurtosis", "token_kurtosis", "largest_activation_ratio"),
 }
 """Measures of the plots by layer, by the plot's name."""
 _TEXTS = {
     "isotropy": (
         "IsoScore by layer",
         "How evenly the variance is spread over all directions: 1 if it is equal in all, 0 if it is in a single one. "
-        "The mean has no influence. IsoScore is biased towards 0 for few tokens; the other form is unbiased.",
+        "The mean has no influence. IsoScore is biased towards 0 for few tokens. The unbiased form corrects this for tokens "
+        "that are independent of each other, the form by sentence also for tokens that depend on their sentence.",
     ),
     "directions": (
         "InterSim and IntraSim by layer",
         "InterSim is the mean cosine of the states of any two tokens. IntraSim is the mean cosine of two occurrences "
         "of the same token type, averaged over types. If both are near 1, all states share one direction; if IntraSim "
-        "alone is, context changes the states little.",
+        "alone is, context changes the states little. Their difference is IntraSim adjusted for anisotropy: what the "
+        "occurrences of a type have in common beyond what all tokens have.",
     ),
     "dimension": (
         "Intrinsic dimension and rank by layer",
         "TwoNN estimates the local dimension of the cloud from one occurrence of each token type, or of a sample of "
-        "the types; band: standard error. Effective rank and participation ratio measure how many directions the "
+        "the types. Effective rank and participation ratio measure how many directions the "
         "centered spectrum spans; the first is sensitive to small singular values, the second to the largest alone.",
+    ),
+    "spectrum": (
+        "Shape of the spectrum by layer",
+        "RankMe is the effective rank of the spectrum without centering, so that a common direction lowers it. NESum "
+        "is the sum of the variances of the principal components divided by the largest. alpha-ReQ is the exponent of "
+        "a power law fitted to the variances of components 11 to 100: at 1 they decay as 1/n, and larger values decay "
+        "faster. It means something only if R² of the fit is near 1.",
+    ),
+    "scales": (
+        "Intrinsic dimension by scale",
+        "Gride estimates the intrinsic dimension from the distances to neighbours n and 2n, so that larger n look at "
+        "the cloud from farther away; n = 1 is close to TwoNN. A plateau is a dimension that does not depend on the "
+        "scale. From at most 2,000 token types of all texts together; the estimates are too low above about 10.",
+    ),
+    "single_dimensions": (
+        "Single dimensions",
+        "What single dimensions of the basis contribute, over all texts together. InterSim of a sample of token types "
+        "is shown as it is, without the dimensions that contribute most to it, and after z-scoring each dimension. If "
+        "it falls far, a few dimensions carry the common direction. The share of InterSim is shown where InterSim is "
+        "at least 0.05; it exceeds 1 if other dimensions contribute negative values. The top dimensions of each panel "
+        "are those with the largest share of it.",
+    ),
+    "outliers": (
+        "Outliers by layer",
+        "Outlier dimensions have a mean above 5 median deviations. The kurtosis of a dimension, over the tokens, is "
+        "large if few tokens have very large values there; the kurtosis of a token, over its dimensions, is large if "
+        "few dimensions stand out in it. Both are excess kurtoses, 0 for normal values. The last panel is the largest "
+        "magnitude of any activation divided by the median magnitude.",
+    ),
+    "positions": (
+        "Norm and InterSim by position",
+        "Average norm and InterSim of the tokens by their position in the model's input, counted from 0, in bins that "
+        "begin at 0, 1, 2, 4, 8 and so on. All texts together. In many decoders the first token has a far larger norm "
+        "than the others, and equal first tokens have equal states there.",
+    ),
+    "frequency": (
+        "Norm and InterSim by frequency",
+        "Average norm and InterSim of the tokens by how often their type occurs in the texts, in bins that begin at 1, "
+        "2, 4, 8 and so on. All texts together. Bins of few frequent types are dominated by the similarity of "
+        "occurrences of one type.",
     ),
     "norms": (
         "Norms by layer",
@@ -102,10 +170,52 @@ STATE_ROUNDING, MATRIX_ROUNDING = 1e-4, 1e-6
 and of float32 points (embedding matrices)."""
 
 
-def panel(y_label: str, lines: Sequence[Line], title: str = "", held: str = "", with_origin: bool = False) -> Panel:
+_COUNTS_OF_DIMENSIONS = ("effective_rank", "participation_ratio", "rank_me", "nesum")
+"""Measures from 1 to the number of dimensions."""
+_CHANGES = {
+    "sample_inter_sim": "all dimensions",
+    "sample_inter_sim_without_top_1": "without the top dimension",
+    "sample_inter_sim_without_top_5": "without the top 5 dimensions",
+    "sample_inter_sim_standardized": "z-scored",
+}
+_SHARES = {
+    "InterSim": {"top_1_cosine_share": "top dimension", "top_5_cosine_share": "top 5 dimensions"},
+    "the variance": {"largest_variance_share": "top dimension", "top_5_variance_share": "top 5 dimensions"},
+}
+"""Labels of the lines in the figure of single dimensions, by measure; shares by what they are shares of."""
+_LEAST_INTER_SIM = 0.05
+"""Shares of a smaller InterSim mean nothing."""
+
+
+def panel(
+    y_label: str,
+    lines: Sequence[Line],
+    title: str = "",
+    held: str = "",
+    with_origin: bool = False,
+    bounds: tuple[float, float] | None = None,
+) -> Panel:
     """Return a panel that belongs to no task; `with_origin` adds dashed lines that cross at the origin."""
     origin = (0.0, "origin") if with_origin else None
-    return Panel("", title, tuple(lines), held, y_label, level=origin, mark=origin)
+    return Panel("", title, tuple(lines), held, y_label, level=origin, mark=origin, bounds=bounds)
+
+
+def column_header(name: str) -> str:
+    """Return the title of a measure with line breaks, as the header of a column."""
+    title = NAMES.get(name, name.replace("_", " "))
+    for separator in (", ", " - ", " "):
+        if separator in title:
+            return title.replace(separator, f"{separator.rstrip()}\n", 1)
+    return title
+
+
+def bounds_of(name: str, measurements: Iterable[Measurements]) -> tuple[float, float] | None:
+    """Return the range of a measure that cannot exceed the number of dimensions, over several models; or None."""
+    if name not in _COUNTS_OF_DIMENSIONS:
+        return None
+    spectra = [forms for measured in measurements for taps in measured.spectra.values() for forms in taps.values()]
+    widths = [len(forms["raw"]) for forms in spectra]
+    return (1, max(widths)) if widths else None
 
 
 def layer_plots(measured: Measurements) -> list[Plot]:
@@ -113,7 +223,11 @@ def layer_plots(measured: Measurements) -> list[Plot]:
     tick_names = _tick_names(list(measured.all_texts))
     plots = []
     for name, keys in _LAYER_PLOTS.items():
-        panels = [panel(NAMES[key], lines) for key in keys if (lines := _layer_lines(measured, key))]
+        panels = [
+            panel(NAMES[key], lines, bounds=bounds_of(key, [measured]))
+            for key in keys
+            if (lines := _layer_lines(measured, key))
+        ]
         plots.append(Plot(name, *_TEXTS[name], "line", "layer", tuple(panels), x_names=tick_names, ink=COMBINED))
     return plots
 
@@ -130,15 +244,94 @@ def tap_name(tap: str) -> str:
 
 
 def _layer_lines(measured: Measurements, key: str) -> list[Line]:
-    """Return a line over the layers for each text in which the measure is finite somewhere."""
+    """Return a line over the layers for each text in which the measure is finite somewhere, with 95% intervals."""
+    labels = _labels(list(measured.sources))
+    lines = [
+        measure_line(label, range(len(taps)), list(taps.values()), key, groups(measured))
+        for label, taps in zip(labels, measured.sources.values(), strict=True)
+    ]
+    return [line for line in lines if any(map(math.isfinite, line.y))]
+
+
+def groups(measured: Measurements) -> int:
+    """Return the number of groups of documents from which standard errors are computed; 0 for none."""
+    return int(measured.settings.get("groups") or 0)
+
+
+def measure_line(
+    label: str, xs: Iterable[float], figures: Sequence[Mapping[str, float]], name: str, groups: int
+) -> Line:
+    """Return a line of one measure, whose errors are halves of the lengths of 95% intervals, where it has any.
+
+    Args:
+        label: label of the line.
+        xs: position of each point.
+        figures: measures at each point.
+        name: name of the measure.
+        groups: number of groups of documents from which standard errors are computed.
+    """
+    ys = tuple(values.get(name, math.nan) for values in figures)
+    widths = tuple(half_width(values, name, groups) for values in figures)
+    return Line(label, tuple(xs), ys, y_error=widths if any(map(math.isfinite, widths)) else ())
+
+
+def single_dimensions(measured: Measurements) -> Plot:
+    """Plot InterSim without single dimensions, and their shares of InterSim and of the variance, over all texts."""
+    figures = list(measured.all_texts.values())
+    # Shares of an InterSim near 0 mean nothing.
+    shown = [
+        {name: value for name, value in values.items() if "cosine_share" not in name}
+        if not values.get("inter_sim", math.nan) >= _LEAST_INTER_SIM
+        else values
+        for values in figures
+    ]
+    names = {"InterSim of the sample": _CHANGES, **{f"share of {whole}": names for whole, names in _SHARES.items()}}
+    panels = []
+    for y_label, labels in names.items():
+        lines = [measure_line(label, range(len(shown)), shown, name, 0) for name, label in labels.items()]
+        if lines := [line for line in lines if any(map(math.isfinite, line.y))]:
+            panels.append(panel(y_label, lines))
+    tick_names = _tick_names(list(measured.all_texts))
+    return Plot(
+        "single_dimensions", *_TEXTS["single_dimensions"], "line", "layer", tuple(panels), x_names=tick_names, ink=""
+    )
+
+
+def positions(measured: Measurements) -> Plot:
+    """Plot norm and InterSim of the tokens by position over all texts, with a line for each layer."""
+    return _by_bin("positions", "position of the token", measured.by_position.get(measured.combined_key, {}))
+
+
+def frequency(measured: Measurements) -> Plot:
+    """Plot norm and InterSim of the tokens by frequency over all texts, with a line for each layer."""
+    x_label = "occurrences of the token's type"
+    return _by_bin("frequency", x_label, measured.by_frequency.get(measured.combined_key, {}))
+
+
+def _by_bin(name: str, x_label: str, by_tap: Mapping[str, Mapping[str, Sequence[float]]]) -> Plot:
+    """Plot columns of `Layer.by_position` or `Layer.by_frequency`; a bin is at its smallest value."""
+    panels = []
+    for column, y_label in (("norm", NAMES["average_norm"]), ("inter_sim", NAMES["inter_sim"])):
+        lines = [
+            Line(tap_name(tap), tuple(by_tap[tap]["first"]), tuple(by_tap[tap][column]))
+            for tap in evenly_spaced(list(by_tap))
+        ]
+        if lines := [line for line in lines if any(map(math.isfinite, line.y))]:
+            panels.append(panel(y_label, lines))
+    return Plot(name, *_TEXTS[name], "line", x_label, tuple(panels), log_x=True, ordered=True)
+
+
+def scales(measured: Measurements) -> Plot:
+    """Plot Gride by scale over all texts, with a line for each layer and 95% intervals."""
+    by_tap = measured.gride.get(measured.combined_key, {})
     lines = []
-    for label, taps in zip(_labels(list(measured.sources)), measured.sources.values(), strict=True):
-        ys = tuple(figures.get(key, math.nan) for figures in taps.values())
-        errors = tuple(figures.get(f"{key}_error", math.nan) for figures in taps.values())
-        if any(map(math.isfinite, ys)):
-            known_errors = errors if any(map(math.isfinite, errors)) else ()
-            lines.append(Line(label, tuple(range(len(ys))), ys, y_error=known_errors))
-    return lines
+    for tap in evenly_spaced([tap for tap, scales in by_tap.items() if scales]):
+        columns = {name: [scale[name] for scale in by_tap[tap]] for name in ("n1", "value", "error")}
+        widths = tuple(NORMAL_QUANTILE * error for error in columns["error"])
+        lines.append(Line(tap_name(tap), tuple(columns["n1"]), tuple(columns["value"]), y_error=widths))
+    panels = (panel("Gride dimension", lines),) if lines else ()
+    x_label = "number n of the nearer neighbour"
+    return Plot("scales", *_TEXTS["scales"], "line", x_label, panels, log_x=True, ordered=True)
 
 
 def _labels(names: Sequence[str]) -> list[str]:

@@ -1,5 +1,6 @@
 """HTML page with the figures and tables of `istar measure` for one model."""
 
+import math
 import os
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +14,7 @@ import pandas as pd
 from istar.errors import UserError, shorten
 from istar.figures.plot import Plot
 from istar.geometry import findings, measure, model_figures, reading_table
+from istar.geometry.intervals import JACKKNIFE, half_width, t_quantile
 from istar.geometry.measure import Measurements
 from istar.geometry.model_figures import NAMES, tap_name
 from istar.geometry.same_model import ModelName, refuse_other_model, saved_weights_hash
@@ -27,12 +29,14 @@ KIND = Kind("page of measures", "istar measure", (measure.JSON, measure.CSV), ("
 _MAX_ROWS = 80
 """Most rows in the page's table of layers; the files have all rows."""
 _MAX_TAPS_IN_FULL = 14
-"""With more taps, the table of extreme dimensions shows one dimension of each instead of three."""
+"""With more taps, the tables of extreme dimensions and massive activations show one row of each instead of three."""
+_ROWS_OF_TAP = 3
 _HEADERS = {
-    **{key: name.replace(" ", "\n", 1) for key, name in NAMES.items()},
+    **{key: model_figures.column_header(key) for key in NAMES},
     "mean_by_typical_deviation": "mean / median\ndeviation",
     "variance_share": "share of\nvariance",
-    "mean_vector_norm": "norm of\nthe mean",
+    "ratio": "times the\nmedian",
+    "text": "token",
     "partition_isotropy_as_computed": "I(W), signs\nas computed",
     "partition_isotropy_both": "I(W),\nboth signs",
     "partition_as_computed": "I(W), signs\nas computed",
@@ -72,6 +76,23 @@ _READING = (
     "IsoScore and the ranks are too low if there are fewer than about ten tokens per dimension. Compare models over "
     "the same texts. docs/measures.md defines each measure, cites its papers, and states its limits.",
 )
+
+
+def _intervals(measured: Measurements) -> str:
+    """Say what the bands of the figures and the ± of the table are."""
+    groups = model_figures.groups(measured)
+    figures = [figures for taps in measured.sources.values() for figures in taps.values()]
+    if not any(math.isfinite(values.get(f"{name}_error", math.nan)) for values in figures for name in JACKKNIFE):
+        return (
+            "There are no standard errors from groups of documents, which need --groups of at least 2 and as many "
+            "documents as groups. A band around TwoNN or Gride is its 95% interval for independent points."
+        )
+    return (
+        f"Bands in the figures, and ± in the table, are 95% intervals: {t_quantile(groups - 1):.2f} standard errors on "
+        f"either side, from the jackknife over {groups} groups of documents. They say how much a value would change "
+        "over other documents of the same kind. A measure without a band has no such error; that of TwoNN and Gride is "
+        "1.96 errors for points that are independent of each other."
+    )
 
 
 def check(out: Path, name: str, revision: str | None = None) -> None:
@@ -118,7 +139,8 @@ def write(measured: Measurements, out: Path) -> Path:
     except OSError as error:
         raise UserError(f"--out {out} cannot be written: {shorten(error)}") from error
     examples = spheres()
-    tables = [build(measured) for build in (_layers, _extremes, _matrices, _final_norm, reading_table.sheet, _settings)]
+    sheet_functions = (_layers, _massive, _extremes, _matrices, _final_norm, reading_table.sheet, _settings)
+    tables = [build(measured) for build in sheet_functions]
     sheets = {sheet.name: sheet for sheet in (*tables, _spheres(examples))}
     plots = {plot.name: plot for plot in _plots(measured, examples)}
     contents = {name: text.encode() for name, text in measure.files(measured).items()}
@@ -131,6 +153,10 @@ def _plots(measured: Measurements, examples: Sequence[Sphere]) -> list[Plot]:
     """Return all plots of the page in their order."""
     return [
         *model_figures.layer_plots(measured),
+        model_figures.scales(measured),
+        model_figures.single_dimensions(measured),
+        model_figures.positions(measured),
+        model_figures.frequency(measured),
         model_figures.spectra(measured),
         model_figures.state_norms(measured),
         model_figures.partition(measured),
@@ -143,12 +169,13 @@ def _plots(measured: Measurements, examples: Sequence[Sphere]) -> list[Plot]:
 
 def _page(measured: Measurements, sheets: Mapping[str, Sheet], plots: Mapping[str, Plot]) -> Page:
     """Put the page together from its tables and plots."""
+    hint = "" if measured.settings.get("measures") == "all" else " Some measures need --measures all."
 
     def plot_section(name: str, sheet: str = "") -> Section:
         plot = plots[name]
-        empty = "" if plot.panels else "Not measured."
+        empty = "" if plot.panels else f"Not measured.{hint}"
         if missing := model_figures.missing_measures(plot):
-            empty = f"Not measured, or not defined in any layer: {', '.join(missing)}."
+            empty = f"Not measured, or not defined in any layer: {', '.join(missing)}.{hint}"
         table = sheets[sheet] if sheet else None
         return Section(name, plot.title, [plot.caption], table, folder.draw(plot), empty)
 
@@ -158,10 +185,16 @@ def _page(measured: Measurements, sheets: Mapping[str, Sheet], plots: Mapping[st
 
     sections = [
         Section("findings", "What stands out", findings.sentences(measured)),
-        Section("reading", "How to read this", (_feeding(measured.settings), *_READING)),
-        Section("table-layers", sheets["layers"].title, (), _shortened(sheets["layers"], measured.combined_key)),
-        *map(plot_section, ("isotropy", "directions", "dimension", "norms", "spectra", "state_norms")),
+        Section("reading", "How to read this", (_feeding(measured.settings), *_READING, _intervals(measured))),
+        Section(
+            "table-layers", sheets["layers"].title, (), _shortened(sheets["layers"], measured.combined_key), wide=True
+        ),
+        *map(plot_section, ("isotropy", "directions")),
+        *map(plot_section, ("dimension", "scales", "spectrum", "spectra")),
+        *map(plot_section, ("single_dimensions", "outliers")),
+        table_section("massive", f"Not measured.{hint}" if hint else "No layer has massive activations."),
         table_section("extremes", "Not measured."),
+        *map(plot_section, ("norms", "state_norms", "positions", "frequency")),
         plot_section("partition", "matrices"),
         *map(plot_section, ("matrix_spectra", "projection", "row_norms")),
         table_section("final_norm", _NO_NORM),
@@ -222,17 +255,70 @@ def _sheet(name: str, title: str, caption: str, shown: pd.DataFrame, frame: pd.D
 def _layers(measured: Measurements) -> Sheet:
     """Return the table of all measures by text and layer."""
     frame = measure.layer_frame(measured)
-    shown = frame[["layer", "tokens", *(key for key in NAMES if key in frame)]]
-    shown = shown.assign(layer=shown["layer"].map(tap_name))
+    columns = ["layer", "tokens", *(key for key in NAMES if key in frame)]
+    num_groups = model_figures.groups(measured)
+    shown = pd.DataFrame(
+        {
+            "layer": tap_name(tap),
+            "tokens": figures["tokens"],
+            **{
+                name: number_entry(figures.get(name, math.nan), half_width(figures, name, num_groups))
+                for name in columns[2:]
+            },
+        }
+        for taps in measured.sources.values()
+        for tap, figures in taps.items()
+    )
     sheet = _sheet(
         "layers",
         "All layers",
-        "Measures of the hidden states by text and layer; a dash marks an undefined one. The CSV has more columns.",
+        "Measures of the hidden states by text and layer; a dash marks an undefined one. The CSV has the standard "
+        "errors, and docs/measures.md defines the measures.",
         shown,
         frame,
     )
     groups = {str(source): _entries(group) for source, group in shown.groupby(frame["source"], sort=False)}
     return replace(sheet, groups=groups, grouped_by="text") if len(groups) > 1 else sheet
+
+
+def _massive(measured: Measurements) -> Sheet:
+    """Return the table of massive activations; the page shows the largest of each layer over all texts together."""
+    columns = ["layer", "dimension", "value", "ratio", "position", "text"]
+    rows = [
+        {"source": source, "layer": tap, **activation}
+        for source, taps in measured.massive.items()
+        for tap, activations in taps.items()
+        for activation in activations
+    ]
+    # A median of 0, and files of earlier versions, have no ratio.
+    frame = pd.DataFrame(rows, columns=["source", *columns[:4], "token", *columns[4:]]).astype({"ratio": float})
+    shown = frame.loc[frame["source"] == measured.combined_key, columns]
+    shown = shown.groupby("layer", sort=False).head(_rows_of_tap(shown))
+    return _sheet(
+        "massive",
+        "Massive activations",
+        "Activations with a magnitude above 100 and above 1,000 times the median magnitude of all activations of the "
+        "layer: the largest of each layer, with the dimension, the magnitude divided by the median, and the token and "
+        "its position in the model's input, counted from 0. All texts together; the CSV has each text, and at most "
+        "100 activations of each layer.",
+        shown.assign(
+            layer=shown["layer"].map(tap_name),
+            dimension=shown["dimension"].map(_whole_number),
+            position=shown["position"].map(_whole_number),
+            text=shown["text"].map(lambda text: Entry(text, code=True)),
+        ),
+        frame,
+    )
+
+
+def _rows_of_tap(shown: pd.DataFrame) -> int:
+    """Return how many rows of each layer a table shows, so that it stays short."""
+    return _ROWS_OF_TAP if shown["layer"].nunique() <= _MAX_TAPS_IN_FULL else 1
+
+
+def _whole_number(value: int) -> Entry:
+    """Return a cell with a number that has no thousands separator, such as that of a dimension."""
+    return Entry(str(int(value)), number=True)
 
 
 def _extremes(measured: Measurements) -> Sheet:
@@ -246,10 +332,8 @@ def _extremes(measured: Measurements) -> Sheet:
     ]
     frame = pd.DataFrame(rows, columns=["source", *columns])
     shown = frame.loc[frame["source"] == measured.combined_key, columns]
-    if shown["layer"].nunique() > _MAX_TAPS_IN_FULL:
-        shown = shown.drop_duplicates("layer")
-    # The number of a dimension has no thousands separator.
-    dimensions = shown["dimension"].map(lambda dimension: Entry(str(dimension), number=True))
+    shown = shown.groupby("layer", sort=False).head(_rows_of_tap(shown))
+    dimensions = shown["dimension"].map(_whole_number)
     return _sheet(
         "extremes",
         "The most extreme dimensions",

@@ -98,12 +98,19 @@ class Statistics:
             layer.merge(other.layers[name])
         self.sample.merge(other.sample)
 
-    def measures(self, spectra: Mapping[str, Mapping[str, Tensor]] | None = None) -> dict[str, dict[str, float]]:
+    def measures(
+        self,
+        spectra: Mapping[str, Mapping[str, Tensor]] | None = None,
+        replicates: Mapping[str, Mapping[str, list[float]]] | None = None,
+    ) -> dict[str, dict[str, float]]:
         """Compute all measures by tap; those of the sample are left out if its size is 0.
 
-        `spectra` are the results of `Layer.spectra` by tap, if they are known.
+        `spectra` and `replicates` are the results of the functions of `Layer` by tap, if they are known.
         """
-        measures = {name: layer.measures(spectra[name] if spectra else None) for name, layer in self.layers.items()}
+        measures = {
+            name: layer.measures(spectra[name] if spectra else None, replicates[name] if replicates else None)
+            for name, layer in self.layers.items()
+        }
         if self.sample.size:
             for name, figures in measures.items():
                 figures["two_nn"], figures["two_nn_error"] = self.sample.two_nn(name)
@@ -433,12 +440,14 @@ def processes() -> Iterator[int]:
 
 
 def identity(*parts: object) -> str:
-    """Hash the values that the result of a pass depends on; of a path, the content of the file."""
+    """Hash the values that the result of a pass depends on; of a path, the content of the file or of the folder."""
     digest = hashlib.blake2b()
     for part in parts:
         if isinstance(part, Path):
-            with part.open("rb") as file:
-                digest.update(hashlib.file_digest(file, "blake2b").digest())
+            files = sorted(path for path in part.rglob("*") if path.is_file()) if part.is_dir() else [part]
+            for path in files:
+                with path.open("rb") as file:
+                    digest.update(hashlib.file_digest(file, "blake2b").digest())
         else:
             digest.update(repr(part).encode())
     return digest.hexdigest()

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from istar.errors import UserError
 from istar.figures import drawing
-from istar.figures.plot import Line, Panel, Plot
+from istar.figures.plot import Panel, Plot
 from istar.figures.spacing import evenly_spaced
 from istar.files import atomic_write
 from istar.geometry import measure
 from istar.geometry.measure import Measurements
-from istar.geometry.model_figures import NAMES, panel, tap_name
+from istar.geometry.model_figures import NAMES, groups, measure_line, panel, tap_name
 from istar.geometry.saved_checkpoints import Checkpoint
 from istar.geometry.trajectory import Plan, Trajectory, refuse_other_checkpoints, table_rows
 from istar.pages import folder
@@ -24,7 +24,8 @@ KIND = Kind("trajectory", "istar measure, over a training")
 _TEXTS = {
     "isotropy": (
         "Isotropy of the layers",
-        "IsoScore, InterSim, IntraSim and TwoNN of the hidden states of some layers. Band: TwoNN's standard error.",
+        "IsoScore, InterSim, IntraSim and TwoNN of the hidden states of some layers. Bands: 95% intervals, "
+        "where there are standard errors.",
     ),
     "partition": (
         "I(W) of the embedding matrices",
@@ -102,10 +103,9 @@ def plots(checkpoints: Sequence[Checkpoint], measured: Mapping[str, Measurements
         """Return a panel with a line for each label's (layer, column) of the table; none without a finite value."""
         lines = []
         for label, (layer, column) in columns.items():
-            ys = tuple(table.get(layer, {}).get(column, math.nan) for table in tables)
-            errors = tuple(table.get(layer, {}).get(f"{column}_error", math.nan) for table in tables)
-            if any(map(math.isfinite, ys)):
-                lines.append(Line(label, xs, ys, y_error=errors if any(map(math.isfinite, errors)) else ()))
+            line = measure_line(label, xs, [table.get(layer, {}) for table in tables], column, groups(measurements[0]))
+            if any(map(math.isfinite, line.y)):
+                lines.append(line)
         return [panel(y_label, lines)] if lines else []
 
     taps = evenly_spaced(list(measurements[0].all_texts))

@@ -27,9 +27,15 @@ class Entry:
         return whole, self.text[len(whole) :]
 
 
-def number_entry(value: float) -> Entry:
-    """Return a cell with a number as `istar.figures.spots.number` formats it, and an en dash for NaN."""
-    return Entry("\u2013" if math.isnan(value) else number(value), number=True)
+def number_entry(value: float, half_width: float = math.nan) -> Entry:
+    """Return a cell with a number as `istar.figures.spots.number` formats it, and an en dash for NaN.
+
+    A finite half-width of the number's interval follows with two significant digits; "0.1234 \u00b1 0.012".
+    """
+    if math.isnan(value):
+        return Entry("\u2013", number=True)
+    width = f" \u00b1 {half_width:.2g}" if half_width < 100 else f" \u00b1 {half_width:,.0f}"
+    return Entry(number(value) + (width if math.isfinite(half_width) else ""), number=True)
 
 
 @dataclass(frozen=True)
@@ -165,7 +171,8 @@ _LATEX_CHARACTERS = str.maketrans({
     "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"\$", "&": r"\&", "#": r"\#", "_": r"\_", "%": r"\%",
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
     "|": r"\textbar{}", '"': r"\textquotedbl{}", "λ": r"$\lambda$", "ζ": r"$\zeta$", "Σ": r"$\Sigma$",
-    "±": r"$\pm$", "→": r"$\rightarrow$", "·": r"$\cdot$", "\u2212": r"$-$", "\u00d7": r"$\times$", "\u2013": "--",
+    "±": r"$\pm$", "²": "$^2$", "→": r"$\rightarrow$", "·": r"$\cdot$", "\u2212": r"$-$", "\u00d7": r"$\times$",
+    "\u2013": "--",
 })  # fmt: skip
 
 

@@ -3,9 +3,14 @@
 import io
 import re
 import zlib
+from dataclasses import replace
 from typing import Any
 
 import matplotlib.colors
+import numpy as np
+import pytest
+from matplotlib.colors import to_hex
+from matplotlib.container import ErrorbarContainer
 from PIL import Image
 
 from istar.figures import drawing
@@ -111,6 +116,30 @@ def test_a_bounded_measure_has_its_whole_range_or_says_that_it_is_cut() -> None:
     assert axes_of("IsoScore*", 0.1, 0.8).get_ylabel() == "IsoScore*"
     assert axes_of("I(W), both signs", 0.01, 0.02).get_ylabel() == "I(W), both signs (part of 0 to 1)"
     assert axes_of("TwoNN dimension", 1, 2).get_ylabel() == "TwoNN dimension"
+    assert axes_of("IntraSim - InterSim", 0.1, 0.2).get_ylabel() == "IntraSim - InterSim\n(part of -2 to 2)"
+
+
+def test_a_panel_may_have_bounds() -> None:
+    line = Line("one", (0.0, 1.0), (3.0, 4.0))
+    panel = Panel("", "", (line,), "", "rank", bounds=(1, 384))
+    cut = drawing._draw(Plot("name", "title", "caption", "line", "layer", (panel,))).axes[0]
+    assert cut.get_ylabel() == "rank (part of 1 to 384)"
+    wide = replace(panel, lines=(replace(line, y=(3.0, 300.0)),))
+    whole = drawing._draw(Plot("name", "title", "caption", "line", "layer", (wide,))).axes[0]
+    assert (whole.get_ylabel(), whole.get_ylim()[0] <= 1, whole.get_ylim()[1] >= 384) == ("rank", True, True)
+
+
+def test_a_single_point_of_a_line_has_an_error_bar_and_its_colour() -> None:
+    line, mark = Line("one", (0.0, 1.0), (3.0, 4.0), y_error=(0.1, 0.1)), Line("one", (1.2,), (5.0,), y_error=(0.5,))
+    panel = Panel("", "", (line, mark), "", "norm")
+    figure = drawing._draw(Plot("name", "title", "caption", "line", "depth", (panel,)))
+    axes = figure.axes[0]
+    [bar] = [container for container in axes.containers if isinstance(container, ErrorbarContainer)]
+    [segment] = bar.lines[2][0].get_segments()
+    assert segment == pytest.approx(np.array([[1.2, 4.5], [1.2, 5.5]]))
+    assert len({to_hex(drawn.get_color()) for drawn in axes.lines if drawn.get_label() == "one"}) == 1
+    # A single label needs no legend.
+    assert not figure.legends
 
 
 def test_compared_panels_share_their_axes() -> None:

@@ -70,6 +70,11 @@ def test_a_spot_says_label_x_and_y() -> None:
     ]
 
 
+def test_a_spot_says_nothing_of_a_place_without_a_name() -> None:
+    _, found = render_with_spots(plot_of("points", Line("one", (0.0,), (0.5,)), x_label="", x_names={0.0: ""}), ["svg"])
+    assert found[0].text == "one\nInterSim: 0.5"
+
+
 def test_the_number_of_spots_is_bounded() -> None:
     count = 2_000
     lines = [Line(name, tuple(map(float, range(count))), tuple(map(math.sin, range(count)))) for name in "ab"]

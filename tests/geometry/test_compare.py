@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import scipy.stats
 import torch
 import transformers as hf
 
@@ -70,12 +71,14 @@ def test_tables_hold_the_measures_of_each_model(measured: dict[str, Measurements
     layers = {model: group["layer"].tolist() for model, group in frame.groupby("model")}
     assert layers == {
         "encoder": ["embeddings", "layer_1", "layer_2"],
-        "decoder": ["embeddings", "layer_1", "layer_2", "layer_3"],
+        "decoder": ["embeddings", "layer_1", "layer_2", "layer_3", "final_norm"],
     }
-    assert frame[frame["model"] == "decoder"]["relative_depth"].tolist() == pytest.approx([0, 1 / 3, 2 / 3, 1])
+    depths = [0, 1 / 3, 2 / 3, 1, np.nan]
+    assert frame[frame["model"] == "decoder"]["relative_depth"].tolist() == pytest.approx(depths, nan_ok=True)
     for name, result in measured.items():
-        last = frame[frame["model"] == name].iloc[-1]
-        assert last["inter_sim"] == pytest.approx(list(result.all_texts.values())[len(layers[name]) - 1]["inter_sim"])
+        columns = frame[frame["model"] == name].set_index("layer")
+        for tap, figures in result.all_texts.items():
+            assert columns.loc[tap, "inter_sim"] == pytest.approx(figures["inter_sim"], rel=1e-12)
     summary = compare.summary(subjects).set_index("model")
     assert summary.loc["decoder", "matrix"] == "output"
     raw = measured["decoder"].matrices["output"]["raw"]
@@ -86,19 +89,93 @@ def test_tables_hold_the_measures_of_each_model(measured: dict[str, Measurements
 
 def test_plots_have_a_line_for_each_model(folders: list[str]) -> None:
     plots = {plot.name: plot for plot in compare_page.plots(read(folders))}
-    for name in ("isotropy", "directions", "norms", "spectra", "state_norms"):
+    for name in ("spectra", "state_norms"):
         for panel in plots[name].panels:
             assert [line.label for line in panel.lines] == ["encoder", "decoder"], name
+    for name in ("isotropy", "directions", "spectrum", "outliers", "norms"):
+        for panel in plots[name].panels:
+            assert [line.label for line in panel.lines] == ["encoder", "decoder", "decoder"], name
     # The decoder alone has output embeddings of its own and a final normalization.
     assert [[line.label for line in panel.lines] for panel in plots["partition"].panels] == [
-        ["encoder", "decoder"],
-        ["decoder"],
+        *[["encoder", "decoder"]] * 2,
+        *[["decoder"]] * 2,
     ]
     assert [[line.label for line in panel.lines] for panel in plots["final_norm"].panels] == [["decoder"]]
     [norms] = plots["state_norms"].panels
     for line in norms.lines:
         assert list(line.y) == sorted(line.y)
         assert (line.y[0], line.y[-1]) == (0, 100)
+
+
+def test_the_final_norm_is_a_mark_beyond_the_last_layer(measured: dict[str, Measurements], folders: list[str]) -> None:
+    plot = {plot.name: plot for plot in compare_page.plots(read(folders))}["directions"]
+    for key, panel in zip(("inter_sim", "intra_sim", "adjusted_intra_sim"), plot.panels, strict=True):
+        _, layers, mark = panel.lines
+        figures = measured["decoder"].all_texts
+        assert layers.y == tuple(values[key] for tap, values in figures.items() if tap != "final_norm")
+        assert mark.y == (figures["final_norm"][key],)
+        assert mark.x[0] > max(layers.x)
+        assert plot.x_names[mark.x[0]] == "final\nnorm"
+    # The error bar is half of the 95% interval.
+    [inter_sim, *_] = plot.panels
+    error = measured["decoder"].all_texts["final_norm"]["inter_sim_error"]
+    assert inter_sim.lines[2].y_error == pytest.approx((scipy.stats.t.ppf(0.975, 9) * error,), rel=1e-12)
+    # Without a final normalization, the axis has plain numbers.
+    encoders = [Subject(name, measured["encoder"]) for name in "ab"]
+    assert {plot.name: plot for plot in compare_page.plots(encoders)}["directions"].x_names == {}
+
+
+def test_i_w_has_both_conventions_of_the_signs(measured: dict[str, Measurements], folders: list[str]) -> None:
+    plot = {plot.name: plot for plot in compare_page.plots(read(folders))}["partition"]
+    assert [(panel.task, panel.y_label) for panel in plot.panels] == [
+        (f"{which} embeddings", f"I(W), {signs}")
+        for which in ("input", "output")
+        for signs in ("signs as computed", "both signs")
+    ]
+    for panel, which, signs in zip(plot.panels[2:], ("output", "output"), ("as_computed", "both"), strict=True):
+        forms = measured["decoder"].matrices[which]
+        assert panel.lines[0].y == tuple(figures[f"partition_isotropy_{signs}"] for figures in forms.values())
+
+
+def test_the_page_has_differences_with_intervals(measured: dict[str, Measurements], tmp_path: Path) -> None:
+    subjects = [Subject(name, result) for name, result in measured.items()]
+    out = compare_page.write(subjects, tmp_path / "page").parent
+    said = " ".join(" ".join(parsed(out / "index.html").text).split())
+    assert "decoder and encoder read the same documents in the same groups" in said
+    frame = pd.read_csv(out / "tables" / "differences.csv").set_index("measure")
+    assert set(frame["layer"]) == {"layer_3"}
+    replicates = [
+        np.array(result.replicates["text"][tap]["inter_sim"])
+        for result, tap in zip(measured.values(), ("layer_2", "layer_3"), strict=True)
+    ]
+    # The standard error of the mean of pseudo-values; each is -9 times a difference, apart from a constant.
+    error = scipy.stats.sem(9 * (replicates[1] - replicates[0]))
+    assert frame.loc["inter_sim", "error"] == pytest.approx(error, rel=1e-9)
+    plot = compare_page._difference_plot(subjects)
+    for panel in plot.panels:
+        zero, difference = panel.lines
+        assert (zero.label, zero.y, difference.label) == ("encoder", (0.0,), "decoder")
+    [names] = {tuple(panel.y_label for panel in plot.panels)}
+    assert "difference of InterSim" in names
+    assert (out / "figures" / "differences.svg").is_file()
+
+
+def test_without_errors_the_page_has_a_sentence_instead_of_differences(
+    measured: dict[str, Measurements], tmp_path: Path
+) -> None:
+    bare = {
+        tap: {name: value for name, value in figures.items() if not name.endswith("_error")}
+        for tap, figures in measured["decoder"].all_texts.items()
+    }
+    without = replace(measured["decoder"], sources={"text": bare}, replicates={})
+    subjects = [Subject("encoder", measured["encoder"]), Subject("decoder", without)]
+    out = compare_page.write(subjects, tmp_path / "page").parent
+    said = " ".join(" ".join(parsed(out / "index.html").text).split())
+    assert (
+        "No differences between decoder and encoder: decoder has no standard errors; measure it with --groups" in said
+    )
+    assert not (out / "figures" / "differences.svg").exists()
+    assert (out / "tables" / "differences.csv").read_text().strip() in ("", '""')
 
 
 def test_spectra_are_root_mean_squares(measured: dict[str, Measurements], folders: list[str]) -> None:
@@ -157,7 +234,12 @@ def test_other_texts_and_settings_are_pointed_out(measured: dict[str, Measuremen
     encoder = compare.Subject("encoder", measured["encoder"])
     assert compare.differences([encoder, compare.Subject("decoder", measured["decoder"])]) == []
     settings = {**measured["decoder"].settings, "texts": {"other": "other.txt"}, "length": 8}
-    other = compare.Subject("decoder", replace(measured["decoder"], settings=settings))
+    # A file of another name with the same content is the same text.
+    renamed = replace(measured["decoder"], settings={**settings, "length": 16}, text_hashes={
+        "other": measured["decoder"].text_hashes["text"]
+    })  # fmt: skip
+    assert compare.differences([encoder, compare.Subject("decoder", renamed)]) == []
+    other = compare.Subject("decoder", replace(measured["decoder"], settings=settings, text_hashes={"other": "0123"}))
     assert compare.differences([encoder, other]) == [
         "decoder was measured over other texts than encoder.",
         "decoder was measured with other settings than encoder: length 8 instead of 16.",

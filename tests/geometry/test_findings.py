@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -68,6 +69,43 @@ def test_nothing_is_unusual() -> None:
 )
 def test_one_unusual_measure(layers: dict[str, dict[str, float]], sentence: str) -> None:
     assert sentences(measurements(layers)) == [sentence]
+
+
+def test_rogue_dimensions() -> None:
+    cosines = {
+        "layer_1": {"sample_inter_sim": 0.95, "sample_inter_sim_without_top_5": 0.8},
+        "layer_2": {"sample_inter_sim": 0.62, "sample_inter_sim_without_top_5": 0.11},
+    }
+    assert sentences(measurements(cosines)) == [
+        "Five dimensions carry much of the common direction of layer 2: without them, the average cosine of a sample "
+        "of tokens falls from 0.62 to 0.11."
+    ]
+    cosines["layer_2"]["sample_inter_sim_without_top_5"] = 0.4
+    assert "No layer is unusual" in sentences(measurements(cosines))[0]
+
+
+def test_massive_activations() -> None:
+    def activation(value: float, ratio: float | None) -> dict[str, Any]:
+        return {"value": value, "dimension": 1415, "token": 1, "position": 0, "ratio": ratio, "text": "x"}
+
+    massive = {"text": {"layer_1": [activation(400, 1_100)], "layer_2": [activation(-2_446, 8_765)], "final_norm": []}}
+    assert sentences(replace(measurements({}), massive=massive)) == [
+        "Layer 2 has massive activations: -2,446 in dimension 1415 at position 0 is 8,765 times the median magnitude."
+    ]
+
+
+def test_the_first_position() -> None:
+    def columns(first: float, start: int = 0) -> dict[str, list[float]]:
+        return {"first": [start, 1, 2], "last": [start, 1, 3], "tokens": [10, 10, 30], "norm": [first, 8.0, 4.0]}
+
+    # The others have an average norm of 5.
+    by_position = {"text": {"layer_1": columns(12), "layer_2": columns(200)}}
+    assert sentences(replace(measurements({}), by_position=by_position)) == [
+        "The first token of the model's input has 40 times the average norm of the others in layer 2."
+    ]
+    # Without position 0, which may be that of a special token, nothing is said.
+    without = {"text": {"layer_1": columns(200, start=1)}}
+    assert "No layer is unusual" in sentences(replace(measurements({}), by_position=without))[0]
 
 
 def test_a_dimension_far_from_zero() -> None:

@@ -115,6 +115,19 @@ def test_the_score_by_sentence_needs_four_documents_and_separate_documents() -> 
     assert not [name for name in packed if name.startswith(BY_SENTENCE)]
 
 
+def test_replicates_are_measures_without_each_group() -> None:
+    points, _, _, groups = text()
+    without = [naive(points[groups != group].numpy()) for group in range(GROUPS)]
+    replicates = layer(text()).replicates()
+    assert replicates.keys() == {"tokens", *without[0]}
+    for name in without[0]:
+        assert replicates[name] == pytest.approx([figures[name] for figures in without], rel=1e-8), name
+    assert replicates["tokens"] == [int((groups != group).sum()) for group in range(GROUPS)]
+    assert layer(text(), settings=LayerSettings("basic")).replicates() == {}
+    empty_group = layer((*text()[:3], groups.clamp(max=GROUPS - 2))).replicates()
+    assert set(map(tuple, empty_group.values())) == {()}
+
+
 def test_groups_do_not_change_the_measures() -> None:
     plain = layer(text(), settings=LayerSettings("all")).measures()
     assert not [name for name in plain if name.endswith("_error")]

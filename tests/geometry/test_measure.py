@@ -8,17 +8,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 import transformers as hf
 from transformers import AutoModel, AutoTokenizer
 
 from istar.cli.main import main
 from istar.errors import UserError
-from istar.geometry import measure, model_page
+from istar.geometry import measure, model_page, stream
 from istar.geometry.corpus import Source
 from istar.geometry.measure import Measurements
 from istar.geometry.stream import Pass
-from istar.measures import Activation
+from istar.measures import Activation, MassiveActivationsSummary
 from istar.measures.catalogue import MEASURES
 from tests import oracles
 from tests.architectures import MODELS
@@ -174,20 +175,37 @@ def test_tables_have_fields_of_their_own(complete: Measurements, tmp_path: Path)
         assert [scale["n1"] for scale in again.gride["a"][tap]][:2] == [1, 2]
         assert measures["isoscore_error"] > 0
         assert again.massive["a"][tap] == []
+        replicates = again.replicates["a"][tap]
+        for name in ("isoscore", "inter_sim"):
+            # The standard error of the mean of pseudo-values.
+            error = scipy.stats.sem((len(replicates[name]) - 1) * np.array(replicates[name]))
+            assert measures[f"{name}_error"] == pytest.approx(error, rel=1e-6)
     assert math.isfinite(measure.layer_frame(again)["inter_sim_error"].min())
 
 
 def test_massive_activations_have_the_text_of_their_token() -> None:
     text, token = max(TOKENIZER.get_vocab().items())
-    places = {"layer_1": (Activation(-1e5, 3, token, 4),)}
-    assert measure._with_text(places, TOKENIZER)["layer_1"] == [
-        {"value": -1e5, "dimension": 3, "token": token, "position": 4, "text": text}
+    summary = MassiveActivationsSummary(9, 1, 0.5, 500, 2e5, (Activation(-1e5, 3, token, 4),))
+    assert measure._with_text({"layer_1": measure._with_ratio(summary)}, TOKENIZER)["layer_1"] == [
+        {"value": -1e5, "dimension": 3, "token": token, "position": 4, "ratio": 2e5, "text": text}
     ]
+    assert measure._with_ratio(replace(summary, median=0.0))[0]["ratio"] == math.inf
+
+
+def test_the_hash_of_a_text_is_that_of_its_content(tmp_path: Path) -> None:
+    for name, content in (("a.txt", "one"), ("b.txt", "one"), ("c.txt", "two")):
+        (tmp_path / name).write_text(content)
+    first, same, other = (stream.identity(tmp_path / f"{name}.txt") for name in "abc")
+    assert first == same != other
+    # The content of a folder is that of its files.
+    before = stream.identity(tmp_path)
+    (tmp_path / "c.txt").write_text("three")
+    assert stream.identity(tmp_path) != before
 
 
 def test_a_file_without_the_later_fields_is_read(complete: Measurements, tmp_path: Path) -> None:
     values = json.loads(measure.files(complete)[measure.JSON])
-    for name in ("by_position", "by_frequency", "massive", "gride"):
+    for name in ("by_position", "by_frequency", "massive", "gride", "replicates", "text_hashes"):
         del values[name]
     (tmp_path / measure.JSON).write_text(json.dumps(values))
     assert measure.read(tmp_path / measure.JSON).by_position == {}

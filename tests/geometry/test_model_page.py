@@ -64,7 +64,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def several(place: Path) -> Measurements:
     """Measurements of an encoder over two texts."""
     found = [text(place / f"{name}.txt", seed) for seed, name in enumerate(("news", "talk"))]
-    return measure.measure(str(save(place / "bert", "bert")), found, Pass(16), place / "out", command="istar measure x")
+    settings = Pass(16, measures="all")
+    return measure.measure(str(save(place / "bert", "bert")), found, settings, place / "out", command="istar measure x")
 
 
 @pytest.fixture(scope="module")
@@ -97,10 +98,10 @@ def test_the_page_is_complete_and_self_contained(written: Path) -> None:
 
 
 PICTURES = {
-    "isotropy", "directions", "dimension", "norms", "spectra", "state_norms", "partition", "matrix_spectra",
-    "projection", "row_norms", "spheres",
+    "isotropy", "directions", "dimension", "scales", "spectrum", "spectra", "single_dimensions", "outliers", "norms",
+    "state_norms", "positions", "frequency", "partition", "matrix_spectra", "projection", "row_norms", "spheres",
 }  # fmt: skip
-TABLES = {"layers", "extremes", "matrices", "final_norm", "spheres", "texts", "settings"}
+TABLES = {"layers", "massive", "extremes", "matrices", "final_norm", "spheres", "texts", "settings"}
 
 
 def test_the_texts_and_the_time_are_on_the_page(written: Path, several: Measurements) -> None:
@@ -133,7 +134,7 @@ def test_every_file(written: Path, several: Measurements) -> None:
     assert {path.name for path in (written / "tables").iterdir()} == {
         f"{name}.{suffix}" for name in TABLES for suffix in ("csv", "md", "tex")
     }
-    for name in TABLES - {"final_norm"}:
+    for name in TABLES - {"final_norm", "massive"}:
         balanced((written / "tables" / f"{name}.tex").read_text(encoding="utf-8"))
     frame = pd.read_csv(written / "tables" / "layers.csv").set_index(["source", "layer"])
     assert len(frame) == 9
@@ -145,21 +146,13 @@ def test_every_file(written: Path, several: Measurements) -> None:
 
 def test_lines_are_the_figures_of_their_text(several: Measurements) -> None:
     by_name = {plot.name: plot for plot in model_figures.layer_plots(several)}
-    inter, intra = by_name["directions"].panels
+    inter, intra, _ = by_name["directions"].panels
     assert [line.label for line in inter.lines] == ["news", "talk", "combined"]
     assert by_name["directions"].ink == "combined"
     for line in intra.lines:
         assert line.y == tuple(own["intra_sim"] for own in several.sources[line.label].values())
     assert by_name["dimension"].x_names == {0.0: "emb.", 1.0: "1", 2.0: "2"}
     assert all(not model_figures.missing_measures(plot) for plot in by_name.values())
-
-
-def test_the_error_of_two_nn_is_drawn(several: Measurements) -> None:
-    by_name = {plot.name: plot for plot in model_figures.layer_plots(several)}
-    two_nn, rank, _ = by_name["dimension"].panels
-    for line in two_nn.lines:
-        assert line.y_error == tuple(figures["two_nn_error"] for figures in several.sources[line.label].values())
-    assert all(line.y_error == () for line in rank.lines)
 
 
 def test_spectra_are_absolute_and_share_their_axes(several: Measurements) -> None:
@@ -182,7 +175,7 @@ def test_a_final_norm_is_the_last_named_tick(decoder: Measurements, tmp_path: Pa
     ]
     out = model_page.write(decoder, tmp_path / "page").parent
     said = " ".join(" ".join(parsed(out / "index.html").text).split())
-    assert "Not measured, or not defined in any layer: TwoNN dimension." in said
+    assert "Not measured, or not defined in any layer: TwoNN dimension. Some measures need --measures all." in said
     assert "norm of g divided by the square root of d" in said
     assert "This architecture has no final normalization" not in said
     frame = pd.read_csv(out / "tables" / "final_norm.csv", index_col="figure")
@@ -260,7 +253,7 @@ def test_labels_differ_and_are_short() -> None:
 def test_undefined_measures(several: Measurements, tmp_path: Path) -> None:
     nan = {
         source: {
-            tap: {key: math.nan if key in ("intra_sim", "inter_sim") or tap == "layer_1" else value
+            tap: {key: math.nan if key.endswith("intra_sim") or key == "inter_sim" or tap == "layer_1" else value
                   for key, value in figures.items() if key != "two_nn"}
             for tap, figures in taps.items()
         }
@@ -269,11 +262,14 @@ def test_undefined_measures(several: Measurements, tmp_path: Path) -> None:
     for taps in nan.values():
         for figures in taps.values():
             figures["tokens"] = 5.0
-    bare = replace(several, sources=nan, norms={}, extremes={}, rows={}, command="")
+    bare = replace(
+        several, sources=nan, norms={}, extremes={}, rows={}, by_position={}, by_frequency={}, gride={}, command=""
+    )
     out = model_page.write(bare, tmp_path / "page").parent
     said = " ".join(" ".join(parsed(out / "index.html").text).split())
-    assert "not defined in any layer: InterSim, IntraSim." in said
-    assert said.count("Not measured.") == 4
+    assert "not defined in any layer: InterSim, IntraSim, IntraSim - InterSim." in said
+    # Norms, extreme dimensions, rows of the matrix, their norms, positions, frequencies and Gride.
+    assert said.count("Not measured.") == 7
     assert not (out / "figures" / "directions.svg").exists()
     assert "istar measure" in said
     assert "nan" not in (out / "tables" / "layers.md").read_text().lower()
@@ -285,7 +281,7 @@ def test_the_same_measures_give_the_same_files(several: Measurements, written: P
     first = contents(written)
     again = measure.measure(
         several.model["name"], [Source(name, Path(path)) for name, path in several.settings["texts"].items()],
-        Pass(16), place / "again", command="istar measure x",
+        Pass(16, measures="all"), place / "again", command="istar measure x",
     )  # fmt: skip
     assert same(again, several)
     model_page.write(measure.read(written / "measures.json"), written)

@@ -1,5 +1,6 @@
 """Tables: the alignment of their numbers on the page and in LaTeX."""
 
+import math
 import re
 
 import pandas as pd
@@ -83,3 +84,17 @@ def test_groups_are_rows_of_their_own() -> None:
 
 def test_a_table_without_rows_is_still_one() -> None:
     balanced(sheets.latex(numbers()))
+
+
+@pytest.mark.parametrize(
+    ("value", "half_width", "text"),
+    [
+        (0.123456, 0.0123, "0.1235 ± 0.012"),
+        (1234.5, 123.4, "1,234 ± 123"),
+        (12.5, 0.0, "12.5 ± 0"),
+        (12.5, math.nan, "12.5"),
+        (math.nan, 0.1, "\u2013"),
+    ],
+)
+def test_a_number_has_its_half_width(value: float, half_width: float, text: str) -> None:
+    assert sheets.number_entry(value, half_width) == Entry(text, number=True)
