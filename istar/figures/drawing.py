@@ -334,7 +334,8 @@ def _draw_ranks(axes: Axes, plot: Plot, panel: Panel) -> None:
     if panel.length is not None:
         size, name = panel.length
         axes.errorbar([1 + size / 2], [count + 1], xerr=[size / 2], color=RED, capsize=4, elinewidth=1.6)
-        axes.text(1 + size, count + 1, f"  {name} {size:.2f}", color=RED, va="center", clip_on=False)
+        end = (1 + size, count + 1)
+        axes.annotate(f"{name} {size:.2f}", end, (8, 0), textcoords="offset points", color=RED, va="center")
     axes.set_xlim(left, max(count, 1 + (panel.length or (0.0, ""))[0]) + 0.06 * max(1, count - 1))
     axes.set_ylim(count + 1.5, top)
     axes.set_yticks([line.y[0] for line in panel.lines], [line.label for line in panel.lines])

@@ -215,7 +215,7 @@ def plot(ranked: list[RankedMethods]) -> Plot:
             each.model,
             "",
             tuple(Line(name, (rank,), (float(number),)) for number, (name, rank) in enumerate(each.ranks.items(), 1)),
-            f"{len(each.tasks)} tasks: {', '.join(each.tasks)}",
+            "",
             "",
             groups=tuple(each.groups),
             length=(each.critical_difference, "critical difference"),
