@@ -431,7 +431,7 @@ class SweepConfig:
     only: list[str] = field(default_factory=list)
     """Names of the grids to run; an empty list runs all."""
     seeds: list[int] = field(default_factory=list)
-    """Seeds with which to repeat the best run of each task, model and method, after all other runs."""
+    """Seeds with which to repeat the best run of each task, model, method and grid, after all other runs."""
     search: str = "grid"
     """grid runs all combinations; optuna runs `trials` of them, chosen by the results of earlier trials."""
     trials: int = 20

@@ -124,9 +124,12 @@ def describe(plot: Plot) -> str:
     for panel in plot.panels:
         lines = "; ".join(_describe_line(line, plot) for line in panel.lines)
         marks = [f"; {name} at {position:g}" for position, name in filter(None, (panel.level, panel.mark))]
+        marks += [f"; {name} {size:.2f}" for size, name in filter(None, (panel.length,))]
+        marks += [f"; a bar joins {low:.2f} to {high:.2f}" for low, high in panel.groups]
         subject = ", ".join(name for name in (panel.task, panel.model) if name)
         prefix = f"{subject}: " if subject else ""
-        sentences.append(f"{prefix}{panel.y_label} by {plot.x_label}: {lines}{''.join(marks)}.")
+        what = plot.x_label if plot.kind == "ranks" else f"{panel.y_label} by {plot.x_label}"
+        sentences.append(f"{prefix}{what}: {lines}{''.join(marks)}.")
     return " ".join(sentences)
 
 
@@ -140,6 +143,8 @@ def _describe_line(line: Line, plot: Plot) -> str:
     if plot.kind == "heatmap":
         return f"{line.label} from {min(line.y):.2f} to {max(line.y):.2f}"
     texts = [(plot.x_names.get(x, f"{x:.4g}").replace("\n", " "), f"{y:.4g}") for x, y in finite]
+    if plot.kind == "ranks":
+        return f"{line.label} {finite[0][0]:.2f}"
     if plot.kind == "columns":
         return ", ".join(f"{line.label} {y} for {x}" for x, y in texts)
     (first_x, first_y), (last_x, last_y) = texts[0], texts[-1]
@@ -154,11 +159,14 @@ def _draw(plot: Plot) -> Figure:
     """Draw all panels on a grid, with one legend for all of them below."""
     columns = 2 if len(plot.panels) == 4 else min(3, len(plot.panels))
     rows = math.ceil(len(plot.panels) / columns)
-    # The rows of a heatmap are named on its axis.
-    styles = _line_styles(plot) if plot.kind != "heatmap" else {}
+    # The rows of a heatmap and of ranks are named on its axis.
+    styles = _line_styles(plot) if plot.kind not in ("heatmap", "ranks") else {}
     legend_rows = math.ceil(len(styles) / _legend_columns(columns, list(styles))) if len(styles) > 1 else 0
     width = {1: 6.5, 2: 8.5, 3: 11.0}[columns]
     height = rows * (3.0 if columns > 1 else 3.6) + 0.25 * legend_rows
+    if plot.kind == "ranks":
+        width = 8.5
+        height = sum(1.4 + 0.3 * len(panel.lines) + 0.1 * len(panel.groups) for panel in plot.panels)
     figure = Figure(figsize=(width, height), dpi=PNG_DPI, layout="constrained")
     handles: dict[str, Any] = {}
     for axes, panel in itertools.zip_longest(figure.subplots(rows, columns, squeeze=False).flat, plot.panels):
@@ -240,6 +248,9 @@ def _draw_panel(axes: Axes, plot: Plot, panel: Panel, styles: Mapping[str, Mappi
     if plot.kind == "heatmap":
         _draw_heatmap(axes, plot, panel)
         return
+    if plot.kind == "ranks":
+        _draw_ranks(axes, plot, panel)
+        return
     lines = sorted(panel.lines, key=lambda line: list(styles).index(line.label))
     if plot.kind == "columns":
         _draw_columns(axes, lines, styles)
@@ -310,6 +321,43 @@ def _draw_heatmap(axes: Axes, plot: Plot, panel: Panel) -> None:
     axes.set_title(panel.task)
     axes.set_xlabel(plot.x_label)
     axes.set_ylabel(panel.y_label)
+
+
+def _draw_ranks(axes: Axes, plot: Plot, panel: Panel) -> None:
+    """Draw a critical-difference diagram: ranks on an axis above, from which a line leads to each method's name.
+
+    Between the axis and the first row are the bars that join groups; the scale bar is below the last row.
+    """
+    count = len(panel.lines)
+    step = 0.4
+    top = 1 - step * (len(panel.groups) + 1)
+    left = 1.0 - 0.06 * max(1, count - 1)
+    for line in panel.lines:
+        color = INK if line.label == plot.ink else COLOURS[0]
+        [x], [y] = line.x, line.y
+        axes.plot([left, x, x], [y, y, top], color=color, linewidth=1.1)
+        axes.plot([x], [y], color=color, marker="o", markersize=5)
+    for number, (low, high) in enumerate(panel.groups):
+        y = top + step * (number + 1)
+        margin = 0.008 * count
+        axes.plot([low - margin, high + margin], [y, y], color=INK, linewidth=4, solid_capstyle="butt")
+    if panel.length is not None:
+        size, name = panel.length
+        axes.errorbar([1 + size / 2], [count + 1], xerr=[size / 2], color=RED, capsize=4, elinewidth=1.6)
+        end = (1 + size, count + 1)
+        axes.annotate(f"{name} {size:.2f}", end, (8, 0), textcoords="offset points", color=RED, va="center")
+    axes.set_xlim(left, max(count, 1 + (panel.length or (0.0, ""))[0]) + 0.06 * max(1, count - 1))
+    axes.set_ylim(count + 1.5, top)
+    axes.set_yticks([line.y[0] for line in panel.lines], [line.label for line in panel.lines])
+    axes.set_xticks(range(1, count + 1))
+    axes.xaxis.tick_top()
+    axes.xaxis.set_label_position("top")
+    axes.set_xlabel(plot.x_label)
+    axes.spines["top"].set_visible(True)
+    axes.spines["left"].set_visible(False)
+    axes.spines["bottom"].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(visible=False, axis="y")
 
 
 def _mark_points(axes: Axes, lines: Sequence[Line], styles: Mapping[str, Mapping[str, Any]]) -> None:

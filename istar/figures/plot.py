@@ -35,6 +35,8 @@ class Panel:
     level: tuple[float, str] | None = None  # position and name of a dashed horizontal line
     mark: tuple[float, str] | None = None  # position and name of a dashed vertical line
     columns: tuple[str, ...] = ()  # names of a heatmap's columns
+    groups: tuple[tuple[float, float], ...] = ()  # ranges of x that a thick bar joins, in `ranks`
+    length: tuple[float, str] | None = None  # length on the x axis, and its name, of the scale bar of `ranks`
     # Seeds of the runs by the varied value, or by `BASE` for the runs without a penalty.
     seeds: Mapping[Any, tuple[int, ...]] | None = None
     # Smallest and largest value of what the y axis shows; None for those that `drawing` knows by `y_label`, if any.
@@ -50,8 +52,9 @@ class Plot:
 
     The kinds are `line` (with error bands; a line of a single point has an error bar), `points` (error bars without a
     line), `bars` (error bars on a line), `columns` (side by side), `histogram` (steps at the middles of the bins),
-    `scatter` and `heatmap`. A line of a heatmap is a row: its label names the row, and `Panel.columns` name the
-    columns. The scale is from 0 to 1.
+    `scatter`, `heatmap` and `ranks`. A line of a heatmap is a row: its label names the row, and `Panel.columns` name
+    the columns. The scale is from 0 to 1. `ranks` is a critical-difference diagram: each line has one point, its x is
+    the average rank, and its y is the row, from 1, in which its label stands.
     """
 
     name: str  # name of its files, without suffix

@@ -11,7 +11,7 @@ from istar.figures.spacing import evenly_spaced
 
 MAX_SPOTS = 1_000
 """Most spots of a figure. With more points, each line has spots at evenly spaced ones."""
-_KINDS = ("line", "points", "bars", "columns", "histogram", "scatter", "heatmap")
+_KINDS = ("line", "points", "bars", "columns", "histogram", "scatter", "heatmap", "ranks")
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,8 @@ def _text(plot: Plot, panel: Panel, line: Line, index: int) -> str:
     if plot.kind == "heatmap":
         return f"{panel.y_label}: {line.label}\n{panel.task}: {panel.columns[index]}\n{number(line.y[index])}"
     x = plot.x_names.get(line.x[index], number(line.x[index])).replace("\n", " ")
+    if plot.kind == "ranks":
+        return f"{line.label}\n{plot.x_label}: {x}"
     y = number(line.y[index])
     if line.y_error and math.isfinite(line.y_error[index]):
         y += f" ± {number(line.y_error[index])}"

@@ -64,8 +64,8 @@ _TEXTS = {
     "isotropy": (
         "IsoScore by layer",
         "How evenly the variance is spread over all directions: 1 if it is equal in all, 0 if it is in a single one. "
-        "The mean has no influence. IsoScore is biased towards 0 for few tokens. The unbiased form corrects this for tokens "
-        "that are independent of each other, the form by sentence also for tokens that depend on their sentence.",
+        "The mean has no influence. IsoScore is biased towards 0 for few tokens. The unbiased form corrects this for "
+        "tokens that are independent of each other, that by sentence also for tokens that depend on their sentence.",
     ),
     "directions": (
         "InterSim and IntraSim by layer",

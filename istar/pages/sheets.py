@@ -99,6 +99,10 @@ _LATEX_HEAD = r"""% needs \usepackage{booktabs,graphicx,siunitx}
 \begin{table*}
 \sisetup{detect-weight=true, retain-explicit-plus=true, group-digits=integer, group-separator={,},
   group-minimum-digits=4}"""
+_LINE = 120
+"""Most characters of a text in a column of LaTeX whose rows have one line each."""
+_LATEX_SENTENCES = r"p{0.6\textwidth}"
+"""Type of a LaTeX column with longer texts."""
 _LATEX_NUMBER = re.compile(r"([<>]?)([-+\u2212]?)(\d[\d,]*)(\.\d+)?(?:e([-+]?\d+))?( .*)?")
 """Comparison, sign, whole digits, decimals and exponent of a cell, and what is behind them, such as a deviation."""
 
@@ -115,7 +119,9 @@ def latex(sheet: Sheet) -> str:
         [_latex_entry(entry, bool(numbers)) for entry, numbers in zip(row, formats, strict=True)] for row in sheet.rows
     ], columns=range(len(sheet.header)))  # fmt: skip
     are_right = [any(row[column].number for row in sheet.rows) for column in range(len(sheet.header))]
-    alignment = "".join(numbers or "lr"[right] for numbers, right in zip(formats, are_right, strict=True))
+    texts = [_text_format([row[column] for row in sheet.rows]) for column in range(len(sheet.header))]
+    columns = zip(formats, are_right, texts, strict=True)
+    alignment = "".join(numbers or ("r" if right else text) for numbers, right, text in columns)
     header: dict[object, str] = dict(enumerate(map(_escape_latex, sheet.header)))
     styler = frame.style.hide(axis="index").format_index(header.__getitem__, axis=1)
     table = styler.to_latex(
@@ -156,6 +162,12 @@ def _siunitx_format(entries: Sequence[Entry]) -> str:
     longest = max(rests, key=len)
     space = f", table-space-text-post={{~{_escape_latex(longest)}}}" if longest else ""
     return f"S[table-format={layout}{space}]"
+
+
+def _text_format(entries: Sequence[Entry]) -> str:
+    """Return the type of a column of texts: lines that are broken if there are sentences; commands are never broken."""
+    has_sentences = any(len(entry.text) > _LINE for entry in entries) and not any(entry.code for entry in entries)
+    return _LATEX_SENTENCES if has_sentences else "l"
 
 
 def _is_dash(entry: Entry) -> bool:

@@ -22,6 +22,10 @@ from istar.scores import displayed, merit
 
 VARIED = {"lambda": "reg.lambda", "zeta": "reg.zeta", "layers": "reg.layers", "method": "reg"}
 """What a figure varies -> the config key in which its runs may differ; `reg` is the whole group."""
+VALIDATION, HELD_OUT = "validation", "held-out"
+"""Sets that choose epochs and configurations: the validation set, which is also reported, or other data."""
+_HELD_OUT_SET = "held_out"
+"""Name of the second of them in the record of a run."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,11 @@ class Cell:
         return all_collapsed(self.runs)
 
     @property
+    def chosen_on(self) -> str:
+        """The set that chose the epoch and the configuration; empty without a finished run."""
+        return str(self.first_run.get("chosen_on", ""))
+
+    @property
     def first_run(self) -> dict[str, Any]:
         """Row of the run with the lowest seed; empty without a finished run."""
         return {} if self.runs.empty else row_dicts(self.runs.head(1))[0]
@@ -91,6 +100,9 @@ def prepare(runs: Runs) -> pd.DataFrame:
         hash_without_<varied>: `config_hash` without the config key in `VARIED`.
         repeated: a second finished run of the same configuration and seed.
         usable: a finished run with a finite headline value that is not repeated.
+        chosen_on: the set that chose the epoch and, among several configurations, the one to show; see `chosen_on`.
+        train_examples: number of training examples; NaN if unknown.
+        steps: optimizer steps until the last validation; NaN if unknown.
         candidate: see `is_candidate`.
     """
     frame = runs.frame.copy()
@@ -104,7 +116,20 @@ def prepare(runs: Runs) -> pd.DataFrame:
     frame["repeated"] = frame[valid].duplicated(["config_hash", "seed"]).reindex(frame.index).eq(True)
     frame["usable"] = valid & ~frame["repeated"]
     frame["candidate"] = is_candidate(frame)
+    frame["chosen_on"] = [chosen_on(record) for record in records]
+    frame["train_examples"] = [_number(record.data.get("train")) for record in records]
+    frame["steps"] = [_number(record.epochs[-1].get("step")) if record.epochs else math.nan for record in records]
     return frame
+
+
+def chosen_on(record: RunRecord) -> str:
+    """Return which set chose the epoch of a run and compares configurations: `VALIDATION` or `HELD_OUT`.
+
+    `HELD_OUT` is a part of the training data, see `task.validation_fraction`.
+    """
+    if record.selection:
+        return HELD_OUT if record.selection.get("set") == _HELD_OUT_SET else VALIDATION
+    return HELD_OUT if record.config["task"].get("validation_fraction") else VALIDATION
 
 
 def content_error(record: RunRecord) -> str:
@@ -296,6 +321,10 @@ def differing_keys(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[
 def _column(frame: pd.DataFrame, name: str) -> pd.Series:
     """Return a column of the frame, or an empty one if no run has this config key."""
     return frame[name] if name in frame else pd.Series(None, frame.index, dtype=object)
+
+
+def _number(value: Any) -> float:
+    return float(value) if is_finite(value) else math.nan
 
 
 def is_finite(value: Any) -> bool:

@@ -9,7 +9,7 @@ import pandas as pd
 
 from istar.pages.sheets import Entry, Sheet
 from istar.reports.cells import is_finite, models, tasks
-from istar.reports.method_table import chosen_runs
+from istar.reports.method_comparisons import chosen_runs
 from istar.reports.paper_tables import NONE
 from istar.results import RunRecord
 

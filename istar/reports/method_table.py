@@ -1,118 +1,154 @@
-"""The report's table of all methods: each penalty with each of its settings, compared with Base over the same seeds."""
+"""The report's tables of all methods: each penalty and setting, compared with Base over the same seeds."""
 
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
 import pandas as pd
 
 from istar.pages.sheets import Entry, Sheet
-from istar.reports.cells import best_group, describe, models, row_dicts, tasks
-from istar.reports.paper_tables import NONE, format_spread
+from istar.reports.cells import describe, row_dicts
+from istar.reports.method_comparisons import ALPHA, POWER, Comparisons, Method, MethodComparison
+from istar.reports.paper_tables import NONE, format_p_value, format_spread
 from istar.reports.run_tables import format_number
-from istar.reports.statistics import compare_paired, spread
-from istar.scores import displayed
+from istar.reports.statistics import spread
+from istar.statistics import paired
+from istar.statistics.conclusions import Verdict, conclusion, verdict
 
 
-def methods(frame: pd.DataFrame) -> Sheet:
-    """Return a row for each method of every model and task, with its difference from Base and a 95% interval.
+def methods(compared: Comparisons) -> Sheet:
+    """Return a row for each method of every model and task, with its comparison with Base.
 
     Table 1 has one row for I-STAR; this table has one for each lambda, zeta, and further setting in the method's name.
-    `frame` is one of `cells.prepare`.
     """
-    usable = frame[frame["usable"]]
-    rows = [
-        row
-        for model in models(usable)
-        for task in tasks(usable[usable["model"] == model])
-        for row in _rows(usable[(usable["model"] == model) & (usable["task"] == task)])
-    ]
+    by_method = {id(comparison.method): comparison for comparison in compared.comparisons}
+    rows = [_row(method, by_method.get(id(method)), compared.careful_level) for method in compared.methods]
     return Sheet(
         "methods",
         "All methods",
         "Headline metric on the validation set (percent, except losses and perplexities), mean ± standard deviation "
-        "(ddof = 1) over seeds. Minus Base: mean difference over the seeds that both have, with its 95% interval by "
-        "Student's t, not corrected for the number of rows. IsoScore: layers 1 to L before → after training.",
-        ("task, metric", "method", "mean ± std", "seeds", "minus\nBase", "95% interval", "collapsed", "IsoScore",
-         "settings"),
-        {model: [_entries(row) for row in group] for model, group in groupby(rows, key=lambda row: str(row["model"]))},
-        pd.DataFrame(rows),
-        ("Each method is shown with the settings that have the most seeds, among equals with the best mean.",),
+        "(ddof = 1) over seeds. Trials: configurations tried. Chosen on: the set that chose the epoch and the "
+        "configuration, the reported validation set itself or held-out training data. Minus Base: mean difference over "
+        "the seeds that both have, with Student's 95% interval, not corrected for the number of rows. p: two-sided "
+        f"sign-flip permutation test over the pairs of seeds (exact up to {paired.MAX_EXACT_PAIRS} pairs); "
+        f"{_holm_in_words(compared)} Smallest: the smallest difference that so many seeds find with probability "
+        f"{POWER:g}, by the paired t-test at {compared.careful_level:.2g}, Holm's most careful level ({ALPHA:g} / m). "
+        "IsoScore: layers 1 to L before → after training.",
+        ("task, metric", "method", "mean ± std", "seeds", "trials", "chosen\non", "minus\nBase", "95% interval", "p",
+         "p,\nHolm", "smallest", "collapsed", "IsoScore", "settings"),
+        _by_model(rows, _entries),
+        pd.DataFrame(rows).drop(columns="shows_p", errors="ignore"),
+        (
+            "Each method is shown with the settings that have the most seeds, among equals with the best mean on the "
+            "set that chose.",
+            "A dash stands for p where the runs allow no conclusion; the CSV file has the number.",
+        ),
         row_headers=2,
     )  # fmt: skip
 
 
-def _rows(runs: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return the rows of one model and task: Base first, then the other methods by name."""
-    chosen = chosen_runs(runs)
-    base = next((group for group in chosen.values() if is_base(group)), runs.head(0))
-    return [_row(name, group, base) for name, group in chosen.items()]
+def conclusions(compared: Comparisons) -> Sheet:
+    """Return what each comparison with Base allows to conclude, as a sentence for each method, model and task."""
+    rows = [
+        {
+            "model": comparison.method.model,
+            "task": comparison.method.task,
+            "metric": comparison.method.metric,
+            "method": comparison.method.name,
+            "verdict": verdict(comparison.row, ALPHA).value,
+            "conclusion": conclusion(comparison.row, ALPHA),
+        }
+        for comparison in compared.comparisons
+    ]
+    return Sheet(
+        "conclusions",
+        "What these runs allow to conclude",
+        f"Each method of the table of all methods, compared with Base by fixed rules at the level {ALPHA:g}. "
+        f"{_holm_in_words(compared)}",
+        ("task, metric", "method", "conclusion"),
+        _by_model(
+            rows,
+            lambda row: [Entry(f"{row['task']}, {row['metric']}"), Entry(row["method"]), Entry(row["conclusion"])],
+        ),
+        pd.DataFrame(rows, columns=["model", "task", "metric", "method", "verdict", "conclusion"]),
+        row_headers=2,
+    )
 
 
-def chosen_runs(runs: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """Return the runs of each method of one model and task, by seed: Base first, then the other methods by name.
+def _holm_in_words(compared: Comparisons) -> str:
+    return f"{compared.holm.sentence()} m = {compared.holm.tests}."
 
-    The runs of a method have one configuration: of those tried, the one with the most seeds, among equals with the best
-    mean.
-    """
-    chosen = {
-        str(name): group[group["config_hash"] == best_group(group, "config_hash")].sort_values("seed")
-        for name, group in runs.groupby("method")
+
+def _by_model(rows: Sequence[dict[str, Any]], to_entries: Any) -> dict[str, list[list[Entry]]]:
+    """Convert rows, which are ordered by model, to table entries by model."""
+    return {
+        model: [to_entries(row) for row in group] for model, group in groupby(rows, key=lambda row: str(row["model"]))
     }
-    return dict(sorted(chosen.items(), key=lambda item: (not is_base(item[1]), item[0])))
 
 
-def is_base(runs: pd.DataFrame) -> bool:
-    """Return whether the runs of a method are those of Base."""
-    return bool(runs["family"].iloc[0] == "base")
-
-
-def _row(name: str, runs: pd.DataFrame, base: pd.DataFrame) -> dict[str, Any]:
-    """Return the row of a method, whose runs differ only in the seed."""
+def _row(method: Method, comparison: MethodComparison | None, level: float) -> dict[str, Any]:
+    """Return the row of a method; one of Base has no comparison."""
+    runs = method.runs
     first = row_dicts(runs.head(1))[0]
-    scores = score_by_seed(runs)
-    average = spread(list(scores.values()))
+    average = spread(list(method.scores.values()))
     row = {
-        "model": first["model"],
-        "task": first["task"],
-        "metric": first["metric"],
-        "method": name,
+        "model": method.model,
+        "task": method.task,
+        "metric": method.metric,
+        "method": method.name,
         "mean": average.mean,
         "std": average.std,
         "seeds": average.count,
-        "minus_base": None,
-        "low": None,
-        "high": None,
-        "collapsed": int(runs["collapsed"].eq(True).sum()),
+        "trials": method.budget.trials,
+        "configurations": method.configurations,
+        "chosen_on": method.chosen_on,
+        "finished_epochs": method.budget.epochs,
+        "finished_examples": method.budget.examples,
+        **dict.fromkeys(("pairs", "minus_base", "low", "high", "p", "p_holm", "smallest_difference", "smallest_level")),
+        "equal_budgets": None,
+        "collapsed": method.collapsed(list(runs["seed"])),
         "isoscore_before": float(runs["isoscore_before"].mean()),
         "isoscore_after": float(runs["isoscore_after"].mean()),
         "settings": describe(first),
+        "shows_p": False,
+        "conclusion": "",
     }
-    if first["family"] != "base" and not base.empty:
-        comparison = compare_paired(scores, score_by_seed(base))
-        row["minus_base"] = comparison.difference
-        row["low"], row["high"] = comparison.interval or (None, None)
-    return row
-
-
-def score_by_seed(runs: pd.DataFrame) -> dict[int, float]:
-    """Return the headline metric of each run, as `istar.scores.displayed` gives it, by seed."""
-    triples = zip(runs["seed"], runs["metric"], runs["value"].astype(float), strict=True)
-    return {int(seed): displayed(metric, value) for seed, metric, value in triples}
+    if comparison is None:
+        return row
+    result = comparison.row
+    low, high = result.interval or (None, None)
+    return row | {
+        "pairs": result.pairs,
+        "minus_base": result.difference,
+        "low": low,
+        "high": high,
+        "p": comparison.p_value,
+        "p_holm": result.p_value,
+        "smallest_difference": result.smallest_difference,
+        "smallest_level": None if result.smallest_difference is None else level,
+        "equal_budgets": None if comparison.base is None else result.has_equal_budgets,
+        "shows_p": verdict(result, ALPHA) is not Verdict.NONE,
+        "conclusion": conclusion(result, ALPHA),
+    }
 
 
 def _entries(row: dict[str, Any]) -> list[Entry]:
     interval = NONE if row["low"] is None else f"{row['low']:+.2f} to {row['high']:+.2f}"
     numbers = [
-        format_spread(row["mean"], row["std"]),
-        str(row["seeds"]),
         format_number(row["minus_base"], "+.2f"),
         interval,
+        *(format_p_value(row[name] if row["shows_p"] else None) for name in ("p", "p_holm")),
+        format_number(row["smallest_difference"], ".2f"),
         str(row["collapsed"]) if row["collapsed"] else NONE,
         f"{row['isoscore_before']:.3f} → {row['isoscore_after']:.3f}",
     ]
     return [
         Entry(f"{row['task']}, {row['metric']}"),
         Entry(row["method"]),
+        Entry(format_spread(row["mean"], row["std"]), number=True),
+        Entry(str(row["seeds"]), number=True),
+        Entry(str(row["trials"]), number=True),
+        Entry(row["chosen_on"]),
         *(Entry(number, number=True) for number in numbers),
         Entry(row["settings"]),
     ]

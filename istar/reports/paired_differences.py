@@ -7,7 +7,7 @@ import pandas as pd
 
 from istar.errors import UserError
 from istar.reports import cells
-from istar.reports.method_table import chosen_runs, is_base, score_by_seed
+from istar.reports.method_comparisons import chosen_runs, is_base, score_by_seed
 from istar.reports.run_frame import load_runs
 
 

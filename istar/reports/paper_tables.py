@@ -32,9 +32,11 @@ def table1(cells: Sequence[Cell]) -> Sheet:
         "Metric on the validation set in percent, mean ± standard deviation (ddof = 1) over seeds; bold: per model and "
         "task, the best mean among the methods with the most seeds, without those whose runs have all collapsed to "
         "constant predictions. Paper: Table 1 of Rudman and Eickhoff (2024), five seeds, development sets. "
-        "Minus Base: mean difference from Base over the seeds that both have; p: two-sided, paired over these seeds.",
-        ("task, metric", "method", "λ", "ζ", "mean ± std", "seeds", "paper", "minus\npaper", "minus\nBase", "pairs",
-         "p,\nt-test", "p,\nsign-flip", "remarks"),
+        "Chosen on: the set that chose the epoch and the configuration, the reported validation set itself or held-out "
+        "training data. Minus Base: mean difference from Base over the seeds that both have; p: two-sided, paired over "
+        "these seeds, not corrected for the number of rows.",
+        ("task, metric", "method", "λ", "ζ", "mean ± std", "seeds", "chosen\non", "paper", "minus\npaper",
+         "minus\nBase", "pairs", "p,\nt-test", "p,\nsign-flip", "remarks"),
         _group_by_model(rows, lambda row: _table1_entries(row, common)),
         pd.DataFrame(rows).drop(columns=["best", "most_seeds", "all_collapsed"]),
         (f"All runs: {common}.",) if common else (),
@@ -95,6 +97,8 @@ def _table1_row(cell: Cell, base: Cell, metric: str) -> dict[str, Any]:
         "failed": cell.failed,
         "pruned": cell.pruned,
         "configurations": cell.configurations,
+        "base_configurations": base.configurations,
+        "chosen_on": cell.chosen_on,
         "hyperparameters": describe(first_run),
         "differs_from_base": "",
     }
@@ -119,12 +123,12 @@ def _table1_entries(row: Row, common: str) -> list[Entry]:
         f"{row['seeds']} of {row['most_seeds']} seeds" if 0 < row["seeds"] < row["most_seeds"] else "",
         *(f"{row[count]} {count}" if row[count] else "" for count in ("collapsed", "failed", "pruned")),
         f"best of {row['configurations']}" if row["configurations"] > 1 else "",
+        _unequal_choice(row),
         row["no_test"],
         f"differs from Base in {row['differs_from_base']}" if row["differs_from_base"] else "",
         row["hyperparameters"] if row["hyperparameters"] != common else "",
     ]
     numbers = [
-        str(row["seeds"]),
         format_spread(row["paper_mean"], row["paper_std"]),
         format_number(row["minus_paper"], "+.2f"),
         format_number(row["minus_base"], "+.2f"),
@@ -138,9 +142,17 @@ def _table1_entries(row: Row, common: str) -> list[Entry]:
         Entry(format_number(row["lambda"], "g"), number=True),
         Entry(format_number(row["zeta"], "g"), number=True),
         Entry(_mark_collapsed(format_spread(row["mean"], row["std"]), row), bold=row["best"], number=True),
+        Entry(str(row["seeds"]), number=True),
+        Entry(row["chosen_on"] or NONE),
         *(Entry(number, number=True) for number in numbers),
         Entry("; ".join(filter(None, remarks))),
     ]
+
+
+def _unequal_choice(row: Row) -> str:
+    """Return the remark that a method and Base are the best of different numbers of configurations."""
+    own, of_base = row["configurations"], row["base_configurations"]
+    return f"Base is the best of {of_base}" if own and of_base and own != of_base else ""
 
 
 def table2(cells: Sequence[Cell], frame: pd.DataFrame) -> Sheet:
@@ -149,9 +161,10 @@ def table2(cells: Sequence[Cell], frame: pd.DataFrame) -> Sheet:
     return Sheet(
         "table2",
         "Table 2: best λ | ζ",
-        "λ | ζ of I-STAR with the most seeds, among these with the best mean on the validation set, and the number of "
-        "pairs tried. Paper: Table 2, searched over λ in -5, -3, -1, 1, 3, 5 and ζ in 0.2, 0.4, 0.6, 0.8.",
-        ("task", "λ | ζ", "seeds", "mean, percent", "pairs tried", "paper", "agreement"),
+        "λ | ζ of I-STAR with the most seeds, among these with the best mean on the set that chose (the reported "
+        "validation set itself or held-out training data), and the number of pairs tried. "
+        "Paper: Table 2, searched over λ in -5, -3, -1, 1, 3, 5 and ζ in 0.2, 0.4, 0.6, 0.8.",
+        ("task", "λ | ζ", "seeds", "mean, percent", "pairs tried", "paper", "agreement", "chosen on"),
         _group_by_model(rows, _table2_entries),
         pd.DataFrame(rows).drop(columns="all_collapsed", errors="ignore"),
     )
@@ -184,6 +197,7 @@ def _table2_row(cell: Cell, tried: int) -> dict[str, Any]:
         "mean": cell.spread(metric).mean,
         "all_collapsed": cell.all_collapsed,
         "tried": tried,
+        "chosen_on": cell.chosen_on,
         "paper_lambda": published.weight if published else None,
         "paper_zeta": published.zeta if published else None,
     }
@@ -198,7 +212,8 @@ def _table2_entries(row: Row) -> list[Entry]:
     agreement = NONE if NONE in (best, published) else "same" if best == published else "differs"
     numbers = [best, str(row["seeds"]), _mark_collapsed(format_number(row["mean"], ".2f"), row)]
     numbers += [str(row["tried"]), published]
-    return [Entry(row["task"]), *(Entry(number, number=True) for number in numbers), Entry(agreement)]
+    texts = [Entry(agreement), Entry(row["chosen_on"] or NONE)]
+    return [Entry(row["task"]), *(Entry(number, number=True) for number in numbers), *texts]
 
 
 def costs(frame: pd.DataFrame, shrinkage_seconds: Mapping[str, Sequence[float]]) -> Sheet:

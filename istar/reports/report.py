@@ -20,11 +20,13 @@ from istar.reports import (
     cells,
     class_table,
     geometry_file,
+    method_comparisons,
     method_table,
     missing_runs,
     paper_tables,
     plan_departures,
     plan_file,
+    rank_figure,
     run_figures,
     stability,
     training_figures,
@@ -33,7 +35,9 @@ from istar.reports.cells import Cell
 from istar.reports.geometry_file import Geometry
 from istar.reports.missing_runs import MissingRuns, SweepCommand
 from istar.reports.plan_file import Plan
+from istar.reports.rank_figure import RankedMethods
 from istar.reports.run_frame import Runs, load_runs
+from istar.statistics import conclusions
 
 KIND = Kind("report", "istar report")
 _MAX_ROWS = 300  # rows that the page shows of an ungrouped table; the files have all rows
@@ -105,6 +109,8 @@ class _Contents:
     plots: list[Plot]
     missing: list[MissingRuns]
     sweep_command: SweepCommand
+    conclusions: str  # how many comparisons with Base end in which way
+    ranks: list[RankedMethods]
     plan: Path | None = None  # file of the plan with which the runs are compared
     departures: str = ""  # sentence on the departures from the plan
 
@@ -121,6 +127,8 @@ def _compute(runs: Runs, root: Path) -> _Contents:
     frame, records = cells.prepare(runs), runs.records
     geometries, geometry_errors = _read_geometries(frame)
     selected = cells.select_cells(frame)
+    compared = method_comparisons.compare_methods(frame)
+    ranks = rank_figure.rank_methods(compared)
     plots = [
         run_figures.minibatch_stability(stability.stability()),
         run_figures.isotropy_and_performance(frame),
@@ -131,6 +139,7 @@ def _compute(runs: Runs, root: Path) -> _Contents:
         run_figures.layer_ablation(frame, records),
         *run_figures.curves(selected, records),
         *training_figures.geometry_during_training(frame),
+        rank_figure.plot(ranks),
     ]
     sweep_command = missing_runs.sweep_command_builder(frame, records, str(root))
     missing = missing_runs.for_table1(selected, frame, records, sweep_command, str(root))
@@ -146,14 +155,20 @@ def _compute(runs: Runs, root: Path) -> _Contents:
     sheets = (
         paper_tables.table1(selected),
         paper_tables.table2(selected, frame),
-        method_table.methods(frame),
+        method_table.conclusions(compared),
+        method_table.methods(compared),
         class_table.class_isotropy(frame, records),
+        rank_figure.sheet(ranks),
         paper_tables.costs(frame, shrinkage_seconds),
         missing_runs.sheet(missing),
         paper_tables.left_out(frame, {**runs.read_errors, **geometry_errors}, str(root)),
     )
     tables = {sheet.name: sheet for sheet in sheets}
-    return _Contents(root, frame, len(runs.read_errors), selected, tables, plots, missing, sweep_command)
+    rows = [comparison.row for comparison in compared.comparisons]
+    summary = conclusions.summary(rows, method_comparisons.ALPHA)
+    return _Contents(
+        root, frame, len(runs.read_errors), selected, tables, plots, missing, sweep_command, summary, ranks
+    )
 
 
 def _read_geometries(frame: pd.DataFrame) -> tuple[dict[str, Geometry], dict[str, str]]:
@@ -177,14 +192,18 @@ def _page(contents: _Contents, pictures: Mapping[str, list[Picture]]) -> Page:
     head = "Runs below", str(contents.root), f"read by istar {version('istar')}"
     command = f"istar report {shlex.quote(str(contents.root))} --out report"
     command += "" if contents.plan is None else f" --plan {shlex.quote(str(contents.plan))}"
+    plots = {plot.name: plot for plot in contents.plots}
+    ranks = plots.pop("ranks")
     sections = [
+        replace(_table_section(contents, "conclusions"), text=[contents.conclusions]),
         Section("reading", "How to read this", _READING),
         *([] if contents.plan is None else [_departures_section(contents)]),
         _table_section(contents, "table1", sweep="table1"),
         _table_section(contents, "table2", sweep="table2"),
         _table_section(contents, "methods"),
         _table_section(contents, "class_isotropy"),
-        *(_plot_section(contents, plot, pictures[plot.name]) for plot in contents.plots),
+        _over_tasks_section(contents, ranks, pictures[ranks.name]),
+        *(_plot_section(contents, plot, pictures[plot.name]) for plot in plots.values()),
         _table_section(contents, "cost"),
         _missing_section(contents),
         _table_section(contents, "left_out"),
@@ -203,10 +222,14 @@ _READING = (
     "all layers, CosReg with its penalty on the last layer and λ > 0; λ = 0 is Base. If several configurations of a "
     "method were tried and nothing was held out, the same numbers select the best one and are then reported, so its "
     "mean is biased upwards by chance; the remark “best of 9” gives the number of configurations tried.",
-    "Tests are paired: the same seeds with and without the penalty. p is two-sided, from the paired t-test "
+    "Tests are paired: the same seeds with and without the penalty. In Table 1, p is two-sided, from the paired t-test "
     "(scipy.stats.ttest_rel) and from the exact permutation test that flips the signs of the differences; with five "
     "pairs the latter cannot fall below 0.0625, with three not below 0.25. Neither is corrected for the selection of "
     "the configuration or for the number of rows. If p is above 0.05, the choice of seeds may explain the difference.",
+    "What may be concluded is said by the sentences of the first section and by nothing else. They use the permutation "
+    "test with p-values corrected by Holm's method for all comparisons of this page, and require that the method and "
+    "Base have the same seeds and the same budget: as many trials (configurations tried, with their epochs and "
+    "examples) for each. A row of the table of all methods is one method; each λ is a method of its own.",
     "Means include collapsed runs (constant predictions), which the remarks count. Failed, unfinished and pruned runs "
     "do not count and are listed at the end. A mean is bold only among the methods with the most seeds, and never if "
     "all its runs have collapsed. The runs of a line in a figure differ only in the seed and in what its axis or "
@@ -218,6 +241,7 @@ _EMPTY_TEXTS = {
     "missing": "Nothing: every cell has its five seeds.",
     "cost": "No run has finished.",
     "class_isotropy": "No run has finished on a classification task with a version of istar that measures this.",
+    "conclusions": "No method has a finished run to compare with Base.",
 }
 
 
@@ -225,8 +249,17 @@ def _table_section(contents: _Contents, name: str, sweep: str = "") -> Section:
     sheet = contents.sheets[name]
     empty = "" if sheet.rows else _EMPTY_TEXTS.get(name, "Nothing to show yet.")
     commands = _commands(contents, sweep, [(cell.model, cell.task) for cell in contents.cells])
-    is_wide = name in ("table1", "methods", "missing")
+    is_wide = name in ("table1", "conclusions", "methods", "missing")
     return Section(name, sheet.title, sheet=_truncate(sheet), empty=empty, commands=commands, wide=is_wide)
+
+
+def _over_tasks_section(contents: _Contents, plot: Plot, pictures: list[Picture]) -> Section:
+    """Return the section with the ranks of methods over tasks, or the reasons why they are not ranked."""
+    sentences = [ranked.sentence() for ranked in contents.ranks]
+    sheet = replace(contents.sheets["over_tasks"], notes=())
+    if not pictures:
+        return Section("over_tasks", sheet.title, empty=" ".join(sentences) or "Nothing to show yet.")
+    return Section("over_tasks", sheet.title, [*sentences, plot.caption], sheet=sheet, pictures=pictures)
 
 
 def _truncate(sheet: Sheet) -> Sheet:

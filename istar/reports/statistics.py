@@ -7,9 +7,6 @@ import numpy as np
 
 from istar.statistics import paired
 
-_MAX_SIGN_FLIP_PAIRS = 16
-"""Largest number of pairs of the exact sign-flip test; reports of more pairs have the t-test alone."""
-
 
 @dataclass(frozen=True)
 class Spread:
@@ -74,8 +71,8 @@ def _t_test(differences: np.ndarray) -> tuple[TestResult, tuple[float, float] | 
 
 def _sign_flip_test(differences: np.ndarray) -> TestResult:
     """Return the exact test that compares the sum of the differences with the sums for all patterns of their signs."""
-    if len(differences) > _MAX_SIGN_FLIP_PAIRS:
-        return TestResult(None, f"no sign-flip test: more than {_MAX_SIGN_FLIP_PAIRS} pairs")
+    if len(differences) > paired.MAX_EXACT_PAIRS:
+        return TestResult(None, f"no exact sign-flip test: more than {paired.MAX_EXACT_PAIRS} pairs")
     if not differences.any():
         return TestResult(None, "no sign-flip test: all differences are 0")
     return TestResult(paired.sign_flip_test(differences).p_value)

@@ -42,20 +42,29 @@ class Comparison:
     unmatched: int = 0  # number of seeds that only one of the two has
     has_equal_budgets: bool = True  # whether both had the same number of trials, epochs and examples
     lower_is_better: bool = False  # whether the metric is a loss
-    smallest_p: float = 0.0  # smallest p-value that the test can give (`paired.smallest_sign_flip_p`); 0 for the t-test
+    # Smallest adjusted p-value that so many pairs can give: that of `paired.smallest_sign_flip_p`, adjusted for a table
+    # in which every test gives its smallest p-value; 0 for the t-test.
+    smallest_p: float = 0.0
     power: float = 0.8
     level: float = 0.95  # confidence level of the interval
+    # Number of configurations of the method from which the scores of the reported set chose; 1 if there was one, or if
+    # other data chose.
+    chosen_among: int = 1
+    reference_chosen_among: int = 1  # the same for the reference
 
     def __post_init__(self) -> None:
         """Refuse numbers that are out of range.
 
         Raises:
-            UserError: if a count is negative or larger than the number of pairs, the p-value is not in [0, 1], or the
-                interval does not contain the difference.
+            UserError: if a count is negative or larger than the number of pairs, a method was chosen among fewer than
+                1 configuration, the p-value is not in [0, 1], or the interval does not contain the difference.
         """
         name = f"{self.method} on {self.task}"
         if min(self.pairs, self.unmatched) < 0:
             raise UserError(f"{name}: the number of seeds is negative; expected 0 or more")
+        for count in (self.chosen_among, self.reference_chosen_among):
+            if count < 1:
+                raise UserError(f"{name}: chosen among {count} configurations; expected 1 or more")
         for count in (self.collapsed, self.reference_collapsed):
             if not 0 <= count <= self.pairs:
                 raise UserError(f"{name}: {count} collapsed runs of {self.pairs}; expected from 0 to {self.pairs}")
@@ -101,7 +110,8 @@ def conclusion(row: Comparison, alpha: float = 0.05) -> str:
     3. The test and the interval disagree: nothing can be concluded.
     4. Otherwise the method is better or worse than the reference, by how much.
 
-    Collapsed runs count as they are; a second sentence says how many there are.
+    Collapsed runs count as they are; a second sentence says how many there are. A last sentence says that a mean is
+    biased if the reported set itself chose among several configurations.
 
     Args:
         row: the comparison.
@@ -110,7 +120,7 @@ def conclusion(row: Comparison, alpha: float = 0.05) -> str:
     Raises:
         UserError: if alpha is not in (0, 1).
     """
-    return " ".join(filter(None, (_main_sentence(row, alpha), _collapsed_sentence(row))))
+    return " ".join(filter(None, (_main_sentence(row, alpha), _collapsed_sentence(row), _choice_sentence(row))))
 
 
 def _main_sentence(row: Comparison, alpha: float) -> str:
@@ -151,7 +161,8 @@ def _obstacle(row: Comparison, alpha: float) -> str:
         return f"their seeds differ, and {runs} a run of only one of them; run both with the same seeds"
     if row.smallest_p >= alpha:
         return (
-            f"they have {row.pairs} seeds in common, with which the test cannot give a p-value below {alpha:g}; "
+            f"they have {row.pairs} seeds in common, with which the test cannot give an adjusted p-value "
+            f"below {alpha:g}; "
             "run more seeds"
         )
     if row.difference is None or row.p_value is None:
@@ -182,6 +193,18 @@ def _collapsed_sentence(row: Comparison) -> str:
     is_one = row.collapsed + row.reference_collapsed == 1
     verb = "has" if is_one else "have"
     return f"{' and '.join(counts)} {verb} collapsed to constant predictions and {'counts' if is_one else 'count'}."
+
+
+def _choice_sentence(row: Comparison) -> str:
+    """Return which means are biased because the reported set chose among configurations; empty if none is."""
+    counts = [(row.method, row.chosen_among), (row.reference, row.reference_chosen_among)]
+    chosen = [(name, count) for name, count in counts if count > 1]
+    if not chosen:
+        return ""
+    direction = "downwards" if row.lower_is_better else "upwards"
+    (name, count), *others = chosen
+    text = f"The mean of {name} is biased {direction} by the choice among {count} configurations on the reported set"
+    return "".join([text, *(f", that of {other} by the choice among {more}" for other, more in others), "."])
 
 
 def summary(rows: Iterable[Comparison], alpha: float = 0.05) -> str:

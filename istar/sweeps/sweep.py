@@ -92,7 +92,7 @@ def list_runs(request: SweepRequest, console: Console) -> "Runs":
         extras.require("sweep.search=optuna", "sweep")
     runs = Runs(request, console)
     if request.settings.search == "grid":
-        runs.add_all([overrides for space in runs.spaces.values() for overrides in trials.combinations(space)], SEARCH)
+        runs.add_grids()
     return runs
 
 
@@ -110,7 +110,19 @@ class Runs:
         self.state = SweepState(self.folder.name, request.command, str(request.root), settings.jobs)
         self.trials: dict[str, Trial] = {}
         self.entries: dict[str, Entry] = {}
+        # The grid of each run that one has asked for, by the name of its folder; the first one, if several have.
+        self.grids: dict[str, str] = {}
         self.folders = RunFolders()
+
+    def add_grids(self) -> None:
+        """Add the runs of all grids."""
+        by_overrides: dict[Overrides, str] = {}
+        for grid, space in self.spaces.items():
+            for overrides in trials.combinations(space):
+                by_overrides.setdefault(overrides, grid)
+        self.add_all(list(by_overrides), SEARCH)
+        for trial in self.trials.values():
+            self.grids[trial.name] = by_overrides[trial.overrides]
 
     def add_all(self, runs: Sequence[Overrides], stage: str) -> None:
         """Add several runs, with a progress bar if there are many."""
@@ -189,13 +201,18 @@ class Runs:
         return config
 
     def best_with_seeds(self) -> list[Overrides]:
-        """The overrides of the best finished run of each task, model and method, once with each of `sweep.seeds`."""
-        best: dict[tuple[str, str, str], Entry] = {}
+        """The overrides of the best finished run of each task, model, method and grid, with each of `sweep.seeds`."""
+        best: dict[tuple[str, ...], Entry] = {}
         for entry in self.state.entries_with("finished"):
-            if entry.group not in best or entry.rank > best[entry.group].rank:
-                best[entry.group] = entry
+            key = self.compared_with(entry)
+            if key not in best or entry.rank > best[key].rank:
+                best[key] = entry
         seeds = self.request.settings.seeds
         return [trials.with_seed(tuple(entry.overrides), seed) for entry in best.values() for seed in seeds]
+
+    def compared_with(self, entry: Entry) -> tuple[str, ...]:
+        """Task, model, method and grid: the best of the runs that have these in common is repeated with more seeds."""
+        return (*entry.group, self.grids.get(entry.name, ""))
 
     def record(self, entry: Entry) -> RunRecord:
         """The record of a run that has ended."""
@@ -365,7 +382,7 @@ def print_plan(runs: Runs) -> None:
     settings, state = runs.request.settings, runs.state
     waiting = state.entries_with("waiting")
     planned = [runs.trials[entry.name].config for entry in waiting]
-    names = {entry.group: entry.name for entry in state.entries}
+    names = {runs.compared_with(entry): entry.name for entry in state.entries}
     parts = [f"{state.name}: {len(state.entries)} runs, {len(waiting)} of them to do"]
     if settings.search == "optuna":
         parts = [f"{state.name}: a search of {settings.trials} trials"]

@@ -701,6 +701,42 @@ MUTATIONS = [
         "            earlier = 0.0\n",
         "tests/geometry/test_stream.py::test_the_time_of_an_interrupted_pass_counts",
     ),
+    # ---- comparisons in reports
+    Mutation(
+        "The test compares each run with the mean of Base, not with the run of the same seed.",
+        "istar/reports/method_comparisons.py",
+        "scores[seed] - references[seed]",
+        "scores[seed] - np.mean(list(references.values()))",
+        "tests/reports/test_method_comparisons.py",
+    ),
+    Mutation(
+        "The p-values of a report are not corrected by Holm's method.",
+        "istar/reports/method_comparisons.py",
+        "            p_value=p_value,\n",
+        "            p_value=comparison.p_value,\n",
+        "tests/reports/test_method_comparisons.py",
+    ),
+    Mutation(
+        "The reported set chooses the configuration, although other data are held out for it.",
+        "istar/reports/cells.py",
+        'for value in runs["selection"]',
+        'for value in runs["value"]',
+        "tests/reports/test_method_comparisons.py",
+    ),
+    Mutation(
+        "Methods with more trials than Base are compared with it.",
+        "istar/reports/budgets.py",
+        "return self.limits == other.limits",
+        "return bool(self.limits) and bool(other.limits)",
+        "tests/reports/test_method_comparisons.py",
+    ),
+    Mutation(
+        "The mean of a configuration that the reported set chose is not called biased.",
+        "istar/reports/method_comparisons.py",
+        "return self.configurations if self.chosen_on == VALIDATION else 1",
+        "return self.configurations if self.chosen_on == HELD_OUT else 1",
+        "tests/reports/test_method_comparisons.py",
+    ),
     # ---- models
     Mutation(
         "Continued characters of WordPiece are numbered in the order of a hash map.",

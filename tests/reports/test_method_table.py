@@ -5,7 +5,8 @@ import pytest
 from scipy import stats
 
 from istar.reports import cells
-from istar.reports.method_table import methods
+from istar.reports.method_comparisons import compare_methods
+from istar.reports.method_table import conclusions, methods
 from istar.reports.run_frame import load_runs
 from tests.reports.synthetic import BASE, cosreg, istar, record, save
 
@@ -22,7 +23,8 @@ def test_methods_are_compared_with_base_over_the_same_seeds(tmp_path: Path) -> N
     save(record("rte", "mine", istar(-3), 1, 0.99, optim__lr=1e-4), tmp_path)
     save(record("rte", "mine", istar(1), 1, 0.6), tmp_path)
     save(record("rte", "other", cosreg(), 1, 0.6), tmp_path)
-    sheet = methods(cells.prepare(load_runs(tmp_path, keep_records=True)))
+    compared = compare_methods(cells.prepare(load_runs(tmp_path, keep_records=True)))
+    sheet = methods(compared)
 
     by_method = {(row["model"], row["method"]): row for row in sheet.frame.to_dict("records")}
     assert list(by_method) == [
@@ -44,8 +46,32 @@ def test_methods_are_compared_with_base_over_the_same_seeds(tmp_path: Path) -> N
     assert np.isnan(by_method["mine", "I-STAR λ=1 ζ=0.4"]["low"])
     assert by_method["mine", "I-STAR λ=1 ζ=0.4"]["minus_base"] == pytest.approx(60 - 100 * base[1])
     assert np.isnan(by_method["other", "CosReg λ=1"]["minus_base"])
+    # The tuned method has one trial more than Base, so that the page shows no p-value.
+    assert (row["trials"], by_method["mine", "Base"]["trials"], row["equal_budgets"]) == (2, 1, False)
+    assert row["p"] == row["p_holm"] == 2 / 2**5
+    columns = dict(zip(sheet.header, sheet.rows[1], strict=True))
+    assert [columns[name].text for name in ("trials", "chosen\non", "p", "p,\nHolm")] == ["2", "validation", "-", "-"]
+    assert "for 1 test; 2 entries without a p-value are not among them. m = 1." in sheet.caption
+
+
+def test_sentences_are_in_the_page_and_in_the_files(tmp_path: Path) -> None:
+    for seed in range(1, 8):
+        save(record("rte", "mine", BASE, seed, 0.5 + seed / 100), tmp_path)
+        save(record("rte", "mine", istar(-1), seed, 0.6 + seed**2 / 1000), tmp_path)
+    compared = compare_methods(cells.prepare(load_runs(tmp_path, keep_records=True)))
+    [[task, method, sentence]] = conclusions(compared).rows
+    assert (task.text, method.text) == ("rte, accuracy", "I-STAR λ=-1 ζ=0.4")
+    assert sentence.text.startswith("I-STAR λ=-1 ζ=0.4 is better than Base on rte by 8.00 (difference +8.00, ")
+    assert list(conclusions(compared).frame["verdict"]) == ["better"]
+    sheet = methods(compared)
+    assert list(sheet.frame["conclusion"]) == ["", sentence.text]
+    columns = dict(zip(sheet.header, sheet.rows[1], strict=True))
+    assert [columns[name].text for name in ("p", "p,\nHolm")] == ["0.0156", "0.0156"]
+    assert columns["smallest"].text == f"{sheet.frame['smallest_difference'][1]:.2f}"
+    assert "at 0.05, Holm's most careful level (0.05 / m)" in sheet.caption
 
 
 def test_no_finished_run(tmp_path: Path) -> None:
     save(record("rte", "mine", BASE, 1, status="failed"), tmp_path)
-    assert methods(cells.prepare(load_runs(tmp_path, keep_records=True))).rows == []
+    compared = compare_methods(cells.prepare(load_runs(tmp_path, keep_records=True)))
+    assert methods(compared).rows == conclusions(compared).rows == []

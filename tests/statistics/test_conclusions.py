@@ -67,7 +67,7 @@ def test_no_difference() -> None:
         ({"has_equal_budgets": False}, BUDGETS),
         ({"has_equal_budgets": False, "pairs": 0}, BUDGETS),
         ({"smallest_p": smallest_sign_flip_p(5)},
-         "they have 5 seeds in common, with which the test cannot give a p-value below 0.05; run more seeds"),
+         "they have 5 seeds in common, with which the test cannot give an adjusted p-value below 0.05; run more seeds"),
         ({"p_value": None}, "there is no test of their difference"),
         ({"difference": None, "interval": None}, "there is no test of their difference"),
     ],
@@ -127,6 +127,33 @@ def test_collapsed_runs_are_counted(collapsed: int, of_base: int, sentence: str)
         counted = replace(row, collapsed=collapsed, reference_collapsed=of_base)
         assert conclusion(counted) == conclusion(row) + sentence
         assert verdict(counted) is verdict(row)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"chosen_among": 9},
+         " The mean of I-STAR is biased upwards by the choice among 9 configurations on the reported set."),
+        ({"reference_chosen_among": 3},
+         " The mean of Base is biased upwards by the choice among 3 configurations on the reported set."),
+        ({"chosen_among": 3, "reference_chosen_among": 3},
+         " The mean of I-STAR is biased upwards by the choice among 3 configurations on the reported set, that of Base "
+         "by the choice among 3."),
+        ({"chosen_among": 2, "lower_is_better": True},
+         " The mean of I-STAR is biased downwards by the choice among 2 configurations on the reported set."),
+        ({}, ""),
+    ],
+)  # fmt: skip
+def test_a_choice_on_the_reported_set_ends_every_sentence(changes, sentence: str) -> None:
+    for row in (ROW, replace(ROW, p_value=0.3), replace(ROW, unmatched=1), replace(ROW, collapsed=2)):
+        plain = replace(row, lower_is_better=changes.get("lower_is_better", False))
+        assert conclusion(replace(row, **changes)) == conclusion(plain) + sentence
+        assert verdict(replace(row, **changes)) is verdict(plain)
+
+
+def test_a_choice_among_none_is_refused() -> None:
+    with pytest.raises(UserError, match="I-STAR on rte: chosen among 0 configurations; expected 1 or more"):
+        replace(ROW, chosen_among=0)
 
 
 def test_the_summary() -> None:

@@ -14,7 +14,6 @@ from rich.console import Console
 from hydra_plugins.istar_sweeper import IstarSweeper
 from istar.config import schema
 from istar.sweeps.sweep import Runs, SweepRequest
-from istar.sweeps.trials import combinations
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 TINY = ("reg.num_points=200", "task.limit_train=32", "task.limit_validation=9", "data.batch_size=8",
@@ -54,5 +53,5 @@ def runs(tmp_path: Path, sweeper_for: Callable[..., IstarSweeper]) -> Callable[.
 
 def with_all_runs(sweep: Runs) -> Runs:
     """Add the runs of all grids to a sweep, and return it."""
-    sweep.add_all([overrides for space in sweep.spaces.values() for overrides in combinations(space)], "search")
+    sweep.add_grids()
     return sweep

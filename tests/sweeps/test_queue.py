@@ -254,6 +254,26 @@ def test_the_best_is_chosen_by_held_out_data(runs: Callable[..., Runs]) -> None:
     assert {"optim.lr=0.001", "seed=7"} <= set(overrides)
 
 
+def test_the_best_of_each_grid_is_repeated(runs: Callable[..., Runs]) -> None:
+    """Two weights of the same penalty are two methods if they stand in grids of their own."""
+    sweep = runs("optim.lr=1e-4,1e-3", *TINY)
+    grids = {"up": {"reg": "istar", "reg.lambda": 1}, "down": {"reg": "istar", "reg.lambda": -1}}
+    settings = replace(sweep.request.settings, grids=grids, seeds=[7, 8])
+    sweep = with_all_runs(Runs(replace(sweep.request, settings=settings), Console(quiet=True)))
+    for trial in sweep.trials.values():
+        is_up = trial.config.reg.weight > 0  # type: ignore[attr-defined]
+        is_better = (trial.config.optim.lr == 1e-3) == is_up
+        record = record_of(trial.name, trial.config)
+        sweep.entries[trial.name].apply_record(
+            replace(record, headline={**record.headline, "value": 0.1 + 0.5 * is_better + 0.2 * is_up})
+        )
+    repeated = [set(overrides) for overrides in sweep.best_with_seeds()]
+    assert len(repeated) == 4
+    for weight, rate in (("1", "0.001"), ("-1", "0.0001")):
+        for seed in (7, 8):
+            assert any({f"reg.lambda={weight}", f"optim.lr={rate}", f"seed={seed}"} <= each for each in repeated)
+
+
 def test_a_launcher_cannot_choose_the_precision(runs: Callable[..., Runs]) -> None:
     """The machine that executes the runs may be another one than this."""
     sweep = runs("seed=1,2", "trainer.precision=auto", *TINY)

@@ -114,6 +114,7 @@ PRETRAINING = {
     "cosreg_output": {"reg": ("cosreg",), "reg.lambda": (1,), "reg.target": ("output_embeddings",)},
 }  # fmt: skip
 TASKS_AND_RATES = {"task": ("mrpc", "stsb", "sst5", "rte"), "optim.lr": (5e-5, 1e-4, 3e-4)}
+RATES = {"optim.lr": (1e-5, 3e-5, 5e-5)}
 GRIDS = {
     "table1": {
         "base": {"reg": ("none",), **SEARCH},
@@ -139,9 +140,23 @@ GRIDS = {
         },
         "cosreg": {"reg": ("cosreg",), "reg.lambda": (1,), **TASKS_AND_RATES},
     },
-}
+    "penalties": {
+        "base": {"reg": ("none",), **RATES},
+        "istar_-1": {"reg": ("istar",), "reg.lambda": (-1,), **RATES},
+        "istar_1": {"reg": ("istar",), "reg.lambda": (1,), **RATES},
+        "istar_keep": {"reg": ("istar",), "reg.lambda": (10,), "reg.target_score": ("keep",), **RATES},
+        "istar_hinge": {
+            "reg": ("istar",), "reg.lambda": (10,), "reg.target_score": ("keep",), "reg.side": ("below",), **RATES
+        },
+        "cosreg": {"reg": ("cosreg",), "reg.lambda": (1,), **RATES},
+        "vicreg": {"reg": ("vicreg",), "reg.lambda": (0.1,), **RATES},
+        "uniformity": {"reg": ("uniformity",), "reg.lambda": (1,), "reg.points": ("last",), **RATES},
+        "spectrum": {"reg": ("spectrum",), "reg.lambda": (1,), **RATES},
+        "placebo": {"reg": ("random_direction",), "reg.lambda": (1,), **RATES},
+    },
+}  # fmt: skip
 """The values of each grid, as the paper has them in Section 4, Appendices E to G and the captions of the figures. The
-last three are istar's."""
+last four are istar's."""
 
 FIXED = {
     "table1": {"seed": 1},
@@ -157,6 +172,7 @@ FIXED |= {
     "pretrain_decoder": {"task.name": "clm", "model.name": "small_decoder", "trainer.max_steps": 1000},
     "pretrain_encoder": {"task.name": "mlm", "model.name": "small_encoder", "trainer.max_steps": 1500},
     "finetune_own": {"task.validation_fraction": 0.1},
+    "penalties": {"task.name": "rte", "task.validation_fraction": 0.1, "seed": 1},
 }
 FIXED |= {"zeta_ablation": FIXED["figure7"], "layer_ablation": FIXED["figure8"]}
 """What all runs of a file have in common; lambda and zeta are Table 2's, for all models or for BERT and ALBERT."""
@@ -166,7 +182,8 @@ FIXED |= {"zeta_ablation": FIXED["figure7"], "layer_ablation": FIXED["figure8"]}
 def test_every_sweep_file_has_the_values_of_the_paper(name: str, sweeper_for: Callable[..., IstarSweeper]) -> None:
     sweeper = sweeper_for(f"+sweep={name}")
     settings = schema.load_sweep(sweeper.config)
-    assert tuple(settings.seeds) == {"table1": SEEDS, "finetune_own": (*SEEDS, 6, 7, 8, 9, 10)}.get(name, ())
+    ten = (*SEEDS, 6, 7, 8, 9, 10)
+    assert tuple(settings.seeds) == {"table1": SEEDS, "finetune_own": ten, "penalties": ten}.get(name, ())
     for key, value in FIXED[name].items():
         assert OmegaConf.select(sweeper.config, key) == value
     found = expand([], sweeper.params, settings.grids or {})
@@ -178,6 +195,21 @@ def test_every_sweep_file_has_the_values_of_the_paper(name: str, sweeper_for: Ca
             for overrides in found[grid]
         ]
         assert sorted(map(repr_of, runs)) == sorted(map(repr_of, product))
+
+
+def test_all_methods_of_the_sweep_of_penalties_have_equal_trials(sweeper_for: Callable[..., IstarSweeper]) -> None:
+    """Also when it is called as an experiment, which has the same runs."""
+    found = []
+    for choice in ("+sweep=penalties", "experiment=penalties"):
+        sweeper = sweeper_for(choice, "task=mrpc")
+        settings = schema.load_sweep(sweeper.config)
+        assert settings.seeds == list(range(1, 11))
+        found.append(expand([], sweeper.params, settings.grids or {}))
+        config = sweeper.compose([choice, "task=mrpc", *found[-1]["placebo"][0]])
+        assert (config.task.name, config.task.validation_fraction) == ("mrpc", 0.1)
+        assert config.reg.name == "random_direction"
+    assert found[0] == found[1]
+    assert [len(runs) for runs in found[0].values()] == [3] * 10
 
 
 def repr_of(run: dict[str, Any]) -> str:

@@ -1,0 +1,142 @@
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats
+
+from istar.figures.drawing import describe, render_with_spots
+from istar.reports import cells, rank_figure, report, stability
+from istar.reports.method_comparisons import compare_methods
+from istar.reports.rank_figure import RankedMethods, rank_methods
+from istar.reports.run_frame import load_runs
+from tests.reports.synthetic import BASE, METRICS, cosreg, istar, record, save
+
+REGS: dict[str, dict[str, Any]] = {
+    "Base": BASE, "CosReg λ=1": cosreg(), "I-STAR λ=-1 ζ=0.4": istar(-1), "I-STAR λ=1 ζ=0.4": istar(1),
+}  # fmt: skip
+TASKS = ("rte", "cola", "stsb", "mrpc", "sst2", "qnli")
+
+
+def write(root: Path, levels: np.ndarray, seeds: int = 2, tasks: tuple[str, ...] = TASKS) -> np.ndarray:
+    """Write runs whose means are about `levels` (tasks, methods); returns the scores (tasks, methods, seeds)."""
+    random = np.random.default_rng(0)
+    scores = levels[..., None] + random.normal(0, 0.001, (*levels.shape, seeds))
+    for (row, task), (column, reg) in itertools.product(enumerate(tasks), enumerate(REGS.values())):
+        for seed in range(1, seeds + 1):
+            save(record(task, "mine", reg, seed, float(scores[row, column, seed - 1])), root, geometry=False)
+    return scores
+
+
+def ranked_in(root: Path) -> list[RankedMethods]:
+    return rank_methods(compare_methods(cells.prepare(load_runs(root, keep_records=True))))
+
+
+def test_ranks_are_those_of_the_means_over_seeds(tmp_path: Path) -> None:
+    levels = np.random.default_rng(1).uniform(0.4, 0.8, (6, 4)) + np.array([0, 0.1, 0.3, 0.5])
+    scores = write(tmp_path, levels)
+    [ranked] = ranked_in(tmp_path)
+    assert ranked.tasks == tuple(cells.tasks(pd.DataFrame({"task": TASKS})))
+    means = pd.DataFrame(scores.mean(axis=-1), columns=list(REGS))
+    expected = means.rank(axis=1, ascending=False).mean()
+    assert ranked.ranks == pytest.approx(expected.to_dict())
+    assert list(ranked.ranks.values()) == sorted(ranked.ranks.values())
+    chi_square = stats.friedmanchisquare(*means.to_numpy().T).statistic
+    f = 5 * chi_square / (6 * 3 - chi_square)
+    assert ranked.friedman_p == pytest.approx(stats.f.sf(f, 3, 15), rel=1e-9)
+    # Demsar's Table 5 has q = 2.569 for four methods.
+    assert ranked.critical_difference == pytest.approx(2.569 * np.sqrt(4 * 5 / (6 * 6)), abs=1e-3)
+    for number, name in enumerate(list(REGS)[1:], 1):
+        differences = 100 * (scores[:, number] - scores[:, 0]).mean(axis=-1)
+        known = stats.ttest_1samp(differences, 0).confidence_interval(0.95)
+        assert ranked.differences[name].mean == pytest.approx(differences.mean(), rel=1e-9)
+        assert ranked.differences[name].interval == pytest.approx((known.low, known.high), rel=1e-9)
+
+
+def test_bars_join_exactly_the_methods_that_do_not_differ() -> None:
+    random = np.random.default_rng(2)
+    for _ in range(200):
+        values = np.sort(random.uniform(1, 6, 6).round(1)).tolist()
+        ranks = {str(number): value for number, value in enumerate(values)}
+        ranked = RankedMethods("m", TASKS, ranks, friedman_p=0.01, critical_difference=1.5)
+        for low, high in itertools.combinations(values, 2):
+            is_joined = any(start <= low and high <= end for start, end in ranked.groups)
+            assert is_joined == (high - low < 1.5)
+        # No bar lies within another.
+        for one, other in itertools.permutations(ranked.groups, 2):
+            assert not (one[0] >= other[0] and one[1] <= other[1])
+
+
+def test_without_a_rejection_by_friedman_no_two_methods_differ() -> None:
+    ranked = RankedMethods("m", TASKS, {"A": 1.0, "B": 1.9, "C": 3.0}, friedman_p=0.05, critical_difference=0.5)
+    assert ranked.groups == [(1.0, 3.0)]
+    assert "No difference between the methods was found by Friedman's test (p = 0.05)." in ranked.sentence()
+
+
+def test_losses_are_ranked_and_not_averaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for task in ("one", "two", "three"):
+        monkeypatch.setitem(METRICS, task, "perplexity")
+    levels = np.array([[30.0, 20.0, 25.0, 40.0], [31.0, 21.0, 26.0, 41.0], [32.0, 22.0, 27.0, 42.0]])
+    write(tmp_path, levels, tasks=("one", "two", "three"))
+    [ranked] = ranked_in(tmp_path)
+    assert ranked.ranks == {"CosReg λ=1": 1, "I-STAR λ=-1 ζ=0.4": 2, "Base": 3, "I-STAR λ=1 ζ=0.4": 4}
+    assert {(each.mean, each.interval) for each in ranked.differences.values()} == {(None, None)}
+
+
+def test_too_few_tasks_are_said(tmp_path: Path) -> None:
+    write(tmp_path, np.full((2, 4), 0.5), tasks=("rte", "cola"))
+    # Base alone is no task on which methods are compared.
+    save(record("mrpc", "mine", BASE, 1), tmp_path, geometry=False)
+    [ranked] = ranked_in(tmp_path)
+    assert ranked.sentence() == (
+        "mine: methods are compared over tasks from 3 tasks on; Base and another method have finished on 2 tasks."
+    )
+    assert rank_figure.plot([ranked]).panels == ()
+    assert rank_figure.sheet([ranked]).rows == []
+
+
+def test_methods_with_other_tasks_seeds_or_budgets_are_not_ranked(tmp_path: Path) -> None:
+    write(tmp_path, np.random.default_rng(3).uniform(0.4, 0.8, (6, 4)))
+    save(record("rte", "mine", istar(1), 3, 0.5), tmp_path, geometry=False)
+    save(record("cola", "mine", cosreg(), 1, 0.5, optim__lr=1.0), tmp_path, geometry=False)
+    for seed in (1, 2):
+        save(record("cola", "mine", istar(5), seed, 0.5), tmp_path, geometry=False)
+    [ranked] = ranked_in(tmp_path)
+    assert set(ranked.ranks) == {"Base", "I-STAR λ=-1 ζ=0.4"}
+    assert set(ranked.left_out) == {"CosReg λ=1", "I-STAR λ=1 ζ=0.4", "I-STAR λ=5 ζ=0.4"}
+    assert "Not ranked, because they lack one of these tasks" in ranked.sentence()
+    for task in TASKS:
+        save(record(task, "mine", istar(-1), 7, 0.5), tmp_path, geometry=False)
+    [ranked] = ranked_in(tmp_path)
+    assert "no method has finished with the seeds and the budget of Base on all of its 6 tasks" in ranked.sentence()
+
+
+def test_the_page_of_three_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "runs", np.random.default_rng(4).uniform(0.4, 0.8, (3, 4)), tasks=TASKS[:3])
+    cloud = stability.stability((10, 50), (0.0, 1.0), draws=2, shrinkage_points=800)
+    monkeypatch.setattr(stability, "stability", lambda: cloud)
+    report.write(tmp_path / "runs", tmp_path / "report")
+    page = (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
+    assert "4 methods on 3 tasks (rte, cola, stsb)" in page
+    assert (tmp_path / "report" / "figures" / "ranks-mine.png").is_file()
+    assert list(pd.read_csv(tmp_path / "report" / "tables" / "over_tasks.csv")["tasks"]) == [3] * 4
+
+
+def test_the_diagram() -> None:
+    ranks = {"I-STAR λ=1": 1.25, "Base": 2.0, "CosReg": 2.75}
+    ranked = RankedMethods("mine", TASKS, ranks, friedman_p=0.01, critical_difference=0.9)
+    plot = rank_figure.plot([ranked])
+    files, spots = render_with_spots(plot)
+    assert set(files) == {"svg", "pdf", "png"}
+    assert [spot.text for spot in spots] == [f"{name}\naverage rank: {rank:g}" for name, rank in ranks.items()]
+    # From left to right, and each method in a row of its own.
+    assert [spot.x for spot in spots] == sorted(spot.x for spot in spots)
+    assert [spot.y for spot in spots] == sorted(spot.y for spot in spots)
+    text = files["svg"].decode()
+    assert all(name in text for name in (*ranks, "critical difference 0.90"))
+    assert describe(plot) == (
+        "mine: average rank: I-STAR λ=1 1.25; Base 2.00; CosReg 2.75; critical difference 0.90; a bar joins 1.25 to "
+        "2.00; a bar joins 2.00 to 2.75."
+    )
