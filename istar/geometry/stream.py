@@ -360,7 +360,7 @@ class Stream:
         """
         count, totals = 0, dict.fromkeys(self._taps.names, torch.zeros(()))
         for source in sources:
-            first = itertools.islice(self._limited_blocks(source), ORIGIN_BLOCKS)
+            first = itertools.islice(self._limited_blocks(source, Reading()), ORIGIN_BLOCKS)
             for blocks in chunks(first, self.settings.batch_size):
                 included, _, states = self._hidden_states(blocks)
                 count += int(included.sum())

@@ -12,7 +12,7 @@ from istar.errors import UserError
 from istar.pages.sheets import Entry, Sheet
 from istar.quantization.quantize import Quantized
 from istar.reports.cells import differing_keys, models, row_dicts, tasks
-from istar.reports.method_table import chosen_runs, is_base
+from istar.reports.method_comparisons import chosen_runs, is_base
 from istar.reports.paper_tables import NONE, format_p_value, format_spread
 from istar.reports.run_tables import format_number
 from istar.reports.statistics import compare_paired, spread
