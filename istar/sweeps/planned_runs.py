@@ -239,7 +239,7 @@ def selection_rule(tasks: Sequence[Mapping[str, Any]], seeds: Sequence[int], has
     Args:
         tasks: the field `tasks` of a plan.
         seeds: seeds with which the best configuration of each method is repeated.
-        has_grids: whether the sweep has named grids, of which each is a method.
+        has_grids: whether the sweep has named grids, of each of which the best is repeated.
     """
     chosen = "; ".join(
         f"{task['selection_metric']} on the set {task['selection_set']}" + f" ({task['name']})" * (len(tasks) > 1)
@@ -247,9 +247,10 @@ def selection_rule(tasks: Sequence[Mapping[str, Any]], seeds: Sequence[int], has
     )
     text = f"The epoch of each run is the one with the best value of {chosen}. "
     if seeds:
+        group = "task, model, method and grid" if has_grids else "task, model and method"
         text += (
-            f"Of each task, model and {'grid' if has_grids else 'method'}, the run with the best such value is "
-            f"repeated with the seeds {', '.join(map(str, seeds))}, and its configuration is reported."
+            f"Of each {group}, the run with the best such value is repeated with the seeds "
+            f"{', '.join(map(str, seeds))}, and its configuration is reported."
         )
     else:
         text += (

@@ -62,7 +62,7 @@ def test_each_grid_of_a_sweep_is_a_method(tmp_path: Path) -> None:
     assert all(entry["configurations"] == 3 for entry in fields["methods"])
     assert (fields["test"]["comparisons"], fields["test"]["pairs"]) == (len(sweep["grids"]) - 1, len(sweep["seeds"]))
     assert fields["budget"]["runs"] == len(sweep["grids"]) * (3 + len(sweep["seeds"]) - 1)
-    assert "Of each task, model and grid, " in fields["selection"]
+    assert "Of each task, model, method and grid, " in fields["selection"]
     assert all(f"(grid {name})" in (tmp_path / "plan" / plan_file.TEXT).read_text() for name in sweep["grids"])
 
 

@@ -97,7 +97,9 @@ class TestNamedGrids:
         assert [entry["settings"].get("reg.lambda") for entry in fields["methods"]] == [None, -1, 1, 1]
         assert all(entry["grid"] == {"optim.lr": [1e-3, 1e-4]} for entry in fields["methods"])
         assert [entry["grid"] for entry in fields["configurations"]] == [entry.grid for entry in found]
-        assert "Of each task, model and grid, the run with the best such value is repeated" in fields["selection"]
+        assert (
+            "Of each task, model, method and grid, the run with the best such value is repeated" in fields["selection"]
+        )
         # Of each grid, two learning rates, and two more seeds of the better one, on two tasks.
         assert fields["budget"]["runs"] == 2 * 4 * (2 + 2)
 
