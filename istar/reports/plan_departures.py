@@ -10,7 +10,15 @@ from typing import Any
 import pandas as pd
 
 from istar.pages.sheets import Entry, Sheet
-from istar.reports.plan_file import Configuration, Plan, describe_value, describe_values, family, flat_settings
+from istar.reports.plan_file import (
+    Configuration,
+    Plan,
+    describe_value,
+    describe_values,
+    family,
+    flat_settings,
+    group_of,
+)
 from istar.scores import merit
 
 ALL = "all runs"
@@ -48,9 +56,18 @@ class _Run:
         return str(self.values["status"])
 
     @property
-    def group(self) -> tuple[str, str, str]:
-        """Task, model and method without its settings."""
-        return str(self.values["task"]), str(self.values["model"]), family(str(self.values["method"]))
+    def task(self) -> str:
+        return str(self.values["task"])
+
+    @property
+    def model(self) -> str:
+        """Last part of the model's name."""
+        return str(self.values["model"])
+
+    @property
+    def method(self) -> str:
+        """Method with its settings, as in the report."""
+        return str(self.values["method"])
 
     @property
     def is_trial(self) -> bool:
@@ -68,6 +85,13 @@ class _Match:
     unplanned: str = ""  # `task`, `model` or `method` if there is no configuration
 
     @property
+    def group(self) -> tuple[str, str, str]:
+        """Group of the configuration; if there is none, task, model and method without its settings."""
+        if self.configuration is None:
+            return group_of(self.run.task, self.run.model, self.run.method, grid="")
+        return self.configuration.group
+
+    @property
     def has_planned_settings(self) -> bool:
         return self.configuration is not None and not self.changed
 
@@ -76,8 +100,9 @@ def departures(plan: Plan, frame: pd.DataFrame) -> list[Departure]:
     """Return all departures of the runs in a frame from a plan; an empty list if there are none.
 
     A planned run is there if a run has its settings and its seed. A run is compared with the planned configuration of
-    its task, model and method (without λ and the other settings) from which it differs in the fewest settings.
-    Settings that do not change the outcome of a run, such as paths, do not count.
+    its task, model and method (without λ and the other settings) from which it differs in the fewest settings, and
+    counts as one of the group of this configuration: in a sweep with named grids, of its grid. Settings that do not
+    change the outcome of a run, such as paths, do not count.
 
     Args:
         plan: from `istar.reports.plan_file.read`.
@@ -94,7 +119,7 @@ def departures(plan: Plan, frame: pd.DataFrame) -> list[Departure]:
         _repeated(plan, matches),
         _trials(plan, matches),
         _unequal_seeds(plan, matches),
-        _without_result(plan, runs),
+        _without_result(plan, matches),
         _other_code(plan, runs),
         _early(plan, runs),
     )
@@ -159,15 +184,16 @@ def _settings(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _match(plan: Plan, run: _Run) -> _Match:
     """Return the configuration from which a run differs in the fewest settings."""
-    task, model, _ = run.group
     for configuration in plan.configurations:
         if run.name in configuration.names:
             return _Match(run, configuration)
-    if all(configuration.task != task for configuration in plan.configurations):
+    of_task = [entry for entry in plan.configurations if entry.task == run.task]
+    if not of_task:
         return _Match(run, unplanned="task")
-    if all(configuration.group[:2] != (task, model) for configuration in plan.configurations):
+    of_model = [entry for entry in of_task if entry.model == run.model]
+    if not of_model:
         return _Match(run, unplanned="model")
-    candidates = [configuration for configuration in plan.configurations if configuration.group == run.group]
+    candidates = [entry for entry in of_model if family(entry.method) == family(run.method)]
     if not candidates:
         return _Match(run, unplanned="method")
     varied = {key for configuration in candidates for key in (*configuration.settings, *configuration.ranges)}
@@ -242,12 +268,12 @@ def _unplanned(plan: Plan, matches: Sequence[_Match]) -> list[Departure]:
         if match.unplanned:
             of_plan: Callable[[Configuration], str] = values[match.unplanned]
             planned = _list(dict.fromkeys(map(of_plan, plan.configurations)))
-            actual = run.group[("task", "model", "method").index(match.unplanned)]
-            key = f"{match.unplanned} that was not planned", _where(run.group), planned, actual
+            actual = match.group[("task", "model", "method").index(match.unplanned)]
+            key = f"{match.unplanned} that was not planned", _where(match.group), planned, actual
             rows.setdefault(key, []).append(run.name)
         elif match.configuration is not None and run.seed not in {*match.configuration.seeds, *plan.seeds_of_best}:
             planned = _seeds({*match.configuration.seeds, *plan.seeds_of_best})
-            key = "seed that was not planned", _where(run.group), planned, _seeds([run.seed])
+            key = "seed that was not planned", _where(match.group), planned, _seeds([run.seed])
             rows.setdefault(key, []).append(run.name)
     return [Departure(*key, tuple(names)) for key, names in rows.items()]
 
@@ -260,11 +286,11 @@ def _changed(plan: Plan, matches: Sequence[_Match]) -> list[Departure]:
         for key in match.changed:
             assert match.configuration is not None
             actual = match.run.settings.get(key)
-            planned = _planned_values(plan, by_group[match.run.group], key)
-            if any(_is_planned(entry, key, actual) for entry in by_group[match.run.group]) and key not in plan.settings:
+            planned = _planned_values(plan, by_group[match.group], key)
+            if any(_is_planned(entry, key, actual) for entry in by_group[match.group]) and key not in plan.settings:
                 # Other configurations of the method have this value, but not together with the run's other values.
                 planned = f"{_planned_values(plan, [match.configuration], key)} with its other settings"
-            row = _where(match.run.group), f"{key}={planned}", f"{key}={describe_value(actual)}"
+            row = _where(match.group), f"{key}={planned}", f"{key}={describe_value(actual)}"
             rows.setdefault(row, []).append(match.run.name)
     return [Departure("changed setting", *row, tuple(names)) for row, names in rows.items()]
 
@@ -287,11 +313,11 @@ def _other_data(matches: Sequence[_Match]) -> list[Departure]:
             continue
         fingerprint = run.values.get("fingerprint")
         if fingerprint is not None and fingerprint != configuration.data:
-            key = "other data", _where(run.group), f"fingerprint {configuration.data}", f"fingerprint {fingerprint}"
+            key = "other data", _where(match.group), f"fingerprint {configuration.data}", f"fingerprint {fingerprint}"
             rows.setdefault(key, []).append(run.name)
         elif match.has_planned_settings and run.seed in configuration.seeds and configuration.names:
             name = configuration.names[configuration.seeds.index(run.seed)]
-            key = "other model", _where(run.group), f"run {name}", "same settings, but other weights or tokenizer"
+            key = "other model", _where(match.group), f"run {name}", "same settings, but other weights or tokenizer"
             rows.setdefault(key, []).append(run.name)
     return [Departure(*key, tuple(names)) for key, names in rows.items()]
 
@@ -301,7 +327,7 @@ def _repeated(plan: Plan, matches: Sequence[_Match]) -> list[Departure]:
     result = []
     for group, configurations in _by_group(plan).items():
         repeated = set(plan.seeds_of_best) - {seed for entry in configurations for seed in entry.seeds}
-        of_group = [match for match in matches if match.run.group == group and match.has_planned_settings]
+        of_group = [match for match in matches if match.group == group and match.has_planned_settings]
         again = {_identity(m.run): m for m in of_group if m.run.seed in repeated}
         if not again:
             continue
@@ -353,7 +379,7 @@ def _trials(plan: Plan, matches: Sequence[_Match]) -> list[Departure]:
         return [Departure("number of trials", ALL, _count(plan.trials, "trial"), _count(len(done), "trial"))]
     result = []
     for group, configurations in _by_group(plan).items():
-        tried = {_identity(match.run) for match in matches if match.run.group == group and match.run.is_trial}
+        tried = {_identity(match.run) for match in matches if match.group == group and match.run.is_trial}
         # A method without a run is listed as missing.
         if tried and len(tried) != len(configurations):
             planned, actual = (_count(number, "configuration") for number in (len(configurations), len(tried)))
@@ -369,8 +395,7 @@ def _unequal_seeds(plan: Plan, matches: Sequence[_Match]) -> list[Departure]:
         groups = [group for group in by_group if group[:2] == (task, model)]
         planned = {g: {*plan.seeds_of_best, *(s for c in by_group[g] for s in c.seeds)} for g in groups}
         actual = {
-            group: {m.run.seed for m in matches if m.run.group == group and m.run.status == "finished"}
-            for group in groups
+            group: {m.run.seed for m in matches if m.group == group and m.run.status == "finished"} for group in groups
         }
         if len({frozenset(seeds) for seeds in planned.values()}) == 1 < len(set(map(frozenset, actual.values()))):
             text = "; ".join(f"{group[2]}: {_list(seeds) or 'none'}" for group, seeds in actual.items())
@@ -380,10 +405,11 @@ def _unequal_seeds(plan: Plan, matches: Sequence[_Match]) -> list[Departure]:
     return result
 
 
-def _without_result(plan: Plan, runs: Sequence[_Run]) -> list[Departure]:
+def _without_result(plan: Plan, matches: Sequence[_Match]) -> list[Departure]:
     """List the runs that failed, are unfinished, collapsed to constant predictions, or were pruned without a plan."""
     rows: dict[tuple[str, str, str], list[str]] = {}
-    for run in runs:
+    for match in matches:
+        run = match.run
         if run.status == "pruned" and plan.prunes:
             continue
         if run.status != "finished":
@@ -392,7 +418,7 @@ def _without_result(plan: Plan, runs: Sequence[_Run]) -> list[Departure]:
             kind, actual = "collapsed run", "all predictions are equal"
         else:
             continue
-        rows.setdefault((kind, _where(run.group), actual), []).append(run.name)
+        rows.setdefault((kind, _where(match.group), actual), []).append(run.name)
     return [
         Departure(kind, where, "a usable result", actual, tuple(names)) for (kind, where, actual), names in rows.items()
     ]

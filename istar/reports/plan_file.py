@@ -33,6 +33,7 @@ class Configuration:
     task: str
     model: str  # last part of the model's name
     method: str  # as in the report; of a search, the method of one of its configurations
+    grid: str  # name of the grid of the sweep; empty if the sweep has no named grids
     settings: dict[str, Any]  # settings in which the planned configurations differ, by key of the command line
     # Of a search: the keys whose values it chooses, with a list of values, or with the ends `low` and `high`.
     ranges: dict[str, Any]
@@ -42,8 +43,8 @@ class Configuration:
 
     @property
     def group(self) -> tuple[str, str, str]:
-        """Task, model and method without its settings."""
-        return self.task, self.model, family(self.method)
+        """Task, model and method of the plan; see `group_of`."""
+        return group_of(self.task, self.model, self.method, self.grid)
 
 
 @dataclass(frozen=True)
@@ -57,19 +58,38 @@ class Plan:
     settings: dict[str, Any]  # settings that all planned runs have in common
     configurations: tuple[Configuration, ...]
     trials: int | None = None  # number of trials of a search; None for a grid
-    seeds_of_best: tuple[int, ...] = ()  # seeds with which the best run of each task, model and method is repeated
+    seeds_of_best: tuple[int, ...] = ()  # seeds with which the best run of each group of configurations is repeated
     prunes: bool = False  # whether a search may stop runs early
     is_edited: bool = False  # whether the contents of the file do not match their hash
     replaces: tuple[str, ...] = ()  # hashes of the plans that this one has replaced, the earliest first
 
 
 def family(method: str) -> str:
-    """Return a method's name without its settings, as a sweep groups its runs.
+    """Return a method's name without its settings, which begin with λ.
 
-    >>> family("I-STAR λ=-1 ζ=0.4")
-    'I-STAR'
+    >>> family("I-STAR λ=-1 ζ=0.4"), family("random direction λ=1"), family("Base")
+    ('I-STAR', 'random direction', 'Base')
     """
-    return method.split(" ")[0]
+    return method.split(" λ=")[0]
+
+
+def group_of(task: str, model: str, method: str, grid: str) -> tuple[str, str, str]:
+    """Return task, model and method of a plan: a sweep repeats the best of the runs that have these in common.
+
+    The method is that of the report without its settings. In a sweep with named grids, each grid is a method.
+
+    Args:
+        task: name of the task.
+        model: last part of the model's name.
+        method: method with its settings, as in the report.
+        grid: name of the grid; empty if the sweep has no named grids.
+
+    >>> group_of("rte", "bert", "I-STAR λ=-1 ζ=0.4", "")
+    ('rte', 'bert', 'I-STAR')
+    >>> group_of("rte", "bert", "I-STAR λ=-1 ζ=0.4", "istar_-1")
+    ('rte', 'bert', 'I-STAR (grid istar_-1)')
+    """
+    return task, model, family(method) + (f" (grid {grid})" if grid else "")
 
 
 def flat_settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -245,6 +265,7 @@ def _configuration(entry: Mapping[str, Any]) -> Configuration:
         task=entry["task"],
         model=entry["model"],
         method=entry["method"],
+        grid=str(entry.get("grid") or ""),
         settings=dict(entry["settings"]),
         ranges=dict(entry.get("ranges") or {}),
         seeds=tuple(entry["seeds"]),

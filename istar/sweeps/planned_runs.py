@@ -12,7 +12,7 @@ from hydra.core.override_parser.types import IntervalSweep, Override
 from istar.config import Config, TaskConfig
 from istar.config.schema import to_dict
 from istar.errors import UserError
-from istar.reports.plan_file import family, flat_settings
+from istar.reports.plan_file import family, flat_settings, group_of
 from istar.reports.run_frame import row
 from istar.results import RunRecord
 from istar.runs.store import task_spec
@@ -28,6 +28,7 @@ class Planned:
 
     config: Config  # config of the first run
     method: str  # as in the report
+    grid: str  # name of the grid of the sweep; empty if the sweep has no named grids
     settings: dict[str, Any]  # of `istar.reports.plan_file.flat_settings`
     ranges: dict[str, Any]  # by key, the values from which a search chooses, or the ends of an interval
     seeds: list[int]
@@ -47,8 +48,13 @@ class Planned:
 
     @property
     def group(self) -> tuple[str, str, str]:
-        """Task, model and method without its settings, among whose runs `sweep.seeds` repeats the best."""
-        return self.task, self.model, family(self.method)
+        """Task, model and method of the plan, among whose runs `sweep.seeds` repeats the best."""
+        return group_of(self.task, self.model, self.method, self.grid)
+
+    @property
+    def is_base(self) -> bool:
+        """Whether the configuration is one of Base, with which the others are compared."""
+        return family(self.method) == BASE
 
 
 def configurations(runs: Runs) -> list[Planned]:
@@ -58,29 +64,29 @@ def configurations(runs: Runs) -> list[Planned]:
         UserError: if the data or the model of a run cannot be loaded, or a run cannot be used.
     """
     if runs.request.settings.search == "optuna":
-        return [planned for space in runs.spaces.values() for planned in _of_search(runs, space)]
+        return [planned for grid, space in runs.spaces.items() for planned in _of_search(runs, grid, space)]
     grouped: dict[str, Planned] = {}
     for entry in runs.state.entries:
         if entry.status == "failed":
             raise UserError(f"{entry.error} (a plan identifies its runs by their data and models)")
-        planned = _describe(runs, runs.trials[entry.name].config)
+        planned = _describe(runs, runs.grids[entry.name], runs.trials[entry.name].config)
         known = grouped.setdefault(repr((planned.group, planned.settings, planned.data)), planned)
         known.seeds.append(entry.seed)
         known.names.append(entry.name)
     return list(grouped.values())
 
 
-def _describe(runs: Runs, config: Config) -> Planned:
+def _describe(runs: Runs, grid: str, config: Config) -> Planned:
     """Describe the configuration of a run, without its seeds and names."""
     config = runs.folders.resolve(config)
     runs.folders(config)
     values = to_dict(config)
     method = row(RunRecord("", "waiting", values))["method"]
     fingerprint, size = runs.folders.fingerprint(config), runs.folders.size(config)
-    return Planned(config, method, flat_settings(values), {}, [], [], fingerprint, size)
+    return Planned(config, method, grid, flat_settings(values), {}, [], [], fingerprint, size)
 
 
-def _of_search(runs: Runs, space: Space) -> Iterable[Planned]:
+def _of_search(runs: Runs, grid: str, space: Space) -> Iterable[Planned]:
     """Describe the runs of a space from which Optuna chooses: one configuration for each choice of config groups.
 
     The task and the model are part of the groups, or of the keys `task.name` and `model.name`.
@@ -92,7 +98,7 @@ def _of_search(runs: Runs, space: Space) -> Iterable[Planned]:
     first = [f"{key}={_values(override)[0]}" for key, override in keys.items()]
     for choice in product(*([f"{key}={value}" for value in _values(override)] for key, override in groups.items())):
         overrides = (*fixed, *choice, *first)
-        planned = _describe(runs, runs.config(overrides))
+        planned = _describe(runs, grid, runs.config(overrides))
         planned.ranges = {key: _range(runs, overrides, key, override) for key, override in keys.items()}
         seed = swept.get("seed")
         planned.seeds = [planned.config.seed] if seed is None else [int(value) for value in _values(seed)]
@@ -141,7 +147,7 @@ def contents(planned: Sequence[Planned], runs: Runs) -> dict[str, Any]:
         "tasks": tasks,
         "models": list(dict.fromkeys(entry.model for entry in planned)),
         "seeds": sorted({seed for entry in planned for seed in entry.seeds}),
-        "selection": selection_rule(tasks, settings.seeds),
+        "selection": selection_rule(tasks, settings.seeds, any(entry.grid for entry in planned)),
         "methods": methods(planned, common),
         "budget": budget(planned, settings.seeds, trials, len(runs.state.entries_with("finished"))),
         "settings": common,
@@ -162,6 +168,7 @@ def _configuration(entry: Planned, common: Mapping[str, Any]) -> dict[str, Any]:
         "task": entry.task,
         "model": entry.model,
         "method": entry.method,
+        "grid": entry.grid,
         "seeds": entry.seeds,
         "settings": {k: v for k, v in entry.settings.items() if k not in common and k not in entry.ranges},
         "ranges": entry.ranges,
@@ -194,12 +201,12 @@ def common_settings(settings: Sequence[Mapping[str, Any]], excluded: Iterable[st
 def methods(planned: Sequence[Planned], common: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the methods of a plan: the settings in which each differs from others, and the values of its grid.
 
-    A method is what its name says without settings, such as I-STAR. `configurations` is the number of its
-    configurations on each task and model, or 0 if a search chooses them.
+    A method is what `istar.reports.plan_file.group_of` says, such as I-STAR, or each grid of a sweep with named grids.
+    `configurations` is the number of its configurations on each task and model, or 0 if a search chooses them.
     """
     grouped: dict[str, list[Planned]] = {}
     for entry in planned:
-        grouped.setdefault(family(entry.method), []).append(entry)
+        grouped.setdefault(entry.group[2], []).append(entry)
     result = []
     for name, entries in grouped.items():
         ranges = {key: values for entry in entries for key, values in entry.ranges.items()}
@@ -226,12 +233,13 @@ def _distinct(values: Iterable[Any]) -> list[Any]:
     return result
 
 
-def selection_rule(tasks: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -> str:
+def selection_rule(tasks: Sequence[Mapping[str, Any]], seeds: Sequence[int], has_grids: bool) -> str:
     """Return in words which epoch and which configuration are reported, and by which set they are chosen.
 
     Args:
         tasks: the field `tasks` of a plan.
         seeds: seeds with which the best configuration of each method is repeated.
+        has_grids: whether the sweep has named grids, of each of which the best is repeated.
     """
     chosen = "; ".join(
         f"{task['selection_metric']} on the set {task['selection_set']}" + f" ({task['name']})" * (len(tasks) > 1)
@@ -239,8 +247,9 @@ def selection_rule(tasks: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -> 
     )
     text = f"The epoch of each run is the one with the best value of {chosen}. "
     if seeds:
+        group = "task, model, method and grid" if has_grids else "task, model and method"
         text += (
-            "Of each task, model and method, the run with the best such value is repeated with the seeds "
+            f"Of each {group}, the run with the best such value is repeated with the seeds "
             f"{', '.join(map(str, seeds))}, and its configuration is reported."
         )
     else:
@@ -257,17 +266,17 @@ def selection_rule(tasks: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -> 
 
 
 def comparisons(planned: Sequence[Planned], seeds_of_best: Sequence[int]) -> int:
-    """Return the number of comparisons with Base: of methods without their settings if the best are repeated.
+    """Return the number of comparisons with Base: one for each group of configurations if the best are repeated.
 
     Otherwise each method with its settings, as the table of all methods of the report has them, is a comparison. Tasks
     and models without Base have none.
     """
-    is_by_family = bool(seeds_of_best) or any(entry.ranges for entry in planned)
-    pairs = {(entry.task, entry.model) for entry in planned if family(entry.method) == BASE}
+    is_by_group = bool(seeds_of_best) or any(entry.ranges for entry in planned)
+    pairs = {(entry.task, entry.model) for entry in planned if entry.is_base}
     others = {
-        (entry.task, entry.model, family(entry.method) if is_by_family else entry.method)
+        entry.group if is_by_group else (entry.task, entry.model, entry.method)
         for entry in planned
-        if family(entry.method) != BASE
+        if not entry.is_base
     }
     return sum((task, model) in pairs for task, model, _ in others)
 
@@ -285,14 +294,12 @@ def hypotheses(planned: Sequence[Planned], metrics: Mapping[str, str]) -> list[s
     tasks = list(dict.fromkeys(entry.task for entry in planned))
     models = ", ".join(dict.fromkeys(entry.model for entry in planned))
     where = " and ".join(f"the {metrics[task]} on {task}" for task in tasks)
-    names = list(dict.fromkeys(family(entry.method) for entry in planned))
-    if BASE not in names:
-        return [f"The configurations of {', '.join(names)} differ in {where} ({models})."]
-    if names == [BASE]:
+    others = list(dict.fromkeys(entry.group[2] for entry in planned if not entry.is_base))
+    if not any(entry.is_base for entry in planned):
+        return [f"The configurations of {', '.join(others)} differ in {where} ({models})."]
+    if not others:
         return [f"Base has, with each of its configurations, another mean of {where} ({models})."]
-    return [
-        f"{name} changes {where} compared with Base over the same seeds ({models})." for name in names if name != BASE
-    ]
+    return [f"{name} changes {where} compared with Base over the same seeds ({models})." for name in others]
 
 
 def budget(

@@ -162,6 +162,11 @@ class Study:
                 return parameters
         return None
 
+    def grid(self, number: int) -> str:
+        """The name of the search space from which a trial has its values."""
+        trial = self._study.get_trials(deepcopy=False)[number]
+        return str(trial.params.get("grid", next(iter(self._spaces))))
+
     def tell(self, number: int, outcome: RunRecord | UserError) -> None:
         """Report the outcome of a trial to Optuna."""
         self._running.discard(number)

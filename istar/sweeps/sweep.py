@@ -296,6 +296,7 @@ class SearchQueue(TrialQueue):
     def _add(self, number: int, overrides: Overrides) -> None:
         """Add the run of a suggested trial to the waiting ones, or report its outcome to Optuna if it has one."""
         entry = self.runs.entries[self.runs.add(overrides, SEARCH).name]
+        self.runs.grids.setdefault(entry.name, self._study.grid(number))
         if entry.status in ("waiting", "stopped"):
             entry.status = "waiting"
             self._numbers[entry.name] = number
@@ -323,9 +324,10 @@ def search(runs: Runs, live_board: Board) -> None:
     from istar.sweeps.study import Study
 
     with closing(Study(runs.request.settings, runs.spaces, runs.folder, runs.name)) as study:
-        for _, overrides in study.ended_trials():
+        for number, overrides in study.ended_trials():
             trial = runs.add(overrides, SEARCH)
             entry = runs.entries[trial.name]
+            runs.grids.setdefault(entry.name, study.grid(number))
             if entry.status == "waiting":
                 if not (runs.request.root / entry.name / results.RESULT).exists():
                     raise UserError(

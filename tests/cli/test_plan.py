@@ -9,6 +9,7 @@ from hydra.core.hydra_config import HydraConfig
 
 from istar.cli.main import main
 from istar.config import Config
+from istar.config.schema import sweep_folder
 from istar.reports import plan_departures, plan_file
 from istar.reports.run_frame import load_runs
 from istar.runs.run import run
@@ -47,10 +48,22 @@ def test_a_sweep_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     fields = yaml.safe_load((tmp_path / "plan" / plan_file.PLAN).read_text(encoding="utf-8"))
     assert fields["hypotheses"] == ["CosReg lowers the accuracy."]
     assert fields["budget"] == {"runs": 6, "epochs": 6, "training_examples": 192, "finished_before": 0}
-    assert [entry["method"] for entry in fields["methods"]] == ["Base", "CosReg"]
+    assert [entry["method"] for entry in fields["methods"]] == ["Base (grid base)", "CosReg (grid cosreg)"]
     assert all(entry["grid"] == {"optim.lr": [1e-3, 1e-5]} for entry in fields["methods"])
     assert (fields["test"]["comparisons"], fields["test"]["pairs"]) == (1, 2)
     assert "+sweep=table1" in fields["train_command"]
+
+
+def test_each_grid_of_a_sweep_is_a_method(tmp_path: Path) -> None:
+    sweep = yaml.safe_load((sweep_folder() / "penalties.yaml").read_text(encoding="utf-8"))["sweep"]
+    assert main(["plan", "sweep=penalties", "task=demo", "model=tiny", *SMALL]) == 0
+    fields = yaml.safe_load((tmp_path / "plan" / plan_file.PLAN).read_text(encoding="utf-8"))
+    assert len(fields["methods"]) == len(sweep["grids"])
+    assert all(entry["configurations"] == 3 for entry in fields["methods"])
+    assert (fields["test"]["comparisons"], fields["test"]["pairs"]) == (len(sweep["grids"]) - 1, len(sweep["seeds"]))
+    assert fields["budget"]["runs"] == len(sweep["grids"]) * (3 + len(sweep["seeds"]) - 1)
+    assert "Of each task, model, method and grid, " in fields["selection"]
+    assert all(f"(grid {name})" in (tmp_path / "plan" / plan_file.TEXT).read_text() for name in sweep["grids"])
 
 
 def test_runs_as_planned_and_otherwise(tmp_path: Path, composed: Callable[..., Config]) -> None:

@@ -39,8 +39,8 @@ def settings(run: RunRecord) -> dict[str, Any]:
     return {key: value for key, value in flat.items() if key not in NOT_PLANNED and value is not None}
 
 
-def contents(runs: Sequence[RunRecord], **more: Any) -> dict[str, Any]:
-    """Return the fields of a plan of these runs, a configuration each."""
+def contents(runs: Sequence[RunRecord], grids: Sequence[str] = (), **more: Any) -> dict[str, Any]:
+    """Return the fields of a plan of these runs, a configuration each; `grids` has the name of the grid of each run."""
     sweep = {"name": "s", "search": "grid", "trials": None, "pruner": None, "seeds_of_best": []}
     return {
         "kind": plan_file.KIND,
@@ -67,13 +67,14 @@ def contents(runs: Sequence[RunRecord], **more: Any) -> dict[str, Any]:
                 "task": run.config["task"]["name"],
                 "model": Path(run.config["model"]["name"]).name,
                 "method": method(run),
+                "grid": grid,
                 "seeds": [run.config["seed"]],
                 "settings": settings(run),
                 "ranges": {},
                 "data": run.data.get("fingerprint", ""),
                 "names": [run.name],
             }
-            for run in runs
+            for run, grid in zip(runs, grids or [""] * len(runs), strict=True)
         ],
     }
 

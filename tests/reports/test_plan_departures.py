@@ -233,6 +233,62 @@ class TestTheBestIsRepeated:
         assert result[0].actual == "2 configurations with these seeds"
 
 
+class TestNamedGrids:
+    """A sweep with a grid for each sign of λ, each of which has its best configuration repeated."""
+
+    GRIDS = ("base", "base", "down", "down", "up", "up")
+    tried = tuple(
+        run("rte", reg, 1, value, optim__lr=rate)
+        for reg, values in ((BASE, (0.6, 0.7)), (istar(-1), (0.8, 0.5)), (istar(1), (0.55, 0.65)))
+        for value, rate in zip(values, (3e-5, 1e-5), strict=True)
+    )
+    again = tuple(
+        run("rte", reg, seed, 0.7, optim__lr=rate)
+        for reg, rate in ((BASE, 1e-5), (istar(-1), 3e-5), (istar(1), 1e-5))
+        for seed in (2, 3)
+    )
+
+    @pytest.fixture
+    def plan(self, tmp_path: Path) -> Plan:
+        return plan_file.read(
+            plan_file.write(merged(contents(self.tried, self.GRIDS, seeds_of_best=[1, 2, 3])), tmp_path)
+        )
+
+    def test_as_planned(self, plan: Plan) -> None:
+        assert departures(plan, frame_of([*self.tried, *self.again])) == []
+
+    def test_repetitions_are_missing(self, plan: Plan) -> None:
+        result = found(plan, [*self.tried, *self.again[:-1]])
+        assert set(result) == {"missing run", "unequal seeds"}
+        assert result["missing run"].where == "rte, mine, I-STAR (grid up)"
+        assert result["missing run"].actual == "without seed 3"
+        assert result["unequal seeds"].actual == (
+            "Base (grid base): 1, 2, 3; I-STAR (grid down): 1, 2, 3; I-STAR (grid up): 1, 2"
+        )
+
+    def test_another_one_than_the_best(self, plan: Plan) -> None:
+        worse = [run("rte", istar(1), seed, 0.7, optim__lr=3e-5) for seed in (2, 3)]
+        [departure] = departures(plan, frame_of([*self.tried, *self.again[:-2], *worse]))
+        assert (departure.kind, departure.where) == ("repeated configurations", "rte, mine, I-STAR (grid up)")
+        assert departure.planned == "the best: optim.lr=1e-05"
+        assert departure.actual == "another one: optim.lr=3e-05"
+
+    def test_the_grid_of_a_setting_that_was_not_planned(self, plan: Plan) -> None:
+        """It is that of the nearest planned configuration."""
+        more = run("rte", istar(1), 1, optim__lr=2e-5)
+        result = found(plan, [*self.tried, *self.again, more])
+        assert set(result) == {"changed setting", "number of trials"}
+        assert {departure.where for departure in result.values()} == {"rte, mine, I-STAR (grid up)"}
+        assert result["changed setting"].planned == "optim.lr=3e-05, 1e-05"
+        assert result["number of trials"].planned == "2 configurations"
+        assert result["number of trials"].actual == "3 configurations"
+
+    def test_a_run_without_a_result_is_one_of_its_grid(self, plan: Plan) -> None:
+        failed = replace(self.again[-1], status="failed", error="loss is NaN")
+        result = found(plan, [*self.tried, *self.again[:-1], failed])
+        assert result["failed run"].where == "rte, mine, I-STAR (grid up)"
+
+
 class TestSearch:
     """A search chooses from lists and intervals, so that its runs have no names beforehand."""
 

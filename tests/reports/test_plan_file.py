@@ -31,6 +31,19 @@ def test_what_is_written_is_read(fields: dict, tmp_path: Path) -> None:
     assert plan.settings | other.settings == settings(run("rte", istar(), 1))
 
 
+def test_a_grid_is_a_method(fields: dict, tmp_path: Path) -> None:
+    for entry, grid in zip(fields["configurations"], ("base", "up"), strict=True):
+        entry["grid"] = grid
+    base, other = read(write(fields, tmp_path)).configurations
+    assert (base.grid, other.grid) == ("base", "up")
+    assert (base.group, other.group) == (("rte", "mine", "Base (grid base)"), ("rte", "mine", "I-STAR (grid up)"))
+    # A plan without names of grids.
+    for entry in fields["configurations"]:
+        del entry["grid"]
+    plan = read(write(fields, tmp_path / "without"))
+    assert [entry.group[2] for entry in plan.configurations] == ["Base", "I-STAR"]
+
+
 def test_the_text_names_the_main_things(fields: dict, tmp_path: Path) -> None:
     write(fields, tmp_path)
     text = (tmp_path / TEXT).read_text(encoding="utf-8")

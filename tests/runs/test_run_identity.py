@@ -224,7 +224,7 @@ EARLIER = {
     "reg=istar_paper_code": "rte-bert-base-cased-istar-83609e57a1c0",
     "reg=istar reg.zeta=0": "rte-bert-base-cased-istar-19fc2781cc04",
 }
-"""Names that runs had before the keys of `store._LEFT_OUT_AT_DEFAULT` existed."""
+"""Names that runs had before the keys of `store._LATER_KEYS` existed."""
 
 
 @pytest.mark.parametrize("overrides", EARLIER)
@@ -236,7 +236,7 @@ def test_new_keys_at_their_defaults_leave_the_names_of_earlier_runs(composed: Bu
 @pytest.mark.parametrize(
     "override",
     ["reg.target=input_embeddings", "reg.points=content", "reg.max_norm_ratio=3", "reg.schedule=linear",
-     "reg.refresh_every_n_steps=10"],
+     "reg.refresh_every_n_steps=10", "reg.within=label"],
 )  # fmt: skip
 def test_new_keys_at_other_values_give_another_name(composed: Build, override: str) -> None:
     name = run_folder(composed("task=rte", "model=bert", "reg=istar", override), "data", "model").name

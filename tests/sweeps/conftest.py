@@ -1,7 +1,9 @@
 """Hydra's side of a sweep, without a process of its own."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -49,6 +51,12 @@ def runs(tmp_path: Path, sweeper_for: Callable[..., IstarSweeper]) -> Callable[.
         return Runs(request, Console(quiet=True))
 
     return make
+
+
+def with_grids(sweep: Runs, grids: dict[str, dict[str, Any]], **settings: Any) -> Runs:
+    """Return the same sweep over named grids, with other settings of `sweep`, before any run is added."""
+    changed = replace(sweep.request.settings, grids=grids, **settings)
+    return Runs(replace(sweep.request, settings=changed), Console(quiet=True))
 
 
 def with_all_runs(sweep: Runs) -> Runs:

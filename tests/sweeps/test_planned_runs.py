@@ -8,7 +8,7 @@ from istar.reports.plan_file import flat_settings
 from istar.sweeps import planned_runs
 from istar.sweeps.planned_runs import Planned
 from istar.sweeps.sweep import Runs
-from tests.sweeps.conftest import TINY, with_all_runs
+from tests.sweeps.conftest import TINY, with_all_runs, with_grids
 
 Make = Callable[..., Runs]
 SMALL = TINY[1:]
@@ -61,6 +61,79 @@ def test_each_setting_of_a_method_is_a_comparison(runs: Make) -> None:
     found = planned(runs("reg=istar", "reg.lambda=-1,0,1", "seed=1", *SMALL))
     # Without the grid of Base, there is nothing to compare with; λ = 0 has the name I-STAR.
     assert planned_runs.comparisons(found, []) == 0
+
+
+GRIDS = {
+    "base": {"reg": "none"},
+    "down": {"reg": "istar", "reg.lambda": -1},
+    "up": {"reg": "istar", "reg.lambda": 1},
+    "placebo": {"reg": "random_direction", "reg.lambda": 1},
+}
+LABELS = ["Base (grid base)", "I-STAR (grid down)", "I-STAR (grid up)", "random direction (grid placebo)"]
+
+
+class TestNamedGrids:
+    """Each grid is a method, because `sweep.seeds` repeats the best run of each."""
+
+    @pytest.fixture
+    def sweep(self, runs: Make) -> Runs:
+        arguments = ("task=demo,demo_sentence", "optim.lr=1e-3,1e-4", "seed=1", *SMALL)
+        return with_grids(runs(*arguments), GRIDS, seeds=[1, 2, 3])
+
+    def test_the_groups_are_those_of_the_sweep(self, sweep: Runs) -> None:
+        found = planned(sweep)
+        names = {name: entry.group for entry in found for name in entry.names}
+        pairs = {(names[entry.name], sweep.compared_with(entry)) for entry in sweep.state.entries}
+        assert len(pairs) == len({ours for ours, _ in pairs}) == len({theirs for _, theirs in pairs}) == 2 * 4
+        assert {entry.group for entry in found if entry.grid == "up"} == {
+            ("demo", "tiny", "I-STAR (grid up)"), ("demo_sentence", "tiny", "I-STAR (grid up)"),
+        }  # fmt: skip
+
+    def test_the_fields(self, sweep: Runs) -> None:
+        found = planned(sweep)
+        fields = planned_runs.contents(found, sweep)
+        assert [entry["method"] for entry in fields["methods"]] == LABELS
+        assert [entry["configurations"] for entry in fields["methods"]] == [2] * 4
+        assert [entry["settings"].get("reg.lambda") for entry in fields["methods"]] == [None, -1, 1, 1]
+        assert all(entry["grid"] == {"optim.lr": [1e-3, 1e-4]} for entry in fields["methods"])
+        assert [entry["grid"] for entry in fields["configurations"]] == [entry.grid for entry in found]
+        assert (
+            "Of each task, model, method and grid, the run with the best such value is repeated" in fields["selection"]
+        )
+        # Of each grid, two learning rates, and two more seeds of the better one, on two tasks.
+        assert fields["budget"]["runs"] == 2 * 4 * (2 + 2)
+
+    def test_the_comparisons(self, sweep: Runs) -> None:
+        found = planned(sweep)
+        assert planned_runs.comparisons(found, [1, 2, 3]) == 2 * 3
+        # Without repetitions, a report compares each method with the settings in its name.
+        assert planned_runs.comparisons(found, []) == 2 * 3
+        assert planned_runs.comparisons([entry for entry in found if entry.grid != "base"], [1, 2, 3]) == 0
+
+    def test_the_hypotheses(self, sweep: Runs) -> None:
+        found = planned(sweep)
+        metrics = {"demo": "accuracy", "demo_sentence": "accuracy"}
+        sentences = planned_runs.hypotheses(found, metrics)
+        assert [text.split(" changes ")[0] for text in sentences] == LABELS[1:]
+        [alone] = planned_runs.hypotheses([entry for entry in found if entry.grid == "base"], metrics)
+        assert alone.startswith("Base has, with each of its configurations")
+
+    def test_one_grid_may_have_several_methods(self, runs: Make) -> None:
+        grids = {"small": {"reg": "none,istar", "optim.lr": "1e-5,1e-4"}, "large": {"reg": "none,istar", "optim.lr": 1}}
+        sweep = with_grids(runs("seed=1", *SMALL), grids, seeds=[1, 2])
+        found = planned(sweep)
+        assert len({entry.group for entry in found}) == len({*map(sweep.compared_with, sweep.state.entries)}) == 4
+        assert planned_runs.comparisons(found, [1, 2]) == 2
+
+    def test_of_a_search(self, runs: Make) -> None:
+        arguments = ("optim.lr=1e-3,1e-4", "seed=1", "sweep.search=optuna", "sweep.trials=6", *SMALL)
+        sweep = with_grids(runs(*arguments), GRIDS, seeds=[1, 2])
+        found = planned(sweep)
+        assert [entry.grid for entry in found] == list(GRIDS)
+        fields = planned_runs.contents(found, sweep)
+        assert [entry["method"] for entry in fields["methods"]] == LABELS
+        assert fields["budget"]["runs"] == 6 + 4
+        assert planned_runs.comparisons(found, [1, 2]) == 3
 
 
 def test_the_budget(runs: Make) -> None:

@@ -19,7 +19,7 @@ from istar.results import RunRecord
 from istar.sweeps import pool, sweep
 from istar.sweeps.board import Board
 from istar.sweeps.sweep import Runs, TrialQueue, run_queue
-from tests.sweeps.conftest import TINY, with_all_runs
+from tests.sweeps.conftest import TINY, with_all_runs, with_grids
 
 GRID = ("seed=1,2,3", *TINY)
 
@@ -256,10 +256,8 @@ def test_the_best_is_chosen_by_held_out_data(runs: Callable[..., Runs]) -> None:
 
 def test_the_best_of_each_grid_is_repeated(runs: Callable[..., Runs]) -> None:
     """Two weights of the same penalty are two methods if they stand in grids of their own."""
-    sweep = runs("optim.lr=1e-4,1e-3", *TINY)
     grids = {"up": {"reg": "istar", "reg.lambda": 1}, "down": {"reg": "istar", "reg.lambda": -1}}
-    settings = replace(sweep.request.settings, grids=grids, seeds=[7, 8])
-    sweep = with_all_runs(Runs(replace(sweep.request, settings=settings), Console(quiet=True)))
+    sweep = with_all_runs(with_grids(runs("optim.lr=1e-4,1e-3", *TINY), grids, seeds=[7, 8]))
     for trial in sweep.trials.values():
         is_up = trial.config.reg.weight > 0  # type: ignore[attr-defined]
         is_better = (trial.config.optim.lr == 1e-3) == is_up
@@ -272,6 +270,22 @@ def test_the_best_of_each_grid_is_repeated(runs: Callable[..., Runs]) -> None:
     for weight, rate in (("1", "0.001"), ("-1", "0.0001")):
         for seed in (7, 8):
             assert any({f"reg.lambda={weight}", f"optim.lr={rate}", f"seed={seed}"} <= each for each in repeated)
+
+
+def test_a_search_repeats_the_best_of_each_grid(runs: Callable[..., Runs]) -> None:
+    """So does the same command when it finds the trials of an earlier call."""
+    pytest.importorskip("optuna")
+    grids = {"up": {"reg": "istar", "reg.lambda": 1}, "down": {"reg": "istar", "reg.lambda": -1}}
+    settings = {"search": "optuna", "trials": 4, "seeds": [7]}
+    for _ in range(2):
+        ours = with_grids(runs("seed=1,2", *TINY), grids, **settings)
+        with Board(ours.folder, ours.state, Console(quiet=True)) as board:
+            sweep.search(ours, board)
+        repeated = [set(overrides) for overrides in ours.best_with_seeds()]
+        assert len(repeated) == 2
+        for weight in (1, -1):
+            assert any({f"reg.lambda={weight}", "seed=7"} <= each for each in repeated)
+    assert len(Run.seeds) == 4
 
 
 def test_a_launcher_cannot_choose_the_precision(runs: Callable[..., Runs]) -> None:
