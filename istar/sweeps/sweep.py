@@ -417,7 +417,7 @@ def print_results(runs: Runs) -> int:
     if records:
         configurations = sum(map(len, run_tables.by_task(records).values()))
         if configurations > _MAX_COMPARED or runs.request.settings.seeds:
-            records = best_configurations(records)
+            records = best_configurations(records, runs.grids)
         write_text(runs.folder / "comparison.md", run_tables.markdown(records))
         for suffix in ("png", "svg"):
             comparison.comparison(records, runs.folder / f"comparison.{suffix}")
@@ -434,19 +434,21 @@ def print_results(runs: Runs) -> int:
     return 1 if failed or stopped else 0
 
 
-def best_configurations(records: Sequence[RunRecord]) -> list[RunRecord]:
-    """The runs, with all seeds, of the configuration of each task, model and penalty that Table 1 would show.
+def best_configurations(records: Sequence[RunRecord], grids: Mapping[str, str]) -> list[RunRecord]:
+    """The runs, with all seeds, of the best configuration of each task, model, penalty and grid.
 
     That is the configuration with the most seeds, and among several the one with the highest mean selection value.
+    `grids` has the name of the grid by the name of a run; a configuration is of the grid of any of its runs.
     """
 
     def rank(runs: Sequence[RunRecord]) -> tuple[int, float]:
         return run_tables.selection_rank([run.selection_merit for run in runs])
 
-    best: dict[tuple[str, str, str], list[RunRecord]] = {}
+    best: dict[tuple[str, ...], list[RunRecord]] = {}
     for (task, model), configurations in run_tables.by_task(records).items():
         for runs in configurations:
-            key = (task, model, runs[0].config["reg"]["name"])
+            grid = next((grids[run.name] for run in runs if run.name in grids), "")
+            key = (task, model, runs[0].config["reg"]["name"], grid)
             if key not in best or rank(runs) > rank(best[key]):
                 best[key] = runs
     return [record for runs in best.values() for record in runs]

@@ -18,7 +18,7 @@ from istar.files import sole_writer
 from istar.results import RunRecord
 from istar.sweeps import pool, sweep
 from istar.sweeps.board import Board
-from istar.sweeps.sweep import Runs, TrialQueue, run_queue
+from istar.sweeps.sweep import Runs, TrialQueue, best_configurations, run_queue
 from tests.sweeps.conftest import TINY, with_all_runs, with_grids
 
 GRID = ("seed=1,2,3", *TINY)
@@ -258,18 +258,20 @@ def test_the_best_of_each_grid_is_repeated(runs: Callable[..., Runs]) -> None:
     """Two weights of the same penalty are two methods if they stand in grids of their own."""
     grids = {"up": {"reg": "istar", "reg.lambda": 1}, "down": {"reg": "istar", "reg.lambda": -1}}
     sweep = with_all_runs(with_grids(runs("optim.lr=1e-4,1e-3", *TINY), grids, seeds=[7, 8]))
+    records = []
     for trial in sweep.trials.values():
         is_up = trial.config.reg.weight > 0  # type: ignore[attr-defined]
         is_better = (trial.config.optim.lr == 1e-3) == is_up
         record = record_of(trial.name, trial.config)
-        sweep.entries[trial.name].apply_record(
-            replace(record, headline={**record.headline, "value": 0.1 + 0.5 * is_better + 0.2 * is_up})
-        )
+        records.append(replace(record, headline={**record.headline, "value": 0.1 + 0.5 * is_better + 0.2 * is_up}))
+        sweep.entries[trial.name].apply_record(records[-1])
     repeated = [set(overrides) for overrides in sweep.best_with_seeds()]
     assert len(repeated) == 4
     for weight, rate in (("1", "0.001"), ("-1", "0.0001")):
         for seed in (7, 8):
             assert any({f"reg.lambda={weight}", f"optim.lr={rate}", f"seed={seed}"} <= each for each in repeated)
+    shown = best_configurations(records, sweep.grids)
+    assert {(run.config["reg"]["lambda"], run.config["optim"]["lr"]) for run in shown} == {(1, 1e-3), (-1, 1e-4)}
 
 
 def test_a_search_repeats_the_best_of_each_grid(runs: Callable[..., Runs]) -> None:
