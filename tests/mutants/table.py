@@ -509,6 +509,13 @@ MUTATIONS = [
         "tests/training/test_callbacks.py::test_layer_isotropy_is_that_of_all_tokens_whatever_the_batches",
     ),
     Mutation(
+        "IsoScore* of a layer has the Sigma_S of all layers.",
+        "istar/training/validation_isoscore_star.py",
+        "to_covariance(training_points)",
+        "to_covariance(training_union)",
+        "tests/training/test_validation_isoscore_star.py::test_sigma_is_of_the_union_and_of_the_layer",
+    ),
+    Mutation(
         "SQuAD's scores take the first gold answer, not the best.",
         "istar/tasks/metrics.py",
         "np.mean([max(token_f1(text, gold) for gold in golds) for text, golds in pairs])",
