@@ -72,7 +72,7 @@ def isotropy_and_performance(frame: pd.DataFrame, geometries: Mapping[str, Geome
     The isotropy is IsoScore* with the paper's zeta if `geometries` has it for all runs of the figure, and IsoScore if
     not.
     """
-    isoscores = frame.set_index("folder")["isoscore_after"].astype(float).to_dict()
+    isoscores = dict(zip(frame["folder"], frame["isoscore_after"].astype(float), strict=True))
     plot = _isotropy_and_performance(frame, isoscores)
     stars = _paper_isoscore_stars(geometries)
     if _have_all(plot, stars):

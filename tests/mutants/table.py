@@ -189,8 +189,8 @@ MUTATIONS = [
     Mutation(
         "The documents of a padding-free batch are one sentence.",
         "istar/regularizers/hidden_states.py",
-        "Tokens(mask, position_ids=positions)",
-        "Tokens(mask)",
+        "Tokens(mask, labels=self._labels, position_ids=positions)",
+        "Tokens(mask, labels=self._labels)",
         "tests/regularizers/test_by_sentence.py::test_positions_of_a_call_divide_a_padding_free_batch",
     ),
     Mutation(
