@@ -40,6 +40,7 @@ _LATER_KEYS: dict[str, dict[str, Any]] = {
     "reg": {
         "target": "hidden_states", "rows": None, "points": "all", "max_norm_ratio": None, "schedule": "constant",
         "warmup": 0.0, "refresh_every_n_steps": None, "target_score": None, "side": "both", "target_batches": 1,
+        "within": None,
     },
 }  # fmt: skip
 
