@@ -405,8 +405,18 @@ class RunConfig:
     """Save the model and the tokenizer to `model/` with `save_pretrained`."""
     geometry: bool = True
     """Write `geometry.json`: mean activation and intrinsic dimensions, from one pass over 1,000 validation features."""
+    isotropy_zeta: float | None = 0.2
+    """Also write IsoScore* of each layer and of all layers on the validation set to `geometry.json`, with this zeta in
+    [0, 1], by default that of the paper's Figures 3 and 6. Sigma_S has 250,000 points of the training data, or as many
+    as there are: one more pass over them and over the validation set. None, `geometry=false` and
+    `trainer.fast_dev_run` leave it out."""
 
     def __post_init__(self) -> None:
+        if self.isotropy_zeta is not None and not 0 <= self.isotropy_zeta <= 1:
+            raise UserError(
+                f"run.isotropy_zeta={self.isotropy_zeta:g}; expected a number from 0 (no shrinkage) to 1 (only the "
+                "shrinkage covariance), or null"
+            )
         if not self.root.strip():
             raise UserError("run.root is empty; expected the folder that contains the run folders")
 

@@ -41,6 +41,7 @@ class Panel:
     seeds: Mapping[Any, tuple[int, ...]] | None = None
     # Smallest and largest value of what the y axis shows; None for those that `drawing` knows by `y_label`, if any.
     bounds: tuple[float, float] | None = None
+    runs: tuple[str, ...] = ()  # folders of the runs that are drawn; empty if unknown
 
 
 @dataclass(frozen=True)

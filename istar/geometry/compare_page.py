@@ -165,14 +165,23 @@ def enumerate_names(names: Sequence[str]) -> str:
 
 
 def plots(subjects: Sequence[Subject]) -> list[Plot]:
-    """Return all plots of the page in their order."""
-    return [
+    """Return the plots of the measures in the order of the page; a model has the same colour in each."""
+    results = [
         *(_layer_plot(subjects, name) for name in _LAYER_PLOTS),
         _spectra(subjects),
         _state_norms(subjects),
         _partition(subjects),
         _final_norm(subjects),
     ]
+    return [_with_colours(plot, subjects) for plot in results]
+
+
+def _with_colours(plot: Plot, subjects: Sequence[Subject]) -> Plot:
+    """Give each model the colour of its place among the models, also where a model before it has no line.
+
+    No label is drawn in black, because black stands for runs without a penalty and not for a model.
+    """
+    return replace(plot, labels=tuple(subject.label for subject in subjects), ink="")
 
 
 def _layer_plot(subjects: Sequence[Subject], name: str) -> Plot:
@@ -211,7 +220,7 @@ def _difference_plot(subjects: Sequence[Subject]) -> Plot:
     for name in _DIFFERENCE_PANELS:
         if not any(measure == name for _, measure in rows):
             continue
-        # The first model is there, too, so that each model has the colour that it has in the other figures.
+        # A point at 0 stands for the first model, so that the legend names all models.
         lines = [Line(first.label, (0.0,), (0.0,))]
         for number, other in enumerate(others, start=1):
             if row := rows.get((other.label, name)):
@@ -220,7 +229,8 @@ def _difference_plot(subjects: Sequence[Subject]) -> Plot:
         panels.append(replace(panel(f"difference of {NAMES[name]}", lines), level=(0.0, "no difference")))
     title, caption = _DIFFERENCES
     positions = {float(number): "" for number in range(len(subjects))}
-    return Plot("differences", title, caption, "points", "", tuple(panels), x_names=positions, ink="")
+    plot = Plot("differences", title, caption, "points", "", tuple(panels), x_names=positions)
+    return _with_colours(plot, subjects)
 
 
 def _difference_table(subjects: Sequence[Subject]) -> Sheet:

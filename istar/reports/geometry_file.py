@@ -1,8 +1,10 @@
-"""Reader of a run's `geometry.json`, which holds geometric measures of its representations other than IsoScore."""
+"""Reader of a run's `geometry.json`, which holds geometric measures of its final model."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -11,11 +13,22 @@ from istar.results import GEOMETRY
 
 
 @dataclass(frozen=True)
+class IsoScoreStar:
+    """IsoScore* of the states of all validation tokens; see `istar.training.validation_isoscore_star`."""
+
+    zeta: float
+    num_points: int  # points of the training data in Sigma_S, counted over the union of layers 1 to L
+    union: float  # of the union of layers 1 to L
+    layers: tuple[float, ...]  # by layer (0: embeddings), with the Sigma_S of the layer
+
+
+@dataclass(frozen=True)
 class Geometry:
     """Measures on the validation set at the epoch with the best headline metric."""
 
     mean_activation: tuple[float, ...]  # mean over tokens of the last layer, one value per dimension
     two_nn: tuple[float, ...]  # TwoNN dimension of the first token by layer (0: embeddings), NaN where undefined
+    isoscore_star: IsoScoreStar | None = None  # None if the run did not measure it
 
 
 def read(folder: Path) -> Geometry | None:
@@ -29,8 +42,15 @@ def read(folder: Path) -> Geometry | None:
         values = json.loads(path.read_text(encoding="utf-8"))
         # NumPy turns None, which JSON has in place of NaN, into NaN.
         mean_activation, two_nn = (np.array(values[name], dtype=float) for name in ("mean_activation", "two_nn"))
-        return Geometry(tuple(mean_activation.tolist()), tuple(two_nn.tolist()))
+        isoscore_star = _isoscore_star(values["isoscore_star"]) if "isoscore_star" in values else None
+        return Geometry(tuple(mean_activation.tolist()), tuple(two_nn.tolist()), isoscore_star)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"{path} is not a geometry that istar wrote: {shorten(repr(error))}") from error
+
+
+def _isoscore_star(values: Mapping[str, Any]) -> IsoScoreStar:
+    layers = values["layers"]
+    scores = tuple(float(layers[str(number)]) for number in range(len(layers)))
+    return IsoScoreStar(float(values["zeta"]), int(values["num_points"]), float(values["union"]), scores)

@@ -131,10 +131,10 @@ def _compute(runs: Runs, root: Path) -> _Contents:
     ranks = rank_figure.rank_methods(compared)
     plots = [
         run_figures.minibatch_stability(stability.stability()),
-        run_figures.isotropy_and_performance(frame),
+        run_figures.isotropy_and_performance(frame, geometries),
         run_figures.mean_activations(frame, geometries),
         run_figures.intrinsic_dimensions(frame, geometries),
-        run_figures.layer_isotropy(frame, records),
+        run_figures.layer_isotropy(frame, records, geometries),
         run_figures.zeta_ablation(frame),
         run_figures.layer_ablation(frame, records),
         *run_figures.curves(selected, records),

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from istar.reports.cells import (
     select_cell,
     tasks,
 )
-from istar.reports.geometry_file import Geometry
+from istar.reports.geometry_file import Geometry, IsoScoreStar
 from istar.reports.stability import Stability
 from istar.results import RunRecord
 from istar.scores import axis_label, displayed
@@ -35,6 +36,8 @@ MARKS = "Hollow: fewer seeds than other points. Crossed: all runs have collapsed
 """Explanation of the markers that `istar.figures.plot.Plot` describes."""
 SYMBOLS = {"lambda": "λ", "zeta": "ζ", "layers": "layer"}
 """Symbols of what figures vary, by the keys of `cells.VARIED`."""
+_NAMED = 10
+"""Largest number of runs that a caption names."""
 PanelBuilder = Callable[[pd.DataFrame], Panel | None]
 """Takes the usable runs of a model and a task; returns their panel, or None if the figure has nothing to show."""
 
@@ -63,8 +66,28 @@ def minibatch_stability(scores: Stability) -> Plot:
     )
 
 
-def isotropy_and_performance(frame: pd.DataFrame) -> Plot:
-    """Return Figure 3: IsoScore against the headline metric, with a point per lambda."""
+def isotropy_and_performance(frame: pd.DataFrame, geometries: Mapping[str, Geometry]) -> Plot:
+    """Return Figure 3: isotropy against the headline metric, with a point per lambda.
+
+    The isotropy is IsoScore* with the paper's zeta if `geometries` has it for all runs of the figure, and IsoScore if
+    not.
+    """
+    isoscores = dict(zip(frame["folder"], frame["isoscore_after"].astype(float), strict=True))
+    plot = _isotropy_and_performance(frame, isoscores)
+    stars = _paper_isoscore_stars(geometries)
+    if _have_all(plot, stars):
+        unions = {folder: star.union for folder, star in stars.items()}
+        plot = replace(_isotropy_and_performance(frame, unions), x_label="IsoScore*")
+    caption = (
+        f"{_of_shrinkage(plot, stars)} Isotropy of layers 1 to L on the validation set against the headline metric on "
+        "the same set, at the epoch with the best headline metric: a point per λ of I-STAR, mean over seeds, bars: "
+        f"standard deviations. {MARKS}"
+    )
+    return replace(plot, caption=caption)
+
+
+def _isotropy_and_performance(frame: pd.DataFrame, isotropy: Mapping[str, float]) -> Plot:
+    """Return Figure 3 without its caption; `isotropy` has the x value of each run by the run's folder."""
 
     def build_panel(runs: pd.DataFrame) -> Panel | None:
         istar_runs = _all_layer_istar(runs)
@@ -72,15 +95,13 @@ def isotropy_and_performance(frame: pd.DataFrame) -> Plot:
             return None
         selected = _select(istar_runs, "lambda", frame)
         groups = _by_lambda_with_base(runs, selected)
-        lines = [_mean_point(_lambda_label(value), group) for value, group in groups.items()]
+        lines = [_mean_point(_lambda_label(value), group, isotropy) for value, group in groups.items()]
         return _make_panel(lines, selected, istar_runs, "lambda", groups, frame)
 
     return Plot(
         "figure3",
         "Figure 3: isotropy and performance",
-        "IsoScore of layers 1 to L on the validation set (ζ = 0, all its tokens) against the headline metric on the "
-        "same set, at the epoch with the best headline metric: a point per λ of I-STAR, mean over seeds, bars: "
-        f"standard deviations. {MARKS} The paper has IsoScore* with ζ = 0.2, so the x axes cannot be compared.",
+        "",
         "points",
         "IsoScore",
         _panels(frame, build_panel),
@@ -123,13 +144,15 @@ def intrinsic_dimensions(frame: pd.DataFrame, geometries: Mapping[str, Geometry]
     return _with_line_per_lambda(plot, frame, values, "istar", "all", "TwoNN dimension")
 
 
-def layer_isotropy(frame: pd.DataFrame, records: Mapping[str, RunRecord]) -> Plot:
-    """Return Figure 6: IsoScore by layer, for Base and I-STAR."""
-    plot = Plot(
+def layer_isotropy(frame: pd.DataFrame, records: Mapping[str, RunRecord], geometries: Mapping[str, Geometry]) -> Plot:
+    """Return Figure 6: isotropy by layer, for Base and I-STAR.
+
+    The isotropy is chosen as in `isotropy_and_performance`.
+    """
+    empty = Plot(
         "figure6",
         "Figure 6: isotropy layer by layer",
-        "IsoScore of each layer on the validation set (ζ = 0, all its tokens) at the epoch with the best headline "
-        "metric, mean over seeds: without a penalty, and with I-STAR.",
+        "",
         "line",
         "layer (0: embeddings)",
         (),
@@ -137,7 +160,63 @@ def layer_isotropy(frame: pd.DataFrame, records: Mapping[str, RunRecord]) -> Plo
         values=(-1, 1),
     )
     values = {folder: _isoscore_by_layer(records[folder]) for folder in frame[frame["usable"]]["folder"]}
-    return _with_line_per_lambda(plot, frame, values, "istar", "all", "IsoScore")
+    plot = _with_line_per_lambda(empty, frame, values, "istar", "all", "IsoScore")
+    stars = _paper_isoscore_stars(geometries)
+    if _have_all(plot, stars):
+        # The runs without a value are in no line, so that they may have any number here.
+        by_layer = {folder: stars[folder].layers if folder in stars else scores for folder, scores in values.items()}
+        plot = _with_line_per_lambda(empty, frame, by_layer, "istar", "all", "IsoScore*")
+    caption = (
+        f"{_of_shrinkage(plot, stars)} Isotropy of each layer on the validation set at the epoch with the best "
+        "headline metric, mean over seeds: without a penalty, and with I-STAR."
+    )
+    return replace(plot, caption=caption)
+
+
+def _paper_isoscore_stars(geometries: Mapping[str, Geometry]) -> dict[str, IsoScoreStar]:
+    """Return the IsoScore* of the runs that have it with the paper's zeta, by the run's folder."""
+    return {
+        folder: geometry.isoscore_star
+        for folder, geometry in geometries.items()
+        if geometry.isoscore_star is not None and geometry.isoscore_star.zeta == paper.ISOSCORE_ZETA
+    }
+
+
+def _have_all(plot: Plot, stars: Mapping[str, IsoScoreStar]) -> bool:
+    """Return whether the plot shows runs and all of them have an IsoScore*."""
+    runs = _drawn(plot)
+    return bool(runs) and runs <= stars.keys()
+
+
+def _drawn(plot: Plot) -> set[str]:
+    """Return the folders of the runs in the panels of a plot."""
+    return {folder for panel in plot.panels for folder in panel.runs}
+
+
+def _of_shrinkage(plot: Plot, stars: Mapping[str, IsoScoreStar]) -> str:
+    """Return the sentences of a caption that say which isotropy the plot shows, and which runs have which."""
+    zeta, runs = paper.ISOSCORE_ZETA, _drawn(plot)
+    points = "all tokens of the validation set"
+    if _have_all(plot, stars):
+        numbers = sorted({stars[folder].num_points for folder in runs})
+        counted = f"{numbers[0]:,}" if len(numbers) == 1 else f"{numbers[0]:,} to {numbers[-1]:,}"
+        return (
+            f"IsoScore* with the paper's ζ = {zeta:g} over {points}, in all {len(runs)} runs of this figure; Σ_S is "
+            f"the covariance of the union of layers 1 to L over {counted} points of the training data, or of a layer's "
+            "states over the same tokens."
+        )
+    sentence = (
+        f"IsoScore (ζ = 0) over {points}; the paper has IsoScore* with ζ = {zeta:g}, so the axes cannot be compared."
+    )
+    with_star = len(runs & stars.keys())
+    if not with_star:
+        return f"{sentence} No run of this figure has IsoScore*; run.isotropy_zeta={zeta:g} measures it."
+    names = sorted(Path(folder).name for folder in runs - stars.keys())
+    without = ", ".join(names if len(names) <= _NAMED else [*names[:_NAMED], f"and {len(names) - _NAMED} others"])
+    return (
+        f"{sentence} Of the {len(runs)} runs of this figure, {with_star} have IsoScore* as well. It is shown if all "
+        f"have it, which run.isotropy_zeta={zeta:g} measures; without it: {without}."
+    )
 
 
 def zeta_ablation(frame: pd.DataFrame) -> Plot:
@@ -326,7 +405,8 @@ def _make_panel(
     held = f"{', '.join([*settings, describe(first)])}; {runs}{hidden}{_fewer_seeds(groups, SYMBOLS[varied])}"
     y_label = y_label or axis_label(first["metric"])
     seeds = {value: _seeds(group) for value, group in groups.items()}
-    return Panel(first["model"], first["task"], tuple(lines), held, y_label, seeds=seeds)
+    folders = tuple(folder for group in groups.values() for folder in group["folder"])
+    return Panel(first["model"], first["task"], tuple(lines), held, y_label, seeds=seeds, runs=folders)
 
 
 def _all_layer_istar(runs: pd.DataFrame) -> pd.DataFrame:
@@ -380,9 +460,9 @@ def _by_value(runs: pd.DataFrame, column: str) -> dict[Any, pd.DataFrame]:
     return {float(value): group for value, group in runs.groupby(runs[column].astype(float))}
 
 
-def _mean_point(label: str, runs: pd.DataFrame) -> Line:
-    """Return a point at the mean IsoScore and the mean headline metric, with standard deviations of both."""
-    x, y = runs["isoscore_after"].astype(float), _scores(runs)
+def _mean_point(label: str, runs: pd.DataFrame, isotropy: Mapping[str, float]) -> Line:
+    """Return a point at the mean isotropy and the mean headline metric, with standard deviations of both."""
+    x, y = runs["folder"].map(isotropy).astype(float), _scores(runs)
     # A single run has no standard deviation.
     x_error, y_error = np.nan_to_num([x.std(), y.std()])
     return Line(

@@ -68,6 +68,7 @@ from istar.training.trainer import (
     quiet_lightning,
 )
 from istar.training.validation_geometry import geometry
+from istar.training.validation_isoscore_star import isoscore_star_of_layers
 
 CHECKPOINTS = "checkpoints"
 PICTURE = "isotropy.png"
@@ -470,15 +471,31 @@ def _save(job: Job) -> None:
         path = job.folder / (f"predictions_{suffix}.jsonl" if suffix else "predictions.jsonl")
         results.write_predictions(path, evaluation.predictions)
     if job.config.run.geometry:
-        first, size = job.prepared.validation[0], job.config.data.eval_batch_size
-        layers = geometry(job.trainer, job.module, first, job.data.collate, size)
-        write_text(job.folder / results.GEOMETRY, json.dumps(layers) + "\n")
+        write_text(job.folder / results.GEOMETRY, json.dumps(_geometry(job)) + "\n")
     if job.config.run.save_model:
         temporary, model = job.folder / ".model", job.folder / "model"
         for folder in (temporary, model):
             shutil.rmtree(folder, ignore_errors=True)
         models.save(job.module.model, job.tokenizer, temporary)
         temporary.rename(model)
+
+
+def _geometry(job: Job) -> dict[str, Any]:
+    """Return the content of `geometry.json`."""
+    config, validation, collate = job.config, job.prepared.validation[0], job.data.collate
+    values = geometry(job.trainer, job.module, validation, collate, config.data.eval_batch_size)
+    if config.run.isotropy_zeta is not None and not config.trainer.fast_dev_run:
+        values["isoscore_star"] = isoscore_star_of_layers(
+            job.trainer,
+            job.module,
+            validation,
+            job.prepared.train,
+            collate,
+            config.data.eval_batch_size,
+            config.run.isotropy_zeta,
+            config.seed,
+        )
+    return values
 
 
 def _write_submission(job: Job) -> None:

@@ -89,6 +89,16 @@ def longest_first(rows: Rows) -> list[int]:
     return torch.as_tensor(rows.lengths).argsort(descending=True, stable=True).tolist()
 
 
+def first_with_tokens(rows: Rows, order: Tensor, tokens: int) -> list[int]:
+    """Return the row numbers at the start of `order` that have at least `tokens` tokens in total, longest row first.
+
+    They are no more than necessary, and all of `order`, (rows,), if it has fewer tokens.
+    """
+    lengths = torch.as_tensor(rows.lengths)
+    chosen = order[: int((lengths[order].cumsum(0) < tokens).sum()) + 1]
+    return chosen[lengths[chosen].argsort(descending=True, stable=True)].tolist()
+
+
 def evaluation_loader(
     rows: Rows, collate: Collate, batch_size: int, order: Sequence[int], num_workers: int = 0
 ) -> DataLoader[Any]:

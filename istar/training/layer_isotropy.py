@@ -1,5 +1,6 @@
 """A callback that measures the isotropy of every layer on the validation data."""
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import lightning as L
@@ -11,6 +12,18 @@ from istar.measures import Moments, isoscore
 def isotropy_key(layer: str) -> str:
     """Return the name under which a layer's IsoScore is logged; the layer `union` is the union of layers 1 to L."""
     return "isotropy/isoscore_star" if layer == "union" else f"isotropy/layer_{layer}/isoscore_star"
+
+
+def union_of_layers(layers: Sequence[Moments]) -> Moments:
+    """Return the moments of layers 1 to L together; the first of `layers` is the embedding output, which is left out.
+
+    Raises:
+        UserError: if the layers have different widths.
+    """
+    union = Moments(layers[0].dim, layers[0].scatter.device)
+    for moments in layers[1:]:
+        union.merge(moments)
+    return union
 
 
 class LayerStatisticsCallback(L.Callback):
@@ -63,9 +76,7 @@ class LayerIsotropy(LayerStatisticsCallback):
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         layers: list[Moments] = [moments.all_reduce() for moments in self._layers]
-        union = Moments(layers[0].dim, layers[0].scatter.device)
-        for moments in layers[1:]:
-            union.merge(moments)
+        union = union_of_layers(layers)
         self.points = int(layers[0].count)
         try:
             self.scores = {str(number): isoscore(moments).item() for number, moments in enumerate(layers)}

@@ -13,7 +13,7 @@ from rich.progress import track
 
 from istar.regularizers import EmbeddingWatch, Watch
 from istar.tasks.features import Rows
-from istar.training.data import Collate, evaluation_loader
+from istar.training.data import Collate, evaluation_loader, first_with_tokens
 from istar.training.module import Batch, all_gather_object, log_now
 from istar.training.signals import StopSignal
 
@@ -108,17 +108,16 @@ class ShrinkageCovariance(L.Callback):
         order = torch.randperm(len(lengths), generator=generator)
         if not self._takes_all_tokens:
             return order.tolist()
-        tokens = lengths[order].cumsum(0)
+        tokens = int(lengths.sum())
         requested = math.ceil(self.num_points / num_layers)
-        if tokens[-1] < requested and not self._has_warned:
+        if tokens < requested and not self._has_warned:
             self._has_warned = True
             log.warning(
                 "the training data has %d points, fewer than reg.num_points=%d; the shrinkage covariance uses all",
-                int(tokens[-1]) * num_layers,
+                tokens * num_layers,
                 self.num_points,
             )
-        chosen = order[: int((tokens < requested).sum()) + 1]
-        return chosen[lengths[chosen].argsort(descending=True, stable=True)].tolist()
+        return first_with_tokens(self.rows, order, requested)
 
     @property
     def _takes_all_tokens(self) -> bool:

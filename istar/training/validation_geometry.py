@@ -1,5 +1,7 @@
 """Geometry of a run's final model on the validation data: mean activation and intrinsic dimension of each layer."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
@@ -42,9 +44,7 @@ def geometry(trainer: L.Trainer, module: FineTuner, rows: Rows, collate: Collate
     moments = Moments(module.model.config.hidden_size, trainer.strategy.root_device)
     text_states: list[tuple[Tensor, ...]] = []
     order = [row for row in longest_first(rows) if row < MAX_EXAMPLES]
-    device = module.device
-    module.to(trainer.strategy.root_device)  # Lightning moves the module to the CPU after training.
-    with eval_mode(module), torch.inference_mode(), trainer.precision_plugin.val_step_context():
+    with forward_passes(trainer, module):
         for batch in evaluation_loader(rows, collate, batch_size, order):
             batch = module.transfer_batch_to_device(batch, module.device, 0)
             mask = token_mask(batch)
@@ -53,7 +53,6 @@ def geometry(trainer: L.Trainer, module: FineTuner, rows: Rows, collate: Collate
             examples = torch.arange(len(mask), device=mask.device)
             positions = last_tokens(mask) if is_decoder(module.model.config) else first_tokens(mask)
             text_states.append(tuple(state[examples, positions].cpu() for state in states))
-    module.to(device)
     # TwoNN needs distinct points: the states of equal texts in different batches differ by rounding only.
     texts = {rows[number]["input_ids"].tobytes(): position for position, number in enumerate(order)}
     distinct = list(texts.values())
@@ -63,6 +62,21 @@ def geometry(trainer: L.Trainer, module: FineTuner, rows: Rows, collate: Collate
         "mean_activation": moments.mean.tolist(),
         "two_nn": [_dimension(torch.cat(layer)[distinct]) for layer in zip(*text_states, strict=True)],
     }
+
+
+@contextmanager
+def forward_passes(trainer: L.Trainer, module: FineTuner) -> Iterator[None]:
+    """Run forward passes in eval mode without gradients, on the trainer's device and in its precision.
+
+    At the end, the module is moved back to its device, and all its parts have the mode that they had.
+    """
+    device = module.device
+    module.to(trainer.strategy.root_device)  # Lightning moves the module to the CPU after training.
+    try:
+        with eval_mode(module), torch.inference_mode(), trainer.precision_plugin.val_step_context():
+            yield
+    finally:
+        module.to(device)
 
 
 def first_tokens(mask: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import transformers as hf
 
 from istar.cli.main import main
 from istar.errors import UserError
+from istar.figures import drawing
 from istar.geometry import compare, compare_page, measure
 from istar.geometry.compare import Subject
 from istar.geometry.corpus import Source
@@ -123,6 +124,22 @@ def test_the_final_norm_is_a_mark_beyond_the_last_layer(measured: dict[str, Meas
     # Without a final normalization, the axis has plain numbers.
     encoders = [Subject(name, measured["encoder"]) for name in "ab"]
     assert {plot.name: plot for plot in compare_page.plots(encoders)}["directions"].x_names == {}
+
+
+def test_a_model_has_the_same_colour_in_all_figures(measured: dict[str, Measurements]) -> None:
+    """The encoder, which is between the decoders, has no line in the figure of the final normalization.
+
+    `Base` is the label of runs without a penalty, which the figures of runs draw in black; a model is none.
+    """
+    names = ("small", "encoder", "Base", "large")
+    subjects = [Subject(name, measured["encoder" if name == "encoder" else "decoder"]) for name in names]
+    plots = {plot.name: plot for plot in (compare_page._difference_plot(subjects), *compare_page.plots(subjects))}
+    assert {line.label for panel in plots["final_norm"].panels for line in panel.lines} == {"small", "Base", "large"}
+    styles = {name: drawing._line_styles(plot) for name, plot in plots.items()}
+    first = {label: styles["directions"][label] for label in names}
+    assert len({style["color"] for style in first.values()}) == 4
+    for name, of_plot in styles.items():
+        assert {label: of_plot[label] for label in names} == first, name
 
 
 def test_i_w_has_both_conventions_of_the_signs(measured: dict[str, Measurements], folders: list[str]) -> None:

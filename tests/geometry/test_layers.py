@@ -116,7 +116,7 @@ def test_the_score_by_sentence_needs_four_documents_and_separate_documents() -> 
 
 
 def test_replicates_are_measures_without_each_group() -> None:
-    points, _, _, groups = text()
+    points, tokens, positions, groups, documents = text()
     without = [naive(points[groups != group].numpy()) for group in range(GROUPS)]
     replicates = layer(text()).replicates()
     assert replicates.keys() == {"tokens", *without[0]}
@@ -124,7 +124,7 @@ def test_replicates_are_measures_without_each_group() -> None:
         assert replicates[name] == pytest.approx([figures[name] for figures in without], rel=1e-8), name
     assert replicates["tokens"] == [int((groups != group).sum()) for group in range(GROUPS)]
     assert layer(text(), settings=LayerSettings("basic")).replicates() == {}
-    empty_group = layer((*text()[:3], groups.clamp(max=GROUPS - 2))).replicates()
+    empty_group = layer((points, tokens, positions, groups.clamp(max=GROUPS - 2), documents)).replicates()
     assert set(map(tuple, empty_group.values())) == {()}
 
 

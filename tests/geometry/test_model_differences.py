@@ -89,7 +89,7 @@ def test_intervals_of_paired_differences_cover_the_true_difference() -> None:
     """Two models measure the same documents, whose differences are much alike in both."""
     random = np.random.default_rng(2)
     covered = {"paired": 0, "independent": 0}
-    rounds = 2_000
+    rounds = 1_000
     for _ in range(rounds):
         common = random.normal(size=GROUPS)
         groups = np.stack([common, common + 0.5]) + 0.2 * random.normal(size=(2, GROUPS))

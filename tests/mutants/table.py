@@ -189,8 +189,8 @@ MUTATIONS = [
     Mutation(
         "The documents of a padding-free batch are one sentence.",
         "istar/regularizers/hidden_states.py",
-        "Tokens(mask, position_ids=positions)",
-        "Tokens(mask)",
+        "Tokens(mask, labels=self._labels, position_ids=positions)",
+        "Tokens(mask, labels=self._labels)",
         "tests/regularizers/test_by_sentence.py::test_positions_of_a_call_divide_a_padding_free_batch",
     ),
     Mutation(
@@ -507,6 +507,13 @@ MUTATIONS = [
         'layer.update(state, outputs["attention_mask"])',
         "layer.update(state)",
         "tests/training/test_callbacks.py::test_layer_isotropy_is_that_of_all_tokens_whatever_the_batches",
+    ),
+    Mutation(
+        "IsoScore* of a layer has the Sigma_S of all layers.",
+        "istar/training/validation_isoscore_star.py",
+        "to_covariance(training_points)",
+        "to_covariance(training_union)",
+        "tests/training/test_validation_isoscore_star.py::test_sigma_is_of_the_union_and_of_the_layer",
     ),
     Mutation(
         "SQuAD's scores take the first gold answer, not the best.",

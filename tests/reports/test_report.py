@@ -20,6 +20,7 @@ from istar.cli.main import main
 from istar.config.schema import to_dict
 from istar.errors import UserError
 from istar.figures import drawing
+from istar.figures.plot import Plot
 from istar.pages import sheets
 from istar.pages.sheets import Entry, Sheet
 from istar.reports import (
@@ -312,8 +313,8 @@ def missing_by_place(root: Path, folder: str = "runs") -> dict[tuple[str, str, s
     missing = missing_runs.for_table1(selected, frame, runs.records, sweep_command, folder)
     missing += missing_runs.for_table2(selected, frame, sweep_command)
     plots = [
-        run_figures.isotropy_and_performance(frame),
-        run_figures.layer_isotropy(frame, runs.records),
+        run_figures.isotropy_and_performance(frame, {}),
+        run_figures.layer_isotropy(frame, runs.records, {}),
         run_figures.zeta_ablation(frame),
         run_figures.layer_ablation(frame, runs.records),
     ]
@@ -459,7 +460,7 @@ def test_lines_differ_in_nothing_but_what_they_vary(tmp_path: Path) -> None:
         save(record("rte", BERT, BASE, seed, 0.55), tmp_path)
         save(record("rte", BERT, BASE, seed, 0.95, optim__lr=1e-5), tmp_path)
     _, frame = frame_of(tmp_path)
-    [panel] = run_figures.isotropy_and_performance(frame).panels
+    [panel] = run_figures.isotropy_and_performance(frame, {}).panels
     assert {line.label: line.y[0] for line in panel.lines} == pytest.approx({"Base": 55, "λ = -1": 40, "λ = 1": 60})
     assert all(line.seeds == (1, 2) for line in panel.lines)
     assert (
@@ -475,7 +476,7 @@ def test_points_have_both_deviations(tmp_path: Path) -> None:
     for run in runs:
         save(run, tmp_path)
     _, frame = frame_of(tmp_path)
-    [panel] = run_figures.isotropy_and_performance(frame).panels
+    [panel] = run_figures.isotropy_and_performance(frame, {}).panels
     [line] = panel.lines
     scores = [run.isotropy["after"]["union"] for run in runs]
     assert line.x[0] == pytest.approx(np.mean(scores), rel=1e-12)
@@ -532,7 +533,7 @@ def test_figures_and_tables_choose_the_same_cells(tmp_path: Path) -> None:
         "λ = -1, lr 3e-05, batch 32, accumulated 2, epochs 3, 32-true; 11 runs, 1 other configuration not shown; "
         "fewer than 5 seeds: 1 at ζ = 0.2"
     )
-    [panel] = run_figures.isotropy_and_performance(frame).panels
+    [panel] = run_figures.isotropy_and_performance(frame, {}).panels
     assert {line.label: line.counts for line in panel.lines} == {"λ = -1": (5,), "λ = 3": (3,)}
 
 
@@ -562,7 +563,7 @@ def test_layers_and_dimensions_are_means_over_seeds(tmp_path: Path) -> None:
     assert panel.lines[1].label == "λ = -1"
     assert np.isnan(panel.lines[1].y[0])
     assert panel.lines[1].y[1:] == pytest.approx(measured(runs[4])["two_nn"][1:])
-    [panel] = run_figures.layer_isotropy(frame, loaded.records).panels
+    [panel] = run_figures.layer_isotropy(frame, loaded.records, known).panels
     after = [[run.isotropy["after"][str(layer)] for layer in range(5)] for run in runs[4:]]
     assert panel.lines[1].y == pytest.approx(np.mean(after, axis=0), rel=1e-12)
     # Without the file there is no line, and the runs are missing.
@@ -572,6 +573,84 @@ def test_layers_and_dimensions_are_means_over_seeds(tmp_path: Path) -> None:
     [entry] = missing_runs.for_geometry(plot, frame.assign(task="sst2"), {}, sweep_command)
     assert entry.missing == "4 finished runs without geometry.json, which run.overwrite=true makes"
     assert entry.command == "python train.py -m +sweep=figure5 task=sst2 model=bert run.overwrite=true"
+
+
+def add_isoscore_star(run: RunRecord, root: Path, zeta: float = 0.2) -> dict[str, float]:
+    """Add IsoScore* to the `geometry.json` of a saved run; return the scores by layer and of the union."""
+    values = np.random.default_rng([run.config["seed"], len(run.name)]).uniform(0, 1, 6).tolist()
+    layers = {str(number): value for number, value in enumerate(values[1:])}
+    path = root / run.name / "geometry.json"
+    star = {"zeta": zeta, "num_points": 1234, "union": values[0], "layers": layers}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "isoscore_star": star}))
+    return {**layers, "union": values[0]}
+
+
+def isotropy_figures(root: Path) -> tuple[Plot, Plot]:
+    """Figures 3 and 6 of the runs below a folder."""
+    loaded, frame = frame_of(root)
+    read = {folder: geometry_file.read(Path(folder)) for folder in frame["folder"]}
+    known = {folder: geometry for folder, geometry in read.items() if geometry is not None}
+    return (
+        run_figures.isotropy_and_performance(frame, known),
+        run_figures.layer_isotropy(frame, loaded.records, known),
+    )
+
+
+def test_a_figure_has_isoscore_star_if_all_its_runs_have_it(tmp_path: Path) -> None:
+    runs = [record("rte", BERT, reg, seed) for reg in (BASE, istar(-1), istar(1)) for seed in (1, 2)]
+    for run in (*runs, other := record("rte", BERT, cosreg(), 1)):
+        save(run, tmp_path)
+    # Runs of an earlier version, or without run.isotropy_zeta.
+    for plot in isotropy_figures(tmp_path):
+        assert plot.caption.startswith(
+            "IsoScore (ζ = 0) over all tokens of the validation set; the paper has IsoScore*"
+        )
+        assert "No run of this figure has IsoScore*; run.isotropy_zeta=0.2 measures it." in plot.caption
+    scores = [add_isoscore_star(run, tmp_path) for run in runs[:-1]]
+    missing = runs[-1]
+    for zeta in (None, 0.3):
+        if zeta is not None:
+            add_isoscore_star(missing, tmp_path, zeta)
+        performance, by_layer = isotropy_figures(tmp_path)
+        assert performance.x_label == "IsoScore"
+        assert by_layer.panels[0].y_label == "IsoScore"
+        for plot in (performance, by_layer):
+            assert "Of the 6 runs of this figure, 5 have IsoScore* as well." in plot.caption
+            assert f"without it: {missing.name}." in plot.caption
+        # All runs are shown with IsoScore, also those that have both.
+        after = [run.isotropy["after"] for run in runs]
+        assert [line.x[0] for line in performance.panels[0].lines] == pytest.approx(
+            [np.mean([one["union"] for one in after[at : at + 2]]) for at in (0, 2, 4)], rel=1e-12
+        )
+    scores.append(add_isoscore_star(missing, tmp_path))
+    performance, by_layer = isotropy_figures(tmp_path)
+    assert performance.x_label == "IsoScore*"
+    [panel] = performance.panels
+    assert [line.label for line in panel.lines] == ["Base", "λ = -1", "λ = 1"]
+    for at, line in enumerate(panel.lines):
+        unions = [one["union"] for one in scores[2 * at : 2 * at + 2]]
+        assert line.x[0] == pytest.approx(np.mean(unions), rel=1e-12)
+        assert line.x_error[0] == pytest.approx(np.std(unions, ddof=1), rel=1e-9)
+    [panel] = by_layer.panels
+    assert panel.y_label == "IsoScore*"
+    for at, line in enumerate(panel.lines):
+        layers = [[one[str(layer)] for layer in range(5)] for one in scores[2 * at : 2 * at + 2]]
+        assert line.y == pytest.approx(np.mean(layers, axis=0), rel=1e-12)
+    for plot in (performance, by_layer):
+        assert plot.caption.startswith(
+            "IsoScore* with the paper's ζ = 0.2 over all tokens of the validation set, in all 6"
+        )
+        assert "1,234 points of the training data" in plot.caption
+    # CosReg, without the measure, is in neither of the figures.
+    assert other.name not in performance.caption
+
+
+def test_the_caption_does_not_name_hundreds_of_runs(tmp_path: Path) -> None:
+    for seed in range(15):
+        save(record("rte", BERT, istar(-1), seed), tmp_path)
+    add_isoscore_star(record("rte", BERT, istar(-1), 3), tmp_path)
+    performance, _ = isotropy_figures(tmp_path)
+    assert re.search(r"without it: (rte-[\w-]+, ){10}and 4 others\.", performance.caption)
 
 
 def test_curves_follow_the_runs_of_table1(tmp_path: Path) -> None:
@@ -600,7 +679,16 @@ def test_stability(quick: Any) -> None:
     assert panel.lines[3].y == tuple(score.mean for score in quick.unbiased)
 
 
-@pytest.mark.parametrize("text", ["[]", "{}", '{"mean_activation": [1], "two_nn": 3}', '{"mean', '{"two_nn": [1]}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("[]", "{}", '{"mean_activation": [1], "two_nn": 3}', '{"mean', '{"two_nn": [1]}'),
+        '{"mean_activation": [1], "two_nn": [3], "isoscore_star": {"zeta": 0.2, "num_points": 9, "union": 1}}',
+        '{"mean_activation": [1], "two_nn": [3], "isoscore_star": {"zeta": 0.2, "num_points": 9, "union": 1, '
+        '"layers": {"1": 0.5}}}',
+        '{"mean_activation": [1], "two_nn": [3], "isoscore_star": null}',
+    ],
+)
 def test_a_broken_geometry_is_told(tmp_path: Path, text: str) -> None:
     (tmp_path / "geometry.json").write_text(text)
     with pytest.raises(UserError, match=r"geometry\.json is not a geometry that istar wrote"):

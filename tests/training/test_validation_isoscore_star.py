@@ -1,0 +1,128 @@
+"""IsoScore* in geometry.json against numpy on the states of single examples."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from istar.errors import UserError
+from istar.runs.run import run
+from istar.tasks.features import FeatureRows
+from istar.training.validation_isoscore_star import isoscore_star_of_layers
+from tests.oracles import algorithm_1
+from tests.training.test_validation_geometry import only_folder, states_one_by_one
+
+
+def measured(setting, harness, module, batch_size=16, zeta=0.2, seed=3, num_points=10**9, **settings):
+    validation, train = FeatureRows(setting.validation), FeatureRows(setting.train)
+    trainer = harness.trainer(**settings)
+    return isoscore_star_of_layers(
+        trainer, module, validation, train, setting.collate, batch_size, zeta, seed, num_points
+    )
+
+
+def clouds(setting, module, rows) -> dict[str, np.ndarray]:
+    """Return the states of all tokens by layer, and of layers 1 to L together under `union`, in float64."""
+    layers = np.concatenate(list(states_one_by_one(setting, module, rows)), axis=1)
+    return {**{str(number): layer for number, layer in enumerate(layers)}, "union": np.concatenate(layers[1:])}
+
+
+def star(points: np.ndarray, training_points: np.ndarray, zeta: float) -> float:
+    """IsoScore* by the steps of Algorithm 1 with Sigma_S of the training points."""
+    return algorithm_1(torch.from_numpy(points), torch.from_numpy(np.cov(training_points.T)), zeta).item()
+
+
+@pytest.mark.parametrize(("batch_size", "zeta"), [(1, 0.2), (7, 0.2), (16, 0.9)])
+def test_sigma_is_of_the_union_and_of_the_layer(setting, harness, batch_size, zeta):
+    module = setting.module()
+    # With fewer rows to train on, Sigma_S and the covariance of the validation points differ.
+    few = setting.train.select(range(30))
+    validation = clouds(setting, module, setting.validation)
+    training = clouds(setting, module, few)
+    found = isoscore_star_of_layers(
+        harness.trainer(),
+        module,
+        FeatureRows(setting.validation),
+        FeatureRows(few),
+        setting.collate,
+        batch_size,
+        zeta,
+        0,
+    )
+    assert found["zeta"] == zeta
+    assert found["num_points"] == len(training["union"])
+    assert list(found["layers"]) == ["0", "1", "2"]
+    for name, value in {**found["layers"], "union": found["union"]}.items():
+        assert value == pytest.approx(star(validation[name], training[name], zeta), rel=1e-4), name
+        assert value != pytest.approx(star(validation[name], training[name], 0.0), rel=1e-3), name
+
+
+def test_sigma_has_the_points_of_a_random_sample(setting, harness):
+    module, longest = setting.module(), max(setting.train["length"])
+    found = measured(setting, harness, module, num_points=2_000)
+    assert 2_000 <= found["num_points"] < 2_000 + 2 * longest
+    assert measured(setting, harness, module, num_points=2_000) == found
+    assert measured(setting, harness, module, num_points=2_000, seed=4)["union"] != found["union"]
+    assert measured(setting, harness, module)["num_points"] == 2 * sum(setting.train["length"])
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_it_leaves_model_modes_and_random_numbers_alone(setting, harness, training):
+    module = setting.module().train(training)
+    states = torch.get_rng_state(), np.random.get_state()[1].copy()
+    measured(setting, harness, module, num_points=500)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert (np.random.get_state()[1] == states[1]).all()
+    assert module.training == module.model.training == training
+    assert not torch.is_inference_mode_enabled()
+
+
+def geometry_of(config: Any) -> dict[str, Any]:
+    return json.loads((only_folder(config) / "geometry.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        # The best epoch is not the last one.
+        ("trainer.max_epochs=4", "optim.lr=0.02"),
+        ("task=demo_span",),
+        ("task=clm", "model=small_decoder", "task.max_length=16"),
+    ],
+)
+def test_a_run_measures_the_tokens_of_isotropy_after(small: Callable[..., Any], overrides: tuple[str, ...]) -> None:
+    """Without shrinkage, IsoScore* is the IsoScore of the best epoch."""
+    config = small("reg=none", "run.isotropy_zeta=0", *overrides)
+    record = run(config)
+    if "trainer.max_epochs=4" in overrides:
+        assert record.headline["epoch"] < 4
+    found = geometry_of(config)["isoscore_star"]
+    scores = {**found["layers"], "union": found["union"]}
+    assert scores == pytest.approx(record.isotropy["after"], rel=1e-4)
+
+
+def test_the_option_is_no_part_of_the_name_and_a_finished_run_may_lack_the_measure(small: Callable[..., Any]) -> None:
+    record = run(small("run.isotropy_zeta=null"))
+    config = small("run.isotropy_zeta=0.2")
+    assert "isoscore_star" not in geometry_of(config)
+    assert run(config) == record
+    again = run(small("run.isotropy_zeta=0.2", "run.overwrite=true"))
+    assert again.name == record.name
+    folder = Path(config.run.root) / record.name
+    assert json.loads((folder / "geometry.json").read_text())["isoscore_star"]["zeta"] == 0.2
+
+
+def test_a_trial_of_one_batch_does_not_read_the_training_data(small: Callable[..., Any]) -> None:
+    config = small("trainer.fast_dev_run=true", "run.isotropy_zeta=0.2")
+    run(config)
+    assert "isoscore_star" not in geometry_of(config)
+
+
+@pytest.mark.parametrize("value", ["-0.1", "1.5", "nan"])
+def test_zeta_is_a_share(small: Callable[..., Any], value: str) -> None:
+    with pytest.raises(UserError, match=r"^run\.isotropy_zeta=.*; expected a number from 0 .* to 1"):
+        small(f"run.isotropy_zeta={value}")
