@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -162,10 +163,16 @@ def test_the_command(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(command) == 0
     printed = capsys.readouterr()
     assert "4 of 4" in printed.err
+    # In 80 columns, each row says method and form.
+    for method in ("Base", "I-STAR"):
+        for form in FORMS.split(","):
+            assert re.search(rf"│ {method}[^│]*│ {form} *│", printed.out)
     assert "Nothing can be concluded" in printed.out or "No difference" in printed.out
     with (out / "tables" / "runs.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 4
+    assert [(line["method"].split()[0], line["seed"]) for line in rows] == [
+        ("Base", "1"), ("Base", "2"), ("I-STAR", "1"), ("I-STAR", "2")
+    ]  # fmt: skip
     for line in rows:
         record = results.read(Path(line["folder"]))
         assert float(line["float32"]) == pytest.approx(100 * record.metrics["accuracy"])
@@ -218,6 +225,9 @@ def test_a_single_model(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     with (out / "tables" / "runs.csv").open(newline="") as file:
         [line] = csv.DictReader(file)
     assert 0 <= float(line["w8a8"]) <= 100
+    printed = capsys.readouterr().out
+    assert re.search(rf"│ w8a8 *│ *{float(line['w8a8']):.2f}│", printed)
+    assert "Of the float32 model: IsoScore" in printed
     assert not (out / "tables" / "methods.csv").exists()
     capsys.readouterr()
     for options, message in {
