@@ -89,7 +89,7 @@ def _score_embeddings(options: argparse.Namespace) -> None:
 def _score_models(options: argparse.Namespace) -> None:
     """Score models in each form, print the tables and write the page."""
     from istar.geometry.embed_tables import terminal_table
-    from istar.quantization import quantize, quantize_page, saved_runs
+    from istar.quantization import form_tables, quantize, quantize_page, saved_runs
     from istar.quantization.controls import FACTOR
 
     factor = FACTOR if options.outlier_factor is None else options.outlier_factor
@@ -116,9 +116,11 @@ def _score_models(options: argparse.Namespace) -> None:
     content = quantize_page.tables(quantized)
     page = quantize_page.write(quantized, content, options.out, options.typed)
     console = make_console()
-    shown = content.sheets.get("methods", content.sheets["runs"])
-    console.print(terminal_table(shown))
+    notes = [*content.sheets["methods"].notes] if "methods" in content.sheets else []
+    for table in form_tables.in_terminal(quantized, content.comparisons):
+        console.print(terminal_table(table))
+        notes += table.notes
     reasons = [f"left out: {path}: {reason}" for path, reason in quantized.left_out.items()]
-    for line in (*shown.notes, *content.conclusions, *reasons):
+    for line in (*notes, *content.conclusions, *reasons):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     console.out(f"{page}, and figures, tables and {quantize.JSON} beside it", highlight=False)

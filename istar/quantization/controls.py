@@ -28,7 +28,7 @@ FACTOR = 128.0
 """Default factor of an outlier. A power of 2 changes no bit of the outputs."""
 _PAIRS = (
     ("attention.self.value", "attention.output.dense"),  # BERT, RoBERTa, ELECTRA
-    ("attention.self.value_proj", "attention.output.dense"),  # DeBERTa
+    ("attention.self.value_proj", "attention.output.dense"),  # DeBERTa-v2 and -v3
     ("attention.value", "attention.dense"),  # ALBERT
     ("attention.v_lin", "attention.out_lin"),  # DistilBERT
     ("self_attn.v_proj", "self_attn.o_proj"),  # Llama and its relatives
@@ -109,7 +109,7 @@ def add_outlier(model: Model, names: Iterable[str], factor: float = FACTOR, dime
     if not pairs:
         raise UserError(
             f"--control outlier does not know where {type(model).__name__} computes values and reads their averages; "
-            "expected BERT, RoBERTa, ELECTRA, DeBERTa, ALBERT, DistilBERT, Llama or OPT"
+            "expected BERT, RoBERTa, ELECTRA, DeBERTa-v2 or -v3, ALBERT, DistilBERT, Llama or OPT"
         )
     changes: dict[str, str] = {}
     for value, output in pairs.items():

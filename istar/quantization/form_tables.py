@@ -27,6 +27,7 @@ MEASURES = {"isoscore": "IsoScore", "kurtosis": "kurtosis", "largest_activation"
 """Measures of the floating model that stand beside the drops, and their names."""
 MIN_RUNS = 4
 """Fewest runs for a correlation with an interval."""
+_GROUPED_BY = "model, task (metric)"
 _BUDGET = ("trainer.max_epochs", "trainer.max_steps", "task.limit_train", "task.validation_fraction")
 _MEASURED = (
     "IsoScore: of the last hidden states. Kurtosis: mean excess kurtosis of the tokens' vectors, averaged over the "
@@ -67,7 +68,7 @@ def runs(quantized: Quantized) -> Sheet:
     forms = quantized.forms
     names = ["name", "folder", "task", "model", "method", "seed", "metric", "recorded", "float32"]
     names += [f"{form}{suffix}" for form in forms for suffix in ("", "_drop", "_collapsed")] + list(MEASURES)
-    frame = quantized.rows[names]
+    frame = _in_order(quantized.rows)[names]
     groups: dict[str, list[list[Entry]]] = {}
     for row in row_dicts(frame.astype(object).where(frame.notna(), None)):
         numbers = [format_number(row["float32"], ".2f")]
@@ -75,19 +76,34 @@ def runs(quantized: Quantized) -> Sheet:
             mark = " (collapsed)" if row[f"{form}_collapsed"] else ""
             numbers.append(f"{row[form]:.2f} ({format_number(-row[f'{form}_drop'], '+.2f')}){mark}")
         numbers += [format_number(row[measure], ".4g") for measure in MEASURES]
-        cells = [f"{row['task']}, {row['metric']}", row["method"] or NONE, format_number(row["seed"], "g")]
+        cells = [row["method"] or NONE, format_number(row["seed"], "g")]
         entries = [*map(Entry, cells), *(Entry(number, number=True) for number in numbers)]
-        groups.setdefault(str(row["model"]), []).append(entries)
+        groups.setdefault(_group(row), []).append(entries)
     return Sheet(
         "runs",
         "Models",
         "Headline metric on the validation set (percent, except losses) in float32 and in each form, in brackets the "
         f"difference from the model's own float32. {quantized.settings} {_MEASURED}",
-        ("task, metric", "method", "seed", "float32", *forms, *MEASURES.values()),
+        ("method", "seed", "float32", *forms, *MEASURES.values()),
         groups,
         frame,
-        row_headers=3,
+        row_headers=2,
+        grouped_by=_GROUPED_BY,
     )
+
+
+def _in_order(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of runs sorted by model, task, method (Base first) and seed; that of a single model as it is."""
+    if "family" not in rows:
+        return rows
+    method = [("" if is_base(rows.iloc[[number]]) else name) for number, name in enumerate(rows["method"])]
+    order = rows.assign(method=method).sort_values(["model", "task", "method", "seed"], kind="stable").index
+    return rows.loc[order]
+
+
+def _group(row: Mapping[str, Any]) -> str:
+    """Return the name of the group of a row of a table."""
+    return f"{row['model']}, {row['task']} ({row['metric']})"
 
 
 def compare(quantized: Quantized) -> tuple[list[FormComparison], Holm]:
@@ -179,7 +195,7 @@ def methods(rows: Sequence[FormComparison], corrected: Holm) -> Sheet:
     records = [_method_row(row) for row in rows]
     groups: dict[str, list[list[Entry]]] = {}
     for record in records:
-        groups.setdefault(str(record["model"]), []).append(_method_entries(record))
+        groups.setdefault(_group(record), []).append(_method_entries(record))
     return Sheet(
         "methods",
         "Methods",
@@ -187,13 +203,13 @@ def methods(rows: Sequence[FormComparison], corrected: Holm) -> Sheet:
         "except losses; mean ± standard deviation over seeds, with the 95% interval of the mean by Student's t). Minus "
         "Base: mean difference of the drops over the seeds that both have, with its 95% interval, not corrected; p: "
         "paired t-test, adjusted.",
-        ("task, metric", "method", "form", "seeds", "float32", "drop", "95% interval", "minus\nBase",
-         "interval of\nminus Base",
-         "p", "drop is"),
+        ("method", "form", "seeds", "float32", "drop", "95% interval", "minus\nBase", "interval of\nminus Base", "p",
+         "drop is"),
         groups,
         pd.DataFrame(records),
         (corrected.sentence(),) if corrected.tests or corrected.left_out else (),
-        row_headers=3,
+        row_headers=2,
+        grouped_by=_GROUPED_BY,
     )  # fmt: skip
 
 
@@ -227,12 +243,37 @@ def _method_entries(record: Mapping[str, Any]) -> list[Entry]:
         format_p_value(record["adjusted_p"]),
     ]
     return [
-        Entry(f"{record['task']}, {record['metric']}"),
         Entry(record["method"]),
         Entry(record["form"]),
         *(Entry(number, number=True) for number in numbers),
         Entry(record["verdict"] or NONE),
     ]
+
+
+def in_terminal(quantized: Quantized, rows: Sequence[FormComparison]) -> list[Sheet]:
+    """Return tables that are narrow enough for a terminal: one for each model and task, or that of a single model."""
+    if not rows:
+        return [_single(row, quantized.forms) for row in row_dicts(quantized.rows)]
+    groups: dict[str, list[list[Entry]]] = {}
+    for record in map(_method_row, rows):
+        method, form, _, _, drop, _, minus_base, _, p_value, is_better = _method_entries(record)
+        groups.setdefault(_group(record), []).append([method, form, drop, minus_base, p_value, is_better])
+    header = ("method", "form", "drop", "minus\nBase", "p", "drop is")
+    return [
+        Sheet("", name, "", header, {"": entries}, pd.DataFrame(), row_headers=2) for name, entries in groups.items()
+    ]
+
+
+def _single(row: Mapping[str, Any], forms: Sequence[str]) -> Sheet:
+    """Return a table with a row for each form of one model, and a note on its geometry."""
+    entries = [[Entry("float32"), Entry(f"{row['float32']:.2f}", number=True), Entry(NONE), Entry("")]]
+    for form in forms:
+        mark = "collapsed" if row[f"{form}_collapsed"] else ""
+        numbers = (f"{row[form]:.2f}", f"{row[f'{form}_drop']:+.2f}")
+        entries.append([Entry(form), *(Entry(number, number=True) for number in numbers), Entry(mark)])
+    measured = ", ".join(f"{name} {format_number(row[measure], '.4g')}" for measure, name in MEASURES.items())
+    note = f"Of the float32 model: {measured}."
+    return Sheet("", _group(row), "", ("form", "score", "drop", ""), {"": entries}, pd.DataFrame(), (note,))
 
 
 def _interval(low: float | None, high: float | None) -> str:

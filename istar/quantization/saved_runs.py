@@ -22,6 +22,7 @@ from istar.config import (
     TrainerConfig,
 )
 from istar.errors import UserError, did_you_mean
+from istar.models.adapters import base_of, has_adapters
 from istar.reports import cells
 from istar.reports.run_frame import Runs, load_runs
 from istar.results import RunRecord
@@ -46,24 +47,36 @@ class Subject:
         model: folder that `save_pretrained` wrote.
         config: settings of the task and its data.
         record: the run; None for a model without one.
+        examples: the data of the task; None for a run, whose record identifies its data, and whose data are loaded with
+            its model.
     """
 
     name: str
     model: Path
     config: Config
     record: RunRecord | None = None
+    examples: Examples | None = None
 
     @property
     def spec(self) -> TaskSpec:
         """The task."""
         return task_spec(self.config.task)
 
+    @property
+    def recorded_fingerprint(self) -> str | None:
+        """The fingerprint of the data that the run was trained and evaluated on; None if none was recorded."""
+        return None if self.record is None else self.record.data.get("fingerprint")
+
     def identity(self) -> dict[str, Any]:
         """Return what identifies weights, task and data, as plain data; reads the files of the model."""
         task = {f.name: getattr(self.config.task, f.name) for f in fields(TaskConfig) if f.name != "data_dir"}
-        data = None if self.record is None else self.record.data.get("fingerprint")
+        data = self.recorded_fingerprint
+        if self.examples is not None:
+            data = _fingerprint(self.examples)
+        limits = {"fast_dev_run": self.config.trainer.fast_dev_run, **self.config.trainer.lightning}
         batch_size = self.config.data.eval_batch_size
-        return {"model": model_identity(self.config.model), "task": task, "data": data, "batch_size": batch_size}
+        weights = _weights_identity(self.config.model)
+        return {"model": weights, "task": task, "data": data, "limits": limits, "batch_size": batch_size}
 
 
 @dataclass(frozen=True)
@@ -143,21 +156,23 @@ def run_subject(folder: Path, record: RunRecord, data_dir: Path | None = None) -
         trainer = replace(trainer, fast_dev_run=record.config["trainer"]["fast_dev_run"])
     model = folder / MODEL
     config = _config(TaskConfig(**task), model, data, trainer, int(record.config["seed"]))
-    return Subject(record.name, model, config, record)
+    subject = Subject(record.name, model, config, record)
+    return subject if subject.recorded_fingerprint else replace(subject, examples=_examples(subject))
 
 
 def model_subject(folder: Path, task: str, data_dir: Path | None) -> Subject:
-    """Return the subject of a single model, which has a head for a task.
+    """Return the subject of a single model, which has a head for a task, with the data of this task.
 
     Raises:
-        UserError: if there is no such task.
+        UserError: if there is no such task, or its data cannot be loaded.
     """
     if task not in TASKS:
         raise UserError(f"--task {task} is not known{did_you_mean(task, TASKS)}; one of {', '.join(TASKS)}")
     if TASKS[task].is_language_modelling:
         raise UserError(f"--task {task}: expected a task of classification, regression or question answering")
     settings = TaskConfig(name=task, data_dir=None if data_dir is None else str(data_dir))
-    return Subject(folder.resolve().name, folder, _config(settings, folder, DataConfig(), TrainerConfig()))
+    subject = Subject(folder.resolve().name, folder, _config(settings, folder, DataConfig(), TrainerConfig()))
+    return replace(subject, examples=_examples(subject))
 
 
 def load(subject: Subject, calibration: int, seed: int) -> Loaded:
@@ -173,9 +188,9 @@ def load(subject: Subject, calibration: int, seed: int) -> Loaded:
             trained head for the task.
     """
     spec, config = subject.spec, subject.config
-    examples = load_examples(spec, config.task, config.data.cache_dir)
-    expected = None if subject.record is None else subject.record.data.get("fingerprint")
-    if expected is not None and fingerprint(examples.train, *examples.validation) != expected:
+    examples = subject.examples or _examples(subject)
+    expected = subject.recorded_fingerprint
+    if expected is not None and _fingerprint(examples) != expected:
         raise UserError(
             f"{subject.name}: the data of task {spec.name} are not those that the run was trained on; name their "
             "folder with --data-dir"
@@ -189,6 +204,23 @@ def load(subject: Subject, calibration: int, seed: int) -> Loaded:
     collate = collator(spec, config, tokenizer, model)
     size = config.data.eval_batch_size
     return Loaded(model, collate, size, prepared.train, prepared.validation[0], prepared.evaluators[""])
+
+
+def _examples(subject: Subject) -> Examples:
+    return load_examples(subject.spec, subject.config.task, subject.config.data.cache_dir)
+
+
+def _fingerprint(examples: Examples) -> str:
+    """Return the fingerprint of training and validation data, as runs record it."""
+    return fingerprint(examples.train, *examples.validation)
+
+
+def _weights_identity(config: ModelConfig) -> str:
+    """Return what identifies the weights of a saved model; those of adapters include their base."""
+    identity = model_identity(config)
+    if not has_adapters(config.name):
+        return identity
+    return f"{identity} on {_weights_identity(base_of(Path(config.name)))}"
 
 
 def _with_sample(examples: Examples, count: int, seed: int) -> Examples:

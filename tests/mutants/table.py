@@ -744,6 +744,35 @@ MUTATIONS = [
         "return self.configurations if self.chosen_on == HELD_OUT else 1",
         "tests/reports/test_method_comparisons.py",
     ),
+    # ---- quantization
+    Mutation(
+        "The drop of a form is that from the score of the training, not from float32.",
+        "istar/quantization/quantize.py",
+        'drop(metric, entry["floating"], value)',
+        'drop(metric, entry["recorded"], value)',
+        "tests/quantization/test_quantize.py::test_methods_are_compared_by_their_drops",
+    ),
+    Mutation(
+        "Static scales are calibrated on the validation data.",
+        "istar/quantization/form_scores.py",
+        '_batches(loaded, loaded.calibration), "calibration"',
+        '_batches(loaded, loaded.validation), "calibration"',
+        "tests/quantization/test_quantize.py::test_ranges_are_those_of_the_calibration_rows",
+    ),
+    Mutation(
+        "The p-values of the table of drops are not corrected by Holm's method.",
+        "istar/quantization/form_tables.py",
+        "replace(row.versus_base, p_value=next(adjusted))",
+        "row.versus_base",
+        "tests/quantization/test_quantize.py::test_methods_are_compared_by_their_drops",
+    ),
+    Mutation(
+        "Kept scores of a single model are used for changed data.",
+        "istar/quantization/saved_runs.py",
+        "            data = _fingerprint(self.examples)\n",
+        "            data = None\n",
+        "tests/quantization/test_quantized_tasks.py::test_a_changed_data_file_is_noticed",
+    ),
     # ---- models
     Mutation(
         "Continued characters of WordPiece are numbered in the order of a hash map.",

@@ -5,16 +5,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaModel
+from transformers import DebertaConfig, DebertaForSequenceClassification, LlamaConfig, LlamaModel
 
 from istar.errors import UserError
 from istar.measures import isoscore, token_kurtosis
 from istar.quantization.controls import add_outlier, random_orthogonal, rotate_inputs
 from istar.quantization.linear_layers import Form, encoder_linears, forward_observed, quantize_layers
 from istar.quantization.torch_int8 import TorchInt8, quantize_by_torch
-from tests.quantization.test_linear_layers import albert, batch, bert, calibrated, distilbert
-
-BUILDS = [bert, albert, distilbert]
+from tests.quantization.architectures import FEED_FORWARD, KNOWN, RELATIVE, random
+from tests.quantization.test_linear_layers import batch, bert, calibrated
 
 
 def logits(model: Any, seed: int = 2) -> Tensor:
@@ -39,7 +38,12 @@ def input_points(model: Any, end: str) -> Tensor:
     return torch.cat(seen)
 
 
-@pytest.mark.parametrize("build", BUILDS)
+def deberta() -> Any:
+    """The first version, whose queries, keys and values are one linear layer."""
+    return random(DebertaForSequenceClassification, DebertaConfig(**FEED_FORWARD, **RELATIVE))
+
+
+@pytest.mark.parametrize("build", [*KNOWN.values(), deberta], ids=[*KNOWN, "deberta"])
 def test_a_rotation_leaves_the_outputs(build: Any) -> None:
     model = build()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -49,7 +53,7 @@ def test_a_rotation_leaves_the_outputs(build: Any) -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("build", KNOWN.values(), ids=KNOWN)
 @pytest.mark.parametrize("factor", [128.0, 100.0])
 def test_an_outlier_leaves_the_outputs_and_costs_precision(build: Any, factor: float) -> None:
     model = build()
@@ -62,7 +66,7 @@ def test_an_outlier_leaves_the_outputs_and_costs_precision(build: Any, factor: f
 
 
 def test_a_rotation_makes_an_outlier_cheaper() -> None:
-    """With a scale for each token, where nothing is clipped: a rotation spreads the error of clipping, too."""
+    """With a scale for each token, where nothing is clipped."""
     model, form = bert(hidden_size=64), Form(8, 8, activations="token")
     expected = logits(model)
     changed = add_outlier(model, encoder_linears(model), 128.0)
@@ -118,6 +122,8 @@ def test_where_an_outlier_is_not_possible() -> None:
         add_outlier(bert(), encoder_linears(bert()), 0.0)
     with pytest.raises(UserError, match="does not know where Sequential"):
         add_outlier(nn.Sequential(nn.Linear(2, 2)), ["0"])
+    with pytest.raises(UserError, match="does not know where DebertaForSequenceClassification"):
+        add_outlier(deberta(), encoder_linears(deberta()))
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4}
     llama = LlamaModel(LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=20))

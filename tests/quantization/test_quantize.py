@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,25 @@ def test_ranges_are_those_of_a_sample_of_training_examples(folder: Path, loaded:
     assert chosen != texts[:8]
 
 
+def test_ranges_are_those_of_the_calibration_rows(loaded: saved_runs.Loaded) -> None:
+    """Each row is passed alone, so without padding; the validation data have other ranges."""
+    layers = encoder_linears(loaded.model)
+    largest: dict[str, dict[str, float]] = {"calibration": {}, "validation": {}}
+    for part, by_layer in largest.items():
+        rows = getattr(loaded, part)
+        for number in range(len(rows)):
+            batch = loaded.collate([rows[number]])
+
+            def observe(name: str, points: torch.Tensor, by_layer: dict[str, float] = by_layer) -> None:
+                by_layer[name] = max(by_layer.get(name, 0.0), points.abs().max().item())
+
+            with torch.no_grad():
+                forward_observed(loaded.model, layers, inputs_of(batch), token_mask(batch), observe)
+    ranges = {name: value.item() for name, value in calibrate(loaded, layers).items()}
+    assert ranges == pytest.approx(largest["calibration"], rel=1e-5)
+    assert ranges != pytest.approx(largest["validation"], rel=1e-3)
+
+
 def test_the_activations_are_those_of_the_linear_layers(loaded: saved_runs.Loaded) -> None:
     layers = encoder_linears(loaded.model)
     inputs: dict[str, list[torch.Tensor]] = {name: [] for name in layers}
@@ -143,10 +163,16 @@ def test_the_command(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(command) == 0
     printed = capsys.readouterr()
     assert "4 of 4" in printed.err
+    # In 80 columns, each row says method and form.
+    for method in ("Base", "I-STAR"):
+        for form in FORMS.split(","):
+            assert re.search(rf"│ {method}[^│]*│ {form} *│", printed.out)
     assert "Nothing can be concluded" in printed.out or "No difference" in printed.out
     with (out / "tables" / "runs.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 4
+    assert [(line["method"].split()[0], line["seed"]) for line in rows] == [
+        ("Base", "1"), ("Base", "2"), ("I-STAR", "1"), ("I-STAR", "2")
+    ]  # fmt: skip
     for line in rows:
         record = results.read(Path(line["folder"]))
         assert float(line["float32"]) == pytest.approx(100 * record.metrics["accuracy"])
@@ -199,6 +225,9 @@ def test_a_single_model(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     with (out / "tables" / "runs.csv").open(newline="") as file:
         [line] = csv.DictReader(file)
     assert 0 <= float(line["w8a8"]) <= 100
+    printed = capsys.readouterr().out
+    assert re.search(rf"│ w8a8 *│ *{float(line['w8a8']):.2f}│", printed)
+    assert "Of the float32 model: IsoScore" in printed
     assert not (out / "tables" / "methods.csv").exists()
     capsys.readouterr()
     for options, message in {
@@ -255,7 +284,7 @@ def synthetic_rows(drops: dict[str, dict[int, float]]) -> quantize.Quantized:
     values = [drop for by_seed in drops.values() for drop in by_seed.values()]
     entries = [
         {
-            "metric": "accuracy", "recorded": 0.6, "floating": 0.6, "forms": {"w4a4": 0.6 - drop / 100},
+            "metric": "accuracy", "recorded": 0.55, "floating": 0.6, "forms": {"w4a4": 0.6 - drop / 100},
             "collapsed": {"w4a4": False},
             "activations": {"kurtosis": 2.0 + drop, "largest": 5.0 - drop, "isoscore": 0.1 * number},
         }
