@@ -19,4 +19,5 @@ def assert_same(folder: Path, other: Path, but_for_the_name: bool = False) -> No
             del record["name"], record["config"]["trainer"]
     for number, (row, expected) in enumerate(zip(ours["metrics.csv"], theirs["metrics.csv"], strict=True)):
         assert row == expected, f"row {number} of metrics.csv"
-    assert differences(ours, theirs) == []
+    unequal = differences(ours, theirs)
+    assert not unequal, f"the runs differ in {', '.join(unequal)}"

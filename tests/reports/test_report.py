@@ -153,7 +153,7 @@ def test_page_can_be_read_by_everyone(written: Path) -> None:
     assert "@media print" in text
     assert ("html", {"lang": "en"}) in page.tags
     tags = [tag for tag, _ in page.tags]
-    assert tags.count("table") == tags.count("caption") == 7
+    assert tags.count("table") == tags.count("caption") == 8
     assert tags.count("h1") == 1
     levels = [int(tag[1]) for tag in tags if re.fullmatch(r"h[1-6]", tag)]
     assert all(after - before <= 1 for before, after in itertools.pairwise(levels))
