@@ -30,19 +30,30 @@ from istar.config import Config, schema
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SLOWEST_FILES = (
-    "tests/runs/test_launch.py",
-    "tests/sweeps/test_sweep.py",
-    "tests/runs/test_fork_server.py",
     "tests/training/test_resume.py",
+    "tests/runs/test_launch.py",
     "tests/runs/test_bad_inputs.py",
-    "tests/training/test_processes.py",
+    "tests/reports/test_report.py",
     "tests/config/test_groups.py",
+    "tests/runs/test_fork_server.py",
+    "tests/integrations/test_transformers.py",
+    "tests/geometry/test_torchrun.py",
+    "tests/geometry/test_stream.py",
+    "tests/sweeps/test_sweep.py",
+    "tests/sweeps/test_trials.py",
+    "tests/runs/test_wandb_failures.py",
+    "tests/cli/test_train.py",
+    "tests/runs/test_run_training.py",
+    "tests/models/test_pretrained.py",
+    "tests/quantization/test_quantize.py",
+    "tests/runs/test_run_identity.py",
+    "tests/sweeps/test_planned_runs.py",
+    "tests/geometry/test_compare.py",
+    "tests/training/test_processes.py",
     "tests/runs/test_text_runs.py",
     "tests/models/test_architectures.py",
-    "tests/integrations/test_transformers.py",
-    "tests/runs/test_dashboards.py",
-    "tests/runs/test_wandb_failures.py",
     "tests/test_package.py",
+    "tests/test_imports.py",
 )
 REAL_DATA = REPOSITORY.parent / "shared" / "data"
 SMALL = (

@@ -177,6 +177,7 @@ def test_the_page_has_differences_with_intervals(measured: dict[str, Measurement
     assert (out / "figures" / "differences.svg").is_file()
 
 
+@pytest.mark.slow
 def test_without_errors_the_page_has_a_sentence_instead_of_differences(
     measured: dict[str, Measurements], tmp_path: Path
 ) -> None:
@@ -208,6 +209,7 @@ def test_spectra_are_root_mean_squares(measured: dict[str, Measurements], folder
         assert sum(value**2 for value in centered.lines[number].y) < total
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_page(folders: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "page"
     assert main(["compare", f"first={folders[0]}", folders[1], "--out", str(out)]) == 0

@@ -205,6 +205,7 @@ def covers(estimate: float, error: float, true: float, quantile: float) -> bool:
     return abs(estimate - true) <= quantile * error
 
 
+@pytest.mark.slow
 def test_intervals_from_documents_cover_and_those_from_tokens_do_not() -> None:
     """The tokens of a document come from the few types of its topic, so that they depend on each other.
 

@@ -134,6 +134,7 @@ def test_settings_are_recorded_and_shown(place: Path, measured: Measurements, tm
     assert "tokens, without special tokens and padding." in said
 
 
+@pytest.mark.slow
 def test_sentences_of_a_real_encoder_one_at_a_time(minilm: Path, real_data: Path, tmp_path: Path) -> None:
     """The oracle is a forward pass for each sentence by itself, without padding."""
     lines = (real_data / "glue_data" / "RTE" / "dev.tsv").read_text(encoding="utf-8").splitlines()[1:13]

@@ -148,6 +148,7 @@ def test_all_texts_together_count(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_page(three: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "page"
     assert main(["compare", f"first={three[0]}", str(three[1]), str(three[2]), "--out", str(out)]) == 0

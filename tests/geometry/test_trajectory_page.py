@@ -71,6 +71,7 @@ def test_figures_equal_the_table(training: Path) -> None:
     assert gains.y == pytest.approx(column("final_norm_parameters", "layer_norm_gain"))
 
 
+@pytest.mark.slow
 def test_trajectories_are_compared_on_one_page(training: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Another folder of the same training is warned of if it was measured with other settings."""
     copy = training / "copy"

@@ -110,6 +110,7 @@ def test_regression_has_the_correlation_of_torch_quantization(tmp_path: Path) ->
     assert -100 <= float(row["int8"]) <= 100
 
 
+@pytest.mark.slow
 def test_a_run_of_question_answering(composed: Callable[..., Config], tmp_path: Path) -> None:
     options = (*SMALL, "task=demo_span", "reg=none", "optim.lr=0.003", "data.eval_batch_size=7")
     record = run(composed(*options, f"run.root={tmp_path / 'runs'}"))
@@ -122,6 +123,7 @@ def test_a_run_of_question_answering(composed: Callable[..., Config], tmp_path: 
         assert float(row[f"{form}_drop"]) == pytest.approx(float(row["float32"]) - float(row[form]))
 
 
+@pytest.mark.slow
 def test_a_run_on_mnli_has_the_score_of_the_matched_set(composed: Callable[..., Config], tmp_path: Path) -> None:
     data = mnli(tmp_path / "data", lambda n: NAMES[n % 2])
     options = (*SMALL, "task=mnli", "model=tiny", f"task.data_dir={data}", "reg=none", "task.submission=false")
@@ -132,6 +134,7 @@ def test_a_run_on_mnli_has_the_score_of_the_matched_set(composed: Callable[..., 
     assert float(row["float32"]) == pytest.approx(100 * record.metrics["accuracy"])
 
 
+@pytest.mark.slow
 def test_a_run_with_adapters(
     composed: Callable[..., Config], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

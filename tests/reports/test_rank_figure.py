@@ -113,6 +113,7 @@ def test_methods_with_other_tasks_seeds_or_budgets_are_not_ranked(tmp_path: Path
     assert "no method has finished with the seeds and the budget of Base on all of its 6 tasks" in ranked.sentence()
 
 
+@pytest.mark.slow
 def test_the_page_of_three_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "runs", np.random.default_rng(4).uniform(0.4, 0.8, (3, 4)), tasks=TASKS[:3])
     cloud = stability.stability((10, 50), (0.0, 1.0), draws=2, shrinkage_points=800)

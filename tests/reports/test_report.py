@@ -850,6 +850,7 @@ def test_the_command(one_run: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
     assert paper_tables.NONE not in frame.columns
 
 
+@pytest.mark.slow
 def test_departures_from_a_plan(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, quick: Any) -> None:
     monkeypatch.setattr(stability, "stability", lambda: quick)
     monkeypatch.chdir(tmp_path)

@@ -143,6 +143,7 @@ def test_each_has_its_own_environment(told: Callable[..., dict[str, object]]) ->
     assert there["rank"] == 0
 
 
+@pytest.mark.slow
 def test_threads_are_what_the_environment_says(told: Callable[..., dict[str, object]]) -> None:
     """By what torch says and by the threads of a product that is large enough for all of them."""
     code = (
@@ -212,6 +213,7 @@ def forked_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fork_server, "subprocess", SimpleNamespace(Popen=ForkedScript))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked_servers")
 def test_a_server_that_is_killed_and_one_that_nobody_needs_any_more(tmp_path: Path) -> None:
     with ServerPool(tmp_path / "server.log", fail) as servers:

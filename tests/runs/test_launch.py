@@ -334,6 +334,7 @@ def assert_a_lost_rank_ends_it(job: Job, rank: int) -> None:
     job.until_it_is_gone()
 
 
+@pytest.mark.slow
 def test_a_lost_process_a_stop_and_a_lost_parent(tmp_path, start, pair):
     assert_a_lost_rank_ends_it(start(tmp_path, *PAIR), 1)
     job = start(tmp_path, *PAIR).until_it_trains().send(signal.SIGTERM)

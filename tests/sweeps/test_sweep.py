@@ -82,6 +82,7 @@ def test_a_sweep_that_is_killed_loses_and_repeats_nothing(tmp_path: Path, start:
     assert again.stdout.count("seed 1") == done.stdout[done.stdout.index("demo, accuracy") :].count("seed 1")
 
 
+@pytest.mark.slow
 def test_the_best_of_each_method_goes_on_with_more_seeds(tmp_path: Path, start: Start) -> None:
     search = ("+sweep=table1", "task=demo", "data.batch_size=8", "optim.lr=1e-3,1e-5", "trainer.max_epochs=2",
               "reg.lambda=-0.2", "reg.zeta=0.4", "sweep.only=[base,istar]", "sweep.seeds=[1,2]",
@@ -148,6 +149,7 @@ def test_the_process_that_starts_the_runs_is_killed(tmp_path: Path, start: Start
     assert_same(tmp_path / "sweep" / "runs" / name, tmp_path / "alone" / "runs" / name)
 
 
+@pytest.mark.slow
 def test_a_run_that_another_process_executes(tmp_path: Path, start: Start, runs: Callable[..., Runs]) -> None:
     """It is not begun as long as its folder is locked, and nothing is reported as failed."""
     first, second = with_all_runs(runs("seed=1,2", *TINY)).trials
