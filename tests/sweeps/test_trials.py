@@ -221,7 +221,7 @@ def repr_of(run: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow if name in ("finetune_own", "pretrain_encoder") else ())
+        pytest.param(name, marks=pytest.mark.slow if name in ("finetune_own", "penalties", "pretrain_encoder") else ())
         for name in FILES
     ],
 )
