@@ -244,6 +244,7 @@ def server_with(
 
 
 @pytest.mark.usefixtures("forked_servers")
+@pytest.mark.slow
 def test_a_library_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with server_with("import nowhere", tmp_path, monkeypatch) as servers:
         process = servers.spawn(["pass"], environment(), None)

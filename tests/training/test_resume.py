@@ -110,22 +110,22 @@ def test_a_resumed_run_began_when_it_was_first_started(small: Build, monkeypatch
 
 PLACES = [
     pytest.param(FineTuner, "training_step", 7, id="mid-epoch, on a checkpoint"),
-    pytest.param(FineTuner, "training_step", 5, id="last batch of an epoch"),
+    pytest.param(FineTuner, "training_step", 5, id="last batch of an epoch", marks=pytest.mark.slow),
     pytest.param(FineTuner, "training_step", 9, id="second epoch, behind a checkpoint"),
     pytest.param(FineTuner, "training_step", 15, id="last batch of all", marks=pytest.mark.slow),
-    pytest.param(FineTuner, "validation_step", 1, id="validation before training"),
+    pytest.param(FineTuner, "validation_step", 1, id="validation before training", marks=pytest.mark.slow),
     pytest.param(FineTuner, "validation_step", 3, id="validation of the second epoch", marks=pytest.mark.slow),
     pytest.param(FineTuner, "on_validation_epoch_end", 2, id="scoring", marks=pytest.mark.slow),
     pytest.param(ShrinkageCovariance, "refresh", 1, id="first refresh", marks=pytest.mark.slow),
-    pytest.param(ShrinkageCovariance, "refresh", 2, id="second refresh"),
+    pytest.param(ShrinkageCovariance, "refresh", 2, id="second refresh", marks=pytest.mark.slow),
     pytest.param(AtomicCheckpointIO, "save_checkpoint", 1, id="first checkpoint"),
     pytest.param(AtomicCheckpointIO, "save_checkpoint", 2, id="best weights", marks=pytest.mark.slow),
     pytest.param(AtomicCheckpointIO, "save_checkpoint", 3, id="checkpoint behind an epoch", marks=pytest.mark.slow),
-    pytest.param(files, "_sync_folder", 6, id="a checkpoint written, not its rows"),
+    pytest.param(files, "_sync_folder", 6, id="a checkpoint written, not its rows", marks=pytest.mark.slow),
     pytest.param(models, "save", 1, id="saving the model"),
     pytest.param(results, "write_predictions", 1, id="writing predictions"),
     pytest.param(results, "write", 1, id="writing the result"),
-    pytest.param(run_module, "keep_newest", 1, id="tidying up"),
+    pytest.param(run_module, "keep_newest", 1, id="tidying up", marks=pytest.mark.slow),
 ]
 
 
@@ -137,8 +137,8 @@ def test_a_broken_run_goes_on_exactly(disturbed, undisturbed, owner, name, count
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("data.num_workers=2",),
-        ("task=demo_span",),
+        pytest.param(("data.num_workers=2",), marks=pytest.mark.slow),
+        pytest.param(("task=demo_span",), marks=pytest.mark.slow),
         ("reg=cosreg", "reg.target=input_embeddings", "reg.rows=40"),
         ("reg=cosreg", "reg.lambda=100", "reg.target_score=keep"),
         ("reg=sigreg", "reg.lambda=0.01"),
