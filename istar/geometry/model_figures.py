@@ -211,11 +211,11 @@ def column_header(name: str) -> str:
 
 def bounds_of(name: str, measurements: Iterable[Measurements]) -> tuple[float, float] | None:
     """Return the range of a measure that cannot exceed the number of dimensions, over several models; or None."""
-    if name not in _COUNTS_OF_DIMENSIONS:
+    if name not in (*_COUNTS_OF_DIMENSIONS, "outlier_dimensions"):
         return None
     spectra = [forms for measured in measurements for taps in measured.spectra.values() for forms in taps.values()]
     widths = [len(forms["raw"]) for forms in spectra]
-    return (1, max(widths)) if widths else None
+    return (0 if name == "outlier_dimensions" else 1, max(widths)) if widths else None
 
 
 def layer_plots(measured: Measurements) -> list[Plot]:

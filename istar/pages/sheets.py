@@ -30,12 +30,17 @@ class Entry:
 def number_entry(value: float, half_width: float = math.nan) -> Entry:
     """Return a cell with a number as `istar.figures.spots.number` formats it, and an en dash for NaN.
 
-    A finite half-width of the number's interval follows with two significant digits; "0.1234 \u00b1 0.012".
+    A finite half-width of the number's interval follows with two significant digits, and the number has as many
+    decimals: "0.160 \u00b1 0.017".
     """
     if math.isnan(value):
         return Entry("\u2013", number=True)
-    width = f" \u00b1 {half_width:.2g}" if half_width < 100 else f" \u00b1 {half_width:,.0f}"
-    return Entry(number(value) + (width if math.isfinite(half_width) else ""), number=True)
+    if not math.isfinite(half_width):
+        return Entry(number(value), number=True)
+    if not 1e-9 <= half_width < 1e12:
+        return Entry(f"{number(value)} \u00b1 {half_width:.2g}", number=True)
+    decimals = max(0, 1 - math.floor(math.log10(half_width)))
+    return Entry(f"{value:,.{decimals}f} \u00b1 {half_width:,.{decimals}f}", number=True)
 
 
 @dataclass(frozen=True)
