@@ -25,6 +25,9 @@ from istar.measures.rows import wide_dtype
 from istar.measures.sentences import SentenceMoments, SentenceSums
 from istar.regularizers.points import Tokens
 
+MIN_SENTENCES = 4
+"""Fewest sentences that have a score: its estimate uses points of four different ones."""
+
 
 class SentencePoints(NamedTuple):
     """The hidden state of a layer and the sentences of its points.
@@ -94,12 +97,12 @@ def sentence_moments(
 
 
 def check_number_of_sentences(moments: SentenceMoments) -> None:
-    """Raise `UserError` unless there are at least 4 sentences with points."""
-    if moments.sentences < 4:
+    """Raise `UserError` unless there are at least `MIN_SENTENCES` sentences with points."""
+    if moments.sentences < MIN_SENTENCES:
         raise UserError(
             f"the batch has {int(moments.sentences)} sentences with points, in all processes together; "
-            "estimator=unbiased_by_sentence needs at least 4 in each micro-batch, also in the last one of an epoch: "
-            "choose another batch size"
+            f"estimator=unbiased_by_sentence needs at least {MIN_SENTENCES} in each micro-batch, also in the last one "
+            "of an epoch: choose another batch size"
         )
 
 

@@ -27,6 +27,8 @@ from istar.config.schema import to_dict
 from istar.errors import NonFiniteError, StoppedError, UserError, shorten
 from istar.files import atomic_write, remove_drafts, sole_writer, write_text
 from istar.regularizers import EmbeddingWatch, IStar, Watch, layer_numbers, special_ids
+from istar.regularizers.by_sentence import MIN_SENTENCES
+from istar.regularizers.istar import BY_SENTENCE
 from istar.reports.geometry_picture import geometry_picture
 from istar.reports.run_picture import isotropy_picture
 from istar.reports.run_tables import summary
@@ -136,6 +138,7 @@ def run(config: Config, console: Console | None = None, trial: str | None = None
     if finished is None:
         job = _assemble(config, spec, folder, examples, tokenizer, trial)
         _check_processes(job)
+        _check_last_batch(job)
         check_validation_interval(config.trainer, _batches_per_epoch(job))
         with _process_group(job.trainer), sole_writer(folder) if job.trainer.is_global_zero else nullcontext():
             _check_agreement(job)
@@ -283,6 +286,22 @@ def _check_processes(job: Job) -> None:
     if smallest < job.trainer.world_size:
         raise UserError(
             f"{job.trainer.world_size} processes are too many for an evaluation set of {smallest}; give fewer devices"
+        )
+
+
+def _check_last_batch(job: Job) -> None:
+    """Refuse the estimator by sentence if the last micro-batch of an epoch has too few sequences for it."""
+    reg, data = job.config.reg, job.config.data
+    # A row of a language model's batch may hold several sentences.
+    if getattr(reg, "estimator", None) != BY_SENTENCE or job.spec.is_language_modelling:
+        return
+    together = job.trainer.world_size if reg.sync else 1
+    examples = len(job.prepared.train) // (job.trainer.world_size // together)
+    rest = examples % (data.batch_size * together)
+    if 0 < rest < MIN_SENTENCES:
+        raise UserError(
+            f"reg.estimator={BY_SENTENCE} needs {MIN_SENTENCES} sequences in each micro-batch; with data.batch_size="
+            f"{data.batch_size}, the last one of {examples} examples has {rest}: choose another data.batch_size"
         )
 
 

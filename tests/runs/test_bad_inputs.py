@@ -279,6 +279,7 @@ CONFIGS = [
     bad("reg.within=label task=demo_regression", "needs a classification task; demo_regression is a regression task"),
     bad("reg.within=label task=clm", "needs a classification task; clm is language modelling"),
     bad("reg.within=label reg.estimator=unbiased", "reg.within=label needs reg.estimator=shrinkage"),
+    bad("reg.estimator=unbiased_by_sentence task.limit_train=35 data.batch_size=16", "has 3: choose another"),
     bad("reg=cosreg +reg.within=label", "reg.within belongs to reg=istar or random_direction, which is not selected"),
     bad("seed=-1", "seed=-1 is not a whole number"),
     bad("task.limit_train=0", "task.limit_train=0 is too small"),
