@@ -93,7 +93,7 @@ def differences(first: Subject, other: Subject) -> Iterator[dict[str, Any]]:
     """
     if refusal(first, other):
         return
-    how = method(first, other)
+    error_method = method(first, other)
     taps = list(other.measured.all_texts)
     last = len(other.layers) - 1
     if len(first.layers) == len(other.layers):
@@ -103,8 +103,8 @@ def differences(first: Subject, other: Subject) -> Iterator[dict[str, Any]]:
         pairs = [(len(first.layers) - 1, last)]
     for before, after in pairs:
         for name in JACKKNIFE:
-            found = _difference(first, other, before, after, name, how)
-            if found is None:
+            difference = _difference(first, other, before, after, name, error_method)
+            if difference is None:
                 continue
             figures, others = _figures(first, before), _figures(other, after)
             yield {
@@ -115,11 +115,11 @@ def differences(first: Subject, other: Subject) -> Iterator[dict[str, Any]]:
                 "measure": name,
                 "value": others[name],
                 "value_of_first": figures[name],
-                "difference": found.value,
-                "error": found.error,
-                "low": found.value - found.half_width,
-                "high": found.value + found.half_width,
-                "method": found.method,
+                "difference": difference.value,
+                "error": difference.error,
+                "low": difference.value - difference.half_width,
+                "high": difference.value + difference.half_width,
+                "method": difference.method,
             }
 
 
@@ -129,17 +129,24 @@ def rows(subjects: Sequence[Subject]) -> list[dict[str, Any]]:
     return [row for other in others for row in differences(first, other)]
 
 
-def _difference(first: Subject, other: Subject, before: int, after: int, name: str, how: Method) -> Difference | None:
-    """Return the difference of a measure at a layer of each model; None if it or its error is not defined."""
+def _difference(
+    first: Subject, other: Subject, before: int, after: int, name: str, error_method: Method
+) -> Difference | None:
+    """Return the difference of a measure between tap `after` of `other` and tap `before` of `first`.
+
+    The result is None if the difference or its error is not defined.
+    """
     figures, others = _figures(first, before), _figures(other, after)
     values = figures.get(name, math.nan), others.get(name, math.nan)
-    if how == "paired":
+    if error_method == "paired":
         replicates = _replicates(first, before).get(name, []), _replicates(other, after).get(name, [])
-        found = paired(*values, *replicates) if all(replicates) else None
+        difference = paired(*values, *replicates) if all(replicates) else None
     else:
         errors = figures.get(f"{name}_error", math.nan), others.get(f"{name}_error", math.nan)
-        found = independent(*values, errors, (first.groups, other.groups))
-    return found if found is not None and math.isfinite(found.value) and math.isfinite(found.half_width) else None
+        difference = independent(*values, errors, (first.groups, other.groups))
+    if difference is None or not (math.isfinite(difference.value) and math.isfinite(difference.half_width)):
+        return None
+    return difference
 
 
 def _figures(subject: Subject, number: int) -> Mapping[str, float]:

@@ -82,21 +82,21 @@ def compare_methods(frame: pd.DataFrame) -> Comparisons:
     adjusted by Holm's method over all methods, tasks and models together. The interval is Student's 95% interval of the
     mean difference, not adjusted.
     """
-    found = [
+    methods = [
         method
         for model in models(frame)
         for task in tasks(frame[frame["model"] == model])
         for method in _methods(frame[(frame["model"] == model) & (frame["task"] == task)])
     ]
     bases: dict[tuple[str, str], Method] = {}
-    for method in found:
+    for method in methods:
         if method.is_base:
             bases.setdefault((method.model, method.task), method)
-    compared = [_compare(method, bases.get((method.model, method.task))) for method in found if not method.is_base]
-    return _adjust(found, compared)
+    compared = [_compare(method, bases.get((method.model, method.task))) for method in methods if not method.is_base]
+    return _adjust(methods, compared)
 
 
-def _adjust(found: list[Method], compared: list[MethodComparison]) -> Comparisons:
+def _adjust(methods: list[Method], compared: list[MethodComparison]) -> Comparisons:
     """Return the comparisons with p-values adjusted over all of them, and with the differences that could be found."""
     holm = multiple.holm([comparison.p_value for comparison in compared])
     # The adjusted p-values if each test gave its smallest p-value: no outcome gives smaller ones.
@@ -114,7 +114,7 @@ def _adjust(found: list[Method], compared: list[MethodComparison]) -> Comparison
             power=POWER,
         )
         adjusted.append(replace(comparison, row=row))
-    return Comparisons(found, adjusted, holm)
+    return Comparisons(methods, adjusted, holm)
 
 
 def _compare(method: Method, base: Method | None) -> MethodComparison:
@@ -168,7 +168,7 @@ def _methods(runs: pd.DataFrame) -> list[Method]:
     """Return the methods of one model and task of which a run has finished: Base first, then the others by name."""
     # Runs with a penalty of weight 0 are trials of Base, whatever their name.
     base_runs = runs[runs["family"] == "base"]
-    found = []
+    methods = []
     for name, chosen in chosen_runs(runs[runs["usable"]]).items():
         of_method = base_runs if is_base(chosen) else runs[runs["method"] == name]
         finished = of_method[of_method["usable"]]
@@ -179,8 +179,8 @@ def _methods(runs: pd.DataFrame) -> list[Method]:
         method = Method(
             model, task, metric, name, chosen, is_base(chosen), budget(of_method), configurations, chosen_on
         )
-        found.append(method)
-    return found
+        methods.append(method)
+    return methods
 
 
 def chosen_runs(runs: pd.DataFrame) -> dict[str, pd.DataFrame]:

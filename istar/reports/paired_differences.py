@@ -33,18 +33,18 @@ def differences_from_base(folder: Path) -> list[SeedDifferences]:
     """
     frame = cells.prepare(load_runs(folder, keep_records=True))
     usable = frame[frame["usable"]]
-    found = [
+    listed = [
         differences
         for model in cells.models(usable)
         for task in cells.tasks(usable[usable["model"] == model])
         for differences in _of_task(usable[(usable["model"] == model) & (usable["task"] == task)])
     ]
-    if not found:
+    if not listed:
         raise UserError(
             f"{folder} holds no finished runs of Base and another method with the same task, model and seed; run both "
             "with the same seeds"
         )
-    return found
+    return listed
 
 
 def _of_task(runs: pd.DataFrame) -> list[SeedDifferences]:

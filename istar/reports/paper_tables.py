@@ -151,8 +151,9 @@ def _table1_entries(row: Row, common: str) -> list[Entry]:
 
 def _unequal_choice(row: Row) -> str:
     """Return the remark that a method and Base are the best of different numbers of configurations."""
-    own, of_base = row["configurations"], row["base_configurations"]
-    return f"Base is the best of {of_base}" if own and of_base and own != of_base else ""
+    tried, tried_of_base = row["configurations"], row["base_configurations"]
+    is_unequal = tried and tried_of_base and tried != tried_of_base
+    return f"Base is the best of {tried_of_base}" if is_unequal else ""
 
 
 def table2(cells: Sequence[Cell], frame: pd.DataFrame) -> Sheet:

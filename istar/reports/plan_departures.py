@@ -126,15 +126,15 @@ def departures(plan: Plan, frame: pd.DataFrame) -> list[Departure]:
     return [departure for part in parts for departure in part]
 
 
-def sheet(found: Sequence[Departure]) -> Sheet:
+def sheet(listed: Sequence[Departure]) -> Sheet:
     """Return the table of departures; without rows if there are none."""
     rows = [
         [Entry(text) for text in (item.kind, item.where, item.planned, item.actual)]
         + [Entry(str(len(item.runs)) if item.runs else "\u2013", number=True), Entry(_some_names(item.runs))]
-        for item in found
+        for item in listed
     ]
     columns = ["departure", "where", "planned", "actual", "count", "runs"]
-    values = [(d.kind, d.where, d.planned, d.actual, len(d.runs), " ".join(d.runs)) for d in found]
+    values = [(d.kind, d.where, d.planned, d.actual, len(d.runs), " ".join(d.runs)) for d in listed]
     return Sheet(
         "departures",
         "Departures from the plan",
@@ -147,16 +147,16 @@ def sheet(found: Sequence[Departure]) -> Sheet:
     )
 
 
-def sentence(plan: Plan, found: Sequence[Departure]) -> str:
+def sentence(plan: Plan, listed: Sequence[Departure]) -> str:
     """Return a sentence that counts the departures, or says that there is none."""
     written = plan.written.isoformat(timespec="seconds")
     of_plan = f"The plan was written at {written} by istar {plan.istar_version}"
     if plan.replaces:
         count = len(plan.replaces)
         of_plan += f" and replaced {'an earlier one' if count == 1 else f'{count} earlier ones'}"
-    if not found:
+    if not listed:
         return f"{of_plan}. The runs do not depart from it."
-    count = len(found)
+    count = len(listed)
     return f"{of_plan}. There {'is one departure' if count == 1 else f'are {count} departures'} from it."
 
 

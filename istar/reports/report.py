@@ -117,9 +117,9 @@ class _Contents:
 
 def _add_departures(contents: _Contents, path: Path, plan: Plan) -> _Contents:
     """Add the table of departures from the plan in the file `path`, and a sentence on them."""
-    found = plan_departures.departures(plan, contents.frame)
-    sheets = {**contents.sheets, "departures": plan_departures.sheet(found)}
-    return replace(contents, sheets=sheets, plan=path, departures=plan_departures.sentence(plan, found))
+    departures = plan_departures.departures(plan, contents.frame)
+    sheets = {**contents.sheets, "departures": plan_departures.sheet(departures)}
+    return replace(contents, sheets=sheets, plan=path, departures=plan_departures.sentence(plan, departures))
 
 
 def _compute(runs: Runs, root: Path) -> _Contents:

@@ -1,6 +1,5 @@
 """A callback that measures the isotropy within and between classes on the validation data of a classification task."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import lightning as L
@@ -10,13 +9,14 @@ from torch import Tensor
 from istar.errors import NonFiniteError, UserError
 from istar.measures import ClassMoments
 from istar.models import is_decoder
+from istar.training.layer_isotropy import LayerStatisticsCallback
 from istar.training.validation_geometry import first_tokens, last_tokens
 
 NAMES = ("within", "between", "between_share")
 """Names of the scores of a layer, see `istar.measures.class_isotropy`."""
 
 
-class ClassIsotropyCallback(L.Callback):
+class ClassIsotropyCallback(LayerStatisticsCallback):
     """Measure the isotropy of the first validation set within and between its classes, in each layer.
 
     A point is the state of one token of each sequence, and its class is the true label of the sequence. The token is
@@ -30,32 +30,16 @@ class ClassIsotropyCallback(L.Callback):
             rounding, as the embedding outputs of [CLS] are.
     """
 
+    accumulator = ClassMoments
+
     def __init__(self) -> None:
         self.scores: dict[str, dict[str, float | None]] = {}
 
-    def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._layers: list[ClassMoments] = []
-
-    def on_validation_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        if dataloader_idx > 0:
-            return
-        states: Sequence[Tensor] = outputs["hidden_states"]
-        mask = outputs["attention_mask"]
-        model: Any = pl_module.model
+    def add(self, layer: ClassMoments, state: Tensor, mask: Tensor, batch: Any, module: L.LightningModule) -> None:
+        """Add one token of each sequence with the label of the sequence."""
+        model: Any = module.model
         positions = last_tokens(mask) if is_decoder(model.config) else first_tokens(mask)
-        examples = torch.arange(len(mask), device=mask.device)
-        if not self._layers:
-            self._layers = [ClassMoments(state.shape[-1], state.device) for state in states]
-        for layer, state in zip(self._layers, states, strict=True):
-            layer.update(state[examples, positions], batch["labels"])
+        layer.update(state[torch.arange(len(mask), device=mask.device), positions], batch["labels"])
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         layers = [moments.all_reduce() for moments in self._layers]

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import lightning as L
+from torch import Tensor
 
 from istar.errors import NonFiniteError
 from istar.measures import Moments, isoscore
@@ -27,13 +28,13 @@ def union_of_layers(layers: Sequence[Moments]) -> Moments:
 
 
 class LayerStatisticsCallback(L.Callback):
-    """Base class of callbacks that accumulate statistics of each layer's tokens over the first validation set.
+    """Base class of callbacks that accumulate statistics of each layer over the first validation set.
 
     `validation_step` must return `hidden_states` and `attention_mask`, as that of `FineTuner` does.
     """
 
     accumulator: ClassVar[type]
-    """Class that is made from a number of dimensions and a device; its `update(points, mask)` ignores padding."""
+    """Class that is made from a number of dimensions and a device."""
 
     def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._layers: list[Any] = []
@@ -53,7 +54,19 @@ class LayerStatisticsCallback(L.Callback):
         if not self._layers:
             self._layers = [self.accumulator(state.shape[-1], state.device) for state in states]
         for layer, state in zip(self._layers, states, strict=True):
-            layer.update(state, outputs["attention_mask"])
+            self.add(layer, state, outputs["attention_mask"], batch, pl_module)
+
+    def add(self, layer: Any, state: Tensor, mask: Tensor, batch: Any, module: L.LightningModule) -> None:
+        """Add the hidden states `(batch, tokens, d)` of a batch to the accumulator of their layer: all real tokens.
+
+        Args:
+            layer: an `accumulator`.
+            state: the hidden states of the layer.
+            mask: `(batch, tokens)`, 1 for real tokens and 0 for padding.
+            batch: the inputs of the model.
+            module: the module that is validated.
+        """
+        layer.update(state, mask)
 
 
 class LayerIsotropy(LayerStatisticsCallback):
