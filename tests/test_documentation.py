@@ -45,6 +45,15 @@ class Links(HTMLParser):
             self.loaded.append(values["href"])
 
 
+def test_the_architecture_has_every_module() -> None:
+    """Modules of commands have the commands' names, and stand in the reference."""
+    page = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
+    modules = [path for path in (REPOSITORY / "istar").rglob("*.py") if path.name != "__init__.py"]
+    others = [path for path in modules if path.parent.name != "cli" and "hydra_plugins" not in path.parts]
+    assert len(others) > 150
+    assert [path.name for path in others if f"`{path.name}`" not in page] == []
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     missing = [module for module in NEEDED if importlib.util.find_spec(module) is None]

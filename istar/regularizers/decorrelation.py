@@ -8,10 +8,12 @@ equation (1). The paper's R is the cross-correlation of two views of the same im
 import torch
 from torch import Tensor
 
-from istar.regularizers.covariance import CovariancePenalty, squared_off_diagonal
+from istar.measures.isoscore import covariance_or_nan
+from istar.measures.moments import Moments
+from istar.regularizers.batch_moments import MomentsPenalty, squared_off_diagonal
 
 
-class Decorrelation(CovariancePenalty):
+class Decorrelation(MomentsPenalty):
     """The sum of the squared correlations between different dimensions. Arguments are as in `Penalty`.
 
     The penalty depends neither on the scale of the dimensions nor, except for the sampling error, on the number of
@@ -24,7 +26,8 @@ class Decorrelation(CovariancePenalty):
     measure = "squared_correlation"
     score_range = (0.0, 1.0)
 
-    def value_and_score(self, covariance: Tensor) -> tuple[Tensor, Tensor]:
+    def value_and_score(self, moments: Moments, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        covariance = covariance_or_nan(moments)
         variances = covariance.diagonal()
         scales = variances.masked_fill(variances == 0, torch.inf).rsqrt()
         value = squared_off_diagonal(scales[:, None] * covariance * scales)

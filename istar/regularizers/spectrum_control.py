@@ -15,22 +15,21 @@ and by d, and the parametrization by one rate r, are not the paper's.
 """
 
 import math
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from istar.errors import UserError
-from istar.measures.moments import BatchMoments, mean_and_scatter, merge_moments
-from istar.regularizers.base import Penalty, Terms
+from istar.measures.moments import Moments
+from istar.regularizers.batch_moments import MomentsPenalty
 from istar.regularizers.points import Layers
 from istar.regularizers.set_point import SetPoint
 
 DECAYS = ("polynomial", "exponential")
 
 
-class Spectrum(Penalty):
+class Spectrum(MomentsPenalty):
     """The mean squared deviation of the singular values from a prior, of the union of the selected layers.
 
     The singular values are the square roots of the eigenvalues of the second moment of the points, relative to the
@@ -71,14 +70,7 @@ class Spectrum(Penalty):
         self.decay = decay
         self.rate = rate
 
-    def summarize_points(self, points: Tensor, indices: Tensor | None) -> BatchMoments:
-        return mean_and_scatter(points, indices=indices)
-
-    def score(self, summaries: Sequence[BatchMoments]) -> Terms:
-        moments = merge_moments(summaries)
-        if self.sync:
-            moments = moments.all_reduce(self.group)
-        dtype = summaries[0].scatter.dtype
+    def value_and_score(self, moments: Moments, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         second = moments.scatter + moments.count * torch.outer(moments.mean, moments.mean)
         trace = second.trace()
         has_spectrum = second.isfinite().all() & (trace > 0)
@@ -90,8 +82,8 @@ class Spectrum(Penalty):
         is_positive = relative > moments.dim * torch.finfo(dtype).eps
         singular_values = torch.where(is_positive, relative, 1).sqrt() * is_positive
         deviation = (singular_values - prior(moments.dim, self.decay, self.rate).to(second)).square().mean()
-        value = torch.where(has_spectrum, deviation, torch.nan).to(dtype)
-        return Terms(value, value, moments.count)
+        value = torch.where(has_spectrum, deviation, torch.nan)
+        return value, value
 
 
 def prior(d: int, decay: str, rate: float) -> Tensor:

@@ -18,7 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from istar.errors import UserError
-from istar.regularizers.covariance import CovariancePenalty, squared_off_diagonal
+from istar.measures.isoscore import covariance_or_nan
+from istar.measures.moments import Moments
+from istar.regularizers.batch_moments import MomentsPenalty, squared_off_diagonal
 from istar.regularizers.points import Layers
 from istar.regularizers.set_point import SetPoint
 
@@ -26,7 +28,7 @@ EPSILON = 1e-4
 """The paper's epsilon, which bounds the gradient of the standard deviation."""
 
 
-class VicReg(CovariancePenalty):
+class VicReg(MomentsPenalty):
     """The variance and covariance terms of VICReg, of the union of the hidden states of the selected layers.
 
     The value does not depend on the number of points, except for the sampling error of the covariance: with fewer
@@ -71,7 +73,8 @@ class VicReg(CovariancePenalty):
         self.covariance_weight = covariance_weight
         self.gamma = gamma
 
-    def value_and_score(self, covariance: Tensor) -> tuple[Tensor, Tensor]:
+    def value_and_score(self, moments: Moments, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        covariance = covariance_or_nan(moments)
         deviations = torch.sqrt(covariance.diagonal() + EPSILON)
         variance = (self.gamma - deviations).clamp(min=0).mean()
         decorrelation = squared_off_diagonal(covariance) / len(covariance)

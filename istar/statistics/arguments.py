@@ -46,7 +46,11 @@ def finite_array(values: ArrayLike, name: str) -> NDArray[np.float64]:
 
 
 def is_constant(values: Vector) -> bool:
-    """Return whether the values differ by rounding errors at most, so that their standard deviation is only noise."""
+    """Return whether the values differ by rounding errors at most, so that their standard deviation is only noise.
+
+    Differences of scores have the rounding errors of the scores, which are of the order of 1, so that values within
+    1e-12 of each other count as equal however small they are. `istar.geometry.constant` is for series of any scale.
+    """
     return bool(np.ptp(values) <= 1e-12 * max(1.0, float(np.abs(values).max())))
 
 

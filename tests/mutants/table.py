@@ -504,7 +504,7 @@ MUTATIONS = [
     Mutation(
         "Padding counts in the isotropy that is reported.",
         "istar/training/layer_isotropy.py",
-        'layer.update(state, outputs["attention_mask"])',
+        "layer.update(state, mask)",
         "layer.update(state)",
         "tests/training/test_callbacks.py::test_layer_isotropy_is_that_of_all_tokens_whatever_the_batches",
     ),

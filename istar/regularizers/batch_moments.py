@@ -1,17 +1,17 @@
-"""The base class of penalties that depend on the points through their covariance alone."""
+"""The base class of penalties that depend on the points through their number, mean and covariance."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-from istar.measures.isoscore import covariance_or_nan
-from istar.measures.moments import BatchMoments, mean_and_scatter, merge_moments
+from istar.measures.moments import BatchMoments, Moments, mean_and_scatter, merge_moments
 from istar.regularizers.base import Penalty, Terms
 
 
-class CovariancePenalty(Penalty):
-    """A penalty on the unbiased covariance of the union of the selected layers. Arguments are as in `Penalty`.
+class MomentsPenalty(Penalty):
+    """A penalty on the moments of the union of the selected layers. Arguments are as in `Penalty`.
 
     Each layer is reduced to its count, mean and scatter matrix, which are merged over layers and processes. A subclass
     implements `value_and_score`.
@@ -24,16 +24,16 @@ class CovariancePenalty(Penalty):
         moments = merge_moments(summaries)
         if self.sync:
             moments = moments.all_reduce(self.group)
-        value, score = self.value_and_score(covariance_or_nan(moments))
-        # Without this conversion, the float64 moments would make the total loss float64.
         dtype = summaries[0].scatter.dtype
+        value, score = self.value_and_score(moments, dtype)
+        # Without this conversion, the float64 moments would make the total loss float64.
         return Terms(value.to(dtype), score.to(dtype), moments.count)
 
     @abstractmethod
-    def value_and_score(self, covariance: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the unweighted penalty and the score of a covariance `(d, d)`, which is NaN for fewer than 2 points.
+    def value_and_score(self, moments: Moments, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Compute the unweighted penalty and the score, 0-d each, of moments in float64 (float32 on MPS).
 
-        The covariance is float64 (float32 on MPS).
+        The sums over the points of each layer were computed in `dtype`, of which the moments have the rounding errors.
         """
 
 
