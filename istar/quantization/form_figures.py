@@ -7,7 +7,7 @@ import pandas as pd
 from istar.figures.plot import Line, Panel, Plot
 from istar.quantization.form_tables import MEASURES, FormComparison
 from istar.quantization.quantize import Quantized
-from istar.reports.cells import models, tasks
+from istar.reports.cells import by_model_and_task
 from istar.reports.statistics import spread
 from istar.scores import is_lower_better
 
@@ -46,11 +46,8 @@ def drops_by_measure(quantized: Quantized, measure: str) -> Plot:
     """Return a figure with a panel for each model and task, and in it a point for each run and form."""
     table, name = quantized.rows, MEASURES[measure]
     panels = []
-    for model in models(table):
-        for task in tasks(table[table["model"] == model]):
-            part = table[(table["model"] == model) & (table["task"] == task)].dropna(subset=[measure])
-            if not part.empty:
-                panels.append(_measure_panel(part, quantized.forms, measure))
+    for part in by_model_and_task(table.dropna(subset=[measure])):
+        panels.append(_measure_panel(part, quantized.forms, measure))
     return Plot(
         f"drop_by_{measure}",
         f"Drop by {name}",

@@ -11,7 +11,8 @@ import pandas as pd
 from istar.errors import UserError
 from istar.pages.sheets import Entry, Sheet
 from istar.quantization.quantize import Quantized
-from istar.reports.cells import differing_keys, models, row_dicts, tasks
+from istar.reports.budgets import budget
+from istar.reports.cells import by_model_and_task, row_dicts
 from istar.reports.method_comparisons import chosen_runs, is_base
 from istar.reports.paper_tables import NONE, format_p_value, format_spread
 from istar.reports.run_tables import format_number
@@ -28,7 +29,6 @@ MEASURES = {"isoscore": "IsoScore", "kurtosis": "kurtosis", "largest_activation"
 MIN_RUNS = 4
 """Fewest runs for a correlation with an interval."""
 _GROUPED_BY = "model, task (metric)"
-_BUDGET = ("trainer.max_epochs", "trainer.max_steps", "task.limit_train", "task.validation_fraction")
 _MEASURED = (
     "IsoScore: of the last hidden states. Kurtosis: mean excess kurtosis of the tokens' vectors, averaged over the "
     "inputs of the quantized layers; largest activation: the largest magnitude among them. All three are of the "
@@ -112,13 +112,7 @@ def compare(quantized: Quantized) -> tuple[list[FormComparison], Holm]:
     Each method has one configuration, chosen as in the report's table of all methods. The p-values are those of the
     paired t-test, adjusted by Holm's method over all rows.
     """
-    table = quantized.rows
-    rows = [
-        row
-        for model in models(table)
-        for task in tasks(table[table["model"] == model])
-        for row in _compare_task(table[(table["model"] == model) & (table["task"] == task)], quantized.forms)
-    ]
+    rows = [row for part in by_model_and_task(quantized.rows) for row in _compare_task(part, quantized.forms)]
     tested = [row.versus_base for row in rows if row.versus_base is not None]
     corrected = holm([comparison.p_value for comparison in tested])
     adjusted = iter(corrected.adjusted)
@@ -147,7 +141,7 @@ def _compare_task(table: pd.DataFrame, forms: Sequence[str]) -> Iterator[FormCom
                 form,
                 _by_seed(group, "float32"),
                 drops,
-                _ends(paired.t_interval(values)) if varied else None,
+                paired.t_interval(values) if varied else None,
                 None if is_base(group) or base.empty else _versus_base(method, form, group, base),
             )
 
@@ -161,7 +155,7 @@ def _versus_base(method: str, form: str, group: pd.DataFrame, base: pd.DataFrame
     smallest = None
     if len(differences) > 1 and not is_constant(differences):
         smallest = smallest_difference(float(np.std(differences, ddof=1)), len(differences))
-    first, other = row_dicts(group.head(1))[0], row_dicts(base.head(1))[0]
+    first = group.iloc[0]
     return Comparison(
         method,
         f"{first['task']} ({first['metric']} lost with {form})",
@@ -173,13 +167,9 @@ def _versus_base(method: str, form: str, group: pd.DataFrame, base: pd.DataFrame
         collapsed=_collapsed(group, form, common),
         reference_collapsed=_collapsed(base, form, common),
         unmatched=len(drops.keys() ^ reference.keys()),
-        has_equal_budgets=not set(differing_keys(first, other)) & set(_BUDGET),
+        has_equal_budgets=budget(group).is_equal_to(budget(base)),
         lower_is_better=True,
     )
-
-
-def _ends(interval: paired.Interval) -> tuple[float, float]:
-    return interval.low, interval.high
 
 
 def _by_seed(table: pd.DataFrame, column: str) -> dict[int, float]:
@@ -287,12 +277,9 @@ def conclusions(rows: Sequence[FormComparison]) -> list[str]:
 
 def relations(quantized: Quantized) -> Sheet:
     """Return the rank correlations of the drop with each measure, over all runs of a model and task."""
-    table = quantized.rows
     records = [
-        {"model": model, "task": task, "form": form, "measure": measure, **_correlation(part, form, measure)}
-        for model in models(table)
-        for task in tasks(table[table["model"] == model])
-        for part in (table[(table["model"] == model) & (table["task"] == task)],)
+        {**_about(part), "form": form, "measure": measure, **_correlation(part, form, measure)}
+        for part in by_model_and_task(quantized.rows)
         for form in quantized.forms
         for measure in MEASURES
     ]
@@ -314,6 +301,11 @@ def relations(quantized: Quantized) -> Sheet:
         (_NO_CAUSE,),
         row_headers=3,
     )  # fmt: skip
+
+
+def _about(part: pd.DataFrame) -> dict[str, str]:
+    """Return the model and the task of runs that have both in common."""
+    return {column: str(part[column].iloc[0]) for column in ("model", "task")}
 
 
 def _correlation(table: pd.DataFrame, form: str, measure: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ part of the training data, and no other result.
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -247,6 +247,14 @@ def select_cells(frame: pd.DataFrame) -> list[Cell]:
         for task in tasks(frame[frame["model"] == model])
         for name in paper.FAMILIES
     ]
+
+
+def by_model_and_task(frame: pd.DataFrame) -> Iterator[pd.DataFrame]:
+    """Yield the rows of each model and task, in the order of `models` and `tasks`."""
+    for model in models(frame):
+        of_model = frame[frame["model"] == model]
+        for task in tasks(of_model):
+            yield of_model[of_model["task"] == task]
 
 
 def row_dicts(frame: pd.DataFrame) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from istar.pages.sheets import Entry, Sheet
-from istar.reports.cells import is_finite, models, tasks
+from istar.reports.cells import by_model_and_task, is_finite
 from istar.reports.method_comparisons import chosen_runs
 from istar.reports.paper_tables import NONE
 from istar.results import RunRecord
@@ -27,9 +27,8 @@ def class_isotropy(frame: pd.DataFrame, records: Mapping[str, RunRecord]) -> She
     usable = frame[frame["usable"]]
     rows = [
         row
-        for model in models(usable)
-        for task in tasks(usable[usable["model"] == model])
-        for name, runs in chosen_runs(usable[(usable["model"] == model) & (usable["task"] == task)]).items()
+        for part in by_model_and_task(usable)
+        for name, runs in chosen_runs(part).items()
         if (row := _row(name, runs, [records[folder] for folder in runs["folder"]])) is not None
     ]
     return Sheet(

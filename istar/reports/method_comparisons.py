@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from istar.reports.budgets import Budget, budget
-from istar.reports.cells import HELD_OUT, VALIDATION, best_group, models, tasks
+from istar.reports.cells import HELD_OUT, VALIDATION, best_group, by_model_and_task
 from istar.scores import displayed, is_lower_better
 from istar.statistics import multiple, paired, power
 from istar.statistics.arguments import is_constant
@@ -82,12 +82,7 @@ def compare_methods(frame: pd.DataFrame) -> Comparisons:
     adjusted by Holm's method over all methods, tasks and models together. The interval is Student's 95% interval of the
     mean difference, not adjusted.
     """
-    methods = [
-        method
-        for model in models(frame)
-        for task in tasks(frame[frame["model"] == model])
-        for method in _methods(frame[(frame["model"] == model) & (frame["task"] == task)])
-    ]
+    methods = [method for part in by_model_and_task(frame) for method in _methods(part)]
     bases: dict[tuple[str, str], Method] = {}
     for method in methods:
         if method.is_base:

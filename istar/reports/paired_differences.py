@@ -33,12 +33,7 @@ def differences_from_base(folder: Path) -> list[SeedDifferences]:
     """
     frame = cells.prepare(load_runs(folder, keep_records=True))
     usable = frame[frame["usable"]]
-    listed = [
-        differences
-        for model in cells.models(usable)
-        for task in cells.tasks(usable[usable["model"] == model])
-        for differences in _of_task(usable[(usable["model"] == model) & (usable["task"] == task)])
-    ]
+    listed = [differences for part in cells.by_model_and_task(usable) for differences in _of_task(part)]
     if not listed:
         raise UserError(
             f"{folder} holds no finished runs of Base and another method with the same task, model and seed; run both "

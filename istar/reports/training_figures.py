@@ -9,8 +9,9 @@ import numpy as np
 import pandas as pd
 
 from istar.figures.plot import Line, Panel, Plot
-from istar.reports.cells import best_group, models, tasks
+from istar.reports.cells import models, tasks
 from istar.reports.geometry_picture import LABELS
+from istar.reports.method_comparisons import chosen_runs
 from istar.results import METRICS
 
 _LOSS = "train/task_loss"
@@ -38,11 +39,10 @@ def geometry_during_training(frame: pd.DataFrame) -> list[Plot]:
 def _curves_by_method(runs: pd.DataFrame) -> dict[str, list[pd.DataFrame]]:
     """Return the tables of metrics of each method's runs, in the settings with the most seeds; Base comes first."""
     curves = {}
-    for name, group in sorted(runs.groupby("method"), key=lambda item: (item[1]["family"].iloc[0] != "base", item[0])):
-        chosen = group[group["config_hash"] == best_group(group, "config_hash")]
+    for name, chosen in chosen_runs(runs).items():
         tables = [table for folder in chosen["folder"] if (table := _read(Path(folder))) is not None]
         if tables:
-            curves[str(name)] = tables
+            curves[name] = tables
     return curves
 
 
