@@ -37,9 +37,9 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Compute the correlations, write them to the output folder and print them."""
+    """Compute the correlations, write them and a figure of the scores to the output folder, and print them."""
     check_minima(options, resamples=100, seed=0)
-    from istar.geometry import correlate, correlation_tables
+    from istar.geometry import correlate, correlation_tables, score_figure
     from istar.geometry.score_join import Selection
 
     selection = Selection(
@@ -60,6 +60,7 @@ def run(options: argparse.Namespace) -> None:
     sheet = correlation_tables.sheet(correlations, selection)
     make_folder(options.out)
     paths = correlation_tables.write(correlations, sheet, options.out)
+    paths += score_figure.write(correlations.scores, options.out)
     console = make_console()
     for table in correlation_tables.tables(sheet):
         console.print(table)

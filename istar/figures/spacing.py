@@ -1,11 +1,14 @@
-"""Choosing a few evenly spaced items, such as the layers that a figure shows."""
+"""Spacing of what a figure shows: a few evenly spaced items, such as layers, and steps on a logarithmic axis."""
 
+import itertools
 from collections.abc import Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
 MAX_ITEMS = 5
 """Most layers in a figure."""
+_FIRST, _MIN_GROWTH = 4, 1.9
+"""Number of steps that decide about a logarithmic axis, and the least ratio of two of them; 512 to 1000 is 1.95."""
 
 
 def evenly_spaced(items: Sequence[T], count: int = MAX_ITEMS) -> list[T]:
@@ -17,3 +20,13 @@ def evenly_spaced(items: Sequence[T], count: int = MAX_ITEMS) -> list[T]:
         return list(items)
     gaps = count - 1
     return [items[(2 * number * (len(items) - 1) + gaps) // (2 * gaps)] for number in range(count)]
+
+
+def are_log_spaced(steps: Sequence[int]) -> bool:
+    """Return whether steps of a training suit a logarithmic axis: the first four above 0 about double, or grow faster.
+
+    Steps at equal distances n, 2n, 3n, 4n do not. The first four decide, because a logarithmic schedule may go on in
+    equal distances, as that of Pythia does after step 1000.
+    """
+    first = sorted(step for step in steps if step > 0)[:_FIRST]
+    return len(first) == _FIRST and all(step >= _MIN_GROWTH * previous for previous, step in itertools.pairwise(first))

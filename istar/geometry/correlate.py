@@ -47,6 +47,7 @@ class CorrelationResults:
     """
 
     rows: list[dict[str, Any]]
+    scores: pd.DataFrame  # the scores over the training, see `score_join.Joined.scores_by_step`
     remarks: list[str] = field(default_factory=list)  # warnings for the user, one line each
 
 
@@ -74,7 +75,7 @@ def correlate(geometry: Path, scores: Path, selection: Selection) -> Correlation
         if not model_rows:
             remarks.append(f"left out: {model}, which has no number in the selected rows of {geometry}")
         rows += model_rows
-    return CorrelationResults(rows, remarks)
+    return CorrelationResults(rows, joined.scores_by_step, remarks)
 
 
 def _correlate_model(model: str, joined: Joined, selection: Selection) -> Iterator[dict[str, Any]]:

@@ -7,6 +7,7 @@ from istar.pages.sheets import Entry, Sheet, number_entry
 
 _COLUMNS = {
     "documents": "documents",
+    "sentences": "sentences",
     "characters": "characters",
     "bytes": "bytes",
     "bytes_per_document": "bytes per\ndocument",
@@ -23,7 +24,7 @@ def sheet(measured: Measurements) -> Sheet:
         [{"text": text, **reading} for text, reading in measured.readings.items()],
         columns=["text", *(name for name in _COLUMNS if name != "bytes_per_document")],
     )
-    frame.insert(4, "bytes_per_document", frame["bytes"].astype(float) / frame["documents"].astype(float))
+    frame.insert(5, "bytes_per_document", frame["bytes"].astype(float) / frame["documents"].astype(float))
     rows = [
         [Entry(str(row[0])), *(number_entry(float(value)) for value in row[1:])]
         for row in frame.itertuples(index=False)
@@ -31,9 +32,10 @@ def sheet(measured: Measurements) -> Sheet:
     return Sheet(
         "texts",
         "Texts and time",
-        "Each text as far as it was read: documents, their characters and their bytes in UTF-8, the tokens that the "
-        "measures include, and the time. With a maximum number of tokens, the last document may be read in part and "
-        "counts as a whole.",
+        "Each text as far as it was read: documents, their sentences by a rule of thumb (a sentence ends at a line "
+        "break, or at a full stop or another end mark before a new beginning), their characters and their bytes in "
+        "UTF-8, the tokens that the measures include, and the time. With a maximum number of tokens, the last document "
+        "may be read in part and counts as a whole.",
         ("text", *_COLUMNS.values()),
         {"": rows},
         frame,

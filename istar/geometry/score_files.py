@@ -28,6 +28,7 @@ class Score:
     revision: str  # revision on the hub; empty if the file has none
     task: str  # name of the task, with the metric, filter, split or subset that it needs
     value: float
+    standard_error: float = math.nan  # NaN if the file has none
 
 
 def read_scores(path: Path) -> tuple[pd.DataFrame, list[str]]:
@@ -37,9 +38,9 @@ def read_scores(path: Path) -> tuple[pd.DataFrame, list[str]]:
     - A folder: the `.json` files in it and in its subfolders, of which a remark counts those that are no result files.
     - Another file: CSV, see `read_csv`.
 
-    Result files have the columns `model`, `revision`, `task` and `score`. If none of them states a revision, each is of
-    another checkpoint of the same model: the last part of the model's name is then the revision. Otherwise a file
-    without a revision is of revision `main`.
+    Result files have the columns `model`, `revision`, `task`, `score` and `standard_error`, which may be empty. If none
+    of them states a revision, each is of another checkpoint of the same model: the last part of the model's name is
+    then the revision. Otherwise a file without a revision is of revision `main`.
 
     Raises:
         UserError: if the path cannot be read, or holds no scores in these formats.
@@ -69,10 +70,10 @@ def _to_cells(scores: Sequence[Score]) -> pd.DataFrame:
     for score in scores:
         name = Path(score.model).name
         revision = score.revision or (_DEFAULT_REVISION if has_revisions else name)
-        rows.append((name if has_revisions else "", revision, score.task, repr(score.value)))
-    return pd.DataFrame(
-        rows, index=[score.location for score in scores], columns=["model", "revision", "task", "score"]
-    )
+        error = "" if math.isnan(score.standard_error) else repr(score.standard_error)
+        rows.append((name if has_revisions else "", revision, score.task, repr(score.value), error))
+    columns = ["model", "revision", "task", "score", "standard_error"]
+    return pd.DataFrame(rows, index=[score.location for score in scores], columns=columns)
 
 
 def _result_scores(path: Path) -> list[Score] | None:
@@ -95,10 +96,10 @@ def _result_scores(path: Path) -> list[Score] | None:
 def harness_scores(values: Mapping[str, Any], location: str) -> Iterator[Score]:
     """Yield the scores of a file that lm-evaluation-harness wrote (`results_<date>.json`, or `--output_path`).
 
-    `results` has the metrics by task, as `acc,none` (metric and filter) or, in files of versions before 0.4, as `acc`.
-    Standard errors are left out. A task is called `sciq acc`, or `gsm8k exact_match strict-match` with a filter. The
-    model and its revision are those of `model_args` in `config`, a text such as `pretrained=<name>,revision=<name>` or
-    a table; without a name there, the model is `model_name`.
+    `results` has the metrics by task, as `acc,none` (metric and filter) or, in files of versions before 0.4, as `acc`,
+    and their standard errors as `acc_stderr,none` or `acc_stderr`. A task is called `sciq acc`, or
+    `gsm8k exact_match strict-match` with a filter. The model and its revision are those of `model_args` in `config`, a
+    text such as `pretrained=<name>,revision=<name>` or a table; without a name there, the model is `model_name`.
     """
     arguments = values.get("config", {}).get("model_args") if isinstance(values.get("config"), dict) else None
     if isinstance(arguments, str):
@@ -115,7 +116,10 @@ def harness_scores(values: Mapping[str, Any], location: str) -> Iterator[Score]:
             if metric.endswith("_stderr") or not _is_number(value) or (has_filters and not filtered):
                 continue
             name = f"{task} {metric}" if filtered in ("", "none") else f"{task} {metric} {filtered}"
-            yield Score(location, str(model), revision, name, float(value))
+            error = figures.get(f"{metric}_stderr,{filtered}" if has_filters else f"{metric}_stderr")
+            yield Score(
+                location, str(model), revision, name, float(value), float(error) if _is_number(error) else math.nan
+            )
 
 
 def mteb_scores(values: Mapping[str, Any], path: Path) -> Iterator[Score]:

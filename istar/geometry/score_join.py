@@ -62,6 +62,9 @@ class Joined:
     # from the scores have an empty source and layer, and count for all.
     given: Mapping[str, Mapping[tuple[Any, ...], float]]
     steps: Mapping[tuple[str, Any], int]  # step of each point of the measures that has one, by model and point
+    # All scores of these models at checkpoints with a known step, also those without measures: `model`, `task`,
+    # `step`, `score` and `standard_error`, NaN if it is unknown.
+    scores_by_step: pd.DataFrame
     remarks: list[str]  # warnings for the user, one line each
 
     def covariates(self, model: str, place: Place, points: Sequence[Any]) -> np.ndarray:
@@ -102,6 +105,7 @@ def join(geometry: Path, scores: Path, selection: Selection) -> Joined:
     models, left_out = _common_models(measured, scored, geometry, scores, list(given.values()))
     measured, scored = (_without_omitted(rows, selection) for rows in (measured, scored))
     remarks += left_out + _equal_weights_warnings(measured)
+    scores_by_step = _scores_by_step(scored, measured)
     if selection.pool:
         for rows in (measured, scored, *given.values()):
             rows["point"] = rows["model"] + " " + rows["point"].astype(str)
@@ -127,6 +131,7 @@ def join(geometry: Path, scores: Path, selection: Selection) -> Joined:
         list(scored["name"].unique()),
         {name: _by_place(rows) for name, rows in given.items()},
         _steps(measured),
+        scores_by_step,
         remarks,
     )
 
@@ -163,7 +168,7 @@ def _long_format(
 
     Returns:
         The keys; `name`, the cell's column, or its task if the file has the columns `task` and `score`; and the `text`
-        of the cell.
+        of the cell. With these columns, also `standard_error`, empty if the file has no such column.
     """
     columns = [name.removeprefix(_VALUE) for name in map(str, keyed) if name.startswith(_VALUE)]
     columns = [name for name in columns if name not in skipped]
@@ -172,7 +177,8 @@ def _long_format(
     _check_known("--measure", selected, columns, path)
     keys = keyed[[*KEYS, "point"]]
     if {"task", "score"} <= set(columns):
-        return keys.assign(name=keyed[f"{_VALUE}task"], text=keyed[f"{_VALUE}score"])
+        errors = keyed.get(f"{_VALUE}standard_error", "")
+        return keys.assign(name=keyed[f"{_VALUE}task"], text=keyed[f"{_VALUE}score"], standard_error=errors)
     parts = [keys.assign(name=name, text=keyed[_VALUE + name], row=range(len(keyed))) for name in selected or columns]
     return pd.concat(parts).sort_values("row", kind="stable").drop(columns="row")
 
@@ -239,6 +245,21 @@ def _steps(rows: pd.DataFrame) -> dict[tuple[str, Any], int]:
         for model, point, label in zip(unique["model"], unique["point"], labels, strict=True)
     }
     return {key: step for key, step in parsed.items() if step is not None}
+
+
+def _scores_by_step(scored: pd.DataFrame, measured: pd.DataFrame) -> pd.DataFrame:
+    """Return `Joined.scores_by_step`; the step of a score is the one that its row states, or that of the measures."""
+    steps = {**_steps(measured), **_steps(scored)}
+    scores = _parse_values(scored)
+    errors = scores["standard_error"] if "standard_error" in scores else pd.Series("", scores.index)
+    table = pd.DataFrame({
+        "model": scores["model"],
+        "task": scores["name"],
+        "step": [steps.get(key) for key in zip(scores["model"], scores["point"], strict=True)],
+        "score": scores["value"],
+        "standard_error": pd.to_numeric(errors, errors="coerce"),
+    })  # fmt: skip
+    return table[table["model"].isin(set(measured["model"]))].dropna(subset=["step"]).sort_values("step", kind="stable")
 
 
 def _check_known(option: str, names: Iterable[str], known: Iterable[str], path: Path) -> None:

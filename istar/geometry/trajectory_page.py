@@ -1,6 +1,5 @@
 """HTML page with figures of a model's geometry over its training."""
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -9,7 +8,7 @@ from pathlib import Path
 from istar.errors import UserError
 from istar.figures import drawing
 from istar.figures.plot import Panel, Plot
-from istar.figures.spacing import evenly_spaced
+from istar.figures.spacing import are_log_spaced, evenly_spaced
 from istar.files import atomic_write
 from istar.geometry import measure
 from istar.geometry.measure import Measurements
@@ -35,9 +34,6 @@ _TEXTS = {
     "final_norm": ("The final normalization", "Norms of its gain and bias, divided by the square root of the width."),
 }
 """Title and caption of each plot, by the plot's name."""
-
-_FIRST, _MIN_GROWTH = 4, 1.9
-"""Number of steps that decide about a logarithmic axis, and the least ratio of two of them; 512 to 1000 is 1.95."""
 
 
 def check(plan: Plan, checkpoints: Sequence[Checkpoint]) -> None:
@@ -134,13 +130,3 @@ def plots(checkpoints: Sequence[Checkpoint], measured: Mapping[str, Measurements
         )
         for name, (title, caption) in _TEXTS.items()
     ]
-
-
-def are_log_spaced(steps: Sequence[int]) -> bool:
-    """Return whether steps of a training suit a logarithmic axis: the first four above 0 about double, or grow faster.
-
-    Steps at equal distances n, 2n, 3n, 4n do not. The first four decide, because a logarithmic schedule may go on in
-    equal distances, as that of Pythia does after step 1000.
-    """
-    first = sorted(step for step in steps if step > 0)[:_FIRST]
-    return len(first) == _FIRST and all(step >= _MIN_GROWTH * previous for previous, step in itertools.pairwise(first))

@@ -46,6 +46,19 @@ def test_documents_are_counted_as_they_are_read(documents: corpus.Documents) -> 
     total = corpus.Reading(documents=1, seconds=0.5)
     total.add(reading)
     assert (total.documents, total.characters, total.seconds) == (5, reading.characters, 0.5)
+    assert reading.sentences == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "sentences"),
+    [
+        ("", 0), (" \n ... \n", 0), ("no end", 1), ("One. Two! Three? Four…", 4), ("It costs 3.5 dollars. Or 4.", 2),
+        ("e.g. this one", 1), ('He said "No." Then he left.', 2), ("A heading\nA sentence.\n\nAnother one.", 3),
+        ("one。two。three", 3), ("Été. Élan. Über", 3), ("see fig. 3 of the paper", 2), ("Why?! (Because.) So", 3),
+    ],
+)  # fmt: skip
+def test_sentences(text: str, sentences: int) -> None:
+    assert corpus.count_sentences(text) == sentences
 
 
 @pytest.mark.parametrize("length", [4, 7, 512])

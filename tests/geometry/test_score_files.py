@@ -73,6 +73,13 @@ def test_a_file_of_the_harness(tmp_path: Path) -> None:
     ]
 
 
+def test_standard_errors_of_the_harness(tmp_path: Path) -> None:
+    path = write(tmp_path / "results_1.json", harness("EleutherAI/pythia-70m", "step1000", 0.4))
+    assert list(read_scores(path)[0]["standard_error"]) == ["0.015", "", "0.1"]
+    old = {"results": {"sciq": {"acc": 0.4, "acc_stderr": 0.02}}, "config": {"model_args": "pretrained=pythia-70m"}}
+    assert list(read_scores(write(tmp_path / "old.json", old))[0]["standard_error"]) == ["0.02"]
+
+
 @pytest.mark.parametrize(
     "config",
     [

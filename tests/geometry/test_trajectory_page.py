@@ -11,6 +11,7 @@ import torch
 from istar.cli.main import main
 from istar.figures.drawing import render
 from istar.figures.plot import Line, Panel, Plot
+from istar.figures.spacing import are_log_spaced
 from istar.geometry import saved_checkpoints, trajectory, trajectory_page
 from istar.geometry.stream import Pass
 from tests.geometry.test_stream import TOKENIZER, WORDS, gpt2
@@ -113,7 +114,7 @@ def test_checkpoints_without_steps_keep_their_order(training: Path) -> None:
     ],
 )
 def test_when_the_axis_is_logarithmic(steps: list[int], is_logarithmic: bool) -> None:
-    assert trajectory_page.are_log_spaced(steps) == is_logarithmic
+    assert are_log_spaced(steps) == is_logarithmic
 
 
 def test_a_logarithmic_axis_shows_step_0() -> None:
