@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogFormatter, MaxNLocator
 
 from istar.figures.plot import Line, Panel, Plot
+from istar.figures.spacing import ridges
 from istar.figures.spots import Spot, spots
 
 INK, PAPER, RED = "#101418", "#ffffff", "#c2260c"
@@ -134,7 +135,7 @@ def describe(plot: Plot) -> str:
 
 
 def _describe_line(line: Line, plot: Plot) -> str:
-    """Describe a line by its first and last point, a histogram by its range and its highest bin."""
+    """Describe a line by its first and last point, a distribution by its range and its highest bin."""
     finite = [(x, y) for x, y in zip(line.x, line.y, strict=True) if math.isfinite(x) and math.isfinite(y)]
     if not finite:
         return f"{line.label} without a number"
@@ -148,7 +149,7 @@ def _describe_line(line: Line, plot: Plot) -> str:
     if plot.kind == "columns":
         return ", ".join(f"{line.label} {y} for {x}" for x, y in texts)
     (first_x, first_y), (last_x, last_y) = texts[0], texts[-1]
-    if plot.kind == "histogram":
+    if plot.kind in ("histogram", "ridges"):
         return f"{line.label} from {first_x} to {last_x}, most at {max(finite, key=lambda point: point[1])[0]:.4g}"
     if len(finite) == 1:
         return f"{line.label} {first_y} at {first_x}"
@@ -159,14 +160,17 @@ def _draw(plot: Plot) -> Figure:
     """Draw all panels on a grid, with one legend for all of them below."""
     columns = 2 if len(plot.panels) == 4 else min(3, len(plot.panels))
     rows = math.ceil(len(plot.panels) / columns)
-    # The rows of a heatmap and of ranks are named on its axis.
+    # The rows of a heatmap, of ridges and of ranks are named on its axis.
     styles = _line_styles(plot) if plot.kind not in ("heatmap", "ranks") else {}
-    legend_rows = math.ceil(len(styles) / _legend_columns(columns, list(styles))) if len(styles) > 1 else 0
+    has_legend = len(styles) > 1 and plot.kind != "ridges"
+    legend_rows = math.ceil(len(styles) / _legend_columns(columns, list(styles))) if has_legend else 0
     width = {1: 6.5, 2: 8.5, 3: 11.0}[columns]
     height = rows * (3.0 if columns > 1 else 3.6) + 0.25 * legend_rows
     if plot.kind == "ranks":
         width = 8.5
         height = sum(1.4 + 0.3 * len(panel.lines) + 0.1 * len(panel.groups) for panel in plot.panels)
+    if plot.kind == "ridges":
+        height = rows * max(1.2 + 0.5 * len(panel.lines) for panel in plot.panels)
     figure = Figure(figsize=(width, height), dpi=PNG_DPI, layout="constrained")
     handles: dict[str, Any] = {}
     for axes, panel in itertools.zip_longest(figure.subplots(rows, columns, squeeze=False).flat, plot.panels):
@@ -254,6 +258,8 @@ def _draw_panel(axes: Axes, plot: Plot, panel: Panel, styles: Mapping[str, Mappi
     lines = sorted(panel.lines, key=lambda line: list(styles).index(line.label))
     if plot.kind == "columns":
         _draw_columns(axes, lines, styles)
+    elif plot.kind == "ridges":
+        _draw_ridges(axes, panel.lines, styles)
     else:
         for line in lines:
             _draw_line(axes, plot.kind, line, dict(styles[line.label]))
@@ -269,7 +275,7 @@ def _draw_panel(axes: Axes, plot: Plot, panel: Panel, styles: Mapping[str, Mappi
     _set_scales(axes, plot, panel)
     _set_bounds(axes, plot, panel)
     axes.margins(x=0.06 if plot.kind != "line" else 0.03)
-    if not plot.log_y:
+    if not plot.log_y and plot.kind != "ridges":
         axes.ticklabel_format(axis="y", useOffset=False)
 
 
@@ -358,6 +364,19 @@ def _draw_ranks(axes: Axes, plot: Plot, panel: Panel) -> None:
     axes.spines["bottom"].set_visible(False)
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False, axis="y")
+
+
+def _draw_ridges(axes: Axes, lines: Sequence[Line], styles: Mapping[str, Mapping[str, Any]]) -> None:
+    """Draw each line as a filled curve in its row, and name the rows on the y axis."""
+    bases = range(len(lines) - 1, -1, -1)
+    for line, base, ys in zip(lines, bases, ridges([line.y for line in lines]), strict=True):
+        color = styles[line.label]["color"]
+        axes.fill_between(line.x, ys, base, color=color, alpha=0.25, linewidth=0)
+        axes.plot(line.x, ys, color=color, linewidth=1.2)
+    axes.set_yticks(bases, [line.label for line in lines])
+    axes.set_ylim(-0.05, len(lines))
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
 
 
 def _mark_points(axes: Axes, lines: Sequence[Line], styles: Mapping[str, Mapping[str, Any]]) -> None:

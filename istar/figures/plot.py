@@ -53,7 +53,8 @@ class Plot:
 
     The kinds are `line` (with error bands; a line of a single point has an error bar), `points` (error bars without a
     line), `bars` (error bars on a line), `columns` (side by side), `histogram` (steps at the middles of the bins),
-    `scatter`, `heatmap` and `ranks`. A line of a heatmap is a row: its label names the row, and `Panel.columns` name
+    `ridges` (distributions, each on a row with its name and scaled to its own maximum), `scatter`, `heatmap` and
+    `ranks`. A line of a heatmap is a row: its label names the row, and `Panel.columns` name
     the columns. The scale is from 0 to 1. `ranks` is a critical-difference diagram: each line has one point, its x is
     the average rank, and its y is the row, from 1, in which its label stands.
     """

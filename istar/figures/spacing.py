@@ -1,6 +1,7 @@
-"""Spacing of what a figure shows: a few evenly spaced items, such as layers, and steps on a logarithmic axis."""
+"""Spacing of what a figure shows: evenly spaced items, steps on a logarithmic axis, and the rows of ridgelines."""
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -30,3 +31,16 @@ def are_log_spaced(steps: Sequence[int]) -> bool:
     """
     first = sorted(step for step in steps if step > 0)[:_FIRST]
     return len(first) == _FIRST and all(step >= _MIN_GROWTH * previous for previous, step in itertools.pairwise(first))
+
+
+def ridges(curves: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Return the curves of a ridgeline plot: each has a row, the first one on top, and its maximum fills most of it.
+
+    The row of curve i of n begins at height n - 1 - i, and its maximum is 0.85 above. Values are at least 0, or NaN.
+    """
+    rows = []
+    for number, curve in enumerate(curves):
+        highest = max((value for value in curve if math.isfinite(value)), default=0.0)
+        scale = 0.85 / highest if highest > 0 else 0.0
+        rows.append([len(curves) - 1 - number + scale * value for value in curve])
+    return rows

@@ -7,11 +7,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from istar.figures.plot import Line, Panel, Plot
-from istar.figures.spacing import evenly_spaced
+from istar.figures.spacing import evenly_spaced, ridges
 
 MAX_SPOTS = 1_000
 """Most spots of a figure. With more points, each line has spots at evenly spaced ones."""
-_KINDS = ("line", "points", "bars", "columns", "histogram", "scatter", "heatmap", "ranks")
+_KINDS = ("line", "points", "bars", "columns", "histogram", "ridges", "scatter", "heatmap", "ranks")
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,13 @@ def _line_spots(figure: Figure, axes: Axes, plot: Plot, panel: Panel, line: Line
 
 
 def _positions(axes: Axes, plot: Plot, panel: Panel, line: Line) -> list[tuple[float, float]]:
-    """Return the coordinates of a line's points as drawn: columns stand side by side, and cells have a middle."""
+    """Return the coordinates of a line's points as drawn: columns stand side by side, and ridges in rows."""
     if plot.kind == "heatmap":
         row = panel.lines.index(line)
         return [(column + 0.5, row + 0.5) for column in range(len(line.y))]
+    if plot.kind == "ridges":
+        ys = ridges([other.y for other in panel.lines])[panel.lines.index(line)]
+        return list(zip(line.x, ys, strict=True))
     if plot.kind != "columns":
         return list(zip(line.x, line.y, strict=True))
     bars = next(container for container in axes.containers if container.get_label() == line.label)

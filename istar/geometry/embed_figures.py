@@ -161,8 +161,9 @@ def norms(subjects: Sequence[ModelEmbeddings]) -> Plot:
     return Plot(
         "figure5_norms",
         "Figure 5, norms",
-        "Kernel density estimate, with Gaussian kernels and Scott's bandwidth, of the norms of the matrix's rows.",
-        "line",
+        "Kernel density estimate, with Gaussian kernels and Scott's bandwidth, of the norms of the matrix's rows; each "
+        "curve is scaled to its own maximum.",
+        "ridges",
         "norm",
         (panel("density", lines, _only_label(lines)),) if lines else (),
     )

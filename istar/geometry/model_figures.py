@@ -135,7 +135,8 @@ _TEXTS = {
     ),
     "state_norms": (
         "Norms of the hidden states",
-        "Percentage of the tokens by the norm of their state, in bins of a fortieth of a decade. All texts together.",
+        "Percentage of the tokens by the norm of their state, in bins of a fortieth of a decade; each curve is scaled "
+        "to its own maximum. All texts together.",
     ),
     "partition": (
         "I(W) of the embedding matrix",
@@ -482,7 +483,7 @@ def state_norms(measured: Measurements) -> Plot:
             xs = (middles[0] / factor, *middles, middles[-1] * factor)
             lines.append(Line(tap_name(tap), xs, (0.0, *(100 * count / total for count in counts), 0.0)))
     panels = (panel("tokens, percent", lines),) if lines else ()
-    return Plot("state_norms", *_TEXTS["state_norms"], "histogram", "norm", panels, log_x=True, ordered=True)
+    return Plot("state_norms", *_TEXTS["state_norms"], "ridges", "norm", panels, log_x=True, ordered=True)
 
 
 def row_norms(measured: Measurements) -> Plot:

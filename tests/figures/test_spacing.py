@@ -1,4 +1,4 @@
-"""The layers that a figure shows: evenly spaced, with the first and the last."""
+"""Evenly spaced layers, with the first and the last, and the rows of ridgelines."""
 
 import itertools
 import math
@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from istar.figures.spacing import evenly_spaced
+from istar.figures.spacing import evenly_spaced, ridges
 
 
 @pytest.mark.parametrize("count", range(1, 101))
@@ -26,3 +26,10 @@ def test_names_and_other_numbers_of_items() -> None:
     assert evenly_spaced("abcdefg", 3) == ["a", "d", "g"]
     assert evenly_spaced(["only"]) == ["only"]
     assert evenly_spaced([]) == []
+
+
+def test_each_ridge_has_a_row_and_fills_it() -> None:
+    rows = ridges([(0.0, 4.0, 2.0), (0.0, math.nan, 100.0), (0.0, 0.0, 0.0)])
+    assert rows[0] == pytest.approx([2, 2.85, 2.425])
+    assert rows[1] == pytest.approx([1, math.nan, 1.85], nan_ok=True)
+    assert rows[2] == [0, 0, 0]
