@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from torch import nn
+
 from istar.config.checks import at_least, one_of
 from istar.errors import UserError
 from istar.regularizers import (
@@ -67,8 +69,49 @@ class NoRegConfig:
         """Return the function from the step and the number of steps to lambda; None if lambda does not change."""
         return None
 
+    def weight_decay(self, default: float) -> float:
+        """Return the weight decay of the optimizer, which is the default `optim.weight_decay` with all penalties."""
+        return default
+
     def resolve(self, precision: str) -> None:
         """Set values that depend on the trainer's precision, if they are None."""
+
+
+@dataclass
+class WeightDecayConfig(NoRegConfig):
+    """A placebo: no penalty on hidden states, but another weight decay."""
+
+    name: str = "weight_decay"
+    weight: float = field(default=0.1, metadata={"key": "lambda"})
+    """Weight decay of AdamW, above 0, in place of optim.weight_decay; not of biases and gains."""
+
+    def __post_init__(self) -> None:
+        _in_range("reg.lambda", self.weight, 0)
+
+    def weight_decay(self, default: float) -> float:
+        """Return the weight decay of the placebo."""
+        return self.weight
+
+
+@dataclass
+class DropoutConfig(NoRegConfig):
+    """A placebo: no penalty on hidden states, but another dropout."""
+
+    name: str = "dropout"
+    weight: float = field(default=0.2, metadata={"key": "lambda"})
+    """Dropout probability, between 0 and 1, of all modules of the model that have dropout."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.weight < 1:
+            raise UserError(f"reg.lambda={self.weight:g}; with reg=dropout, expected a probability between 0 and 1")
+
+    def attach(self, model: Any, special_ids: Sequence[int], seed: int) -> None:
+        """Set the dropout probability of the model; see `NoRegConfig.attach`."""
+        modules = [module for module in model.modules() if isinstance(module, nn.Dropout)]
+        if not modules:
+            raise UserError(f"reg=dropout: {type(model).__name__} has no dropout modules; choose another penalty")
+        for module in modules:
+            module.p = self.weight
 
 
 @dataclass
@@ -470,6 +513,8 @@ PENALTIES: dict[str, type[NoRegConfig]] = {
     "sigreg": SigRegConfig,
     "spectrum": SpectrumConfig,
     "random_direction": RandomDirectionConfig,
+    "weight_decay": WeightDecayConfig,
+    "dropout": DropoutConfig,
 }
 """The dataclass of each value of `reg`."""
 

@@ -171,6 +171,7 @@ _METHOD_NAMES = {
     "sigreg": "SIGReg",
     "spectrum": "spectrum control",
     "random_direction": "random direction",
+    "weight_decay": "weight decay",
 }
 
 
@@ -187,7 +188,7 @@ def method(record: RunRecord) -> str:
         parts.append(estimator.replace("_", " "))
     elif "zeta" in reg:
         parts.append("ζ=auto" if reg["zeta"] == "auto" else f"ζ={reg['zeta']:g}")
-    parts += ["padding counted"] if reg["include_padding"] else []
+    parts += ["padding counted"] if reg.get("include_padding") else []
     if reg.get("target_score") is not None:
         side = "" if reg.get("side", "both") == "both" else f" if {reg['side']}"
         parts.append(f"to {reg['target_score']}{side}")

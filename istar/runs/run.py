@@ -23,6 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from istar import models, results
 from istar.config import Config, TensorBoardConfig, TrainerConfig
+from istar.config.penalties import CosRegConfig
 from istar.config.schema import to_dict
 from istar.errors import NonFiniteError, StoppedError, UserError, shorten
 from istar.files import atomic_write, remove_drafts, sole_writer, write_text
@@ -163,7 +164,7 @@ def _assemble(
 ) -> Job:
     """Build tokenized data, model, penalty, callbacks and trainer; writes no files but the cache of tokenized data."""
     model_config = models.load_config(config.model, spec, tokenizer)
-    if config.reg.name != "none":
+    if isinstance(config.reg, CosRegConfig):
         layer_numbers(model_config.num_hidden_layers, config.reg.layers)
     prepared = prepare(spec, config, examples, tokenizer, model_config)
     # From here on, only the initialization of the head and dropout draw from the global random generators.
@@ -202,10 +203,11 @@ def _module(
         "max_steps": config.trainer.lightning.get("max_steps"),
         "weight_schedule": config.reg.weight_schedule(),
     }
+    optim = replace(config.optim, weight_decay=config.reg.weight_decay(config.optim.weight_decay))
     if not spec.is_language_modelling:
-        return FineTuner(model, watch, config.optim, prepared.evaluators, **options)
+        return FineTuner(model, watch, optim, prepared.evaluators, **options)
     options |= {"is_causal": spec.kind == "causal_lm", "head_at_labels": not config.model.compile}
-    return LanguageModelTuner(model, watch, config.optim, prepared.evaluators, **options)
+    return LanguageModelTuner(model, watch, optim, prepared.evaluators, **options)
 
 
 def _checkpoints(

@@ -4,8 +4,17 @@ from typing import Any
 
 import pytest
 import transformers as hf
+from torch import nn
 
-from istar.config.penalties import PENALTIES, CosRegConfig, IStarConfig, KurtosisConfig, NoRegConfig
+from istar.config.penalties import (
+    PENALTIES,
+    CosRegConfig,
+    DropoutConfig,
+    IStarConfig,
+    KurtosisConfig,
+    NoRegConfig,
+    WeightDecayConfig,
+)
 from istar.errors import UserError
 from istar.regularizers import EmbeddingWatch, Points, SetPoint, Watch
 
@@ -94,9 +103,25 @@ def test_every_setting_reaches_its_penalty(name: str) -> None:
     assert isinstance(kind().attach(tiny(), (), seed=0), Watch)
 
 
+def test_the_placebos_without_a_penalty() -> None:
+    decay, dropout = WeightDecayConfig(weight=0.3), DropoutConfig(weight=0.4)
+    assert (decay.weight_decay(0.01), dropout.weight_decay(0.01)) == (0.3, 0.01)
+    model = tiny()
+    before = [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
+    assert (decay.attach(model, (), 0), decay.build(), dropout.build()) == (None, None, None)
+    assert before == [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
+    dropout.attach(model, (), 0)
+    assert {module.p for module in model.modules() if isinstance(module, nn.Dropout)} == {0.4}
+    with pytest.raises(UserError, match="reg=dropout: Linear has no dropout modules"):
+        dropout.attach(nn.Linear(2, 2), (), 0)
+
+
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
+        ("weight_decay", {"weight": 0.0}, r"reg\.lambda=0; expected a finite number above 0"),
+        ("dropout", {"weight": 1.0}, r"reg\.lambda=1; with reg=dropout, expected a probability between 0 and 1"),
+        ("dropout", {"weight": 0.0}, r"reg\.lambda=0; with reg=dropout, expected"),
         ("vicreg", {"variance_weight": -1.0}, r"reg\.variance_weight=-1; expected a finite number of at least 0"),
         ("vicreg", {"covariance_weight": float("nan")}, r"reg\.covariance_weight=nan; expected"),
         ("uniformity", {"temperature": 0.0}, r"reg\.temperature=0; expected a finite number above 0"),

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from istar.models import tiny
+from istar.reports.run_tables import method
 from istar.runs.run import run
 from istar.tasks import demo, metrics
 from tests.runs.artifacts import DEMOS, TINY, Build, everything_measured, folders_in, logged, place, rows_of, rte
@@ -24,6 +25,21 @@ def test_lambda_0_is_no_regularizer(done: Callable[..., Any], reg: str) -> None:
     assert everything_measured(zero) == everything_measured(plain)
     assert rows_of(zero_folder / "predictions.jsonl") == rows_of(plain_folder / "predictions.jsonl")
     assert logged(zero_folder)["train/loss"] == logged(plain_folder)["train/loss"]
+
+
+def test_the_placebos_are_weight_decay_and_dropout(done: Callable[..., Any]) -> None:
+    more = ("task=demo", "optim.lr=3e-3")
+    _, plain, plain_folder = done(*more, "reg=none")
+    _, decayed, _ = done(*more, "reg=none", "optim.weight_decay=0.5")
+    _, placebo, placebo_folder = done(*more, "reg=weight_decay", "reg.lambda=0.5")
+    assert everything_measured(placebo) == everything_measured(decayed) != everything_measured(plain)
+    assert method(placebo) == "weight decay λ=0.5"
+    # The model's own probability is 0.1 everywhere.
+    _, same, same_folder = done(*more, "reg=dropout", "reg.lambda=0.1")
+    _, stronger, _ = done(*more, "reg=dropout", "reg.lambda=0.4")
+    assert everything_measured(same) == everything_measured(plain) != everything_measured(stronger)
+    assert logged(same_folder)["train/loss"] == logged(plain_folder)["train/loss"]
+    assert logged(placebo_folder)["train/loss"] != logged(plain_folder)["train/loss"]
 
 
 def test_the_sign_of_lambda(done: Callable[..., Any]) -> None:

@@ -113,7 +113,7 @@ PRETRAINING = {
     "cosreg": {"reg": ("cosreg",), "reg.lambda": (1,)},
     "cosreg_output": {"reg": ("cosreg",), "reg.lambda": (1,), "reg.target": ("output_embeddings",)},
 }  # fmt: skip
-TASKS_AND_RATES = {"task": ("mrpc", "stsb", "sst5", "rte"), "optim.lr": (5e-5, 1e-4, 3e-4)}
+TASKS_AND_RATES = {"task": ("mrpc", "stsb", "sst5", "rte"), "optim.lr": (1e-4, 3e-4, 1e-3)}
 RATES = {"optim.lr": (1e-5, 3e-5, 5e-5)}
 GRIDS = {
     "table1": {
@@ -152,7 +152,9 @@ GRIDS = {
         "vicreg": {"reg": ("vicreg",), "reg.lambda": (0.1,), **RATES},
         "uniformity": {"reg": ("uniformity",), "reg.lambda": (1,), "reg.points": ("last",), **RATES},
         "spectrum": {"reg": ("spectrum",), "reg.lambda": (1,), **RATES},
-        "placebo": {"reg": ("random_direction",), "reg.lambda": (1,), **RATES},
+        "random_direction": {"reg": ("random_direction",), "reg.lambda": (1,), **RATES},
+        "weight_decay": {"reg": ("weight_decay",), "reg.lambda": (0.1,), **RATES},
+        "dropout": {"reg": ("dropout",), "reg.lambda": (0.2,), **RATES},
     },
 }  # fmt: skip
 """The values of each grid, as the paper has them in Section 4, Appendices E to G and the captions of the figures. The
@@ -205,11 +207,11 @@ def test_all_methods_of_the_sweep_of_penalties_have_equal_trials(sweeper_for: Ca
         settings = schema.load_sweep(sweeper.config)
         assert settings.seeds == list(range(1, 11))
         found.append(expand([], sweeper.params, settings.grids or {}))
-        config = sweeper.compose([choice, "task=mrpc", *found[-1]["placebo"][0]])
+        config = sweeper.compose([choice, "task=mrpc", *found[-1]["random_direction"][0]])
         assert (config.task.name, config.task.validation_fraction) == ("mrpc", 0.1)
         assert config.reg.name == "random_direction"
     assert found[0] == found[1]
-    assert [len(runs) for runs in found[0].values()] == [3] * 10
+    assert [len(runs) for runs in found[0].values()] == [3] * 12
 
 
 def repr_of(run: dict[str, Any]) -> str:
