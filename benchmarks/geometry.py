@@ -1,13 +1,19 @@
-"""Compares a pass of `istar measure` with the bare forward pass over the same blocks: `python -m benchmarks.geometry`.
+"""Compares a pass of `istar measure` with the bare forward pass over the same batches: `python -m benchmarks.geometry`.
 
-Prints the seconds of both, their ratio, and the memory that the pass takes in addition to the model's forward pass.
-Both take place in this process, on the CPU, and with the same random model; their order rotates from round to round.
-The defaults take 3 minutes on two idle cores.
+The documents are of 1 to 60 random words, each seen alone, in batches of like length. The contenders are the forward
+pass alone, on batches that are ready; `istar measure` from the text to the table of its basic measures; and the same
+without standard errors. Prints the seconds, their ratios, and the memory that the passes take in addition to the model's
+forward pass. All take place in this process, on the CPU, and with the same random model; their order rotates from round
+to round. The defaults take 5 minutes on two idle cores.
+
+    python -m benchmarks.geometry --documents packed          blocks of several documents, all of the same length
+    python -m benchmarks.geometry --rounds 1 --tokens 500000 --layers 2 --width 128         memory of a long text
 """
 
 import argparse
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -16,7 +22,7 @@ import torch
 from transformers import BertConfig, BertModel
 
 from benchmarks.common import comparison_table, console, paired_ratio, peak_mb, positive, seconds_in_rotation
-from istar.geometry.corpus import Blocks, Source, batch
+from istar.geometry.corpus import Blocks, Source, batch, longest_first
 from istar.geometry.stream import Pass, Statistics, Stream
 from istar.models import tiny
 from istar.tasks import demo
@@ -31,22 +37,25 @@ def main() -> None:
     options = make_parser().parse_args()
     tokenizer = tiny.tokenizer(demo.vocabulary())
     model = random_model(options.layers, options.width, options.vocabulary)
-    settings = Pass(options.length, intra=not options.no_intra, documents="packed")
+    settings = Pass(options.length, intra=not options.no_intra, documents=options.documents)
     with tempfile.TemporaryDirectory() as folder:
         source = write_random_text(Path(folder) / "text.txt", options.tokens)
-        packed = Blocks(tokenizer, settings.length, "packed")(read_documents(source.path))
-        rows = (block.tokens for block in packed)
-        blocks = [batch(chunk, 0) for chunk in chunks(rows, settings.batch_size)]
-        bare_forward = partial(forward, model, blocks)
+        blocks = Blocks(tokenizer, settings.length, settings.documents)(read_documents(source.path))
+        batches = [
+            batch([block.tokens for block in chunk], 0)
+            for window in longest_first(blocks, lambda block: len(block.tokens))
+            for chunk in chunks(window, settings.batch_size)
+        ]
+        bare_forward = partial(forward, model, batches)
         bare_forward()
         cpu = torch.device("cpu")
         before = peak_mb(cpu)
-        calls: dict[str, Callable[[], object]] = {
-            PEER: bare_forward,
-            "istar measure": lambda: Stream(model, tokenizer, settings)([source], Statistics.measures),
-        }
+        calls: dict[str, Callable[[], object]] = {PEER: bare_forward}
+        for name, groups in (("istar measure", settings.groups), ("without standard errors", 0)):
+            stream = Stream(model, tokenizer, replace(settings, groups=groups))
+            calls[name] = partial(stream, [source], Statistics.measures)
         seconds = seconds_in_rotation(calls, options.rounds, cpu)
-    tokens = sum(int(inputs["attention_mask"].sum()) for inputs in blocks)
+    tokens = sum(int(inputs["attention_mask"].sum()) for inputs in batches)
     columns = ("seconds (median)", "lowest", "highest", f"ratio to the {PEER}")
     table = comparison_table(f"{tokens:,} tokens, {options.rounds} rounds", columns, options.rounds)
     for name, values in seconds.items():
@@ -63,6 +72,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--layers", type=positive, default=6, help="layers of the model (default: 6)")
     parser.add_argument("--width", type=positive, default=384, help="a multiple of 32 (default: 384)")
     parser.add_argument("--length", type=positive, default=256, help="tokens of a block (default: 256)")
+    parser.add_argument("--documents", choices=("separate", "packed"), default="separate", help="default: separate")
     parser.add_argument("--vocabulary", type=positive, default=30_522, help="words of IntraSim (default: 30522)")
     parser.add_argument("--no-intra", action="store_true", help="leave out IntraSim and its memory")
     return parser
@@ -82,18 +92,20 @@ def random_model(layers: int, width: int, vocabulary: int) -> BertModel:
 
 
 def write_random_text(path: Path, tokens: int) -> Source:
-    """Write documents of 19 random words each, about this many tokens in all, and return the file as a source."""
+    """Write documents of 1 to 60 random words, about this many tokens in all, and return the file as a source."""
     words = demo.vocabulary()
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randint(len(words), (max(1, tokens // 20), 19), generator=generator).tolist()
-    path.write_text("\n".join(" ".join(words[number] for number in row) for row in rows))
+    lengths = torch.randint(1, 61, (max(1, round(tokens / 32.5)),), generator=generator)  # and two special tokens
+    numbers = torch.randint(len(words), (int(lengths.sum()),), generator=generator)
+    documents = (" ".join(words[number] for number in part.tolist()) for part in numbers.split(lengths.tolist()))
+    path.write_text("\n".join(documents))
     return Source("text", path)
 
 
 @torch.inference_mode()
-def forward(model: BertModel, blocks: list[dict[str, torch.Tensor]]) -> None:
-    """Execute the forward pass over all blocks."""
-    for inputs in blocks:
+def forward(model: BertModel, batches: list[dict[str, torch.Tensor]]) -> None:
+    """Execute the forward pass over all batches."""
+    for inputs in batches:
         model(**inputs)
 
 
