@@ -2,9 +2,9 @@
 
 The documents are of 1 to 60 random words, each seen alone, in batches of like length. The contenders are the forward
 pass alone, on batches that are ready; `istar measure` from the text to the table of its basic measures; and the same
-without standard errors. Prints the seconds, their ratios, and the memory that the passes take in addition to the model's
-forward pass. All take place in this process, on the CPU, and with the same random model; their order rotates from round
-to round. The defaults take 5 minutes on two idle cores.
+without standard errors. Prints the seconds, their ratios, and the memory that the passes take in addition to the
+model's forward pass. All take place in this process, on the CPU, and with the same random model; their order rotates
+from round to round. The defaults take 5 minutes on two idle cores.
 
     python -m benchmarks.geometry --documents packed          blocks of several documents, all of the same length
     python -m benchmarks.geometry --rounds 1 --tokens 500000 --layers 2 --width 128         memory of a long text
