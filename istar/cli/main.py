@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"istar {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command", dest="name")
-    commands.add_parser("train", help="fine-tune an encoder: istar train task=rte reg=istar reg.lambda=-1")
+    commands.add_parser("train", help="train or fine-tune a model: istar train task=rte reg=istar reg.lambda=-1")
     for command in (results, report, watch, measure, compare, embed, correlate, power, plan, quantize):
         command.add_parser(commands)
     return parser
