@@ -19,7 +19,8 @@ from rich.table import Table
 from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification
 
-from istar.regularizers import IStar, select_layers
+from istar.config.penalties import PENALTIES, CosRegConfig
+from istar.regularizers import IStar, Penalty, select_layers
 from istar.training.memory import keep_freed_memory
 from istar.training.precision import EMULATION_RATIO, bfloat16_ratio
 
@@ -99,12 +100,14 @@ def by_closed_form(covariance: Tensor) -> Tensor:
     return (covariance.trace().square() / covariance.square().sum() - 1) / (len(covariance) - 1)
 
 
-Method = IStar | Published | None
+Method = Penalty | Published | None
 """A penalty of a benchmark; None is a step without one."""
+PEERS = tuple(name for name, kind in PENALTIES.items() if issubclass(kind, CosRegConfig) and name != "istar")
+"""Penalties besides I-STAR, by their names on the command line, with their defaults: most are on the last layer."""
 
 
 def make_penalties(width: int, device: torch.device, names: Sequence[str]) -> dict[str, Method]:
-    """Return the penalties with these names, all with the same Sigma_S, zeta and weight."""
+    """Return the penalties with these names; all that use Sigma_S have the same."""
     covariance = torch.eye(width, device=device)
     penalties: dict[str, Method] = {
         "no penalty": None,
@@ -115,6 +118,11 @@ def make_penalties(width: int, device: torch.device, names: Sequence[str]) -> di
         istar = IStar(-1.0, 0.4, compute=compute)
         istar.shrinkage_covariance = covariance
         penalties[f"istar, {compute}"] = istar
+    for name in PEERS:
+        penalty = PENALTIES[name]().build()
+        if isinstance(penalty, IStar):
+            penalty.shrinkage_covariance = covariance
+        penalties[name] = penalty
     return {name: penalties[name] for name in names}
 
 

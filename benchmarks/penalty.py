@@ -40,7 +40,7 @@ from benchmarks.common import (
     random_batch,
     seconds_in_rotation,
 )
-from istar.regularizers import IStar
+from istar.regularizers import IStar, Penalty
 
 PEER = "published"
 METHODS = (PEER, "closed form, autograd", "istar, float32", "istar, bfloat16")
@@ -65,7 +65,7 @@ class HiddenStates:
     def __call__(self, penalty: Method, dtype: torch.dtype = torch.float32) -> tuple[Tensor, list[Tensor]]:
         assert penalty is not None
         states = [state.detach().to(dtype).requires_grad_() for state in self.states]
-        if isinstance(penalty, IStar):
+        if isinstance(penalty, Penalty):
             penalty.weight = 1.0
             score = 1 - penalty(states, self.mask)
         else:

@@ -2,9 +2,9 @@
 
 A step is forward pass, backward pass and fused AdamW on random tokens; bf16 is autocast. The contenders are the step
 without a penalty, to which all ratios refer; istar, with products in float32 and in bfloat16; the formulation of the
-paper's code (layers stacked, `torch.cov`, `svdvals`); and the closed form by plain autograd. The order of the
-contenders rotates from round to round. The memory of each is the peak of two steps in a new process, above that of the
-process without a penalty.
+paper's code (layers stacked, `torch.cov`, `svdvals`); and the closed form by plain autograd. `--only` also takes the
+penalties of other papers, with the defaults of `reg`. The order of the contenders rotates from round to round. The
+memory of each is the peak of two steps in a new process, above that of the process without a penalty.
 
     python -m benchmarks.step                      both models in both precisions; half an hour on two idle cores
     python -m benchmarks.step --shape minilm-32x64 --precision bf16 --rounds 50 --no-memory --only "istar, bfloat16"
@@ -29,6 +29,7 @@ from torch import Tensor
 from transformers import TrainingArguments
 
 from benchmarks.common import (
+    PEERS,
     SHAPES,
     Method,
     Shape,
@@ -46,7 +47,7 @@ from benchmarks.common import (
     seconds_in_rotation,
 )
 from istar.integrations.transformers import PenaltyTrainer
-from istar.regularizers import IStar, attach
+from istar.regularizers import IStar, Penalty, Points, Uniformity, attach
 
 PEER = "no penalty"
 METHODS = ("published", "closed form, autograd", "istar, float32", "istar, bfloat16")
@@ -74,8 +75,10 @@ class Steps:
     def _loss(self, penalty: Method) -> Tensor:
         """Return the loss of the task plus the weighted penalty."""
         loss: Tensor
-        if isinstance(penalty, IStar):
-            with attach(self.model, penalty) as watch:
+        if isinstance(penalty, Penalty):
+            # Uniformity is meant for one point of each sequence, because it compares all pairs.
+            points = Points("last") if isinstance(penalty, Uniformity) else Points()
+            with attach(self.model, penalty, points=points) as watch:
                 loss = self.model(**self.inputs).loss + watch.loss()
             return loss
         outputs = self.model(**self.inputs, output_hidden_states=penalty is not None)
@@ -113,11 +116,11 @@ def main() -> None:
     add_shapes(parser)
     parser.add_argument("--precision", nargs="+", choices=("32", "bf16"), default=["32", "bf16"], help="default: both")
     parser.add_argument("--real", type=float, default=1.0, help="share of real tokens in the batch (default: 1)")
-    methods = ", ".join(f'"{name}"' for name in (*METHODS, *TRAINER_METHODS))
+    methods = ", ".join(f'"{name}"' for name in (*METHODS, *TRAINER_METHODS, *PEERS))
     parser.add_argument(
         "--only",
         nargs="+",
-        choices=(*METHODS, *TRAINER_METHODS),
+        choices=(*METHODS, *TRAINER_METHODS, *PEERS),
         default=list(METHODS),
         metavar="METHOD",
         help=f"contenders besides the step without a penalty: {methods} (default: the first {len(METHODS)})",
