@@ -21,6 +21,7 @@ from istar.reports import (
     class_table,
     geometry_file,
     method_comparisons,
+    method_figure,
     method_table,
     missing_runs,
     paper_tables,
@@ -139,6 +140,7 @@ def _compute(runs: Runs, root: Path) -> _Contents:
         run_figures.layer_ablation(frame, records),
         *run_figures.curves(selected, records),
         *training_figures.geometry_during_training(frame),
+        method_figure.plot(compared),
         rank_figure.plot(ranks),
     ]
     sweep_command = missing_runs.sweep_command_builder(frame, records, str(root))
@@ -193,14 +195,14 @@ def _page(contents: _Contents, pictures: Mapping[str, list[Picture]]) -> Page:
     command = f"istar report {shlex.quote(str(contents.root))} --out report"
     command += "" if contents.plan is None else f" --plan {shlex.quote(str(contents.plan))}"
     plots = {plot.name: plot for plot in contents.plots}
-    ranks = plots.pop("ranks")
+    ranks, methods = plots.pop("ranks"), plots.pop("all_methods")
     sections = [
         replace(_table_section(contents, "conclusions"), text=[contents.conclusions]),
         Section("reading", "How to read this", _READING),
         *([] if contents.plan is None else [_departures_section(contents)]),
         _table_section(contents, "table1", sweep="table1"),
         _table_section(contents, "table2", sweep="table2"),
-        _table_section(contents, "methods"),
+        _methods_section(contents, methods, pictures[methods.name]),
         _table_section(contents, "class_isotropy"),
         _over_tasks_section(contents, ranks, pictures[ranks.name]),
         *(_plot_section(contents, plot, pictures[plot.name]) for plot in plots.values()),
@@ -251,6 +253,12 @@ def _table_section(contents: _Contents, name: str, sweep: str = "") -> Section:
     commands = _commands(contents, sweep, [(cell.model, cell.task) for cell in contents.cells])
     is_wide = name in ("table1", "conclusions", "methods", "missing")
     return Section(name, sheet.title, sheet=_truncate(sheet), empty=empty, commands=commands, wide=is_wide)
+
+
+def _methods_section(contents: _Contents, plot: Plot, pictures: list[Picture]) -> Section:
+    """Return the section with the table of all methods and, if there are several on a task, their figure."""
+    section = _table_section(contents, "methods")
+    return replace(section, text=[plot.caption], pictures=pictures) if pictures else section
 
 
 def _over_tasks_section(contents: _Contents, plot: Plot, pictures: list[Picture]) -> Section:
