@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from torch import nn
-
 from istar.config.checks import at_least, one_of
 from istar.errors import UserError
 from istar.regularizers import (
@@ -34,6 +32,7 @@ from istar.regularizers import (
     weight_at,
 )
 from istar.regularizers.base import check_target
+from istar.regularizers.dropout import set_dropout
 from istar.regularizers.embeddings import HIDDEN_STATES, INPUT, OUTPUT, TARGETS
 from istar.regularizers.istar import AUTO, BY_SENTENCE, COMPUTE, ESTIMATORS
 from istar.regularizers.points import NAMED_LAYERS, POINTS, WITHIN
@@ -107,11 +106,7 @@ class DropoutConfig(NoRegConfig):
 
     def attach(self, model: Any, special_ids: Sequence[int], seed: int) -> None:
         """Set the dropout probability of the model; see `NoRegConfig.attach`."""
-        modules = [module for module in model.modules() if isinstance(module, nn.Dropout)]
-        if not modules:
-            raise UserError(f"reg=dropout: {type(model).__name__} has no dropout modules; choose another penalty")
-        for module in modules:
-            module.p = self.weight
+        set_dropout(model, self.weight)
 
 
 @dataclass
