@@ -165,7 +165,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
             main([argument])
         assert leaving.value.code == 0
     told = capsys.readouterr().out
-    assert re.search(r"^ +train +fine-tune", told, re.MULTILINE)
+    assert re.search(r"^ +train +train or fine-tune", told, re.MULTILINE)
     assert told.endswith(f"istar {__version__}\n")
 
 
