@@ -31,7 +31,7 @@ def geometry(minilm: Path, sentences: list[str], tmp_path_factory: pytest.TempPa
     (folder / "rte.txt").write_text("\n".join(sentences), encoding="utf-8")
     out = folder / "geometry"
     arguments = ["--text", str(folder / "rte.txt"), "--length", str(LENGTH), "--dtype", "float64", "--device", "cpu"]
-    assert main(["measure", str(minilm), *arguments, "--out", str(out)]) == 0
+    assert main(["measure", str(minilm), *arguments, "--measures", "all", "--out", str(out)]) == 0
     return out
 
 
