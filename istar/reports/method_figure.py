@@ -2,12 +2,9 @@
 
 from itertools import groupby
 
-import numpy as np
-
-from istar.figures.plot import Line, Panel, Plot
-from istar.reports.cells import all_collapsed
-from istar.reports.method_comparisons import Comparisons, Method
-from istar.reports.run_figures import MARKS
+from istar.figures.plot import Panel, Plot
+from istar.reports.method_comparisons import Comparisons
+from istar.reports.run_figures import MARKS, mean_point
 from istar.scores import axis_label
 
 
@@ -20,7 +17,9 @@ def plot(compared: Comparisons) -> Plot:
     panels = []
     by_task = groupby(compared.methods, lambda method: (method.model, method.task, method.metric))
     for (model, task, metric), group in by_task:
-        points = tuple(_point(method) for method in group)
+        points = tuple(
+            mean_point(method.name, method.runs, method.runs.set_index("folder")["isoscore_after"]) for method in group
+        )
         if len(points) > 1:
             panels.append(Panel(model, task, points, "", axis_label(metric)))
     return Plot(
@@ -32,21 +31,4 @@ def plot(compared: Comparisons) -> Plot:
         "points",
         "IsoScore",
         tuple(panels),
-    )
-
-
-def _point(method: Method) -> Line:
-    """Return the mean isotropy and the mean headline metric of a method, with their standard deviations."""
-    isotropy, scores = method.runs["isoscore_after"].astype(float), list(method.scores.values())
-    # A single run has no standard deviation.
-    errors = np.nan_to_num([isotropy.std(), np.std(scores, ddof=1) if len(scores) > 1 else 0.0])
-    return Line(
-        method.name,
-        (float(isotropy.mean()),),
-        (float(np.mean(scores)),),
-        (float(errors[0]),),
-        (float(errors[1]),),
-        tuple(method.scores),
-        (len(method.runs),),
-        (all_collapsed(method.runs),),
     )

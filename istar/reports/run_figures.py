@@ -95,7 +95,7 @@ def _isotropy_and_performance(frame: pd.DataFrame, isotropy: Mapping[str, float]
             return None
         selected = _select(istar_runs, "lambda", frame)
         groups = _by_lambda_with_base(runs, selected)
-        lines = [_mean_point(_lambda_label(value), group, isotropy) for value, group in groups.items()]
+        lines = [mean_point(_lambda_label(value), group, isotropy) for value, group in groups.items()]
         return _make_panel(lines, selected, istar_runs, "lambda", groups, frame)
 
     return Plot(
@@ -460,8 +460,11 @@ def _by_value(runs: pd.DataFrame, column: str) -> dict[Any, pd.DataFrame]:
     return {float(value): group for value, group in runs.groupby(runs[column].astype(float))}
 
 
-def _mean_point(label: str, runs: pd.DataFrame, isotropy: Mapping[str, float]) -> Line:
-    """Return a point at the mean isotropy and the mean headline metric, with standard deviations of both."""
+def mean_point(label: str, runs: pd.DataFrame, isotropy: Mapping[str, float] | pd.Series) -> Line:
+    """Return a point at the mean isotropy and the mean headline metric, with standard deviations of both.
+
+    `isotropy` has the isotropy of each run by the run's folder.
+    """
     x, y = runs["folder"].map(isotropy).astype(float), _scores(runs)
     # A single run has no standard deviation.
     x_error, y_error = np.nan_to_num([x.std(), y.std()])

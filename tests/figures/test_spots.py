@@ -58,17 +58,17 @@ def test_a_spot_of_a_column_is_at_its_top() -> None:
 
 def test_a_spot_of_a_ridge_is_on_its_curve_and_says_the_value() -> None:
     lines = (Line("a", (1.0, 2.0, 3.0), (0.0, 8.0, 2.0)), Line("b", (1.0, 2.0, 3.0), (1.0, 0.0, 0.5)))
-    files, found = render_with_spots(plot_of("ridges", *lines))
+    files, ridge_spots = render_with_spots(plot_of("ridges", *lines))
     curves = re.findall(rb'd="(M [^"]*)" clip-path="[^"]*" style="fill: none; stroke: #0072b2', files["svg"])
     [first, _] = [[float(number) for number in re.findall(rb"-?[\d.]+", curve)] for curve in curves]
-    assert [(spot.x, spot.y) for spot in found[:3]] == [
+    assert [(spot.x, spot.y) for spot in ridge_spots[:3]] == [
         pytest.approx(place, abs=0.01) for place in zip(first[::2], first[1::2], strict=True)
     ]
-    assert found[1].text == "a\nlayer: 2\nInterSim: 8"
+    assert ridge_spots[1].text == "a\nlayer: 2\nInterSim: 8"
     # Row b is below row a; its maximum is as high above its base.
-    heights = [first[1] - first[3], found[4].y - found[3].y]
+    heights = [first[1] - first[3], ridge_spots[4].y - ridge_spots[3].y]
     assert heights[0] == pytest.approx(heights[1], abs=0.01)
-    assert found[4].y > found[0].y
+    assert ridge_spots[4].y > ridge_spots[0].y
 
 
 def test_a_spot_says_label_x_and_y() -> None:

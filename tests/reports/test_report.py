@@ -620,21 +620,22 @@ def test_a_figure_has_isoscore_star_if_all_its_runs_have_it(tmp_path: Path) -> N
         # All runs are shown with IsoScore, also those that have both.
         after = [run.isotropy["after"] for run in runs]
         assert [line.x[0] for line in performance.panels[0].lines] == pytest.approx(
-            [np.mean([one["union"] for one in after[at : at + 2]]) for at in (0, 2, 4)], rel=1e-12
+            [np.mean([run["union"] for run in after[start : start + 2]]) for start in (0, 2, 4)], rel=1e-12
         )
     scores.append(add_isoscore_star(missing, tmp_path))
     performance, by_layer = isotropy_figures(tmp_path)
     assert performance.x_label == "IsoScore*"
     [panel] = performance.panels
     assert [line.label for line in panel.lines] == ["Base", "λ = -1", "λ = 1"]
-    for at, line in enumerate(panel.lines):
-        unions = [one["union"] for one in scores[2 * at : 2 * at + 2]]
+    # Each method has two runs.
+    for method, line in enumerate(panel.lines):
+        unions = [run["union"] for run in scores[2 * method : 2 * method + 2]]
         assert line.x[0] == pytest.approx(np.mean(unions), rel=1e-12)
         assert line.x_error[0] == pytest.approx(np.std(unions, ddof=1), rel=1e-9)
     [panel] = by_layer.panels
     assert panel.y_label == "IsoScore*"
-    for at, line in enumerate(panel.lines):
-        layers = [[one[str(layer)] for layer in range(5)] for one in scores[2 * at : 2 * at + 2]]
+    for method, line in enumerate(panel.lines):
+        layers = [[run[str(layer)] for layer in range(5)] for run in scores[2 * method : 2 * method + 2]]
         assert line.y == pytest.approx(np.mean(layers, axis=0), rel=1e-12)
     for plot in (performance, by_layer):
         assert plot.caption.startswith(

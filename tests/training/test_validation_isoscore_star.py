@@ -43,7 +43,7 @@ def test_sigma_is_of_the_union_and_of_the_layer(setting, harness, batch_size, ze
     few = setting.train.select(range(30))
     validation = clouds(setting, module, setting.validation)
     training = clouds(setting, module, few)
-    found = isoscore_star_of_layers(
+    measured_star = isoscore_star_of_layers(
         harness.trainer(),
         module,
         FeatureRows(setting.validation),
@@ -53,20 +53,20 @@ def test_sigma_is_of_the_union_and_of_the_layer(setting, harness, batch_size, ze
         zeta,
         0,
     )
-    assert found["zeta"] == zeta
-    assert found["num_points"] == len(training["union"])
-    assert list(found["layers"]) == ["0", "1", "2"]
-    for name, value in {**found["layers"], "union": found["union"]}.items():
+    assert measured_star["zeta"] == zeta
+    assert measured_star["num_points"] == len(training["union"])
+    assert list(measured_star["layers"]) == ["0", "1", "2"]
+    for name, value in {**measured_star["layers"], "union": measured_star["union"]}.items():
         assert value == pytest.approx(star(validation[name], training[name], zeta), rel=1e-4), name
         assert value != pytest.approx(star(validation[name], training[name], 0.0), rel=1e-3), name
 
 
 def test_sigma_has_the_points_of_a_random_sample(setting, harness):
     module, longest = setting.module(), max(setting.train["length"])
-    found = measured(setting, harness, module, num_points=2_000)
-    assert 2_000 <= found["num_points"] < 2_000 + 2 * longest
-    assert measured(setting, harness, module, num_points=2_000) == found
-    assert measured(setting, harness, module, num_points=2_000, seed=4)["union"] != found["union"]
+    sampled = measured(setting, harness, module, num_points=2_000)
+    assert 2_000 <= sampled["num_points"] < 2_000 + 2 * longest
+    assert measured(setting, harness, module, num_points=2_000) == sampled
+    assert measured(setting, harness, module, num_points=2_000, seed=4)["union"] != sampled["union"]
     assert measured(setting, harness, module)["num_points"] == 2 * sum(setting.train["length"])
 
 
@@ -100,8 +100,8 @@ def test_a_run_measures_the_tokens_of_isotropy_after(small: Callable[..., Any], 
     record = run(config)
     if "trainer.max_epochs=4" in overrides:
         assert record.headline["epoch"] < 4
-    found = geometry_of(config)["isoscore_star"]
-    scores = {**found["layers"], "union": found["union"]}
+    measured_star = geometry_of(config)["isoscore_star"]
+    scores = {**measured_star["layers"], "union": measured_star["union"]}
     assert scores == pytest.approx(record.isotropy["after"], rel=1e-4)
 
 
