@@ -25,8 +25,8 @@ def plot(compared: Comparisons) -> Plot:
     return Plot(
         "all_methods",
         "All methods: isotropy and performance",
-        "IsoScore of layers 1 to L on the validation set after the training, against the headline metric: a point per "
-        "method in the settings of the table of all methods, mean over seeds, bars: standard deviations. "
+        "The figure below the table shows IsoScore of layers 1 to L on the validation set after the training against the "
+        "headline metric: a point per method in the settings of the table, mean over seeds; bars are standard deviations. "
         f"{MARKS}",
         "points",
         "IsoScore",
