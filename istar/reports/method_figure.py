@@ -25,9 +25,9 @@ def plot(compared: Comparisons) -> Plot:
     return Plot(
         "all_methods",
         "All methods: isotropy and performance",
-        "The figure below the table shows IsoScore of layers 1 to L on the validation set after the training against the "
-        "headline metric: a point per method in the settings of the table, mean over seeds; bars are standard deviations. "
-        f"{MARKS}",
+        "The figure below the table shows IsoScore of layers 1 to L on the validation set after the training against "
+        "the headline metric: a point per method in the settings of the table, mean over seeds; bars are standard "
+        f"deviations. {MARKS}",
         "points",
         "IsoScore",
         tuple(panels),
