@@ -381,7 +381,8 @@ class Moments:
         total = self.count + count
         share = count / total.clamp(min=torch.finfo(total.dtype).tiny)
         delta = mean - self.mean
-        self.scatter = self.scatter + scatter + torch.outer(delta, delta) * (self.count * share)
+        # The formula is scatter + scatter' + (count * share) delta delta^T, in two passes over the matrices.
+        self.scatter = torch.addr(self.scatter + scatter, delta * (self.count * share), delta)
         self.mean = self.mean + delta * share
         self.count = total
 
