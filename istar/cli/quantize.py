@@ -74,13 +74,13 @@ def _score_embeddings(options: argparse.Namespace) -> None:
     for name, default in _NOT_FOR_EMBEDDINGS.items():
         if getattr(options, name) != default:
             raise UserError(f"--{name.replace('_', '-')} does not go together with --embeddings; leave one of them out")
-    spec = embedding_scores.task_of(options.task or "stsb")
-    embedding_scores.check(options.out)
+    spec = embedding_scores.get_similarity_task(options.task or "stsb")
+    embedding_scores.check_output_folder(options.out)
     progress = make_console(stderr=True)
     arguments = spec, options.data_dir, options.calibration, options.seed, progress
     scored = [embedding_scores.score_embeddings(encoder, *arguments) for encoder in dict.fromkeys(options.models)]
-    table = embedding_scores.sheet(scored, spec)
-    page = embedding_scores.write(table, options.out, options.typed)
+    table = embedding_scores.build_embedding_sheet(scored, spec)
+    page = embedding_scores.write_page(table, options.out, options.typed)
     console = make_console()
     console.print(terminal_table(table))
     console.out(f"{page}, and the table beside it", highlight=False)
