@@ -99,7 +99,7 @@ def _score_models(options: argparse.Namespace) -> None:
         raise UserError(f"--outlier-factor {factor:g} is out of range; expected a finite number above 0")
     forms = quantize.parse_forms(options.forms, options.weights, options.activations)
     settings = quantize.Settings(forms, options.calibration, options.seed, options.control, factor)
-    single = [folder for folder in options.models if saved_runs.is_model(folder)]
+    single = [folder for folder in options.models if saved_runs.is_single_model(folder)]
     if single and len(options.models) > 1:
         raise UserError(f"{single[0]} is a single model, which is quantized alone; name one model, or folders of runs")
     if bool(single) != (options.task is not None):

@@ -1,7 +1,7 @@
 r"""Two changes of a model that leave its outputs in floating point and change what quantization does to it.
 
 `rotate_inputs` spreads outliers over all coordinates. For the input x of a linear layer with the weight W and an
-orthogonal matrix R, :math:`W x = (W R)(R^T x)`. Each quantized linear layer thus gets the rotated input and the rotated
+orthogonal matrix R, :math:`W x = (W R)(R^T x)`. Each quantized linear layer thus gets the rotate_layer input and the rotate_layer
 weight, as in QuaRot (Ashkboos et al., 2024) and SpinQuant (Liu et al., 2024). There the rotation is merged into the
 preceding weights where layer normalization does not center; here it is a product of its own before each layer, which is
 exact for every architecture, as rounding sees the same numbers.
@@ -26,7 +26,7 @@ Control = Literal["none", "rotate", "outlier"]
 
 FACTOR = 128.0
 """Default factor of an outlier. A power of 2 changes no bit of the outputs."""
-_PAIRS = (
+_VALUE_AND_OUTPUT_NAMES = (
     ("attention.self.value", "attention.output.dense"),  # BERT, RoBERTa, ELECTRA
     ("attention.self.value_proj", "attention.output.dense"),  # DeBERTa-v2 and -v3
     ("attention.value", "attention.dense"),  # ALBERT
@@ -67,7 +67,7 @@ def random_orthogonal(dim: int, seed: int) -> Tensor:
 
 
 def rotate_inputs(model: Model, names: Iterable[str], seed: int = 0) -> Model:
-    """Return a copy of a model in which each named layer is a rotation of its input, then the rotated weight.
+    """Return a copy of a model in which each named layer is a rotation of its input, then the rotate_layer weight.
 
     Layers of the same width share a rotation. The layers are then called `<name>.1`.
 
@@ -78,7 +78,7 @@ def rotate_inputs(model: Model, names: Iterable[str], seed: int = 0) -> Model:
     """
     rotations: dict[int, Tensor] = {}
 
-    def rotated(name: str, layer: nn.Linear) -> nn.Module:
+    def rotate_layer(name: str, layer: nn.Linear) -> nn.Module:
         width = layer.in_features
         if width not in rotations:
             rotations[width] = random_orthogonal(width, seed)
@@ -87,7 +87,7 @@ def rotate_inputs(model: Model, names: Iterable[str], seed: int = 0) -> Model:
         layer.weight = nn.Parameter((weight.double() @ matrix).to(weight.dtype), requires_grad=False)
         return nn.Sequential(Rotation(matrix.to(weight.dtype)), layer)
 
-    return replace_layers(model, names, rotated)
+    return replace_layers(model, names, rotate_layer)
 
 
 def add_outlier(model: Model, names: Iterable[str], factor: float = FACTOR, dimension: int = 0) -> Model:
@@ -105,7 +105,7 @@ def add_outlier(model: Model, names: Iterable[str], factor: float = FACTOR, dime
     """
     if not 0 < factor < float("inf"):
         raise UserError(f"the factor of an outlier is {factor:g}; expected a finite number above 0")
-    pairs = _value_pairs(set(names))
+    pairs = _match_value_and_output(set(names))
     if not pairs:
         raise UserError(
             f"--control outlier does not know where {type(model).__name__} computes values and reads their averages; "
@@ -142,11 +142,11 @@ def apply_control(model: Model, names: Iterable[str], control: Control, factor: 
     return add_outlier(model, names, factor) if control == "outlier" else model
 
 
-def _value_pairs(names: set[str]) -> dict[str, str]:
+def _match_value_and_output(names: set[str]) -> dict[str, str]:
     """Return the output projection of each value projection, by name."""
     pairs = {}
     for name in sorted(names):
-        for value, output in _PAIRS:
+        for value, output in _VALUE_AND_OUTPUT_NAMES:
             partner = name.removesuffix(value) + output
             if name.endswith(value) and partner in names:
                 pairs[name] = partner

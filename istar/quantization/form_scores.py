@@ -12,7 +12,7 @@ from istar.errors import UserError
 from istar.measures import Moments, TokenKurtosis, isoscore
 from istar.quantization.controls import Control, apply_control
 from istar.quantization.linear_layers import Form, InputRanges, encoder_linears, forward_observed, quantize_layers
-from istar.quantization.saved_runs import Loaded
+from istar.quantization.saved_runs import LoadedModel
 from istar.quantization.torch_int8 import TorchInt8, quantize_by_torch
 from istar.tasks.evaluation import Evaluation
 from istar.tasks.features import Rows
@@ -65,7 +65,7 @@ class FormScores:
     activations: Activations
 
 
-def score_forms(loaded: Loaded, forms: Sequence[Form | TorchInt8], watch: Watcher = _unwatched) -> FormScores:
+def score_forms(loaded: LoadedModel, forms: Sequence[Form | TorchInt8], watch: Watcher = _unwatched) -> FormScores:
     """Score a model in float32 and in each form, on the validation set of its task.
 
     Static scales are calibrated on `loaded.calibration`. The loaded model does not change.
@@ -89,7 +89,7 @@ def score_forms(loaded: Loaded, forms: Sequence[Form | TorchInt8], watch: Watche
     return FormScores(metric, floating.metrics[metric], scores, collapsed, activations)
 
 
-def with_control(loaded: Loaded, control: Control, factor: float, seed: int) -> Loaded:
+def with_control(loaded: LoadedModel, control: Control, factor: float, seed: int) -> LoadedModel:
     """Return the model with a control of `istar.quantization.controls`, whose outputs are compared on one batch.
 
     Raises:
@@ -115,7 +115,7 @@ def _first_logits(batch: Any, model: nn.Module) -> list[np.ndarray]:
 
 
 @torch.inference_mode()
-def evaluate(loaded: Loaded, model: nn.Module, watch: Watcher = _unwatched, name: str = "") -> Evaluation:
+def evaluate(loaded: LoadedModel, model: nn.Module, watch: Watcher = _unwatched, name: str = "") -> Evaluation:
     """Evaluate a model on the whole validation set; the model may be a quantized copy.
 
     Raises:
@@ -134,7 +134,7 @@ def evaluate(loaded: Loaded, model: nn.Module, watch: Watcher = _unwatched, name
 
 
 @torch.inference_mode()
-def calibrate(loaded: Loaded, layers: Mapping[str, nn.Module], watch: Watcher = _unwatched) -> dict[str, Tensor]:
+def calibrate(loaded: LoadedModel, layers: Mapping[str, nn.Module], watch: Watcher = _unwatched) -> dict[str, Tensor]:
     """Return the largest magnitude of the inputs of each layer over the calibration data, without padding."""
     ranges = InputRanges()
     for batch in watch(_batches(loaded, loaded.calibration), "calibration"):
@@ -143,7 +143,7 @@ def calibrate(loaded: Loaded, layers: Mapping[str, nn.Module], watch: Watcher = 
 
 
 @torch.inference_mode()
-def measure_activations(loaded: Loaded, layers: Mapping[str, nn.Linear], watch: Watcher = _unwatched) -> Activations:
+def measure_activations(loaded: LoadedModel, layers: Mapping[str, nn.Linear], watch: Watcher = _unwatched) -> Activations:
     """Measure the floating model on at most `MAX_EXAMPLES` validation rows."""
     ranges = InputRanges()
     kurtosis = {name: TokenKurtosis(layer.in_features) for name, layer in layers.items()}
@@ -168,7 +168,7 @@ def measure_activations(loaded: Loaded, layers: Mapping[str, nn.Linear], watch: 
     )
 
 
-def _batches(loaded: Loaded, rows: Rows, limit: int | None = None) -> Any:
+def _batches(loaded: LoadedModel, rows: Rows, limit: int | None = None) -> Any:
     """Return a loader over the first `limit` rows, the longest first."""
     order = [row for row in longest_first(rows) if limit is None or row < limit]
     return evaluation_loader(rows, loaded.collate, loaded.batch_size, order)

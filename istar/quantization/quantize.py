@@ -18,7 +18,7 @@ from istar.quantization import saved_runs
 from istar.quantization.controls import FACTOR, Control
 from istar.quantization.form_scores import FormScores, score_forms, with_control
 from istar.quantization.linear_layers import ActivationScales, Form, WeightScales, parse_form
-from istar.quantization.saved_runs import Subject
+from istar.quantization.saved_runs import SavedModel
 from istar.quantization.torch_int8 import TorchInt8
 from istar.reports import cells
 from istar.scores import displayed, is_lower_better
@@ -104,7 +104,7 @@ def quantize_runs(
     runs = saved_runs.read_runs(folders)
     frame = cells.prepare(runs)
     rows = cells.row_dicts(frame)
-    reasons = {str(row["folder"]): saved_runs.reason_left_out(row) for row in rows}
+    reasons = {str(row["folder"]): saved_runs.get_exclusion_reason(row) for row in rows}
     left_out = {**runs.read_errors, **{path: reason for path, reason in reasons.items() if reason}}
     usable = [row for row in rows if not reasons[str(row["folder"])]]
     if not usable:
@@ -113,7 +113,7 @@ def quantize_runs(
     if data_dir is not None and len({row["task"] for row in usable}) > 1:
         raise UserError("--data-dir is for runs of one task, but these have several; call istar quantize for each task")
     subjects = [
-        saved_runs.run_subject(Path(row["folder"]), runs.records[str(row["folder"])], data_dir) for row in usable
+        saved_runs.saved_model_of_run(Path(row["folder"]), runs.records[str(row["folder"])], data_dir) for row in usable
     ]
     entries = _score_all(subjects, settings, out, console)
     table = pd.DataFrame([{**row, **wide_row(entry)} for row, entry in zip(usable, entries, strict=True)])
@@ -128,7 +128,7 @@ def quantize_model(
     Raises:
         UserError: if the model or the data cannot be loaded, or the model has no head for the task.
     """
-    subject = saved_runs.model_subject(folder, task, data_dir)
+    subject = saved_runs.saved_model_for_task(folder, task, data_dir)
     [entry] = _score_all([subject], settings, out, console)
     about = {
         "name": subject.name,
@@ -208,7 +208,7 @@ def in_words(settings: Settings) -> str:
 
 
 def _score_all(
-    subjects: Sequence[Subject], settings: Settings, out: Path, console: Console | None
+    subjects: Sequence[SavedModel], settings: Settings, out: Path, console: Console | None
 ) -> list[dict[str, Any]]:
     """Return the entry of each subject, and keep all of them in `JSON` after each one that is computed."""
     kept = read_entries(out / JSON)
@@ -220,7 +220,7 @@ def _score_all(
             if console is not None:
                 text = f"{number} of {len(subjects)}: {subject.name}"
                 console.print(text, highlight=False, soft_wrap=True, markup=False)
-            loaded = saved_runs.load(subject, settings.calibration, settings.seed)
+            loaded = saved_runs.load_model_and_data(subject, settings.calibration, settings.seed)
             loaded = with_control(loaded, settings.control, settings.outlier_factor, settings.seed)
             entry = _entry(subject, score_forms(loaded, settings.forms, _watcher(console)))
             kept[key] = entry
@@ -229,7 +229,7 @@ def _score_all(
     return entries
 
 
-def _entry(subject: Subject, scores: FormScores) -> dict[str, Any]:
+def _entry(subject: SavedModel, scores: FormScores) -> dict[str, Any]:
     recorded = None if subject.record is None else subject.record.metrics.get(scores.metric)
     return {"name": subject.name, "recorded": recorded, **asdict(scores)}
 
@@ -244,7 +244,7 @@ def _watcher(console: Console | None) -> Callable[[Iterable[Any], str], Iterable
     return watch
 
 
-def _identity(subject: Subject, settings: Settings) -> str:
+def _identity(subject: SavedModel, settings: Settings) -> str:
     """Return a hash of all that determines a model's entry: weights, data, settings and the version of torch."""
     versions = {name: version(name) for name in ("torch", "transformers")}
     values = {"format": FORMAT, "subject": subject.identity(), "settings": settings.identity(), "versions": versions}

@@ -50,17 +50,17 @@ def folder(runs: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def loaded(folder: Path) -> saved_runs.Loaded:
-    return saved_runs.load(saved_runs.run_subject(folder, results.read(folder)), calibration=8, seed=0)
+def loaded(folder: Path) -> saved_runs.LoadedModel:
+    return saved_runs.load_model_and_data(saved_runs.saved_model_of_run(folder, results.read(folder)), calibration=8, seed=0)
 
 
-def test_float32_is_the_score_of_the_training(folder: Path, loaded: saved_runs.Loaded) -> None:
+def test_float32_is_the_score_of_the_training(folder: Path, loaded: saved_runs.LoadedModel) -> None:
     recorded = results.read(folder).metrics
     for name, value in evaluate(loaded, loaded.model).metrics.items():
         assert value == pytest.approx(recorded[name], abs=1e-12)
 
 
-def test_a_form_has_the_score_of_torch_quantization(loaded: saved_runs.Loaded) -> None:
+def test_a_form_has_the_score_of_torch_quantization(loaded: saved_runs.LoadedModel) -> None:
     form = Form(4, 4)
     layers = encoder_linears(loaded.model)
     largest = calibrate(loaded, layers)
@@ -74,20 +74,20 @@ def test_a_form_has_the_score_of_torch_quantization(loaded: saved_runs.Loaded) -
     assert scores.metric == "accuracy"
 
 
-def test_ranges_are_those_of_a_sample_of_training_examples(folder: Path, loaded: saved_runs.Loaded) -> None:
+def test_ranges_are_those_of_a_sample_of_training_examples(folder: Path, loaded: saved_runs.LoadedModel) -> None:
     record = results.read(folder)
     train = load_splits(loaded.evaluator.spec, None, ["train"])["train"].select(
         range(record.config["task"]["limit_train"])
     )
     assert len(loaded.calibration) == 8
-    tokenizer = saved_runs.models.load_tokenizer(saved_runs.run_subject(folder, record).config.model)
+    tokenizer = saved_runs.models.load_tokenizer(saved_runs.saved_model_of_run(folder, record).config.model)
     texts = [tuple(tokenizer(example["sentence1"], example["sentence2"])["input_ids"]) for example in train]
     chosen = [tuple(loaded.calibration[number]["input_ids"].tolist()) for number in range(8)]
     assert set(chosen) <= set(texts)
     assert chosen != texts[:8]
 
 
-def test_ranges_are_those_of_the_calibration_rows(loaded: saved_runs.Loaded) -> None:
+def test_ranges_are_those_of_the_calibration_rows(loaded: saved_runs.LoadedModel) -> None:
     """Each row is passed alone, so without padding; the validation data have other ranges."""
     layers = encoder_linears(loaded.model)
     largest: dict[str, dict[str, float]] = {"calibration": {}, "validation": {}}
@@ -106,7 +106,7 @@ def test_ranges_are_those_of_the_calibration_rows(loaded: saved_runs.Loaded) -> 
     assert ranges != pytest.approx(largest["validation"], rel=1e-3)
 
 
-def test_the_activations_are_those_of_the_linear_layers(loaded: saved_runs.Loaded) -> None:
+def test_the_activations_are_those_of_the_linear_layers(loaded: saved_runs.LoadedModel) -> None:
     layers = encoder_linears(loaded.model)
     inputs: dict[str, list[torch.Tensor]] = {name: [] for name in layers}
     states = []
@@ -129,7 +129,7 @@ def test_the_activations_are_those_of_the_linear_layers(loaded: saved_runs.Loade
 
 
 @pytest.mark.parametrize("control", ["rotate", "outlier"])
-def test_a_control_changes_no_float32_score(loaded: saved_runs.Loaded, control: Any) -> None:
+def test_a_control_changes_no_float32_score(loaded: saved_runs.LoadedModel, control: Any) -> None:
     changed = with_control(loaded, control, 128.0, seed=0)
     before, after = score_forms(loaded, [Form(8, 8)]), score_forms(changed, [Form(8, 8), TorchInt8()])
     assert after.floating == before.floating
@@ -141,10 +141,10 @@ def test_a_control_changes_no_float32_score(loaded: saved_runs.Loaded, control: 
 
 
 def test_a_control_that_changes_the_outputs_is_refused(
-    loaded: saved_runs.Loaded, monkeypatch: pytest.MonkeyPatch
+    loaded: saved_runs.LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As it would be in an architecture whose values pass through a function that is not linear."""
-    monkeypatch.setattr("istar.quantization.controls._PAIRS", (("intermediate.dense", "output.dense"),))
+    monkeypatch.setattr("istar.quantization.controls._VALUE_AND_OUTPUT_NAMES", (("intermediate.dense", "output.dense"),))
     with pytest.raises(quantize.UserError, match="changes the logits of BertForSequenceClassification"):
         with_control(loaded, "outlier", 128.0, seed=0)
 
@@ -201,15 +201,15 @@ def test_the_command(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_an_interrupted_command_goes_on(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out, load, seen = tmp_path / "out", saved_runs.load, []
+    out, load, seen = tmp_path / "out", saved_runs.load_model_and_data, []
 
-    def stop_at_third(subject: saved_runs.Subject, *arguments: Any) -> saved_runs.Loaded:
+    def stop_at_third(subject: saved_runs.SavedModel, *arguments: Any) -> saved_runs.LoadedModel:
         seen.append(subject.name)
         if len(seen) == 3:
             raise KeyboardInterrupt
         return load(subject, *arguments)
 
-    monkeypatch.setattr(saved_runs, "load", stop_at_third)
+    monkeypatch.setattr(saved_runs, "load_model_and_data", stop_at_third)
     command = ["quantize", str(runs), "--forms", "w8a8", "--calibration", "4", "--out", str(out)]
     with pytest.raises(KeyboardInterrupt):
         main(command)
@@ -268,7 +268,7 @@ def test_other_data_than_those_of_the_run_are_refused(folder: Path) -> None:
     record = results.read(folder)
     other = results.RunRecord(**{**vars(record), "data": {**record.data, "fingerprint": "0"}})
     with pytest.raises(quantize.UserError, match="--data-dir"):
-        saved_runs.load(saved_runs.run_subject(folder, other), 4, 0)
+        saved_runs.load_model_and_data(saved_runs.saved_model_of_run(folder, other), 4, 0)
 
 
 def synthetic_rows(drops: dict[str, dict[int, float]]) -> quantize.Quantized:
@@ -359,4 +359,4 @@ def test_a_method_without_base_has_no_comparison() -> None:
 )
 def test_reasons_to_leave_a_run_out(changes: dict[str, Any], folder: str, reason: str) -> None:
     values = {"status": "finished", "task": "rte", "usable": True, "folder": folder, **changes}
-    assert reason in saved_runs.reason_left_out(values)
+    assert reason in saved_runs.get_exclusion_reason(values)

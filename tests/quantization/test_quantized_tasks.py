@@ -87,7 +87,7 @@ def test_a_changed_data_file_is_noticed(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_regression_has_the_correlation_of_torch_quantization(tmp_path: Path) -> None:
     folder, task = save_random(tmp_path / "model", "demo_regression"), "demo_regression"
-    loaded = saved_runs.load(saved_runs.model_subject(folder, task, None), calibration=8, seed=0)
+    loaded = saved_runs.load_model_and_data(saved_runs.saved_model_for_task(folder, task, None), calibration=8, seed=0)
     form = Form(6, 6)
     expected = {}
     gold = np.array(loaded.evaluator.examples["label"])
