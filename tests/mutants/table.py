@@ -748,22 +748,22 @@ MUTATIONS = [
     Mutation(
         "The drop of a form is that from the score of the training, not from float32.",
         "istar/quantization/quantize.py",
-        'drop(metric, entry["floating"], value)',
-        'drop(metric, entry["recorded"], value)',
+        'compute_drop(metric, scores["floating"], value)',
+        'compute_drop(metric, scores["recorded"], value)',
         "tests/quantization/test_quantize.py::test_methods_are_compared_by_their_drops",
     ),
     Mutation(
         "Static scales are calibrated on the validation data.",
         "istar/quantization/form_scores.py",
-        '_batches(loaded, loaded.calibration), "calibration"',
-        '_batches(loaded, loaded.validation), "calibration"',
+        '_make_loader(loaded, loaded.calibration), "calibration"',
+        '_make_loader(loaded, loaded.validation), "calibration"',
         "tests/quantization/test_quantize.py::test_ranges_are_those_of_the_calibration_rows",
     ),
     Mutation(
         "The p-values of the table of drops are not corrected by Holm's method.",
         "istar/quantization/form_tables.py",
-        "replace(row.versus_base, p_value=next(adjusted))",
-        "row.versus_base",
+        "replace(row.comparison_with_base, p_value=next(adjusted))",
+        "row.comparison_with_base",
         "tests/quantization/test_quantize.py::test_methods_are_compared_by_their_drops",
     ),
     Mutation(
