@@ -22,7 +22,7 @@ from istar.config import (
     TrainerConfig,
 )
 from istar.errors import UserError, did_you_mean
-from istar.models.adapters import base_of, has_adapters
+from istar.models.adapters import has_adapters, read_base_config
 from istar.reports import cells
 from istar.reports.run_frame import Runs, load_runs
 from istar.results import RunRecord
@@ -233,7 +233,7 @@ def _weights_identity(config: ModelConfig) -> str:
     identity = model_identity(config)
     if not has_adapters(config.name):
         return identity
-    return f"{identity} on {_weights_identity(base_of(Path(config.name)))}"
+    return f"{identity} on {_weights_identity(read_base_config(Path(config.name)))}"
 
 
 def _sample_training_examples(examples: Examples, count: int, seed: int) -> Examples:

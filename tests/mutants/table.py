@@ -662,8 +662,8 @@ MUTATIONS = [
     Mutation(
         "Random sign flips may give a p-value of 0.",
         "istar/statistics/paired.py",
-        "(extreme + 1) / (resamples + 1)",
-        "extreme / resamples",
+        "(num_extreme + 1) / (resamples + 1)",
+        "num_extreme / resamples",
         "tests/statistics/test_paired.py",
     ),
     Mutation(
@@ -676,8 +676,8 @@ MUTATIONS = [
     Mutation(
         "Covariates do not cost degrees of freedom.",
         "istar/statistics/correlation.py",
-        "degrees = points - 2 - count",
-        "degrees = points - 2",
+        "degrees_of_freedom = num_points - 2 - num_covariates",
+        "degrees_of_freedom = num_points - 2",
         "tests/statistics/test_correlation.py",
     ),
     Mutation(
@@ -777,7 +777,7 @@ MUTATIONS = [
     Mutation(
         "Continued characters of WordPiece are numbered in the order of a hash map.",
         "istar/models/new_tokenizer.py",
-        "special_tokens=[*ENCODER_TOKENS, *continued],",
+        "special_tokens=[*ENCODER_TOKENS, *continuations],",
         "special_tokens=[*ENCODER_TOKENS],",
         "tests/models/test_new_tokenizer.py::test_equal_texts_give_equal_tokenizers",
     ),
@@ -798,7 +798,7 @@ MUTATIONS = [
     Mutation(
         "Adapters leave a new head as it is.",
         "istar/models/adapters.py",
-        'modules_to_save=None if kind in ("causal_lm", "masked_lm") else new_modules(model),',
+        'modules_to_save=None if kind in ("causal_lm", "masked_lm") else find_new_modules(model),',
         "modules_to_save=None,",
         "tests/models/test_adapters.py::test_adapters_and_head_are_trained_and_nothing_else",
     ),

@@ -363,7 +363,7 @@ def test_the_drop_and_the_geometry() -> None:
 
 def test_a_method_without_base_has_no_comparison() -> None:
     compared, corrected = form_tables.compare_methods(synthetic_rows({"I-STAR": DROPS["I-STAR"]}))
-    assert [row.versus_base for row in compared] == [None]
+    assert [row.comparison_with_base for row in compared] == [None]
     assert corrected.tests == 0
 
 
