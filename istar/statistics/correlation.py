@@ -84,8 +84,8 @@ def partial_correlation(
     first, second = _to_series(x, y, min_length=3)
     table = _to_covariate_table(covariates, len(first))
     num_points, num_covariates = table.shape
-    name = f"the number of points, with {num_covariates} covariate{'s' * (num_covariates != 1)},"
-    check_at_least(num_points, num_covariates + 3, name)
+    points_name = f"the number of points, with {num_covariates} covariate{'s' * (num_covariates != 1)},"
+    check_at_least(num_points, num_covariates + 3, points_name)
     if method == "spearman":
         first, second = stats.rankdata(first), stats.rankdata(second)
         table = stats.rankdata(table, axis=0)
@@ -116,7 +116,8 @@ def block_bootstrap_correlation(
 
     A resample consists of blocks of l neighbouring points, which are drawn with replacement from all n - l + 1 blocks,
     put one after the other and cut to n points in total (the moving-block bootstrap of Künsch, *The Jackknife and the
-    Bootstrap for General Stationary Observations*, 1989). Blocks of 1 are the ordinary bootstrap of pairs. The interval is the percentile interval.
+    Bootstrap for General Stationary Observations*, 1989). Blocks of 1 are the ordinary bootstrap of pairs. The interval
+    is the percentile interval.
 
     Assumptions: both series are stationary, with a dependence that fades within a block, and n is many times l. Values
     that drift over a whole training are not stationary: correlate their differences between checkpoints, or take the
