@@ -127,15 +127,15 @@ def compare_methods(quantized: QuantizedScores) -> tuple[list[SchemeComparison],
         for runs in by_model_and_task(quantized.rows)
         for comparison in _compare_task(runs, quantized.scheme_names)
     ]
-    tested = [row.comparison_with_base for row in comparisons if row.comparison_with_base is not None]
-    corrected = holm([comparison.p_value for comparison in tested])
-    adjusted = iter(corrected.adjusted)
+    unadjusted = [row.comparison_with_base for row in comparisons if row.comparison_with_base is not None]
+    holm_result = holm([comparison.p_value for comparison in unadjusted])
+    adjusted_p_values = iter(holm_result.adjusted)
     adjusted_comparisons = [
         row if row.comparison_with_base is None
-        else replace(row, comparison_with_base=replace(row.comparison_with_base, p_value=next(adjusted)))
+        else replace(row, comparison_with_base=replace(row.comparison_with_base, p_value=next(adjusted_p_values)))
         for row in comparisons
     ]  # fmt: skip
-    return adjusted_comparisons, corrected
+    return adjusted_comparisons, holm_result
 
 
 def _compare_task(runs: pd.DataFrame, scheme_names: Sequence[str]) -> Iterator[SchemeComparison]:
@@ -198,12 +198,12 @@ def _count_collapsed(runs: pd.DataFrame, scheme_name: str, seeds: set[int]) -> i
     return int(runs[runs["seed"].isin(list(seeds))][f"{scheme_name}_collapsed"].eq(True).sum())
 
 
-def build_methods_sheet(comparisons: Sequence[SchemeComparison], corrected: Holm) -> Sheet:
+def build_methods_sheet(comparisons: Sequence[SchemeComparison], holm_result: Holm) -> Sheet:
     """Return a table with one row per method and quantization scheme: mean drop, and difference from the drop of Base.
 
     Args:
         comparisons: the comparisons that `compare_methods` returns.
-        corrected: the adjustment of their p-values, which a note of the table describes.
+        holm_result: the adjustment of their p-values, which a note of the table describes.
     """
     records = [_make_method_record(comparison) for comparison in comparisons]
     groups: dict[str, list[list[Entry]]] = {}
@@ -220,29 +220,29 @@ def build_methods_sheet(comparisons: Sequence[SchemeComparison], corrected: Holm
          "drop is"),
         groups,
         pd.DataFrame(records),
-        (corrected.sentence(),) if corrected.tests or corrected.left_out else (),
+        (holm_result.sentence(),) if holm_result.tests or holm_result.left_out else (),
         row_headers=2,
         grouped_by=_GROUPED_BY,
     )  # fmt: skip
 
 
-def _make_method_record(row: SchemeComparison) -> dict[str, Any]:
+def _make_method_record(comparison: SchemeComparison) -> dict[str, Any]:
     """Return the columns of the table of methods for one method and quantization scheme, as unformatted values."""
-    drop, float32 = spread(list(row.drop_by_seed.values())), spread(list(row.float32_by_seed.values()))
-    low, high = row.drop_interval or (None, None)
+    drop, float32 = spread(list(comparison.drop_by_seed.values())), spread(list(comparison.float32_by_seed.values()))
+    low, high = comparison.drop_interval or (None, None)
     record: dict[str, Any] = {
-        "model": row.model, "task": row.task, "metric": row.metric, "method": row.method, "form": row.scheme_name,
+        "model": comparison.model, "task": comparison.task, "metric": comparison.metric, "method": comparison.method, "form": comparison.scheme_name,
         "seeds": drop.count, "float32": float32.mean, "float32_std": float32.std, "drop": drop.mean,
         "drop_std": drop.std, "low": low, "high": high,
     }  # fmt: skip
-    comparison = row.comparison_with_base
-    minus_base_low, minus_base_high = (comparison.interval if comparison else None) or (None, None)
+    with_base = comparison.comparison_with_base
+    minus_base_low, minus_base_high = (with_base.interval if with_base else None) or (None, None)
     return record | {
-        "minus_base": comparison.difference if comparison else None,
+        "minus_base": with_base.difference if with_base else None,
         "minus_base_low": minus_base_low,
         "minus_base_high": minus_base_high,
-        "adjusted_p": comparison.p_value if comparison else None,
-        "verdict": verdict(comparison).value if comparison else "",
+        "adjusted_p": with_base.p_value if with_base else None,
+        "verdict": verdict(with_base).value if with_base else "",
     }
 
 

@@ -44,9 +44,10 @@ def make_tables(quantized: QuantizedScores) -> PageTables:
     """Return the tables of the page; those of a single model have no comparisons."""
     sheets = [form_tables.build_runs_sheet(quantized)]
     if "family" not in quantized.rows:
-        return PageTables({sheet.name: sheet for sheet in sheets}, (), ())
-    comparisons, corrected = form_tables.compare_methods(quantized)
-    sheets += [form_tables.build_methods_sheet(comparisons, corrected), form_tables.build_correlation_sheet(quantized)]
+        return PageTables({sheet.name: sheet for sheet in sheets}, conclusions=(), comparisons=())
+    comparisons, holm_result = form_tables.compare_methods(quantized)
+    methods_sheet = form_tables.build_methods_sheet(comparisons, holm_result)
+    sheets += [methods_sheet, form_tables.build_correlation_sheet(quantized)]
     return PageTables({sheet.name: sheet for sheet in sheets}, form_tables.write_conclusions(comparisons), comparisons)
 
 
@@ -69,7 +70,7 @@ def write_page(quantized: QuantizedScores, tables: PageTables, out: Path, comman
 
 
 def _make_page(quantized: QuantizedScores, tables: PageTables, command: str) -> Page:
-    """Return the sections of the page, without those that do not apply to the scores."""
+    """Return the page of the scores; that of a single model has no sections on methods."""
     sections = [Section("reading", "How to read this", _HOW_TO_READ)]
     if tables.comparisons:
         drop_plot = form_figures.make_mean_drop_plot(tables.comparisons, quantized.scheme_names)

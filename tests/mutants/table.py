@@ -762,7 +762,7 @@ MUTATIONS = [
     Mutation(
         "The p-values of the table of drops are not corrected by Holm's method.",
         "istar/quantization/form_tables.py",
-        "replace(row.comparison_with_base, p_value=next(adjusted))",
+        "replace(row.comparison_with_base, p_value=next(adjusted_p_values))",
         "row.comparison_with_base",
         "tests/quantization/test_quantize.py::test_methods_are_compared_by_their_drops",
     ),
