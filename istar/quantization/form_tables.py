@@ -231,7 +231,8 @@ def _make_method_record(comparison: SchemeComparison) -> dict[str, Any]:
     drop, float32 = spread(list(comparison.drop_by_seed.values())), spread(list(comparison.float32_by_seed.values()))
     low, high = comparison.drop_interval or (None, None)
     record: dict[str, Any] = {
-        "model": comparison.model, "task": comparison.task, "metric": comparison.metric, "method": comparison.method, "form": comparison.scheme_name,
+        "model": comparison.model, "task": comparison.task, "metric": comparison.metric,
+        "method": comparison.method, "form": comparison.scheme_name,
         "seeds": drop.count, "float32": float32.mean, "float32_std": float32.std, "drop": drop.mean,
         "drop_std": drop.std, "low": low, "high": high,
     }  # fmt: skip
