@@ -124,8 +124,8 @@ def score_embeddings(
     first, second = embed_pairs(validation, "validation sentences")
     int8_first, int8_second = (int8_values(int8_codes(embeddings, ranges), ranges) for embeddings in (first, second))
     similarities_by_precision = {
-        "float32": _rounded_cosines(first, second),
-        "int8": _rounded_cosines(int8_first, int8_second),
+        "float32": _compute_rounded_cosines(first, second),
+        "int8": _compute_rounded_cosines(int8_first, int8_second),
         "binary": -hamming_distance(signs(first), signs(second)).double(),
     }
     human_scores = [float(score) for score in validation[spec.label_column]]
@@ -140,7 +140,7 @@ def score_embeddings(
     return EmbeddingScores(str(encoder_folder), first.shape[1], len(first), spearman_by_precision, isoscore_value)
 
 
-def _rounded_cosines(first: Tensor, second: Tensor) -> Tensor:
+def _compute_rounded_cosines(first: Tensor, second: Tensor) -> Tensor:
     """Return the cosine similarity of each pair of rows, `(n,)`, rounded to 9 decimals.
 
     Rounding makes the cosines of identical sentences equal. STS-B has several such pairs, whose ranks would otherwise

@@ -126,7 +126,9 @@ def conclusion(row: Comparison, alpha: float = 0.05) -> str:
         UserError: if alpha is not in (0, 1).
     """
     return " ".join(
-        filter(None, (_make_main_sentence(row, alpha), _make_collapsed_sentence(row), _make_choice_sentence(row)))
+        filter(
+            None, (_make_main_sentence(row, alpha), _make_collapsed_sentence(row), _make_selection_bias_sentence(row))
+        )
     )
 
 
@@ -134,14 +136,14 @@ def _make_main_sentence(comparison: Comparison, alpha: float) -> str:
     """Return the sentence that says whether the method is better, worse, not found to differ, or not comparable."""
     result = verdict(comparison, alpha)
     names = f"{comparison.method} and {comparison.reference}"
-    nothing = f"Nothing can be concluded about {names} on {comparison.task}"
+    no_conclusion = f"Nothing can be concluded about {names} on {comparison.task}"
     if obstacle := _find_obstacle(comparison, alpha):
-        return f"{nothing}: {obstacle}."
+        return f"{no_conclusion}: {obstacle}."
     assert comparison.difference is not None  # else there is an obstacle
     assert comparison.p_value is not None
     numbers = _format_numbers(comparison)
     if result is Verdict.NONE:
-        return f"{nothing}: the test and the interval disagree ({numbers})."
+        return f"{no_conclusion}: the test and the interval disagree ({numbers})."
     if result is Verdict.NO_DIFFERENCE:
         limit = (
             "it is not known how small a difference so few seeds could have found"
@@ -209,7 +211,7 @@ def _make_collapsed_sentence(comparison: Comparison) -> str:
     return f"{' and '.join(counts)} {verb} collapsed to constant predictions and {'counts' if is_one else 'count'}."
 
 
-def _make_choice_sentence(comparison: Comparison) -> str:
+def _make_selection_bias_sentence(comparison: Comparison) -> str:
     """Return a sentence that names means biased by a choice of configurations on the reported set; empty if none is."""
     counts = [(comparison.method, comparison.chosen_among), (comparison.reference, comparison.reference_chosen_among)]
     biased = [(name, count) for name, count in counts if count > 1]

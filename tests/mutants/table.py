@@ -769,8 +769,8 @@ MUTATIONS = [
     Mutation(
         "Kept scores of a single model are used for changed data.",
         "istar/quantization/saved_runs.py",
-        "            data = _fingerprint_examples(self.examples)\n",
-        "            data = None\n",
+        "            data_fingerprint = _fingerprint_examples(self.examples)\n",
+        "            data_fingerprint = None\n",
         "tests/quantization/test_quantized_tasks.py::test_a_changed_data_file_is_noticed",
     ),
     # ---- models
