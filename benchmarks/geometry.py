@@ -37,7 +37,7 @@ PEER = "bare forward"
 def main() -> None:
     """Measure and print the table and the additional memory."""
     options = make_parser().parse_args()
-    tokenizer = tiny.tokenizer(demo.vocabulary())
+    tokenizer = tiny.make_tokenizer(demo.vocabulary())
     model = random_model(options.layers, options.width, options.vocabulary)
     settings = Pass(options.length, intra=not options.no_intra, documents=options.documents)
     with tempfile.TemporaryDirectory() as folder:

@@ -177,10 +177,10 @@ def model_files(folder: Path, seed: int) -> dict[str, bytes]:
     """The files of a tiny BERT with the random weights of a seed, as `save_pretrained` writes them to a new folder."""
     import torch
 
-    tokenizer = tiny.tokenizer(demo.vocabulary())
+    tokenizer = tiny.make_tokenizer(demo.vocabulary())
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        BertModel(tiny.config(len(tokenizer))).save_pretrained(folder)
+        BertModel(tiny.make_config(len(tokenizer))).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 

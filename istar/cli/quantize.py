@@ -74,13 +74,13 @@ def _score_embeddings(options: argparse.Namespace) -> None:
     for name, default in _NOT_FOR_EMBEDDINGS.items():
         if getattr(options, name) != default:
             raise UserError(f"--{name.replace('_', '-')} does not go together with --embeddings; leave one of them out")
-    spec = embedding_scores.task_of(options.task or "stsb")
-    embedding_scores.check(options.out)
+    spec = embedding_scores.get_similarity_task(options.task or "stsb")
+    embedding_scores.check_output_folder(options.out)
     progress = make_console(stderr=True)
     arguments = spec, options.data_dir, options.calibration, options.seed, progress
     scored = [embedding_scores.score_embeddings(encoder, *arguments) for encoder in dict.fromkeys(options.models)]
-    table = embedding_scores.sheet(scored, spec)
-    page = embedding_scores.write(table, options.out, options.typed)
+    table = embedding_scores.build_embedding_sheet(scored, spec)
+    page = embedding_scores.write_page(table, options.out, options.typed)
     console = make_console()
     console.print(terminal_table(table))
     console.out(f"{page}, and the table beside it", highlight=False)
@@ -97,15 +97,15 @@ def _score_models(options: argparse.Namespace) -> None:
         raise UserError("--outlier-factor is for --control outlier; leave it out, or add the control")
     if not 0 < factor < math.inf:
         raise UserError(f"--outlier-factor {factor:g} is out of range; expected a finite number above 0")
-    forms = quantize.parse_forms(options.forms, options.weights, options.activations)
-    settings = quantize.Settings(forms, options.calibration, options.seed, options.control, factor)
-    single = [folder for folder in options.models if saved_runs.is_model(folder)]
+    forms = quantize.parse_schemes(options.forms, options.weights, options.activations)
+    settings = quantize.QuantizationSettings(forms, options.calibration, options.seed, options.control, factor)
+    single = [folder for folder in options.models if saved_runs.is_single_model(folder)]
     if single and len(options.models) > 1:
         raise UserError(f"{single[0]} is a single model, which is quantized alone; name one model, or folders of runs")
     if bool(single) != (options.task is not None):
         expected = "is missing; a single model needs one, such as --task rte" if single else "is for a single model"
         raise UserError(f"--task {expected}")
-    quantize_page.check(options.out)
+    quantize_page.check_output_folder(options.out)
     make_folder(options.out)
     progress = make_console(stderr=True)
     if single:
@@ -113,14 +113,14 @@ def _score_models(options: argparse.Namespace) -> None:
         quantized = quantize.quantize_model(*arguments)
     else:
         quantized = quantize.quantize_runs(options.models, settings, options.out, options.data_dir, progress)
-    content = quantize_page.tables(quantized)
-    page = quantize_page.write(quantized, content, options.out, options.typed)
+    content = quantize_page.make_tables(quantized)
+    page = quantize_page.write_page(quantized, content, options.out, options.typed)
     console = make_console()
     notes = [*content.sheets["methods"].notes] if "methods" in content.sheets else []
-    for table in form_tables.in_terminal(quantized, content.comparisons):
+    for table in form_tables.build_terminal_sheets(quantized, content.comparisons):
         console.print(terminal_table(table))
         notes += table.notes
-    reasons = [f"left out: {path}: {reason}" for path, reason in quantized.left_out.items()]
+    reasons = [f"left out: {path}: {reason}" for path, reason in quantized.exclusion_reasons.items()]
     for line in (*notes, *content.conclusions, *reasons):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
-    console.out(f"{page}, and figures, tables and {quantize.JSON} beside it", highlight=False)
+    console.out(f"{page}, and figures, tables and {quantize.SCORES_FILE} beside it", highlight=False)

@@ -341,7 +341,7 @@ def write_model(results: EmbeddingResults, config: ModelConfig, out: Path) -> Pa
     Raises:
         UserError: if the model cannot be loaded or written.
     """
-    model = models.load_pretrained(config, type(models.meta_model(models.load_pretrained(config, AutoConfig))))
+    model = models.load_pretrained(config, type(models.build_meta_model(models.load_pretrained(config, AutoConfig))))
     layer = model.get_input_embeddings() if results.raw.which == "input" else model.get_output_embeddings()
     with torch.no_grad():
         layer.weight.copy_(results.processed)

@@ -12,7 +12,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from istar.config import ModelConfig
 from istar.errors import UserError, shorten
-from istar.models import find_file, load_pretrained, meta_model
+from istar.models import build_meta_model, find_file, load_pretrained
 
 Which = Literal["input", "output"]
 WEIGHTS = "model.safetensors"
@@ -67,7 +67,7 @@ def untied_output(config: ModelConfig) -> Matrix | None:
 
 def _skeleton(config: ModelConfig) -> PreTrainedModel:
     """Build the model with its head from its config, without weights."""
-    return meta_model(load_pretrained(config, AutoConfig))
+    return build_meta_model(load_pretrained(config, AutoConfig))
 
 
 def _weight(model: PreTrainedModel, which: Which) -> Any:

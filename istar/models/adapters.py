@@ -18,21 +18,26 @@ from istar.tasks.specs import Kind
 if TYPE_CHECKING:
     from peft import PeftModel
 
-CONFIG = "adapter_config.json"
-"""File of peft in a folder with adapters; it names the base model."""
-_MAY_BE_NEW = "pooler"  # part of the base model that many checkpoints lack, so that its weights are random
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+"""Name of the file in a folder with adapters in which peft stores their settings and the name of the base model."""
+_POOLER = "pooler"  # part of the base model; many checkpoints lack its weights, which are then random
 
 
 def add_adapters(model: PreTrainedModel, config: ModelConfig, kind: Kind) -> "PeftModel":
-    """Return the model with adapters; only these, the head and the pooler require gradients.
+    """Add low-rank adapters to a model; afterwards only the adapters, the head and the pooler require gradients.
 
-    A head for language modelling is part of the pretrained weights, and is not trained.
+    A head for language modelling is part of the pretrained weights and is not trained.
+
+    Args:
+        model: the model with a head for the task.
+        config: the settings of the adapters, `config.lora_*`.
+        kind: kind of the task.
 
     Raises:
         UserError: if `config.lora_target_modules` is None and peft has no default for the architecture, or if it names
             a module that the model does not have.
     """
-    peft = _peft("model.lora=true")
+    peft = _import_peft("model.lora=true")
     task_types = {"span": peft.TaskType.QUESTION_ANS, "causal_lm": peft.TaskType.CAUSAL_LM, "masked_lm": None}
     # peft reads the name of the base model here, and writes it into the folder of the adapters.
     path = Path(config.name)
@@ -43,10 +48,10 @@ def add_adapters(model: PreTrainedModel, config: ModelConfig, kind: Kind) -> "Pe
         lora_dropout=config.lora_dropout,
         target_modules=config.lora_target_modules,
         task_type=task_types.get(kind, peft.TaskType.SEQ_CLS),
-        modules_to_save=None if kind in ("causal_lm", "masked_lm") else new_modules(model),
+        modules_to_save=None if kind in ("causal_lm", "masked_lm") else find_new_modules(model),
     )
     try:
-        with _quiet_peft():
+        with _suppress_peft_warnings():
             return peft.get_peft_model(model, settings, revision=config.revision)
     except ValueError as error:
         if config.lora_target_modules is None:
@@ -57,20 +62,21 @@ def add_adapters(model: PreTrainedModel, config: ModelConfig, kind: Kind) -> "Pe
         raise UserError(f"model.lora_target_modules={config.lora_target_modules}: {shorten(error)}") from error
 
 
-def new_modules(model: PreTrainedModel) -> list[str]:
-    """Return the names of the modules whose weights may be new: the parts of the head, and the pooler."""
+def find_new_modules(model: PreTrainedModel) -> list[str]:
+    """Return the names of the modules that may have new random weights: the parts of the head, and the pooler."""
     base_model = model.base_model
-    head = [name for name, child in model.named_children() if child is not base_model and _has_weights(child)]
-    pooler: Any = getattr(base_model, _MAY_BE_NEW, None)
-    return [*head, _MAY_BE_NEW] if pooler is not None and _has_weights(pooler) else head
+    head = [name for name, child in model.named_children() if child is not base_model and _has_parameters(child)]
+    pooler: Any = getattr(base_model, _POOLER, None)
+    return [*head, _POOLER] if pooler is not None and _has_parameters(pooler) else head
 
 
-def _has_weights(module: nn.Module) -> bool:
+def _has_parameters(module: nn.Module) -> bool:
+    """Return whether a module has at least one parameter."""
     return next(module.parameters(), None) is not None
 
 
 def save_adapters(model: "PeftModel", folder: Path) -> None:
-    """Write the adapters, the modules of `new_modules` and the model's configuration, but not the base's weights."""
+    """Write the adapters, the modules of `find_new_modules` and the configuration, without the base model's weights."""
     # By default peft asks the hub whether the vocabulary was changed.
     model.save_pretrained(str(folder), save_embedding_layers=False)
     base_model: Any = model.get_base_model()
@@ -80,32 +86,39 @@ def save_adapters(model: "PeftModel", folder: Path) -> None:
 
 
 def has_adapters(name: str) -> bool:
-    """Return whether a model is a folder that `save_adapters` wrote."""
-    return (Path(name) / CONFIG).is_file()
+    """Return whether the name of a model is that of a folder with adapters, which `save_adapters` wrote."""
+    return (Path(name) / ADAPTER_CONFIG_FILE).is_file()
 
 
-def base_of(folder: Path) -> ModelConfig:
-    """Return the base model of the adapters in a folder.
+def read_base_config(folder: Path) -> ModelConfig:
+    """Return name and revision of the base model that the adapters in a folder belong to.
 
     Raises:
-        UserError: if the folder does not name one.
+        UserError: if the folder does not name a base model.
     """
-    values = parse_json(read_text(folder / CONFIG), str(folder / CONFIG))
+    values = parse_json(read_text(folder / ADAPTER_CONFIG_FILE), str(folder / ADAPTER_CONFIG_FILE))
     name = values.get("base_model_name_or_path") if isinstance(values, dict) else None
     if not name:
-        raise UserError(f"{folder / CONFIG} names no base model; expected base_model_name_or_path, as peft writes it")
+        raise UserError(
+            f"{folder / ADAPTER_CONFIG_FILE} names no base model; expected base_model_name_or_path, as peft writes it"
+        )
     return ModelConfig(name=name, revision=values.get("revision"))
 
 
 def merge_adapters(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """Return the base model of adapters in a folder with the adapters merged into its weights, and with their head."""
-    peft = _peft(f"{folder} holds adapters, which")
-    with _quiet_peft():
+    """Merge the adapters in a folder into the weights of their base model, and return it with the adapters' head.
+
+    Args:
+        model: the base model.
+        folder: folder with the adapters and the head.
+    """
+    peft = _import_peft(f"{folder} holds adapters, which")
+    with _suppress_peft_warnings():
         warnings.filterwarnings("error", message="Found missing adapter keys")
         return peft.PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
 
 
-def _peft(feature: str) -> Any:
+def _import_peft(feature: str) -> Any:
     """Import peft; raise a `UserError` that names the extra if it is not installed."""
     try:
         import peft
@@ -115,8 +128,8 @@ def _peft(feature: str) -> Any:
 
 
 @contextmanager
-def _quiet_peft() -> Iterator[None]:
-    """Suppress the warnings that peft gives or causes while it takes care of their subject."""
+def _suppress_peft_warnings() -> Iterator[None]:
+    """Suppress warnings, raised by peft or because of it, about issues that peft handles itself."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # GPT-2's weights are transposed
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")

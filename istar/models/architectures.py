@@ -13,7 +13,7 @@ _SET_BY_ISTAR = {
     "architectures", "dtype", "id2label", "is_encoder_decoder", "label2id", "model_type", "num_labels", "problem_type",
     "torch_dtype", "transformers_version",
 }  # fmt: skip
-"""Values of a configuration that follow from the architecture or from the task."""
+"""Values of a configuration that are set from the architecture or the task, and not by the user."""
 _HEADS: dict[Kind, tuple[Any, Any]] = {
     "classification": (
         transformers.AutoModelForSequenceClassification, transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
@@ -38,38 +38,41 @@ _KIND_NAMES: dict[Kind, str] = {
 def is_decoder(config: PreTrainedConfig) -> bool:
     """Return whether an architecture is a decoder, whose tokens attend to earlier tokens only.
 
-    transformers can load some encoders, such as BERT, as causal language models, but none of the decoders as masked
-    language models.
+    An architecture counts as a decoder if transformers can load it as a causal language model, but not as a masked one.
+    Some encoders, such as BERT, can be loaded as both.
     """
-    kind = type(config)
-    is_causal_lm = kind in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    return is_causal_lm and kind not in transformers.MODEL_FOR_MASKED_LM_MAPPING
+    config_class = type(config)
+    is_causal_lm = config_class in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    return is_causal_lm and config_class not in transformers.MODEL_FOR_MASKED_LM_MAPPING
 
 
-def auto_class(config: PreTrainedConfig, kind: Kind, label: str) -> Any:
+def get_auto_class(config: PreTrainedConfig, kind: Kind, label: str) -> Any:
     """Return the `AutoModelFor...` class that loads an architecture with the head for a kind of task.
 
-    `label` names the model in the message.
+    Args:
+        config: configuration of the architecture.
+        kind: kind of the task.
+        label: name of the model for the error message.
 
     Raises:
         UserError: if transformers has no such head for the architecture.
     """
-    loader, architectures = _HEADS[kind]
+    auto_class, architectures = _HEADS[kind]
     if type(config) not in architectures:
         raise UserError(
             f"{label}: transformers has no head for {_KIND_NAMES[kind]} for {config.model_type} models; choose another "
             "model or another task"
         )
-    return loader
+    return auto_class
 
 
-def saved_class(config: PreTrainedConfig) -> Any:
-    """Return the class of transformers that wrote a checkpoint with this configuration, or None if it names none."""
+def get_checkpoint_class(config: PreTrainedConfig) -> Any:
+    """Return the transformers class of the model that a checkpoint's configuration names, or None if it names none."""
     return getattr(transformers, (config.architectures or [""])[0], None)
 
 
-def new_config(architecture: str, values: Mapping[str, Any]) -> PreTrainedConfig:
-    """Return the configuration of a new model of an architecture, with transformers' defaults except for `values`.
+def make_config(architecture: str, values: Mapping[str, Any]) -> PreTrainedConfig:
+    """Make the configuration of a new model of an architecture: transformers' defaults, replaced by `values`.
 
     Raises:
         UserError: if the architecture or a value is unknown or not allowed.
@@ -77,38 +80,52 @@ def new_config(architecture: str, values: Mapping[str, Any]) -> PreTrainedConfig
     if architecture not in CONFIG_MAPPING:
         hint = did_you_mean(architecture, CONFIG_MAPPING)
         raise UserError(f"model.architecture={architecture} is no model type of transformers{hint}")
-    kind, values = CONFIG_MAPPING[architecture], dict(values)
-    # The default of some architectures suits only their default number of heads.
-    if "num_attention_heads" in values and hasattr(kind(), "num_key_value_heads"):
+    config_class, values = CONFIG_MAPPING[architecture], dict(values)
+    # In some architectures, the default of `num_key_value_heads` suits only the default number of heads.
+    if "num_attention_heads" in values and hasattr(config_class(), "num_key_value_heads"):
         values.setdefault("num_key_value_heads", values["num_attention_heads"])
-    return _build(kind, {}, values, f"model.architecture={architecture}")
+    return _build_config(config_class, base_values={}, values=values, label=f"model.architecture={architecture}")
 
 
-def override(config: PreTrainedConfig, values: Mapping[str, Any], label: str) -> PreTrainedConfig:
-    """Return a copy of a configuration with other values, from which the dependent values are computed again.
+def override_config(config: PreTrainedConfig, values: Mapping[str, Any], label: str) -> PreTrainedConfig:
+    """Return a copy of a configuration in which `values` are replaced and the values that depend on them recomputed.
 
-    `label` names the model in messages.
+    `label` is the name of the model for error messages.
 
     Raises:
         UserError: if a value is unknown or not allowed.
     """
-    before = {key: value for key, value in config.to_diff_dict().items() if key not in ("model_type", "architectures")}
-    # A list with one entry for each layer, which transformers derives from the number of layers.
-    if len(set(before.get("layer_types") or ())) == 1:
-        del before["layer_types"]
-    return _build(type(config), before, values, label)
+    base_values = {
+        key: value for key, value in config.to_diff_dict().items() if key not in ("model_type", "architectures")
+    }
+    # A list with one entry per layer, which transformers derives from the number of layers if it is missing.
+    if len(set(base_values.get("layer_types") or ())) == 1:
+        del base_values["layer_types"]
+    return _build_config(type(config), base_values, values, label)
 
 
-def _build(kind: Any, before: Mapping[str, Any], values: Mapping[str, Any], label: str) -> PreTrainedConfig:
-    """Build a configuration of the class `kind` from the values `before`, replaced by `values`."""
+def _build_config(
+    config_class: Any, base_values: Mapping[str, Any], values: Mapping[str, Any], label: str
+) -> PreTrainedConfig:
+    """Build a configuration from `base_values`, replaced by the user's `values`.
+
+    Args:
+        config_class: class of the configuration.
+        base_values: values as in the class's constructor.
+        values: values from the config key `model.config`, which may have the other names of `attribute_map`.
+        label: name of the model for error messages.
+
+    Raises:
+        UserError: if one of `values` is unknown or not allowed.
+    """
     try:
-        known = {*kind().to_dict(), *kind.attribute_map} - _SET_BY_ISTAR
+        known_names = {*config_class().to_dict(), *config_class.attribute_map} - _SET_BY_ISTAR
         for name in values:
-            if name not in known:
-                hint = did_you_mean(name, known)
-                raise UserError(f"model.config.{name}: {kind.model_type} models have no such value{hint}")
-        replaced = {kind.attribute_map.get(name, name): value for name, value in values.items()}
-        config: PreTrainedConfig = kind(**{**before, **replaced})
+            if name not in known_names:
+                hint = did_you_mean(name, known_names)
+                raise UserError(f"model.config.{name}: {config_class.model_type} models have no such value{hint}")
+        new_values = {config_class.attribute_map.get(name, name): value for name, value in values.items()}
+        config: PreTrainedConfig = config_class(**{**base_values, **new_values})
     except UserError:
         raise
     except Exception as error:  # the types depend on the architecture

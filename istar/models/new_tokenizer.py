@@ -17,21 +17,21 @@ other than the end of the text is needed."""
 ENCODER_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 """The special tokens of WordPiece, named as in BERT."""
 
-_MAX_CHARACTERS = 1_000  # of a WordPiece vocabulary, as in BERT's training
+_MAX_ALPHABET_SIZE = 1_000  # largest number of characters in a WordPiece vocabulary, as in the training of BERT
 
 
 def train_tokenizer(
     texts: Iterable[str], vocab_size: int, kind: Literal["bpe", "wordpiece"]
 ) -> PreTrainedTokenizerFast:
-    """Train a tokenizer; equal texts give equal tokenizers.
+    """Train a tokenizer on texts; equal texts give equal tokenizers.
 
-    A byte-level BPE tokenizer returns every text exactly when it decodes its tokens. It has `<|endoftext|>` as first
-    and last token, which also separates the two texts of a pair, and `<|padding|>`. A WordPiece tokenizer lowercases,
-    removes accents and puts texts between `[CLS]` and `[SEP]`, as BERT's uncased one does.
+    A byte-level BPE tokenizer decodes its tokens to exactly the original text. Its special tokens are `<|endoftext|>`,
+    which serves as first and last token and separates the two texts of a pair, and `<|padding|>`. A WordPiece tokenizer
+    lowercases, removes accents and puts texts between `[CLS]` and `[SEP]`, as BERT's uncased tokenizer does.
 
     Args:
         texts: any number of texts, in any order. WordPiece reads them twice, and copies an iterator to a list first.
-        vocab_size: largest number of tokens, special tokens included. Little text yields fewer.
+        vocab_size: largest number of tokens, special tokens included. A short text yields fewer.
         kind: `bpe` or `wordpiece`.
 
     Raises:
@@ -41,15 +41,16 @@ def train_tokenizer(
 
 
 def _train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer."""
     tokenizer = Tokenizer(token_models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
-    special = [END_OF_TEXT, PADDING]
+    byte_alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    special_tokens = [END_OF_TEXT, PADDING]
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=special, initial_alphabet=bytes_, show_progress=False
+        vocab_size=vocab_size, special_tokens=special_tokens, initial_alphabet=byte_alphabet, show_progress=False
     )
-    tokenizer.train_from_iterator(_not_blank(texts), trainer)
+    tokenizer.train_from_iterator(_skip_blank_texts(texts), trainer)
     template = processors.TemplateProcessing(
         single="$A",
         pair=f"$A {END_OF_TEXT} $B",
@@ -67,23 +68,24 @@ def _train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast
 
 
 def _train_wordpiece(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train an uncased WordPiece tokenizer."""
     texts = list(texts) if isinstance(texts, Iterator) else texts
-    tokenizer = _wordpiece({token: number for number, token in enumerate(ENCODER_TOKENS)})
-    characters = _characters(texts, tokenizer.normalizer, min(_MAX_CHARACTERS, vocab_size // 4))
-    # Merges of equal frequency are chosen by the numbers of their parts. The trainer numbers `##x` in the order of its
-    # hash map, which differs from call to call, unless they are special tokens: these it numbers in the order given.
-    continued = [f"##{character}" for character in characters if not _is_separate(character)]
+    tokenizer = _build_wordpiece({token: index for index, token in enumerate(ENCODER_TOKENS)})
+    characters = _most_frequent_characters(texts, tokenizer.normalizer, min(_MAX_ALPHABET_SIZE, vocab_size // 4))
+    # Among merges of equal frequency, the ids of their parts decide. The trainer gives ids to tokens such as `##x` in
+    # the order of its hash map, which differs from call to call. Special tokens get theirs in the order given.
+    continuations = [f"##{character}" for character in characters if not _is_punctuation(character)]
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size,
-        special_tokens=[*ENCODER_TOKENS, *continued],
+        special_tokens=[*ENCODER_TOKENS, *continuations],
         initial_alphabet=characters,
         limit_alphabet=len(characters),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_not_blank(texts), trainer)
-    # Built anew, because `##x` are special tokens in the tokenizer that was trained.
+    tokenizer.train_from_iterator(_skip_blank_texts(texts), trainer)
+    # Built anew, because tokens such as `##x` are special tokens in the tokenizer that was trained.
     return PreTrainedTokenizerFast(
-        tokenizer_object=_wordpiece(tokenizer.get_vocab()),
+        tokenizer_object=_build_wordpiece(tokenizer.get_vocab()),
         unk_token="[UNK]",
         cls_token="[CLS]",
         sep_token="[SEP]",
@@ -94,8 +96,8 @@ def _train_wordpiece(texts: Iterable[str], vocab_size: int) -> PreTrainedTokeniz
     )
 
 
-def _wordpiece(vocabulary: dict[str, int]) -> Tokenizer:
-    """Return BERT's uncased tokenizer with another vocabulary."""
+def _build_wordpiece(vocabulary: dict[str, int]) -> Tokenizer:
+    """Return a tokenizer that works as BERT's uncased one, with the given vocabulary."""
     tokenizer = Tokenizer(token_models.WordPiece(vocabulary, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -108,21 +110,21 @@ def _wordpiece(vocabulary: dict[str, int]) -> Tokenizer:
     return tokenizer
 
 
-def _characters(texts: Iterable[str], normalizer: normalizers.Normalizer, most: int) -> list[str]:
-    """Return the most frequent characters of the texts, without white space, in the order of their code points."""
+def _most_frequent_characters(texts: Iterable[str], normalizer: normalizers.Normalizer, limit: int) -> list[str]:
+    """Return the `limit` most frequent characters of the normalized texts except white space, sorted by code point."""
     counts: Counter[str] = Counter()
-    for text in _not_blank(texts):
+    for text in _skip_blank_texts(texts):
         counts.update(normalizer.normalize_str(text))
     frequent = sorted((-count, character) for character, count in counts.items() if not character.isspace())
-    return sorted(character for _, character in frequent[:most])
+    return sorted(character for _, character in frequent[:limit])
 
 
-def _is_separate(character: str) -> bool:
-    """Return whether BERT takes a character for a word of its own: punctuation."""
+def _is_punctuation(character: str) -> bool:
+    """Return whether BERT's tokenizer treats a character as punctuation, which is always a word of its own."""
     return unicodedata.category(character).startswith("P") or (character.isascii() and not character.isalnum())
 
 
-def _not_blank(texts: Iterable[str]) -> Iterator[str]:
+def _skip_blank_texts(texts: Iterable[str]) -> Iterator[str]:
     """Yield the texts that are not blank; raise a `UserError` at the end if all are."""
     is_empty = True
     for text in texts:

@@ -27,8 +27,8 @@ from transformers import (
 from istar.config import ModelConfig
 from istar.errors import UserError, shorten
 from istar.models import tiny
-from istar.models.adapters import add_adapters, base_of, has_adapters, merge_adapters, save_adapters
-from istar.models.architectures import auto_class, is_decoder, new_config, override, saved_class
+from istar.models.adapters import add_adapters, has_adapters, merge_adapters, read_base_config, save_adapters
+from istar.models.architectures import get_auto_class, get_checkpoint_class, is_decoder, make_config, override_config
 from istar.models.new_tokenizer import train_tokenizer
 from istar.tasks import demo
 from istar.tasks.hub import LOCAL_COPY, hub_problem, is_hub_id, refusal
@@ -36,7 +36,7 @@ from istar.tasks.readers import parse_json, read_text
 from istar.tasks.specs import TaskSpec
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
-"""The data types of the weights, by the values of `model.load_in`."""
+"""Data types of the weights by the value of the config key `model.load_in`."""
 
 log = logging.getLogger(__name__)
 
@@ -44,11 +44,11 @@ log = logging.getLogger(__name__)
 def load_tokenizer(config: ModelConfig, texts: Iterable[str] | None = None) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model, or train one on `texts` if `config.trains_tokenizer`.
 
-    The tokenizer of the tiny model knows the words of the demo tasks. A tokenizer without a padding token, as many
-    decoders have it, pads with its end-of-text token.
+    The tokenizer of the tiny model knows the words of the demo tasks. A tokenizer without a padding token, which is
+    common for decoders, pads with its end-of-text token.
 
     Args:
-        config: the model.
+        config: settings of the model.
         texts: text of the task, read only if a tokenizer is trained. Equal texts give equal tokenizers, so that every
             process and every resumed run can train its own. An iterator is copied to a list; other iterables may be
             read twice.
@@ -58,9 +58,9 @@ def load_tokenizer(config: ModelConfig, texts: Iterable[str] | None = None) -> P
             there is no text.
     """
     if config.is_tiny:
-        return tiny.tokenizer(demo.vocabulary())
+        return tiny.make_tokenizer(demo.vocabulary())
     if config.trains_tokenizer:
-        return _new_tokenizer(config, texts)
+        return _train_new_tokenizer(config, texts)
     key = "model.name"
     if config.tokenizer is not None:
         key = "model.tokenizer"
@@ -74,49 +74,56 @@ def load_tokenizer(config: ModelConfig, texts: Iterable[str] | None = None) -> P
                 f"model.revision={config.revision} needs a model of the hub, but model.name={config.name} is a folder"
             )
         _check_json_files(Path(config.name))
-    with _user_errors(config, key), _quiet():
-        tokenizer = AutoTokenizer.from_pretrained(config.name, **_hub_options(config))
+    with _convert_to_user_errors(config, key), _silence_transformers():
+        tokenizer = AutoTokenizer.from_pretrained(config.name, **_make_hub_options(config))
     if not tokenizer.is_fast:
         raise UserError(f"{key}={config.name} has no fast tokenizer; choose a model with a tokenizer.json")
-    # If the files are missing, transformers creates a tokenizer with the special tokens only, and every text is
-    # tokenized alike.
+    # If the files are missing, transformers creates a tokenizer with special tokens only, to which all texts are alike.
     if len(set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens)) < 2:
         raise UserError(
             f"{key}={config.name} has no vocabulary: every word would be unknown; it needs the tokenizer.json "
             "or the vocabulary file that belongs to the model"
         )
     # A rare character: some damaged tokenizers have no token for unknown text and fail here.
-    with _user_errors(config, key):
+    with _convert_to_user_errors(config, key):
         tokenizer("\u2603")
     if tokenizer.pad_token is None and tokenizer.eos_token is not None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
-def _new_tokenizer(config: ModelConfig, texts: Iterable[str] | None) -> PreTrainedTokenizerBase:
-    """Train a tokenizer of the kind that a model needs, for texts of the length that it accepts."""
+def _train_new_tokenizer(config: ModelConfig, texts: Iterable[str] | None) -> PreTrainedTokenizerBase:
+    """Train the tokenizer of a new model: byte-level BPE for a decoder, WordPiece for an encoder.
+
+    It truncates texts to the length that the model accepts, and returns only inputs that the model takes.
+    """
     if texts is None:
         raise UserError(
             "model.tokenizer=train needs the text of a task to train a tokenizer on; name a tokenizer, a folder or a "
             "hub id"
         )
-    model_config = _architecture(config)
+    model_config = _make_architecture_config(config)
     tokenizer = train_tokenizer(texts, config.vocab_size, "bpe" if is_decoder(model_config) else "wordpiece")
     tokenizer.model_max_length = getattr(model_config, "max_position_embeddings", None) or tokenizer.model_max_length
-    base_class: Any = transformers.MODEL_MAPPING[type(model_config)]
-    arguments = inspect.signature(base_class.forward).parameters
-    tokenizer.model_input_names = [name for name in tokenizer.model_input_names if name in arguments]
+    model_class: Any = transformers.MODEL_MAPPING[type(model_config)]
+    parameters = inspect.signature(model_class.forward).parameters
+    tokenizer.model_input_names = [name for name in tokenizer.model_input_names if name in parameters]
     return tokenizer
 
 
 def load_config(config: ModelConfig, spec: TaskSpec, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """Load or build the configuration of a model, and set the labels of the task and the tokenizer's ids in it.
+    """Load or build the transformers configuration of a model, with the labels of the task and the tokenizer's ids.
+
+    Args:
+        config: settings of the model.
+        spec: the task.
+        tokenizer: the model's tokenizer.
 
     Raises:
-        UserError: if the configuration is not found, or the model is neither a text encoder nor a decoder, or not the
-            one of them that the task needs.
+        UserError: if the configuration is not found, if the model is neither a text encoder nor a decoder, or if the
+            task needs the other of the two.
     """
-    model_config: Any = tiny.config(len(tokenizer)) if config.is_tiny else _architecture(config)
+    model_config: Any = tiny.make_config(len(tokenizer)) if config.is_tiny else _make_architecture_config(config)
     if not hasattr(model_config, "num_hidden_layers"):
         raise UserError(f"{config.label}: {model_config.model_type} models are not text encoders")
     if model_config.is_encoder_decoder:
@@ -126,7 +133,7 @@ def load_config(config: ModelConfig, spec: TaskSpec, tokenizer: PreTrainedTokeni
         )
     _check_language_modelling(config, spec, model_config, tokenizer)
     if config.tokenizer is not None and not config.pretrained:
-        _fit_tokenizer(config, model_config, tokenizer)
+        _set_tokenizer_values(config, model_config, tokenizer)
     if is_decoder(model_config):
         # The cache of keys and values is for generation. With a cache, transformers ignores that positions restart,
         # and packed documents would attend to each other.
@@ -142,16 +149,16 @@ def load_config(config: ModelConfig, spec: TaskSpec, tokenizer: PreTrainedTokeni
     return model_config
 
 
-def _architecture(config: ModelConfig) -> Any:
-    """Return the configuration of a model, with the values of `config.config`, as yet without those of the task."""
+def _make_architecture_config(config: ModelConfig) -> Any:
+    """Load or build the configuration of a model with the values of `config.config`, but not yet those of the task."""
     if config.architecture is not None:
-        return new_config(config.architecture, config.config)
+        return make_config(config.architecture, config.config)
     model_config = load_pretrained(config, AutoConfig)
-    return override(model_config, config.config, config.label) if config.config else model_config
+    return override_config(model_config, config.config, config.label) if config.config else model_config
 
 
-def _fit_tokenizer(config: ModelConfig, model_config: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Set the size of the vocabulary and the ids of special tokens, except for those that `config.config` sets."""
+def _set_tokenizer_values(config: ModelConfig, model_config: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Set vocabulary size and ids of special tokens in `model_config`, except for values that `config.config` sets."""
     values = {"vocab_size": max(tokenizer.get_vocab().values()) + 1}
     values |= {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
     for name, value in values.items():
@@ -162,7 +169,11 @@ def _fit_tokenizer(config: ModelConfig, model_config: Any, tokenizer: PreTrained
 def _check_language_modelling(
     config: ModelConfig, spec: TaskSpec, model_config: Any, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Refuse causal language modelling by an encoder, and masked language modelling by a decoder or without a mask."""
+    """Raise a `UserError` if the model cannot do the language modelling of the task.
+
+    Causal language modelling needs a decoder. Masked language modelling needs an encoder, and a tokenizer with a mask
+    token.
+    """
     if spec.kind == "causal_lm" and not is_decoder(model_config):
         raise UserError(
             f"task={spec.name} needs a decoder, such as model=gpt2 or small_decoder, but {config.label} is an encoder "
@@ -183,38 +194,46 @@ def load_model(
     """Load the model with a head for the task, in the data type `config.load_in` and in training mode.
 
     The head has random weights, unless the checkpoint contains a head of the same kind and number of labels. Without
-    `config.pretrained`, all weights are random. With `config.lora`, the model is a `peft.PeftModel` of which adapters
-    and head are trained.
+    `config.pretrained`, all weights are random. With `config.lora`, the result is a `peft.PeftModel`, of which the
+    adapters and the head are trained.
+
+    Args:
+        config: settings of the model.
+        spec: the task.
+        model_config: result of `load_config`.
+        tokenizer: the model's tokenizer.
 
     Raises:
-        UserError: if the model is not found, has no head of this kind, or fails a check of `_check_weights` or
-            `_check_outputs`.
+        UserError: if the model is not found or has no head of this kind, if weights other than those of the head are
+            missing, or if the model cannot process the output of the tokenizer.
     """
-    head, dtype = auto_class(model_config, spec.kind, config.label), DTYPES[config.load_in]
+    auto_class, dtype = get_auto_class(model_config, spec.kind, config.label), DTYPES[config.load_in]
     model: Any
     if config.pretrained:
-        model = _load_weights(config, head, config=model_config, dtype=dtype)
+        model = _load_weights(config, auto_class, config=model_config, dtype=dtype)
     else:
-        with _user_errors(config), _quiet():
-            model = head.from_config(model_config, dtype=dtype, trust_remote_code=False).eval()
+        with _convert_to_user_errors(config), _silence_transformers():
+            model = auto_class.from_config(model_config, dtype=dtype, trust_remote_code=False).eval()
     if not config.is_tiny:
         texts = ["a"] * len(spec.text_columns)
         _check_outputs(config.label, model, tokenizer, tokenizer(*texts, return_tensors="pt"))
     if config.gradient_checkpointing:
         # `gradient_checkpointing_enable` is deprecated since transformers 5.23, which introduced the other name.
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable_checkpointing = (
+            getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        )
         try:
-            enable({"use_reentrant": False})
+            enable_checkpointing({"use_reentrant": False})
         except ValueError as error:
             raise UserError(f"model.gradient_checkpointing=true: {shorten(error)}") from error
     if config.lora:
-        with _quiet():
+        with _silence_transformers():
             model = add_adapters(model, config, spec.kind)
     if config.compile:
-        # `Module.compile` works in place and keeps the names of the weights. `dynamic` because batches differ in
-        # length. Without `fallback_random`, compiled dropout would draw other random numbers than eager dropout.
+        # `Module.compile` works in place and keeps the names of the weights. Batches differ in length, hence `dynamic`.
+        # Without `fallback_random`, compiled dropout would draw other random numbers than eager dropout.
         model.compile(dynamic=True, options={"fallback_random": True})
-    # `from_pretrained` returns the model in eval mode, and Lightning keeps the mode; dropout would be disabled.
+    # `from_pretrained` returns the model in eval mode, which Lightning keeps; dropout would be disabled.
     return model.train()
 
 
@@ -222,7 +241,8 @@ def load_encoder(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, dtype:
     """Load a model without a head, of any architecture that reads text, in eval mode and the given data type.
 
     Raises:
-        UserError: if the model is not found, or fails a check of `_check_weights` or `_check_outputs`.
+        UserError: if the model is not found, if weights are missing, or if the model cannot process the output of the
+            tokenizer.
     """
     model = _load_weights(config, AutoModel, dtype=dtype)
     _check_outputs(config.label, model, tokenizer, tokenizer("a", return_tensors="pt", return_token_type_ids=False))
@@ -230,40 +250,46 @@ def load_encoder(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, dtype:
 
 
 def load_pretrained(config: ModelConfig, auto_class: Any, /, **options: Any) -> Any:
-    """Call `auto_class.from_pretrained` for a model, without log output and without network retries.
+    """Load an object by `auto_class.from_pretrained`, without log output and without network retries.
+
+    Args:
+        config: settings of the model, of which name and revision are used.
+        auto_class: a class of transformers, such as `AutoConfig` or `AutoModel`.
+        **options: further arguments of `from_pretrained`.
 
     Raises:
         UserError: if the files are not found or cannot be read.
     """
-    with _user_errors(config), _quiet():
-        return auto_class.from_pretrained(config.name, **_hub_options(config), **options)
+    with _convert_to_user_errors(config), _silence_transformers():
+        return auto_class.from_pretrained(config.name, **_make_hub_options(config), **options)
 
 
-def meta_model(model_config: Any) -> PreTrainedModel:
-    """Build the architecture that a checkpoint names, including its head, on the meta device, without weights.
+def build_meta_model(model_config: Any) -> PreTrainedModel:
+    """Build the model that a checkpoint's configuration names, including its head, without weights (meta device).
 
     Raises:
         UserError: if transformers does not support the architecture.
     """
     try:
-        architecture = getattr(transformers, (model_config.architectures or [""])[0], None)
-        model_class: Any = architecture or transformers.MODEL_MAPPING[type(model_config)]
-        with torch.device("meta"), _quiet():
+        checkpoint_class = getattr(transformers, (model_config.architectures or [""])[0], None)
+        model_class: Any = checkpoint_class or transformers.MODEL_MAPPING[type(model_config)]
+        with torch.device("meta"), _silence_transformers():
             return model_class(model_config)
     except Exception as error:  # transformers raises many types for an unusual config.json
-        raise UserError(f"{model_config.model_type} models cannot be built: {_error_reason(error)}") from error
+        raise UserError(f"{model_config.model_type} models cannot be built: {_describe_error(error)}") from error
 
 
 def find_file(config: ModelConfig, name: str) -> Path | None:
     """Return the path of a file of a model, or None if the model has no such file.
 
-    The file is searched in the model's folder, or else in the local cache and on the hub. It is downloaded if needed.
+    The file is searched in the model's folder. For a model of the Hugging Face hub, it is searched in the local cache
+    and on the hub, and downloaded if needed.
     """
     if _is_folder(config.name):
         path = Path(config.name) / name
         return path if path.is_file() else None
-    options = _hub_options(config)
-    with _user_errors(config), _quiet():
+    options = _make_hub_options(config)
+    with _convert_to_user_errors(config), _silence_transformers():
         if options["local_files_only"]:
             cached = try_to_load_from_cache(config.name, name, revision=options["revision"])
             return Path(cached) if isinstance(cached, str) else None
@@ -276,39 +302,45 @@ def find_file(config: ModelConfig, name: str) -> Path | None:
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a model and its tokenizer to a folder that `from_pretrained` can load; raise an OSError on failure.
+    """Write a model and its tokenizer to a folder that `from_pretrained` can load.
 
-    Of a model with adapters, these and the head are written, with the name of the base model.
+    For a model with adapters, only the adapters, the head and the name of the base model are written.
+
+    Raises:
+        OSError: if the folder cannot be written.
     """
     try:
-        with _quiet(), _generation_cache(model):
+        with _silence_transformers(), _key_value_cache_enabled(model):
             if isinstance(model, PreTrainedModel):
                 model.save_pretrained(folder)
             else:
                 save_adapters(model, folder)
             tokenizer.save_pretrained(folder)
     except Exception as error:
-        # The writers implemented in Rust raise other types, but quote the operating system in this form.
+        # Writers implemented in Rust raise other types, whose messages quote the operating system in this form.
         if not isinstance(error, OSError) and "(os error " not in str(error):
             raise
         raise OSError(f"the model cannot be written to {folder}: {shorten(error)}") from error
 
 
 @contextmanager
-def _generation_cache(model: PreTrainedModel) -> Iterator[None]:
-    """Turn the cache on in a decoder's configuration, which `load_config` turns off for the training."""
+def _key_value_cache_enabled(model: PreTrainedModel) -> Iterator[None]:
+    """Turn on a decoder's cache of keys and values within the block, for the saved configuration of the model.
+
+    `load_config` turns it off for training.
+    """
     if not is_decoder(model.config):
         yield
         return
-    before = model.config.use_cache
+    previous = model.config.use_cache
     model.config.use_cache = True
     try:
         yield
     finally:
-        model.config.use_cache = before
+        model.config.use_cache = previous
 
 
-def _hub_options(config: ModelConfig) -> dict[str, Any]:
+def _make_hub_options(config: ModelConfig) -> dict[str, Any]:
     """Return the arguments of `from_pretrained` that control access to the hub."""
     # The retries of an unreachable hub would take a minute. Without `trust_remote_code`, transformers would ask at the
     # terminal whether to run code of the repository.
@@ -319,46 +351,71 @@ def _hub_options(config: ModelConfig) -> dict[str, Any]:
 # --- checks -------------------------------------------------------------------------------------------------
 
 
-def _load_weights(config: ModelConfig, loader: Any, /, **options: Any) -> PreTrainedModel:
-    """Load a model with pretrained weights; refuse missing weights, except for those of a head."""
+def _load_weights(config: ModelConfig, auto_class: Any, /, **options: Any) -> PreTrainedModel:
+    """Load a model with pretrained weights, and merge its adapters if it has any.
+
+    Args:
+        config: settings of the model.
+        auto_class: class whose `from_pretrained` loads the model.
+        **options: further arguments of `from_pretrained`.
+
+    Raises:
+        UserError: if the model cannot be loaded, or weights other than those of the head or the pooler are missing.
+    """
     if has_adapters(config.name):
         with tempfile.TemporaryDirectory() as folder:
-            _write_merged(config, Path(folder), options["dtype"])
-            return _load_weights(replace(config, name=folder), loader, **options)
-    # A head for other labels may have mismatched sizes; `_check_weights` rejects all other mismatches.
+            _write_merged_model(config, Path(folder), options["dtype"])
+            return _load_weights(replace(config, name=folder), auto_class, **options)
+    # A head for other labels may have mismatched sizes; `_check_loaded_weights` rejects all other mismatches.
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     model: PreTrainedModel
-    model, info = load_pretrained(config, loader, **options)
-    saved = saved_class(load_pretrained(config, AutoConfig))
-    if saved is None or saved.base_model_prefix == model.base_model_prefix:
-        _check_weights(config.label, model, info)
+    model, loading_info = load_pretrained(config, auto_class, **options)
+    checkpoint_class = get_checkpoint_class(load_pretrained(config, AutoConfig))
+    if checkpoint_class is None or checkpoint_class.base_model_prefix == model.base_model_prefix:
+        _check_loaded_weights(config.label, model, loading_info)
         return model
-    # transformers gives the base model another name in some of an architecture's classes, and does not find its weights
-    # then: it is `model` in `LlamaForCausalLM`, but `transformer` in `LlamaForQuestionAnswering`.
-    source, info = load_pretrained(config, saved, **options)
-    _check_weights(config.label, source, info)
+    # Some classes of an architecture give the base model another name, with which transformers does not find its
+    # weights: it is `model` in `LlamaForCausalLM`, but `transformer` in `LlamaForQuestionAnswering`.
+    source, loading_info = load_pretrained(config, checkpoint_class, **options)
+    _check_loaded_weights(config.label, source, loading_info)
     model.base_model.load_state_dict(source.base_model.state_dict())
     return model
 
 
-def _write_merged(config: ModelConfig, folder: Path, dtype: torch.dtype) -> None:
-    """Write the model of a folder with adapters as a model of one piece, whose head is that of the adapters."""
-    adapted = load_pretrained(config, AutoConfig)
-    adapted_class = saved_class(adapted)
+def _write_merged_model(config: ModelConfig, folder: Path, dtype: torch.dtype) -> None:
+    """Merge adapters into their base model and write the result, with the head of the adapters, to a folder.
+
+    Args:
+        config: the model, whose name is the folder with the adapters.
+        folder: output folder.
+        dtype: data type of the weights.
+    """
+    adapted_config = load_pretrained(config, AutoConfig)
+    adapted_class = get_checkpoint_class(adapted_config)
     if adapted_class is None:
         raise UserError(f"{config.label}: its config.json names no architecture of transformers")
-    base = _load_weights(base_of(Path(config.name)), adapted_class, config=adapted, dtype=dtype)
-    with _user_errors(config), _quiet():
+    base = _load_weights(read_base_config(Path(config.name)), adapted_class, config=adapted_config, dtype=dtype)
+    with _convert_to_user_errors(config), _silence_transformers():
         merge_adapters(base, Path(config.name)).save_pretrained(folder)
 
 
 def _check_outputs(label: str, model: Any, tokenizer: PreTrainedTokenizerBase, inputs: Any) -> None:
-    """Check that tokenizer and model belong together, and that the model computes finite outputs for the inputs."""
-    rows = int(model.get_input_embeddings().num_embeddings)
-    tokens = max(tokenizer.get_vocab().values()) + 1
-    if tokens > rows:
+    """Check that tokenizer and model belong together, and that the model computes finite outputs for the inputs.
+
+    Args:
+        label: name of the model for error messages.
+        model: the model.
+        tokenizer: its tokenizer.
+        inputs: output of the tokenizer for a short text.
+
+    Raises:
+        UserError: if a check fails.
+    """
+    num_embeddings = int(model.get_input_embeddings().num_embeddings)
+    num_tokens = max(tokenizer.get_vocab().values()) + 1
+    if num_tokens > num_embeddings:
         raise UserError(
-            f"{label}: its tokenizer has {tokens} tokens, but its embedding has only {rows} rows; "
+            f"{label}: its tokenizer has {num_tokens} tokens, but its embedding has only {num_embeddings} rows; "
             "they belong to different models"
         )
     try:
@@ -373,72 +430,82 @@ def _check_outputs(label: str, model: Any, tokenizer: PreTrainedTokenizerBase, i
 
 
 def _check_json_files(folder: Path) -> None:
-    """Check that the JSON files of a model contain objects. The errors of transformers do not name the file."""
+    """Raise a `UserError` that names the file if a JSON file of a model does not contain an object."""
     for path in (folder / name for name in ("config.json", "tokenizer_config.json", "tokenizer.json")):
         if path.exists() and not isinstance(parse_json(read_text(path), str(path)), dict):
             raise UserError(f"{path}: a JSON object was expected, as save_pretrained writes it")
 
 
-def _check_weights(label: str, model: PreTrainedModel, info: dict[str, Any]) -> None:
-    """Check that all weights but those of the head were loaded, given the loading info of `from_pretrained`.
+def _check_loaded_weights(label: str, model: PreTrainedModel, loading_info: dict[str, Any]) -> None:
+    """Check that all weights except those of the head and the pooler were loaded.
 
-    Only the head and the pooler may have random weights: the head is new for each task, and pretraining often has no
-    pooler. A new head for language modelling is worth a warning, because it has much to learn.
+    The head is new for each task, and many models are pretrained without a pooler. A new head for language modelling
+    has much to learn, so that a warning is logged.
+
+    Args:
+        label: name of the model for messages.
+        model: the loaded model.
+        loading_info: the loading info that `from_pretrained` returns.
+
+    Raises:
+        UserError: if other weights are missing, or have a shape that differs from the configuration.
     """
-    # The weights of a model without a head have no prefix.
+    # In a model without a head, the names of the weights have no prefix.
     prefix = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix) else ""
     # The head for language modelling has as many outputs as the tokenizer has tokens, whatever the task.
     is_language_model = model.get_output_embeddings() is not None
-    for key, stored, expected in sorted(info["mismatched_keys"]):
+    for key, stored, expected in sorted(loading_info["mismatched_keys"]):
         if key.startswith(prefix) or is_language_model:
             raise UserError(
                 f"{label}: {key} has the shape {tuple(stored)} in the weights and {tuple(expected)} by "
                 "config.json; they belong to different models"
             )
-    missing = sorted(key for key in info["missing_keys"] if key.startswith(prefix) and "pooler" not in key)
+    missing = sorted(key for key in loading_info["missing_keys"] if key.startswith(prefix) and "pooler" not in key)
     if missing:
         raise UserError(
             f"{label} lacks {len(missing)} of the encoder's weights, e.g. {missing[0]}; they would be random"
         )
-    new = sorted(key for key in info["missing_keys"] if not key.startswith(prefix))
-    if is_language_model and new:
-        log.warning("%s has no head for language modelling: %s and all else of the head is random", label, new[0])
+    new_keys = sorted(key for key in loading_info["missing_keys"] if not key.startswith(prefix))
+    if is_language_model and new_keys:
+        log.warning("%s has no head for language modelling: %s and all else of the head is random", label, new_keys[0])
 
 
 # --- errors -------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def _user_errors(config: ModelConfig, key: str = "model.name") -> Iterator[None]:
-    """Convert every error in this block to a `UserError`; transformers raises many types for damaged folders.
+def _convert_to_user_errors(config: ModelConfig, key: str = "model.name") -> Iterator[None]:
+    """Convert every error in this block to a `UserError`, because transformers raises many types for damaged folders.
 
-    `key` is the config key that holds the name of the model or of the tokenizer.
+    Args:
+        config: the model or the tokenizer that is loaded.
+        key: config key that holds its name, for the message.
     """
     try:
         yield
     except Exception as error:
         if config.architecture is not None:
-            raise UserError(f"{config.label} cannot be built: {_error_reason(error)}") from error
-        raise UserError(_load_error_message(key, config.name, error)) from error
+            raise UserError(f"{config.label} cannot be built: {_describe_error(error)}") from error
+        raise UserError(_make_load_error_message(key, config.name, error)) from error
 
 
-def _load_error_message(key: str, name: str, error: Exception) -> str:
-    """Return one line on why a model or a tokenizer cannot be loaded, and what to do."""
+def _make_load_error_message(key: str, name: str, error: Exception) -> str:
+    """Return one line that says why a model or a tokenizer cannot be loaded, and what to do."""
     if _is_folder(name):
-        return f"{key}={name} is not a model folder that can be loaded: {_error_reason(error)}"
+        return f"{key}={name} is not a model folder that can be loaded: {_describe_error(error)}"
     if not is_hub_id(name):
         return f"{key}={name}: there is no such folder; expected one that save_pretrained wrote, or a hub id"
     problem = hub_problem() if isinstance(error, OSError | ValueError | KeyError) else ""
-    reason = refusal(error, name, "model") or _error_reason(error)
+    reason = refusal(error, name, "model") or _describe_error(error)
     reason = f"not in the local cache, and {problem}" if problem else reason
     return f"model {name}: {reason}; {LOCAL_COPY['model']}"
 
 
-def _error_reason(error: Exception) -> str:
-    """Return the reason in an error of transformers as one line."""
-    # The library's own message recommends running the code of the checkpoint.
+def _describe_error(error: Exception) -> str:
+    """Return the reason of an error that transformers raised as one line."""
     if isinstance(error, pickle.UnpicklingError | EOFError):
         return "its pickled weights hold more than tensors, or are damaged; look for a model.safetensors"
+    # The message of transformers recommends running the code of the checkpoint.
     if "trust_remote_code" in str(error):
         return "it needs code from its repository, which is never run; choose an architecture that transformers knows"
     # The messages of these two types are complete sentences; others need the name of the type to be understood.
@@ -446,14 +513,15 @@ def _error_reason(error: Exception) -> str:
 
 
 def _is_folder(name: str) -> bool:
+    """Return whether the name of a model is the path of an existing folder."""
     return os.path.isdir(name)  # noqa: PTH112  Path.is_dir raises an error if the name is too long
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress the log output of transformers, its progress bars and its warning about pickled weights.
+def _silence_transformers() -> Iterator[None]:
+    """Suppress the log output of transformers, its progress bars and its warning about pickled weights in a block.
 
-    The log would list the new weights of the head; `_check_weights` reports those that matter.
+    The log would list the new weights of the head; `_check_loaded_weights` reports those that matter.
     """
     verbosity, has_bars = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
     transformers.logging.set_verbosity(logging.ERROR)

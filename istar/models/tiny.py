@@ -9,11 +9,11 @@ MAX_LENGTH = 512
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
-def tokenizer(words: Iterable[str] = ()) -> BertTokenizer:
-    """Return a lowercasing WordPiece tokenizer that has a token for each of `words` and spells all other words.
+def make_tokenizer(words: Iterable[str] = ()) -> BertTokenizer:
+    """Return a lowercasing WordPiece tokenizer that has a token for each of `words` and splits others into characters.
 
-    The vocabulary contains all printable ASCII characters, so English text never yields `[UNK]`, except for words of
-    more than 100 characters, as in BERT.
+    The vocabulary contains all printable ASCII characters. English text therefore never yields `[UNK]`, except for
+    words of more than 100 characters, as in BERT.
     """
     characters = sorted(set(string.printable.lower()) - set(string.whitespace))
     continuations = [f"##{character}" for character in characters if character.isalnum()]
@@ -21,8 +21,8 @@ def tokenizer(words: Iterable[str] = ()) -> BertTokenizer:
     return BertTokenizer({piece: index for index, piece in enumerate(pieces)}, model_max_length=MAX_LENGTH)
 
 
-def config(vocab_size: int) -> BertConfig:
-    """Return the configuration of the smallest BERT that reliably learns `task=demo` within seconds."""
+def make_config(vocab_size: int) -> BertConfig:
+    """Return the configuration of a tiny BERT, the smallest that reliably learns the task `demo` within seconds."""
     return BertConfig(
         vocab_size=vocab_size,
         hidden_size=64,

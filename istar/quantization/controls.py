@@ -26,7 +26,7 @@ Control = Literal["none", "rotate", "outlier"]
 
 FACTOR = 128.0
 """Default factor of an outlier. A power of 2 changes no bit of the outputs."""
-_PAIRS = (
+_VALUE_AND_OUTPUT_SUFFIXES = (
     ("attention.self.value", "attention.output.dense"),  # BERT, RoBERTa, ELECTRA
     ("attention.self.value_proj", "attention.output.dense"),  # DeBERTa-v2 and -v3
     ("attention.value", "attention.dense"),  # ALBERT
@@ -34,14 +34,14 @@ _PAIRS = (
     ("self_attn.v_proj", "self_attn.o_proj"),  # Llama and its relatives
     ("self_attn.v_proj", "self_attn.out_proj"),  # OPT
 )
-"""Ends of the names of a value projection and the output projection that reads its averages."""
+"""Name suffixes of a value projection and of the output projection that reads its averages."""
 
 
 class Rotation(nn.Module):
-    """Multiplies points by an orthogonal matrix, :math:`x R`.
+    """A layer that multiplies its inputs by an orthogonal matrix, :math:`x R`.
 
     Args:
-        matrix: R, `(d, d)`.
+        matrix: the orthogonal matrix R, `(d, d)`.
     """
 
     matrix: Tensor
@@ -51,7 +51,7 @@ class Rotation(nn.Module):
         self.register_buffer("matrix", matrix)
 
     def forward(self, points: Tensor) -> Tensor:
-        """Map `(..., d)` to `(..., d)`."""
+        """Return the rotated points, `(..., d)`."""
         return points @ self.matrix
 
 
@@ -67,37 +67,41 @@ def random_orthogonal(dim: int, seed: int) -> Tensor:
 
 
 def rotate_inputs(model: Model, names: Iterable[str], seed: int = 0) -> Model:
-    """Return a copy of a model in which each named layer is a rotation of its input, then the rotated weight.
+    """Return a copy of a model in which the input and the weight of each named layer are rotated at random.
 
-    Layers of the same width share a rotation. The layers are then called `<name>.1`.
+    The outputs of the layers stay the same up to rounding. Layers with inputs of the same width share a rotation. The
+    module `<name>` becomes a sequence of a `Rotation` and the layer with the rotated weight, `<name>.1`.
 
     Args:
         model: the floating model, which does not change.
         names: names of `torch.nn.Linear` modules.
-        seed: seed of the rotations.
+        seed: random seed of the rotations.
     """
-    rotations: dict[int, Tensor] = {}
+    rotation_by_width: dict[int, Tensor] = {}
 
-    def rotated(name: str, layer: nn.Linear) -> nn.Module:
+    def rotate_layer(name: str, layer: nn.Linear) -> nn.Module:
+        """Rotate the weight of a layer and put the rotation of the input before it."""
         width = layer.in_features
-        if width not in rotations:
-            rotations[width] = random_orthogonal(width, seed)
+        if width not in rotation_by_width:
+            rotation_by_width[width] = random_orthogonal(width, seed)
         weight = layer.weight.detach()
-        matrix = rotations[width].to(weight.device)
+        matrix = rotation_by_width[width].to(weight.device)
         layer.weight = nn.Parameter((weight.double() @ matrix).to(weight.dtype), requires_grad=False)
         return nn.Sequential(Rotation(matrix.to(weight.dtype)), layer)
 
-    return replace_layers(model, names, rotated)
+    return replace_layers(model, names, rotate_layer)
 
 
 def add_outlier(model: Model, names: Iterable[str], factor: float = FACTOR, dimension: int = 0) -> Model:
     """Return a copy of a model in which one input of each output projection of attention is `factor` times as large.
 
+    The outputs of the model stay the same up to rounding, because the weights of this input are divided by `factor`.
+
     Args:
         model: the floating model, which does not change.
-        names: names of the linear layers of the encoder, among which the pairs are found.
+        names: names of the linear layers of the encoder, among them the value and output projections.
         factor: the factor k, a finite number above 0.
-        dimension: the dimension j of the values.
+        dimension: index j of the dimension of the values that becomes the outlier.
 
     Raises:
         UserError: if the factor is out of range, the architecture is not known, or several heads share their values
@@ -105,26 +109,27 @@ def add_outlier(model: Model, names: Iterable[str], factor: float = FACTOR, dime
     """
     if not 0 < factor < float("inf"):
         raise UserError(f"the factor of an outlier is {factor:g}; expected a finite number above 0")
-    pairs = _value_pairs(set(names))
-    if not pairs:
+    output_by_value = _match_value_and_output(set(names))
+    if not output_by_value:
         raise UserError(
             f"--control outlier does not know where {type(model).__name__} computes values and reads their averages; "
             "expected BERT, RoBERTa, ELECTRA, DeBERTa-v2 or -v3, ALBERT, DistilBERT, Llama or OPT"
         )
-    changes: dict[str, str] = {}
-    for value, output in pairs.items():
-        changes |= {value: "value", output: "output"}
-        first: Any = model.get_submodule(value)
-        second: Any = model.get_submodule(output)
-        if first.out_features != second.in_features or not 0 <= dimension < first.out_features:
+    role_by_name: dict[str, str] = {}
+    for value_name, output_name in output_by_value.items():
+        role_by_name |= {value_name: "value", output_name: "output"}
+        value_layer: Any = model.get_submodule(value_name)
+        output_layer: Any = model.get_submodule(output_name)
+        if value_layer.out_features != output_layer.in_features or not 0 <= dimension < value_layer.out_features:
             raise UserError(
-                f"--control outlier: {value} has {first.out_features} outputs, and {output} reads "
-                f"{second.in_features}; expected as many of each, and more than {dimension}"
+                f"--control outlier: {value_name} has {value_layer.out_features} outputs, and {output_name} reads "
+                f"{output_layer.in_features}; expected as many of each, and more than {dimension}"
             )
 
-    def scaled(name: str, layer: nn.Linear) -> nn.Module:
+    def scale_dimension(name: str, layer: nn.Linear) -> nn.Module:
+        """Multiply the dimension in a value projection, or divide it in an output projection, in place."""
         with torch.no_grad():
-            if changes[name] == "output":
+            if role_by_name[name] == "output":
                 layer.weight[:, dimension] /= factor
             else:
                 layer.weight[dimension] *= factor
@@ -132,22 +137,30 @@ def add_outlier(model: Model, names: Iterable[str], factor: float = FACTOR, dime
                     layer.bias[dimension] *= factor
         return layer
 
-    return replace_layers(model, changes, scaled)
+    return replace_layers(model, role_by_name, scale_dimension)
 
 
 def apply_control(model: Model, names: Iterable[str], control: Control, factor: float, seed: int) -> Model:
-    """Return the model itself without a control, else a copy with it."""
+    """Return a copy of a model to which a control is applied, or the model itself if the control is `none`.
+
+    Args:
+        model: the floating model, which does not change.
+        names: names of the linear layers of the encoder.
+        control: which control: random rotation, outlier, or none.
+        factor: factor of the outlier.
+        seed: random seed of the rotation.
+    """
     if control == "rotate":
         return rotate_inputs(model, names, seed)
     return add_outlier(model, names, factor) if control == "outlier" else model
 
 
-def _value_pairs(names: set[str]) -> dict[str, str]:
-    """Return the output projection of each value projection, by name."""
-    pairs = {}
+def _match_value_and_output(names: set[str]) -> dict[str, str]:
+    """Return the name of the output projection for the name of each value projection."""
+    output_by_value = {}
     for name in sorted(names):
-        for value, output in _PAIRS:
-            partner = name.removesuffix(value) + output
-            if name.endswith(value) and partner in names:
-                pairs[name] = partner
-    return pairs
+        for value_suffix, output_suffix in _VALUE_AND_OUTPUT_SUFFIXES:
+            output_name = name.removesuffix(value_suffix) + output_suffix
+            if name.endswith(value_suffix) and output_name in names:
+                output_by_value[name] = output_name
+    return output_by_value

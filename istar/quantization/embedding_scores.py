@@ -35,10 +35,10 @@ from istar.tasks.metrics import spearman
 from istar.tasks.specs import TASKS, TaskSpec
 
 KIND = Kind("page of quantized embeddings", "istar quantize --embeddings")
-FORMS = {"float32": 32, "int8": 8, "binary": 1}
-"""Forms of embeddings, and their bits for each dimension."""
-_BATCH = 64
-_READING = (
+BITS_PER_DIMENSION = {"float32": 32, "int8": 8, "binary": 1}
+"""Number of bits per dimension by the precision of the embeddings."""
+_BATCH_SIZE = 64
+_HOW_TO_READ = (
     "An embedding is the mean of the last hidden states of a sentence's tokens. The score is Spearman's rank "
     "correlation of the similarity of two embeddings with the similarity that people gave them.",
     "int8 has 256 levels between the smallest and the largest value of each dimension over training sentences; its "
@@ -49,28 +49,28 @@ _READING = (
 
 @dataclass(frozen=True)
 class EmbeddingScores:
-    """Scores of one encoder.
+    """How well an encoder's sentence embeddings predict human similarity scores, at each precision.
 
     Attributes:
-        name: the encoder, as it was given.
-        dimensions: width of its embeddings.
-        pairs: number of pairs of sentences.
-        scores: Spearman's correlation by the form's name, in [-1, 1].
+        encoder_name: path of the encoder's folder, as it was given.
+        num_dimensions: width of its embeddings.
+        num_pairs: number of pairs of sentences.
+        spearman_by_precision: Spearman's correlation, in [-1, 1], for each key of `BITS_PER_DIMENSION`.
         isoscore: IsoScore of the validation sentences' embeddings in float32; None if they are all equal.
     """
 
-    name: str
-    dimensions: int
-    pairs: int
-    scores: dict[str, float]
+    encoder_name: str
+    num_dimensions: int
+    num_pairs: int
+    spearman_by_precision: dict[str, float]
     isoscore: float | None
 
 
-def task_of(name: str) -> TaskSpec:
-    """Return a task of pairs of sentences with similarity scores.
+def get_similarity_task(name: str) -> TaskSpec:
+    """Return the named task, whose examples must be pairs of sentences with similarity scores.
 
     Raises:
-        UserError: if there is no such task, or it is of another kind.
+        UserError: if there is no such task, or its examples are of another kind.
     """
     spec = TASKS.get(name)
     if spec is None:
@@ -81,113 +81,131 @@ def task_of(name: str) -> TaskSpec:
 
 
 def score_embeddings(
-    encoder: Path, spec: TaskSpec, data_dir: Path | None, calibration: int, seed: int, console: Console | None = None
+    encoder_folder: Path,
+    spec: TaskSpec,
+    data_dir: Path | None,
+    num_calibration_pairs: int,
+    seed: int,
+    console: Console | None = None,
 ) -> EmbeddingScores:
-    """Score the embeddings of an encoder on the validation pairs of a task.
+    """Score the sentence embeddings of an encoder in float32, int8 and one bit on the validation pairs of a task.
 
     Args:
-        encoder: folder of a model that `save_pretrained` wrote, or of a run; a head is left out.
-        spec: the task, see `task_of`.
-        data_dir: folder of its data; None for the hub, or generated data.
-        calibration: number of training pairs, drawn at random, that give the ranges of int8.
-        seed: seed of this choice.
-        console: shows progress; None shows none.
+        encoder_folder: folder of a training run, or of a model that `save_pretrained` wrote; a head is ignored.
+        spec: a task that `get_similarity_task` accepts.
+        data_dir: folder of the task's data; None for the Hugging Face hub, or generated data.
+        num_calibration_pairs: number of random training pairs from which the int8 ranges are computed.
+        seed: random seed for the choice of these pairs.
+        console: shows a progress bar; None shows none.
 
     Raises:
         UserError: if the model or the data cannot be loaded.
     """
-    name = encoder / "model" if (encoder / "model" / "config.json").is_file() else encoder
+    has_run_layout = (encoder_folder / "model" / "config.json").is_file()
+    model_folder = encoder_folder / "model" if has_run_layout else encoder_folder
     splits = load_splits(spec, data_dir, [spec.train, spec.validation[0].name])
     train, validation = splits[spec.train], splits[spec.validation[0].name]
-    chosen = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))[:calibration]
-    train = train.select(sorted(chosen.tolist()))
-    config = ModelConfig(name=str(name))
+    indices = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))[:num_calibration_pairs]
+    train = train.select(sorted(indices.tolist()))
+    config = ModelConfig(name=str(model_folder))
     tokenizer = load_tokenizer(config)
     model = load_encoder(config, tokenizer, torch.float32)
-    length = max_length_for(tokenizer, model.config, spec.max_length)
+    max_length = max_length_for(tokenizer, model.config, spec.max_length)
 
-    def embed(examples: Any, description: str) -> list[Tensor]:
-        columns = [list(examples[column]) for column in spec.text_columns]
-        points = _embeddings(model, tokenizer, [*columns[0], *columns[1]], length, description, console)
-        return list(points.split(len(columns[0])))
+    def embed_pairs(examples: Any, description: str) -> list[Tensor]:
+        """Return the embeddings of the first sentences and those of the second sentences."""
+        sentences = [list(examples[column]) for column in spec.text_columns]
+        embeddings = _embed_texts(
+            model, tokenizer, [*sentences[0], *sentences[1]], max_length, description=description, console=console
+        )
+        return list(embeddings.split(len(sentences[0])))
 
-    ranges = dimension_ranges(torch.cat(embed(train, "training sentences")))
-    first, second = embed(validation, "validation sentences")
-    levels = [int8_values(int8_codes(points, ranges), ranges) for points in (first, second)]
-    similarity = {
-        "float32": _cosines(first, second),
-        "int8": _cosines(levels[0], levels[1]),
+    ranges = dimension_ranges(torch.cat(embed_pairs(train, "training sentences")))
+    first, second = embed_pairs(validation, "validation sentences")
+    int8_first, int8_second = (int8_values(int8_codes(embeddings, ranges), ranges) for embeddings in (first, second))
+    similarities_by_precision = {
+        "float32": _compute_rounded_cosines(first, second),
+        "int8": _compute_rounded_cosines(int8_first, int8_second),
         "binary": -hamming_distance(signs(first), signs(second)).double(),
     }
-    gold = [float(score) for score in validation[spec.label_column]]
-    scores = {form: spearman(values.tolist(), gold)["spearman"] for form, values in similarity.items()}
+    human_scores = [float(score) for score in validation[spec.label_column]]
+    spearman_by_precision = {
+        precision: spearman(similarities.tolist(), human_scores)["spearman"]
+        for precision, similarities in similarities_by_precision.items()
+    }
     try:
-        score = float(isoscore(torch.cat([first, second])))
+        isoscore_value = float(isoscore(torch.cat([first, second])))
     except UserError:
-        score = None
-    return EmbeddingScores(str(encoder), first.shape[1], len(first), scores, score)
+        isoscore_value = None
+    return EmbeddingScores(str(encoder_folder), first.shape[1], len(first), spearman_by_precision, isoscore_value)
 
 
-def _cosines(first: Tensor, second: Tensor) -> Tensor:
-    """Return the cosine of each pair of rows, `(n,)`; those that differ by rounding errors only are equal.
+def _compute_rounded_cosines(first: Tensor, second: Tensor) -> Tensor:
+    """Return the cosine similarity of each pair of rows, `(n,)`, rounded to 9 decimals.
 
-    Pairs of equal sentences, of which STS-B has some, would otherwise have ranks at random.
+    Rounding makes the cosines of identical sentences equal. STS-B has several such pairs, whose ranks would otherwise
+    depend on rounding errors.
     """
     return functional.cosine_similarity(first, second, dim=1).round(decimals=9)
 
 
 @torch.inference_mode()
-def _embeddings(
-    model: Any, tokenizer: Any, texts: Sequence[str], length: int, description: str, console: Console | None
+def _embed_texts(
+    model: Any, tokenizer: Any, texts: Sequence[str], max_length: int, description: str, console: Console | None
 ) -> Tensor:
     """Return the mean-pooled embedding of each text in float64, `(n, d)`, in the order of the texts."""
-    order = sorted(range(len(texts)), key=lambda number: len(texts[number]), reverse=True)
-    starts = range(0, len(texts), _BATCH)
+    longest_first = sorted(range(len(texts)), key=lambda index: len(texts[index]), reverse=True)
+    starts = range(0, len(texts), _BATCH_SIZE)
     is_hidden = console is None or not console.is_terminal
-    parts = []
+    batches = []
     for start in track(starts, description, console=console, transient=True, disable=is_hidden):
-        chosen = [texts[number] for number in order[start : start + _BATCH]]
-        inputs = tokenizer(chosen, padding=True, truncation=True, max_length=length, return_tensors="pt")
+        batch_texts = [texts[index] for index in longest_first[start : start + _BATCH_SIZE]]
+        inputs = tokenizer(batch_texts, padding=True, truncation=True, max_length=max_length, return_tensors="pt")
         states = model(**inputs).last_hidden_state
-        parts.append(mean_pooled(states.double(), inputs["attention_mask"]))
-    points = torch.cat(parts)
-    result = torch.empty_like(points)
-    result[order] = points
-    return result
+        batches.append(mean_pooled(states.double(), inputs["attention_mask"]))
+    sorted_embeddings = torch.cat(batches)
+    embeddings = torch.empty_like(sorted_embeddings)
+    embeddings[longest_first] = sorted_embeddings
+    return embeddings
 
 
-def sheet(scored: Sequence[EmbeddingScores], spec: TaskSpec) -> Sheet:
-    """Return a row for each encoder and form."""
+def build_embedding_sheet(encoder_scores: Sequence[EmbeddingScores], spec: TaskSpec) -> Sheet:
+    """Return a table with one row per encoder and precision, grouped by encoder."""
     records = [
         {
-            "model": item.name, "form": form, "bits": FORMS[form] * item.dimensions, "pairs": item.pairs,
-            "spearman": 100 * value, "drop": 100 * (item.scores["float32"] - value), "isoscore": item.isoscore,
+            "model": scores.encoder_name, "form": precision,
+            "bits": BITS_PER_DIMENSION[precision] * scores.num_dimensions, "pairs": scores.num_pairs,
+            "spearman": 100 * correlation, "drop": 100 * (scores.spearman_by_precision["float32"] - correlation),
+            "isoscore": scores.isoscore,
         }
-        for item in scored
-        for form, value in item.scores.items()
+        for scores in encoder_scores
+        for precision, correlation in scores.spearman_by_precision.items()
     ]  # fmt: skip
-    groups: dict[str, list[list[Entry]]] = {}
+    rows_by_encoder: dict[str, list[list[Entry]]] = {}
     for record in records:
-        groups.setdefault(str(record["model"]), []).append(_entries(record))
+        rows_by_encoder.setdefault(str(record["model"]), []).append(_format_row(record))
     return Sheet(
         "embeddings",
         "Sentence embeddings",
         f"Spearman's correlation (times 100) with the scores of the validation set of {spec.name}, and the drop from "
         "float32. Bits: of one embedding. IsoScore: of the float32 embeddings of the validation sentences.",
         ("form", "bits", "pairs", "Spearman", "drop", "IsoScore"),
-        groups,
+        rows_by_encoder,
         pd.DataFrame(records),
     )
 
 
-def _entries(record: Mapping[str, Any]) -> list[Entry]:
-    score = "-" if record["isoscore"] is None else f"{record['isoscore']:.4f}"
-    numbers = [str(record["bits"]), str(record["pairs"]), f"{record['spearman']:.2f}", f"{record['drop']:+.2f}", score]
+def _format_row(record: Mapping[str, Any]) -> list[Entry]:
+    """Return the cells of a table row with the scores of one encoder at one precision."""
+    isoscore_text = "-" if record["isoscore"] is None else f"{record['isoscore']:.4f}"
+    numbers = [
+        str(record["bits"]), str(record["pairs"]), f"{record['spearman']:.2f}", f"{record['drop']:+.2f}", isoscore_text
+    ]  # fmt: skip
     return [Entry(str(record["form"])), *(Entry(number, number=True) for number in numbers)]
 
 
-def check(out: Path) -> None:
-    """Refuse a folder that `write` would refuse, before models are computed.
+def check_output_folder(out: Path) -> None:
+    """Check, before anything is computed, that `write_page` may replace the contents of the output folder.
 
     Raises:
         UserError: if the folder holds anything but an earlier page.
@@ -195,14 +213,19 @@ def check(out: Path) -> None:
     folder.refuse_foreign(out, KIND)
 
 
-def write(table: Sheet, out: Path, command: str = "") -> Path:
-    """Write the page with its table as CSV, Markdown and LaTeX; returns the page's path.
+def write_page(table: Sheet, out: Path, command: str = "") -> Path:
+    """Write an HTML page with the table, and the table as CSV, Markdown and LaTeX; return the path of the page.
+
+    Args:
+        table: result of `build_embedding_sheet`.
+        out: output folder, whose contents are replaced.
+        command: command line that made the page, which the page shows.
 
     Raises:
         UserError: if the folder holds anything but an earlier page, or cannot be written.
     """
     sections = [
-        Section("reading", "How to read this", _READING),
+        Section("reading", "How to read this", _HOW_TO_READ),
         Section("embeddings", table.title, (), table),
     ]
     if command:

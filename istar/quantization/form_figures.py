@@ -5,17 +5,20 @@ from collections.abc import Sequence
 import pandas as pd
 
 from istar.figures.plot import Line, Panel, Plot
-from istar.quantization.form_tables import MEASURES, FormComparison
-from istar.quantization.quantize import Quantized
+from istar.quantization.form_tables import MEASURE_LABELS, SchemeComparison
+from istar.quantization.quantize import QuantizedScores
 from istar.reports.cells import by_model_and_task
 from istar.reports.statistics import spread
 from istar.scores import is_lower_better
 
 
-def mean_drops(rows: Sequence[FormComparison], forms: Sequence[str]) -> Plot:
-    """Return a figure with a panel for each model and task, and in it the mean drop of each method by form."""
-    places = dict.fromkeys((row.model, row.task) for row in rows)
-    panels = [_mean_panel([row for row in rows if (row.model, row.task) == place], forms) for place in places]
+def make_mean_drop_plot(comparisons: Sequence[SchemeComparison], scheme_names: Sequence[str]) -> Plot:
+    """Return a plot of the mean drop of each method by quantization scheme, with a panel for each model and task."""
+    models_and_tasks = dict.fromkeys((row.model, row.task) for row in comparisons)
+    panels = [
+        _make_mean_drop_panel([row for row in comparisons if (row.model, row.task) == model_and_task], scheme_names)
+        for model_and_task in models_and_tasks
+    ]
     return Plot(
         "drops",
         "Drop by method",
@@ -23,50 +26,63 @@ def mean_drops(rows: Sequence[FormComparison], forms: Sequence[str]) -> Plot:
         "points",
         "form",
         tuple(panels),
-        x_names={float(number): form for number, form in enumerate(forms)},
+        x_names={float(position): scheme_name for position, scheme_name in enumerate(scheme_names)},
     )
 
 
-def _mean_panel(rows: Sequence[FormComparison], forms: Sequence[str]) -> Panel:
-    methods = list(dict.fromkeys(row.method for row in rows))
+def _make_mean_drop_panel(comparisons: Sequence[SchemeComparison], scheme_names: Sequence[str]) -> Panel:
+    """Return a panel with the mean drops of each method on one model and task, with error bars."""
+    methods = list(dict.fromkeys(row.method for row in comparisons))
     lines = []
-    for place, method in enumerate(methods):
-        of_method = {row.form: spread(list(row.drops.values())) for row in rows if row.method == method}
-        # The points of a form stand beside each other.
-        shift = 0.5 * ((place + 0.5) / len(methods) - 0.5)
-        present = [(number, of_method[form]) for number, form in enumerate(forms) if form in of_method]
-        means = [(number + shift, average.mean, average.std or 0.0) for number, average in present]
+    for method_index, method in enumerate(methods):
+        drops = {
+            row.scheme_name: spread(list(row.drop_by_seed.values())) for row in comparisons if row.method == method
+        }
+        # Points of the same scheme are side by side.
+        shift = 0.5 * ((method_index + 0.5) / len(methods) - 0.5)
+        present = [(position, drops[name]) for position, name in enumerate(scheme_names) if name in drops]
+        means = [(position + shift, drop.mean, drop.std or 0.0) for position, drop in present]
         x, y, errors = zip(*[(x, mean, std) for x, mean, std in means if mean is not None], strict=True)
-        lines.append(Line(method, x, y, y_error=errors, counts=tuple(average.count for _, average in present)))
-    first = rows[0]
-    return Panel(first.model, first.task, tuple(lines), "", _drop_label(first.metric), level=(0.0, "float32"))
+        lines.append(Line(method, x, y, y_error=errors, counts=tuple(drop.count for _, drop in present)))
+    first = comparisons[0]
+    return Panel(first.model, first.task, tuple(lines), "", _format_drop_label(first.metric), level=(0.0, "float32"))
 
 
-def drops_by_measure(quantized: Quantized, measure: str) -> Plot:
-    """Return a figure with a panel for each model and task, and in it a point for each run and form."""
-    table, name = quantized.rows, MEASURES[measure]
+def make_drop_by_measure_plot(quantized: QuantizedScores, measure: str) -> Plot:
+    """Return a plot of the drop against a measure of the float32 model, with a panel for each model and task.
+
+    Each run is a point, and each quantization scheme a series. `measure` is a key of `MEASURE_LABELS`.
+    """
+    rows, label = quantized.rows, MEASURE_LABELS[measure]
     panels = []
-    for part in by_model_and_task(table.dropna(subset=[measure])):
-        panels.append(_measure_panel(part, quantized.forms, measure))
+    for runs in by_model_and_task(rows.dropna(subset=[measure])):
+        panels.append(_make_measure_panel(runs, quantized.scheme_names, measure))
     return Plot(
         f"drop_by_{measure}",
-        f"Drop by {name}",
-        f"Drop from the run's own float32 score against the {name} of its float32 model; a point for each run.",
+        f"Drop by {label}",
+        f"Drop from the run's own float32 score against the {label} of its float32 model; a point for each run.",
         "points",
-        name,
+        label,
         tuple(panels),
         log_x=measure == "largest_activation",
     )
 
 
-def _measure_panel(part: pd.DataFrame, forms: Sequence[str], measure: str) -> Panel:
-    x = tuple(float(value) for value in part[measure])
-    lines = [Line(form, x, tuple(float(value) for value in part[f"{form}_drop"])) for form in forms]
-    first = part.iloc[0]
+def _make_measure_panel(runs: pd.DataFrame, scheme_names: Sequence[str], measure: str) -> Panel:
+    """Return a panel with the drop of each run of one model and task against a measure, by quantization scheme."""
+    x = tuple(float(value) for value in runs[measure])
+    lines = [Line(name, x, tuple(float(value) for value in runs[f"{name}_drop"])) for name in scheme_names]
+    first = runs.iloc[0]
     return Panel(
-        str(first["model"]), str(first["task"]), tuple(lines), "", _drop_label(str(first["metric"])), (0.0, "float32")
+        str(first["model"]),
+        str(first["task"]),
+        tuple(lines),
+        "",
+        _format_drop_label(str(first["metric"])),
+        (0.0, "float32"),
     )
 
 
-def _drop_label(metric: str) -> str:
+def _format_drop_label(metric: str) -> str:
+    """Return the label of an axis that shows the drop of a metric, with its unit."""
     return f"drop of {metric}" if is_lower_better(metric) else f"drop of {metric}, points"

@@ -1,4 +1,4 @@
-"""Scores of one model in each form, and the geometry of its activations beside them."""
+"""Scores of one model under each quantization scheme, and the geometry of its activations."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from istar.errors import UserError
 from istar.measures import Moments, TokenKurtosis, isoscore
 from istar.quantization.controls import Control, apply_control
 from istar.quantization.linear_layers import Form, InputRanges, encoder_linears, forward_observed, quantize_layers
-from istar.quantization.saved_runs import Loaded
+from istar.quantization.saved_runs import LoadedModel
 from istar.quantization.torch_int8 import TorchInt8, quantize_by_torch
 from istar.tasks.evaluation import Evaluation
 from istar.tasks.features import Rows
@@ -22,21 +22,22 @@ from istar.training.module import inputs_of, logits_by_feature, merge_outputs, t
 MAX_EXAMPLES = 1_000
 """Maximum number of validation rows whose activations are measured."""
 
-Watcher = Callable[[Iterable[Any], str], Iterable[Any]]
-"""Wraps the batches of a pass, described by a text, for example to show a progress bar."""
+ProgressWrapper = Callable[[Iterable[Any], str], Iterable[Any]]
+"""A function that wraps the batches of a pass, for example in a progress bar with the given description."""
 
 
-def _unwatched(batches: Iterable[Any], description: str) -> Iterable[Any]:
+def _without_progress(batches: Iterable[Any], description: str) -> Iterable[Any]:
+    """Return the batches as they are."""
     return batches
 
 
 @dataclass(frozen=True)
-class Activations:
-    """The geometry of a floating model on validation data, without padding.
+class ActivationGeometry:
+    """The geometry of a float32 model's activations on validation data, without padding.
 
     Attributes:
         kurtosis: mean excess kurtosis of the tokens' vectors (`istar.measures.TokenKurtosis`), averaged over the inputs
-            of all quantized linear layers; large if a few coordinates are large.
+            of all linear layers that are quantized. It is large if a few coordinates are large.
         largest: largest absolute activation among these inputs.
         isoscore: IsoScore of the last hidden states; None if they are all equal.
     """
@@ -47,26 +48,28 @@ class Activations:
 
 
 @dataclass(frozen=True)
-class FormScores:
-    """Scores of one model.
+class ModelScores:
+    """Validation scores of one model in float32 and under each quantization scheme.
 
     Attributes:
         metric: name of the headline metric of the task.
-        floating: its value in float32 on the validation set.
-        forms: its value in each form, by the form's name.
-        collapsed: whether all predictions of a form are equal, by the form's name.
-        activations: geometry of the floating model.
+        floating: its value in float32.
+        forms: its value under each quantization scheme, by the name of the scheme.
+        collapsed: whether all predictions under a scheme are equal, by the name of the scheme.
+        activations: geometry of the float32 model's activations.
     """
 
     metric: str
     floating: float
     forms: dict[str, float]
     collapsed: dict[str, bool]
-    activations: Activations
+    activations: ActivationGeometry
 
 
-def score_forms(loaded: Loaded, forms: Sequence[Form | TorchInt8], watch: Watcher = _unwatched) -> FormScores:
-    """Score a model in float32 and in each form, on the validation set of its task.
+def score_model(
+    loaded: LoadedModel, schemes: Sequence[Form | TorchInt8], with_progress: ProgressWrapper = _without_progress
+) -> ModelScores:
+    """Score a model in float32 and under each quantization scheme, on the validation set of its task.
 
     Static scales are calibrated on `loaded.calibration`. The loaded model does not change.
 
@@ -75,22 +78,28 @@ def score_forms(loaded: Loaded, forms: Sequence[Form | TorchInt8], watch: Watche
     """
     model, metric = loaded.model, loaded.evaluator.spec.headline
     layers = encoder_linears(model)
-    floating = evaluate(loaded, model, watch, "float32")
-    ranges = calibrate(loaded, layers, watch)
-    activations = measure_activations(loaded, layers, watch)
+    float32_evaluation = evaluate_model(loaded, model, with_progress, "float32")
+    largest_inputs = calibrate_input_ranges(loaded, layers, with_progress)
+    activations = measure_activation_geometry(loaded, layers, with_progress)
     scores, collapsed = {}, {}
-    for form in forms:
-        if isinstance(form, TorchInt8):
-            quantized = quantize_by_torch(model, layers, form)
+    for scheme in schemes:
+        if isinstance(scheme, TorchInt8):
+            quantized_model = quantize_by_torch(model, layers, scheme)
         else:
-            quantized = quantize_layers(model, layers, form, ranges)
-        evaluation = evaluate(loaded, quantized, watch, form.name)
-        scores[form.name], collapsed[form.name] = evaluation.metrics[metric], evaluation.collapsed
-    return FormScores(metric, floating.metrics[metric], scores, collapsed, activations)
+            quantized_model = quantize_layers(model, layers, scheme, largest_inputs)
+        evaluation = evaluate_model(loaded, quantized_model, with_progress, scheme.name)
+        scores[scheme.name], collapsed[scheme.name] = evaluation.metrics[metric], evaluation.collapsed
+    return ModelScores(metric, float32_evaluation.metrics[metric], scores, collapsed, activations)
 
 
-def with_control(loaded: Loaded, control: Control, factor: float, seed: int) -> Loaded:
-    """Return the model with a control of `istar.quantization.controls`, whose outputs are compared on one batch.
+def apply_checked_control(loaded: LoadedModel, control: Control, factor: float, seed: int) -> LoadedModel:
+    """Apply a control of `istar.quantization.controls` and check on one batch that it leaves the logits as they are.
+
+    Args:
+        loaded: the model and its data, which do not change.
+        control: the control; `none` returns `loaded` itself.
+        factor: factor of the control `outlier`.
+        seed: random seed of the control `rotate`.
 
     Raises:
         UserError: if the control is not possible, or changes the logits by more than a thousandth of the largest.
@@ -98,10 +107,10 @@ def with_control(loaded: Loaded, control: Control, factor: float, seed: int) -> 
     if control == "none":
         return loaded
     model = apply_control(loaded.model, encoder_linears(loaded.model), control, factor, seed)
-    batch = next(iter(_batches(loaded, loaded.validation)))
+    batch = next(iter(_make_loader(loaded, loaded.validation)))
     with torch.inference_mode():
-        before, after = (np.stack(_first_logits(batch, part)) for part in (loaded.model, model))
-    change, largest = float(np.abs(after - before).max()), float(np.abs(before).max())
+        logits_before, logits_after = (np.stack(_compute_logits(batch, m)) for m in (loaded.model, model))
+    change, largest = float(np.abs(logits_after - logits_before).max()), float(np.abs(logits_before).max())
     if not change <= 1e-3 * largest:
         raise UserError(
             f"--control {control} changes the logits of {type(model).__name__} by {change:.2g} (the largest is "
@@ -110,23 +119,32 @@ def with_control(loaded: Loaded, control: Control, factor: float, seed: int) -> 
     return replace(loaded, model=model)
 
 
-def _first_logits(batch: Any, model: nn.Module) -> list[np.ndarray]:
+def _compute_logits(batch: Any, model: nn.Module) -> list[np.ndarray]:
+    """Return a model's logits for each example of a batch."""
     return list(logits_by_feature(batch, model(**inputs_of(batch))).values())
 
 
 @torch.inference_mode()
-def evaluate(loaded: Loaded, model: nn.Module, watch: Watcher = _unwatched, name: str = "") -> Evaluation:
-    """Evaluate a model on the whole validation set; the model may be a quantized copy.
+def evaluate_model(
+    loaded: LoadedModel, model: nn.Module, with_progress: ProgressWrapper = _without_progress, scheme_name: str = ""
+) -> Evaluation:
+    """Evaluate a model on the validation set.
+
+    Args:
+        loaded: the float32 model with its data.
+        model: the model to evaluate: `loaded.model`, or a quantized copy.
+        with_progress: wraps the batches.
+        scheme_name: name of the quantization scheme, for messages and the progress bar.
 
     Raises:
         UserError: if its logits are not finite, or the validation set has no labels.
     """
-    outputs: list[dict[int, np.ndarray]] = []
-    for batch in watch(_batches(loaded, loaded.validation), name):
-        outputs.append(logits_by_feature(batch, model(**inputs_of(batch))))
-    merged = merge_outputs(outputs)
+    batch_logits: list[dict[int, np.ndarray]] = []
+    for batch in with_progress(_make_loader(loaded, loaded.validation), scheme_name):
+        batch_logits.append(logits_by_feature(batch, model(**inputs_of(batch))))
+    merged = merge_outputs(batch_logits)
     if not all(np.isfinite(logits).all() for logits in merged.values()):
-        raise UserError(f"the logits in the form {name} are not finite; the model has diverged")
+        raise UserError(f"the logits in the form {scheme_name} are not finite; the model has diverged")
     evaluation: Evaluation = loaded.evaluator(merged)
     if not evaluation.metrics:
         raise UserError(f"the validation set of task {loaded.evaluator.spec.name} has no labels to score against")
@@ -134,41 +152,61 @@ def evaluate(loaded: Loaded, model: nn.Module, watch: Watcher = _unwatched, name
 
 
 @torch.inference_mode()
-def calibrate(loaded: Loaded, layers: Mapping[str, nn.Module], watch: Watcher = _unwatched) -> dict[str, Tensor]:
-    """Return the largest magnitude of the inputs of each layer over the calibration data, without padding."""
+def calibrate_input_ranges(
+    loaded: LoadedModel, layers: Mapping[str, nn.Module], with_progress: ProgressWrapper = _without_progress
+) -> dict[str, Tensor]:
+    """Return the largest magnitude of the inputs of each layer on the calibration data, without padding.
+
+    Args:
+        loaded: the float32 model with its data.
+        layers: linear layers of the model by name.
+        with_progress: wraps the batches.
+
+    Returns:
+        0-d tensors by the name of the layer.
+    """
     ranges = InputRanges()
-    for batch in watch(_batches(loaded, loaded.calibration), "calibration"):
+    for batch in with_progress(_make_loader(loaded, loaded.calibration), "calibration"):
         forward_observed(loaded.model, layers, inputs_of(batch), token_mask(batch), ranges.update)
     return ranges.largest
 
 
 @torch.inference_mode()
-def measure_activations(loaded: Loaded, layers: Mapping[str, nn.Linear], watch: Watcher = _unwatched) -> Activations:
-    """Measure the floating model on at most `MAX_EXAMPLES` validation rows."""
+def measure_activation_geometry(
+    loaded: LoadedModel, layers: Mapping[str, nn.Linear], with_progress: ProgressWrapper = _without_progress
+) -> ActivationGeometry:
+    """Measure the activations of the float32 model on at most `MAX_EXAMPLES` validation rows.
+
+    Args:
+        loaded: the float32 model with its data.
+        layers: linear layers of the model by name, whose inputs are measured.
+        with_progress: wraps the batches.
+    """
     ranges = InputRanges()
-    kurtosis = {name: TokenKurtosis(layer.in_features) for name, layer in layers.items()}
-    states = Moments(loaded.model.config.hidden_size)
+    kurtosis_by_layer = {name: TokenKurtosis(layer.in_features) for name, layer in layers.items()}
+    last_states = Moments(loaded.model.config.hidden_size)
 
     def observe(name: str, rows: Tensor) -> None:
+        """Add inputs of a layer to its range and to its kurtosis."""
         ranges.update(name, rows)
-        kurtosis[name].update(rows)
+        kurtosis_by_layer[name].update(rows)
 
-    for batch in watch(_batches(loaded, loaded.validation, MAX_EXAMPLES), "activations"):
+    for batch in with_progress(_make_loader(loaded, loaded.validation, MAX_EXAMPLES), "activations"):
         mask = token_mask(batch)
         inputs = {**inputs_of(batch), "output_hidden_states": True}
         outputs = forward_observed(loaded.model, layers, inputs, mask, observe)
-        states.update(outputs.hidden_states[-1], mask)
+        last_states.update(outputs.hidden_states[-1], mask)
     try:
-        score = float(isoscore(states))
+        isoscore_value = float(isoscore(last_states))
     except UserError:
-        score = None
-    averages = [accumulator.compute().average for accumulator in kurtosis.values()]
-    return Activations(
-        float(np.nanmean(averages)), float(max(value.item() for value in ranges.largest.values())), score
+        isoscore_value = None
+    averages = [accumulator.compute().average for accumulator in kurtosis_by_layer.values()]
+    return ActivationGeometry(
+        float(np.nanmean(averages)), float(max(value.item() for value in ranges.largest.values())), isoscore_value
     )
 
 
-def _batches(loaded: Loaded, rows: Rows, limit: int | None = None) -> Any:
-    """Return a loader over the first `limit` rows, the longest first."""
-    order = [row for row in longest_first(rows) if limit is None or row < limit]
+def _make_loader(loaded: LoadedModel, rows: Rows, max_rows: int | None = None) -> Any:
+    """Return a loader of batches of the first `max_rows` rows, or of all rows, in the order from long to short."""
+    order = [index for index in longest_first(rows) if max_rows is None or index < max_rows]
     return evaluation_loader(rows, loaded.collate, loaded.batch_size, order)

@@ -10,7 +10,7 @@ import pandas as pd
 
 from istar.errors import UserError
 from istar.pages.sheets import Entry, Sheet
-from istar.quantization.quantize import Quantized
+from istar.quantization.quantize import QuantizedScores
 from istar.reports.budgets import budget
 from istar.reports.cells import by_model_and_task, row_dicts
 from istar.reports.method_comparisons import chosen_runs, is_base
@@ -24,67 +24,71 @@ from istar.statistics.correlation import partial_correlation
 from istar.statistics.multiple import Holm, holm
 from istar.statistics.power import smallest_difference
 
-MEASURES = {"isoscore": "IsoScore", "kurtosis": "kurtosis", "largest_activation": "largest activation"}
-"""Measures of the floating model that stand beside the drops, and their names."""
+MEASURE_LABELS = {"isoscore": "IsoScore", "kurtosis": "kurtosis", "largest_activation": "largest activation"}
+"""Labels of the measures of the float32 model with which the drops are compared, by column."""
 MIN_RUNS = 4
-"""Fewest runs for a correlation with an interval."""
+"""Smallest number of runs for which a correlation and its interval are computed."""
 _GROUPED_BY = "model, task (metric)"
-_MEASURED = (
+_MEASURES_NOTE = (
     "IsoScore: of the last hidden states. Kurtosis: mean excess kurtosis of the tokens' vectors, averaged over the "
     "inputs of the quantized layers; largest activation: the largest magnitude among them. All three are of the "
     "float32 model, on at most 1,000 validation examples without padding."
 )
-_NO_CAUSE = (
+_CAUSALITY_NOTE = (
     "Runs of different methods differ in more than the measure, and runs of one method are alike: a correlation over "
     "them does not show that the measure is the cause."
 )
 
 
 @dataclass(frozen=True)
-class FormComparison:
-    """The drops of a method from its own float32 scores in one form, compared with those of Base.
+class SchemeComparison:
+    """The drops from float32 of a method under one quantization scheme, compared with the drops of Base.
 
     Attributes:
-        model, task, metric, method, form: what is compared.
-        float32: float32 score by seed, as `istar.scores.displayed`.
-        drops: drop by seed, in the same unit; positive if the form is worse than float32.
-        interval: 95% interval of the mean drop by Student's t; None for fewer than two drops or equal ones.
-        versus_base: comparison with the drops of Base over common seeds, with an adjusted p-value; None for Base.
+        model, task, metric, method, scheme_name: what is compared.
+        float32_by_seed: float32 score by seed, in the unit of `istar.scores.displayed`.
+        drop_by_seed: drop from the float32 score of the same run by seed, in the same unit; positive if quantization
+            makes the score worse.
+        drop_interval: 95% interval of the mean drop by Student's t; None for fewer than two drops, or equal ones.
+        comparison_with_base: comparison with the drops of Base over common seeds, with an adjusted p-value; None for
+            Base itself, or without runs of Base.
     """
 
     model: str
     task: str
     metric: str
     method: str
-    form: str
-    float32: dict[int, float]
-    drops: dict[int, float]
-    interval: tuple[float, float] | None
-    versus_base: Comparison | None
+    scheme_name: str
+    float32_by_seed: dict[int, float]
+    drop_by_seed: dict[int, float]
+    drop_interval: tuple[float, float] | None
+    comparison_with_base: Comparison | None
 
 
-def runs(quantized: Quantized) -> Sheet:
-    """Return a row for each model, with its score in each form."""
-    forms = quantized.forms
-    names = ["name", "folder", "task", "model", "method", "seed", "metric", "recorded", "float32"]
-    names += [f"{form}{suffix}" for form in forms for suffix in ("", "_drop", "_collapsed")] + list(MEASURES)
-    frame = _in_order(quantized.rows)[names]
+def build_runs_sheet(quantized: QuantizedScores) -> Sheet:
+    """Return a table with one row per model, which shows its score in float32 and under each quantization scheme."""
+    scheme_names = quantized.scheme_names
+    columns = ["name", "folder", "task", "model", "method", "seed", "metric", "recorded", "float32"]
+    columns += [f"{scheme_name}{suffix}" for scheme_name in scheme_names for suffix in ("", "_drop", "_collapsed")]
+    columns += list(MEASURE_LABELS)
+    frame = _sort_rows(quantized.rows)[columns]
     groups: dict[str, list[list[Entry]]] = {}
     for row in row_dicts(frame.astype(object).where(frame.notna(), None)):
         numbers = [format_number(row["float32"], ".2f")]
-        for form in forms:
-            mark = " (collapsed)" if row[f"{form}_collapsed"] else ""
-            numbers.append(f"{row[form]:.2f} ({format_number(-row[f'{form}_drop'], '+.2f')}){mark}")
-        numbers += [format_number(row[measure], ".4g") for measure in MEASURES]
-        cells = [row["method"] or NONE, format_number(row["seed"], "g")]
-        entries = [*map(Entry, cells), *(Entry(number, number=True) for number in numbers)]
-        groups.setdefault(_group(row), []).append(entries)
+        for scheme_name in scheme_names:
+            mark = " (collapsed)" if row[f"{scheme_name}_collapsed"] else ""
+            change = format_number(-row[f"{scheme_name}_drop"], "+.2f")
+            numbers.append(f"{row[scheme_name]:.2f} ({change}){mark}")
+        numbers += [format_number(row[measure], ".4g") for measure in MEASURE_LABELS]
+        labels = [row["method"] or NONE, format_number(row["seed"], "g")]
+        cells = [*map(Entry, labels), *(Entry(number, number=True) for number in numbers)]
+        groups.setdefault(_format_group_name(row), []).append(cells)
     return Sheet(
         "runs",
         "Models",
         "Headline metric on the validation set (percent, except losses) in float32 and in each form, in brackets the "
-        f"difference from the model's own float32. {quantized.settings} {_MEASURED}",
-        ("method", "seed", "float32", *forms, *MEASURES.values()),
+        f"difference from the model's own float32. {quantized.settings_description} {_MEASURES_NOTE}",
+        ("method", "seed", "float32", *scheme_names, *MEASURE_LABELS.values()),
         groups,
         frame,
         row_headers=2,
@@ -92,100 +96,119 @@ def runs(quantized: Quantized) -> Sheet:
     )
 
 
-def _in_order(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of runs sorted by model, task, method (Base first) and seed; that of a single model as it is."""
+def _sort_rows(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows sorted by model, task, method (Base first) and seed.
+
+    The row of a single model, which belongs to no run, is returned as it is.
+    """
     if "family" not in rows:
         return rows
-    method = [("" if is_base(rows.iloc[[number]]) else name) for number, name in enumerate(rows["method"])]
-    order = rows.assign(method=method).sort_values(["model", "task", "method", "seed"], kind="stable").index
+    sort_key = [("" if is_base(rows.iloc[[index]]) else name) for index, name in enumerate(rows["method"])]
+    order = rows.assign(method=sort_key).sort_values(["model", "task", "method", "seed"], kind="stable").index
     return rows.loc[order]
 
 
-def _group(row: Mapping[str, Any]) -> str:
-    """Return the name of the group of a row of a table."""
+def _format_group_name(row: Mapping[str, Any]) -> str:
+    """Return the name of the group of a table that a row belongs to: its model, task and metric."""
     return f"{row['model']}, {row['task']} ({row['metric']})"
 
 
-def compare(quantized: Quantized) -> tuple[list[FormComparison], Holm]:
-    """Compare the drops of every method with those of Base, by model, task and form.
+def compare_methods(quantized: QuantizedScores) -> tuple[list[SchemeComparison], Holm]:
+    """Compare the drops of every method with those of Base, by model, task and quantization scheme.
 
-    Each method has one configuration, chosen as in the report's table of all methods. The p-values are those of the
-    paired t-test, adjusted by Holm's method over all rows.
+    Each method is represented by one configuration, chosen as in the report's table of all methods. The p-values are
+    those of the paired t-test, adjusted by Holm's method over all comparisons.
+
+    Returns:
+        The comparisons with adjusted p-values, and the result of the adjustment.
     """
-    rows = [row for part in by_model_and_task(quantized.rows) for row in _compare_task(part, quantized.forms)]
-    tested = [row.versus_base for row in rows if row.versus_base is not None]
-    corrected = holm([comparison.p_value for comparison in tested])
-    adjusted = iter(corrected.adjusted)
-    compared = [
-        row if row.versus_base is None
-        else replace(row, versus_base=replace(row.versus_base, p_value=next(adjusted)))
-        for row in rows
+    comparisons = [
+        comparison
+        for runs in by_model_and_task(quantized.rows)
+        for comparison in _compare_task(runs, quantized.scheme_names)
+    ]
+    unadjusted = [row.comparison_with_base for row in comparisons if row.comparison_with_base is not None]
+    holm_result = holm([comparison.p_value for comparison in unadjusted])
+    adjusted_p_values = iter(holm_result.adjusted)
+    adjusted_comparisons = [
+        row if row.comparison_with_base is None
+        else replace(row, comparison_with_base=replace(row.comparison_with_base, p_value=next(adjusted_p_values)))
+        for row in comparisons
     ]  # fmt: skip
-    return compared, corrected
+    return adjusted_comparisons, holm_result
 
 
-def _compare_task(table: pd.DataFrame, forms: Sequence[str]) -> Iterator[FormComparison]:
-    """Yield a row for each method and form of one model and task, Base first."""
-    chosen = chosen_runs(table)
-    base = next((group for group in chosen.values() if is_base(group)), table.head(0))
-    for method, group in chosen.items():
-        for form in forms:
-            drops = _by_seed(group, f"{form}_drop")
-            values = list(drops.values())
-            varied = len(values) > 1 and not is_constant(np.array(values))
-            yield FormComparison(
-                str(group["model"].iloc[0]),
-                str(group["task"].iloc[0]),
-                str(group["metric"].iloc[0]),
+def _compare_task(runs: pd.DataFrame, scheme_names: Sequence[str]) -> Iterator[SchemeComparison]:
+    """Yield a comparison for each method and quantization scheme on the runs of one model and task, Base first."""
+    runs_by_method = chosen_runs(runs)
+    base_runs = next((method_runs for method_runs in runs_by_method.values() if is_base(method_runs)), runs.head(0))
+    for method, method_runs in runs_by_method.items():
+        for scheme_name in scheme_names:
+            drop_by_seed = _values_by_seed(method_runs, f"{scheme_name}_drop")
+            drops = list(drop_by_seed.values())
+            has_interval = len(drops) > 1 and not is_constant(np.array(drops))
+            is_compared = not is_base(method_runs) and not base_runs.empty
+            yield SchemeComparison(
+                str(method_runs["model"].iloc[0]),
+                str(method_runs["task"].iloc[0]),
+                str(method_runs["metric"].iloc[0]),
                 method,
-                form,
-                _by_seed(group, "float32"),
-                drops,
-                paired.t_interval(values) if varied else None,
-                None if is_base(group) or base.empty else _versus_base(method, form, group, base),
+                scheme_name,
+                _values_by_seed(method_runs, "float32"),
+                drop_by_seed,
+                paired.t_interval(drops) if has_interval else None,
+                _compare_with_base(method, scheme_name, method_runs, base_runs) if is_compared else None,
             )
 
 
-def _versus_base(method: str, form: str, group: pd.DataFrame, base: pd.DataFrame) -> Comparison:
+def _compare_with_base(method: str, scheme_name: str, method_runs: pd.DataFrame, base_runs: pd.DataFrame) -> Comparison:
     """Compare the drops of a method with those of Base over common seeds; the p-value is not yet adjusted."""
-    drops, reference = _by_seed(group, f"{form}_drop"), _by_seed(base, f"{form}_drop")
-    common = drops.keys() & reference.keys()
-    result = compare_paired(drops, reference)
-    differences = np.array([drops[seed] - reference[seed] for seed in sorted(common)])
-    smallest = None
+    drop_by_seed = _values_by_seed(method_runs, f"{scheme_name}_drop")
+    base_drop_by_seed = _values_by_seed(base_runs, f"{scheme_name}_drop")
+    common_seeds = drop_by_seed.keys() & base_drop_by_seed.keys()
+    result = compare_paired(drop_by_seed, base_drop_by_seed)
+    differences = np.array([drop_by_seed[seed] - base_drop_by_seed[seed] for seed in sorted(common_seeds)])
+    minimum_detectable_difference = None
     if len(differences) > 1 and not is_constant(differences):
-        smallest = smallest_difference(float(np.std(differences, ddof=1)), len(differences))
-    first = group.iloc[0]
+        minimum_detectable_difference = smallest_difference(float(np.std(differences, ddof=1)), len(differences))
+    first_run = method_runs.iloc[0]
     return Comparison(
         method,
-        f"{first['task']} ({first['metric']} lost with {form})",
-        pairs=len(common),
+        f"{first_run['task']} ({first_run['metric']} lost with {scheme_name})",
+        pairs=len(common_seeds),
         difference=result.difference,
         interval=result.interval,
         p_value=result.t_test.p_value,
-        smallest_difference=smallest,
-        collapsed=_collapsed(group, form, common),
-        reference_collapsed=_collapsed(base, form, common),
-        unmatched=len(drops.keys() ^ reference.keys()),
-        has_equal_budgets=budget(group).is_equal_to(budget(base)),
+        smallest_difference=minimum_detectable_difference,
+        collapsed=_count_collapsed(method_runs, scheme_name, common_seeds),
+        reference_collapsed=_count_collapsed(base_runs, scheme_name, common_seeds),
+        unmatched=len(drop_by_seed.keys() ^ base_drop_by_seed.keys()),
+        has_equal_budgets=budget(method_runs).is_equal_to(budget(base_runs)),
         lower_is_better=True,
     )
 
 
-def _by_seed(table: pd.DataFrame, column: str) -> dict[int, float]:
-    return {int(seed): float(value) for seed, value in zip(table["seed"], table[column], strict=True)}
+def _values_by_seed(runs: pd.DataFrame, column: str) -> dict[int, float]:
+    """Return the values of a column by the seed of the run."""
+    return {int(seed): float(value) for seed, value in zip(runs["seed"], runs[column], strict=True)}
 
 
-def _collapsed(table: pd.DataFrame, form: str, seeds: set[int]) -> int:
-    return int(table[table["seed"].isin(list(seeds))][f"{form}_collapsed"].eq(True).sum())
+def _count_collapsed(runs: pd.DataFrame, scheme_name: str, seeds: set[int]) -> int:
+    """Return how many runs with the given seeds have constant predictions under a quantization scheme."""
+    return int(runs[runs["seed"].isin(list(seeds))][f"{scheme_name}_collapsed"].eq(True).sum())
 
 
-def methods(rows: Sequence[FormComparison], corrected: Holm) -> Sheet:
-    """Return the table of methods: mean drop in each form, and the difference from the drop of Base."""
-    records = [_method_row(row) for row in rows]
+def build_methods_sheet(comparisons: Sequence[SchemeComparison], holm_result: Holm) -> Sheet:
+    """Return a table with one row per method and quantization scheme: mean drop, and difference from the drop of Base.
+
+    Args:
+        comparisons: the comparisons that `compare_methods` returns.
+        holm_result: the adjustment of their p-values, which a note of the table describes.
+    """
+    records = [_make_method_record(comparison) for comparison in comparisons]
     groups: dict[str, list[list[Entry]]] = {}
     for record in records:
-        groups.setdefault(_group(record), []).append(_method_entries(record))
+        groups.setdefault(_format_group_name(record), []).append(_make_method_cells(record))
     return Sheet(
         "methods",
         "Methods",
@@ -197,39 +220,42 @@ def methods(rows: Sequence[FormComparison], corrected: Holm) -> Sheet:
          "drop is"),
         groups,
         pd.DataFrame(records),
-        (corrected.sentence(),) if corrected.tests or corrected.left_out else (),
+        (holm_result.sentence(),) if holm_result.tests or holm_result.left_out else (),
         row_headers=2,
         grouped_by=_GROUPED_BY,
     )  # fmt: skip
 
 
-def _method_row(row: FormComparison) -> dict[str, Any]:
-    average, floating = spread(list(row.drops.values())), spread(list(row.float32.values()))
-    low, high = row.interval or (None, None)
+def _make_method_record(comparison: SchemeComparison) -> dict[str, Any]:
+    """Return the columns of the table of methods for one method and quantization scheme, as unformatted values."""
+    drop, float32 = spread(list(comparison.drop_by_seed.values())), spread(list(comparison.float32_by_seed.values()))
+    low, high = comparison.drop_interval or (None, None)
     record: dict[str, Any] = {
-        "model": row.model, "task": row.task, "metric": row.metric, "method": row.method, "form": row.form,
-        "seeds": average.count, "float32": floating.mean, "float32_std": floating.std, "drop": average.mean,
-        "drop_std": average.std, "low": low, "high": high,
+        "model": comparison.model, "task": comparison.task, "metric": comparison.metric,
+        "method": comparison.method, "form": comparison.scheme_name,
+        "seeds": drop.count, "float32": float32.mean, "float32_std": float32.std, "drop": drop.mean,
+        "drop_std": drop.std, "low": low, "high": high,
     }  # fmt: skip
-    versus = row.versus_base
-    base_low, base_high = (versus.interval if versus else None) or (None, None)
+    with_base = comparison.comparison_with_base
+    minus_base_low, minus_base_high = (with_base.interval if with_base else None) or (None, None)
     return record | {
-        "minus_base": versus.difference if versus else None,
-        "minus_base_low": base_low,
-        "minus_base_high": base_high,
-        "adjusted_p": versus.p_value if versus else None,
-        "verdict": verdict(versus).value if versus else "",
+        "minus_base": with_base.difference if with_base else None,
+        "minus_base_low": minus_base_low,
+        "minus_base_high": minus_base_high,
+        "adjusted_p": with_base.p_value if with_base else None,
+        "verdict": verdict(with_base).value if with_base else "",
     }
 
 
-def _method_entries(record: Mapping[str, Any]) -> list[Entry]:
+def _make_method_cells(record: Mapping[str, Any]) -> list[Entry]:
+    """Return the formatted cells of a row of the table of methods."""
     numbers = [
         str(record["seeds"]),
         format_spread(record["float32"], record["float32_std"]),
         format_spread(record["drop"], record["drop_std"]),
-        _interval(record["low"], record["high"]),
+        _format_interval(record["low"], record["high"]),
         format_number(record["minus_base"], "+.2f"),
-        _interval(record["minus_base_low"], record["minus_base_high"]),
+        _format_interval(record["minus_base_low"], record["minus_base_high"]),
         format_p_value(record["adjusted_p"]),
     ]
     return [
@@ -240,83 +266,100 @@ def _method_entries(record: Mapping[str, Any]) -> list[Entry]:
     ]
 
 
-def in_terminal(quantized: Quantized, rows: Sequence[FormComparison]) -> list[Sheet]:
-    """Return tables that are narrow enough for a terminal: one for each model and task, or that of a single model."""
-    if not rows:
-        return [_single(row, quantized.forms) for row in row_dicts(quantized.rows)]
+def build_terminal_sheets(quantized: QuantizedScores, comparisons: Sequence[SchemeComparison]) -> list[Sheet]:
+    """Return tables that are narrow enough for a terminal: one per model and task, or that of a single model.
+
+    Args:
+        quantized: the scores.
+        comparisons: the comparisons that `compare_methods` returns; none for a single model.
+    """
+    if not comparisons:
+        return [_build_single_model_sheet(row, quantized.scheme_names) for row in row_dicts(quantized.rows)]
     groups: dict[str, list[list[Entry]]] = {}
-    for record in map(_method_row, rows):
-        method, form, _, _, drop, _, minus_base, _, p_value, is_better = _method_entries(record)
-        groups.setdefault(_group(record), []).append([method, form, drop, minus_base, p_value, is_better])
+    for record in map(_make_method_record, comparisons):
+        method, scheme, _, _, drop, _, minus_base, _, p_value, verdict_cell = _make_method_cells(record)
+        cells = [method, scheme, drop, minus_base, p_value, verdict_cell]
+        groups.setdefault(_format_group_name(record), []).append(cells)
     header = ("method", "form", "drop", "minus\nBase", "p", "drop is")
     return [
-        Sheet("", name, "", header, {"": entries}, pd.DataFrame(), row_headers=2) for name, entries in groups.items()
+        Sheet("", name, "", header, {"": table_rows}, pd.DataFrame(), row_headers=2)
+        for name, table_rows in groups.items()
     ]
 
 
-def _single(row: Mapping[str, Any], forms: Sequence[str]) -> Sheet:
-    """Return a table with a row for each form of one model, and a note on its geometry."""
-    entries = [[Entry("float32"), Entry(f"{row['float32']:.2f}", number=True), Entry(NONE), Entry("")]]
-    for form in forms:
-        mark = "collapsed" if row[f"{form}_collapsed"] else ""
-        numbers = (f"{row[form]:.2f}", f"{row[f'{form}_drop']:+.2f}")
-        entries.append([Entry(form), *(Entry(number, number=True) for number in numbers), Entry(mark)])
-    measured = ", ".join(f"{name} {format_number(row[measure], '.4g')}" for measure, name in MEASURES.items())
-    note = f"Of the float32 model: {measured}."
-    return Sheet("", _group(row), "", ("form", "score", "drop", ""), {"": entries}, pd.DataFrame(), (note,))
+def _build_single_model_sheet(row: Mapping[str, Any], scheme_names: Sequence[str]) -> Sheet:
+    """Return a table with the scores of one model in float32 and per quantization scheme, and a note on its geometry.
+
+    Args:
+        row: the model's row of `QuantizedScores.rows`.
+        scheme_names: names of the quantization schemes.
+    """
+    table_rows = [[Entry("float32"), Entry(f"{row['float32']:.2f}", number=True), Entry(NONE), Entry("")]]
+    for scheme_name in scheme_names:
+        mark = "collapsed" if row[f"{scheme_name}_collapsed"] else ""
+        numbers = (f"{row[scheme_name]:.2f}", f"{row[f'{scheme_name}_drop']:+.2f}")
+        table_rows.append([Entry(scheme_name), *(Entry(number, number=True) for number in numbers), Entry(mark)])
+    geometry = ", ".join(f"{label} {format_number(row[measure], '.4g')}" for measure, label in MEASURE_LABELS.items())
+    note = f"Of the float32 model: {geometry}."
+    header = ("form", "score", "drop", "")
+    return Sheet("", _format_group_name(row), "", header, {"": table_rows}, pd.DataFrame(), (note,))
 
 
-def _interval(low: float | None, high: float | None) -> str:
+def _format_interval(low: float | None, high: float | None) -> str:
+    """Return an interval with signs and two decimals, or a placeholder if an end is missing."""
     return NONE if low is None or high is None else f"{low:+.2f} to {high:+.2f}"
 
 
-def conclusions(rows: Sequence[FormComparison]) -> list[str]:
-    """Return a sentence for each comparison with Base."""
-    return [conclusion(row.versus_base) for row in rows if row.versus_base is not None]
+def write_conclusions(comparisons: Sequence[SchemeComparison]) -> list[str]:
+    """Return for each comparison with Base a sentence on what it allows to conclude."""
+    return [conclusion(row.comparison_with_base) for row in comparisons if row.comparison_with_base is not None]
 
 
-def relations(quantized: Quantized) -> Sheet:
-    """Return the rank correlations of the drop with each measure, over all runs of a model and task."""
+def build_correlation_sheet(quantized: QuantizedScores) -> Sheet:
+    """Return a table of the rank correlations of the drop with each measure, over all runs of a model and task."""
     records = [
-        {**_about(part), "form": form, "measure": measure, **_correlation(part, form, measure)}
-        for part in by_model_and_task(quantized.rows)
-        for form in quantized.forms
-        for measure in MEASURES
-    ]
+        {
+            **_get_model_and_task(runs), "form": scheme_name, "measure": measure,
+            **_correlate_drop(runs, scheme_name, measure),
+        }
+        for runs in by_model_and_task(quantized.rows)
+        for scheme_name in quantized.scheme_names
+        for measure in MEASURE_LABELS
+    ]  # fmt: skip
     groups: dict[str, list[list[Entry]]] = {}
     for record in records:
-        interval = _interval(record["low"], record["high"])
-        cells = (record["task"], record["form"], MEASURES[str(record["measure"])])
+        interval = _format_interval(record["low"], record["high"])
+        labels = (record["task"], record["form"], MEASURE_LABELS[str(record["measure"])])
         numbers = (str(record["runs"]), format_number(record["spearman"], "+.2f"), interval)
-        entries = [*map(Entry, cells), *(Entry(number, number=True) for number in numbers), Entry(record["note"])]
-        groups.setdefault(str(record["model"]), []).append(entries)
+        cells = [*map(Entry, labels), *(Entry(number, number=True) for number in numbers), Entry(record["note"])]
+        groups.setdefault(str(record["model"]), []).append(cells)
     return Sheet(
         "relations",
         "Drop and geometry",
         "Spearman's correlation of the drop with a measure of the float32 model over all runs of a model and task, "
-        f"with Fisher's 95% interval, not corrected for the number of rows. {_MEASURED}",
+        f"with Fisher's 95% interval, not corrected for the number of rows. {_MEASURES_NOTE}",
         ("task", "form", "measure", "runs", "Spearman", "95% interval", "note"),
         groups,
         pd.DataFrame(records),
-        (_NO_CAUSE,),
+        (_CAUSALITY_NOTE,),
         row_headers=3,
     )  # fmt: skip
 
 
-def _about(part: pd.DataFrame) -> dict[str, str]:
-    """Return the model and the task of runs that have both in common."""
-    return {column: str(part[column].iloc[0]) for column in ("model", "task")}
+def _get_model_and_task(runs: pd.DataFrame) -> dict[str, str]:
+    """Return the columns `model` and `task` of the first run, which all of the runs have in common."""
+    return {column: str(runs[column].iloc[0]) for column in ("model", "task")}
 
 
-def _correlation(table: pd.DataFrame, form: str, measure: str) -> dict[str, Any]:
-    """Return Spearman's correlation with its interval, or the reason why there is none."""
-    values = table[[measure, f"{form}_drop"]].astype(float).dropna()
-    empty = {"runs": len(values), "spearman": None, "low": None, "high": None}
+def _correlate_drop(runs: pd.DataFrame, scheme_name: str, measure: str) -> dict[str, Any]:
+    """Return Spearman's correlation of the drop with a measure and its interval, or a note why there is none."""
+    values = runs[[measure, f"{scheme_name}_drop"]].astype(float).dropna()
+    no_result = {"runs": len(values), "spearman": None, "low": None, "high": None}
     if len(values) < MIN_RUNS:
-        return {**empty, "note": f"needs {MIN_RUNS} runs"}
+        return {**no_result, "note": f"needs {MIN_RUNS} runs"}
     try:
-        result = partial_correlation(values[measure], values[f"{form}_drop"], [], "spearman")
+        result = partial_correlation(values[measure], values[f"{scheme_name}_drop"], covariates=[], method="spearman")
     except UserError:
-        return {**empty, "note": "the measure or the drop is constant"}
+        return {**no_result, "note": "the measure or the drop is constant"}
     low, high = (None if end is None or math.isnan(end) else end for end in (result.low, result.high))
     return {"runs": len(values), "spearman": result.value, "low": low, "high": high, "note": ""}

@@ -33,19 +33,19 @@ ActivationScales = Literal["tensor", "token"]
 Model = TypeVar("Model", bound=nn.Module)
 
 _POOLER = "pooler"
-"""Part of the name of the pooler of all architectures that have one."""
+"""Part of the name of the pooler's layers in every architecture that has a pooler."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """A form of simulated quantization.
+    """A scheme of simulated quantization: the bit widths and the granularity of weights and activations.
 
     Attributes:
-        weight_bits: bits of the weights.
-        activation_bits: bits of the inputs of linear layers.
-        weights: one scale for each output `channel`, or one for the whole `tensor`.
-        activations: one scale for the whole `tensor`, calibrated before (static), or one for each `token`, computed in
-            the forward pass (dynamic).
+        weight_bits: bit width of the weights.
+        activation_bits: bit width of the inputs of linear layers.
+        weights: granularity of the weights: one scale for each output `channel`, or one for the whole `tensor`.
+        activations: granularity of the inputs: one scale for the whole `tensor`, calibrated in advance (static), or one
+            for each `token`, computed in the forward pass (dynamic).
     """
 
     weight_bits: int
@@ -54,22 +54,27 @@ class Form:
     activations: ActivationScales = "tensor"
 
     def __post_init__(self) -> None:
-        """Raise a `UserError` for a number of bits that cannot be simulated."""
+        """Raise a `UserError` if a bit width is out of range."""
         for bits in (self.weight_bits, self.activation_bits):
             if not MIN_BITS <= bits <= MAX_BITS:
                 raise UserError(f"{self.name}: {bits} bits; expected a number from {MIN_BITS} to {MAX_BITS}")
 
     @property
     def name(self) -> str:
-        """Name of the bits, such as `w8a8`."""
+        """Return the bit widths of weights and activations as a name such as `w8a8`."""
         return f"w{self.weight_bits}a{self.activation_bits}"
 
 
 def parse_form(name: str, weights: WeightScales = "channel", activations: ActivationScales = "tensor") -> Form:
-    """Return the form of a name such as `w8a8`.
+    """Return the quantization scheme that a name such as `w8a8` stands for, with the given granularity.
+
+    Args:
+        name: `w<bits of weights>a<bits of activations>`.
+        weights: see `Form`.
+        activations: see `Form`.
 
     Raises:
-        UserError: if the name is of another kind, or its numbers of bits are out of range.
+        UserError: if the name has another form, or a bit width is out of range.
     """
     match = re.fullmatch(r"w(\d{1,3})a(\d{1,3})", name)
     if match is None:
@@ -81,17 +86,17 @@ def encoder_linears(model: nn.Module) -> dict[str, nn.Linear]:
     """Return the linear layers of an encoder by their names in the model, without those of the pooler and the head.
 
     Args:
-        model: a model of transformers with or without a head, whose encoder is `model.base_model`.
+        model: a model of the transformers library, with or without a head, whose encoder is `model.base_model`.
 
     Raises:
         UserError: if the encoder has no `torch.nn.Linear`.
     """
     encoder: Any = getattr(model, "base_model", model)
-    parts = {id(part) for part in encoder.modules()}
+    encoder_ids = {id(module) for module in encoder.modules()}
     layers = {
-        name: part
-        for name, part in model.named_modules()
-        if type(part) is nn.Linear and id(part) in parts and _POOLER not in name
+        name: module
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and id(module) in encoder_ids and _POOLER not in name
     }
     if not layers:
         raise UserError(
@@ -108,28 +113,30 @@ def forward_observed(
     mask: Tensor,
     observe: Callable[[str, Tensor], object],
 ) -> Any:
-    """Run a forward pass, call `observe(name, rows)` with the inputs of each layer, and return the model's output.
+    """Run a forward pass, call `observe(name, rows)` with the input of each layer, and return the model's output.
 
     Args:
         model: the model.
         layers: modules of the model by name; each has one tensor `(..., d)` as its input.
         inputs: keyword arguments of the model.
-        mask: which tokens count, `(batch, tokens)`, bool or 0/1. Inputs of the shape `(batch, tokens, d)` or
-            `(batch * tokens, d)` are observed without the other tokens. Other shapes, such as that of the position
-            embeddings of DeBERTa, have no padding and are observed as they are.
-        observe: is called with the name of the layer and its input, `(n, d)`.
+        mask: attention mask, `(batch, tokens)`, bool or 0/1. Rows of masked tokens are left out of inputs of the shape
+            `(batch, tokens, d)` or `(batch * tokens, d)`. Inputs of other shapes, such as DeBERTa's position
+            embeddings, have no padding and are observed whole.
+        observe: called with the name of a layer and its input, `(n, d)`.
     """
-    shapes = (tuple(mask.shape), (mask.numel(),))
+    token_shapes = (tuple(mask.shape), (mask.numel(),))
 
-    def hook(name: str) -> Callable[..., None]:
-        def before(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+    def make_hook(name: str) -> Callable[..., None]:
+        """Return a forward pre-hook that passes the input of the named layer to `observe`."""
+
+        def observe_input(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
             points = arguments[0]
             rows = points.reshape(-1, points.shape[-1])
-            observe(name, rows[mask.reshape(-1).bool()] if tuple(points.shape[:-1]) in shapes else rows)
+            observe(name, rows[mask.reshape(-1).bool()] if tuple(points.shape[:-1]) in token_shapes else rows)
 
-        return before
+        return observe_input
 
-    handles = [layer.register_forward_pre_hook(hook(name)) for name, layer in layers.items()]
+    handles = [layer.register_forward_pre_hook(make_hook(name)) for name, layer in layers.items()]
     try:
         return model(**inputs)
     finally:
@@ -138,19 +145,19 @@ def forward_observed(
 
 
 class InputRanges:
-    """Accumulates the largest magnitude of the inputs of each layer, for static scales.
+    """Accumulates the largest magnitude of the inputs of each layer, from which static scales are computed.
 
     The result depends neither on the order of the inputs nor on how they are divided into batches.
 
     Attributes:
-        largest: largest magnitude by the name of the layer, 0-d.
+        largest: largest magnitude, a 0-d tensor, by the name of the layer.
     """
 
     def __init__(self) -> None:
         self.largest: dict[str, Tensor] = {}
 
     def update(self, name: str, rows: Tensor) -> None:
-        """Add inputs of a layer, `(n, d)`; none if n is 0."""
+        """Update the largest magnitude of the named layer with inputs `(n, d)`; n may be 0."""
         if rows.numel():
             largest = largest_magnitude(rows)
             self.largest[name] = torch.maximum(self.largest[name], largest) if name in self.largest else largest
@@ -161,13 +168,14 @@ class QuantizedLinear(nn.Module):
 
     Args:
         layer: the floating layer, which is not changed.
-        form: bits and granularity.
-        largest_input: largest magnitude of the calibrated inputs, 0-d; needed for one scale for the whole tensor.
+        form: the quantization scheme.
+        largest_input: largest magnitude of the inputs on calibration data, 0-d; needed if `form.activations` is
+            `tensor`.
 
     Attributes:
         weight: quantized weight, `(out_features, in_features)`.
         bias: `(out_features,)` or None, not quantized.
-        scale: scale of the inputs, 0-d; None for one scale for each token.
+        scale: static scale of the inputs, 0-d; None if each token has a scale of its own.
 
     Raises:
         UserError: if the calibrated magnitude is missing.
@@ -180,8 +188,8 @@ class QuantizedLinear(nn.Module):
         super().__init__()
         self.form = form
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        by_weight = quantize_per_row if form.weights == "channel" else quantize_per_tensor
-        self.weight = nn.Parameter(by_weight(layer.weight.detach(), form.weight_bits), requires_grad=False)
+        quantize_weight = quantize_per_row if form.weights == "channel" else quantize_per_tensor
+        self.weight = nn.Parameter(quantize_weight(layer.weight.detach(), form.weight_bits), requires_grad=False)
         bias = None if layer.bias is None else nn.Parameter(layer.bias.detach().clone(), requires_grad=False)
         self.register_parameter("bias", bias)
         scale = None
@@ -195,7 +203,7 @@ class QuantizedLinear(nn.Module):
         self.register_buffer("scale", scale)
 
     def forward(self, points: Tensor) -> Tensor:
-        """Map `(..., in_features)` to `(..., out_features)`."""
+        """Quantize the inputs `(..., in_features)` and return the layer's outputs, `(..., out_features)`."""
         bits = self.form.activation_bits
         inputs = quantize_per_row(points, bits) if self.scale is None else round_to_grid(points, self.scale, bits)
         return functional.linear(inputs, self.weight, self.bias)
@@ -212,18 +220,21 @@ def quantize_layers(
     Args:
         model: the floating model.
         names: names of `torch.nn.Linear` modules, as `encoder_linears` returns them.
-        form: bits and granularity.
-        largest_inputs: `InputRanges.largest` of calibration data; needed for one scale for the whole tensor.
+        form: the quantization scheme.
+        largest_inputs: `InputRanges.largest` of calibration data; needed if `form.activations` is `tensor`.
 
     Raises:
-        UserError: if the range of a layer is missing.
+        UserError: if the largest input of a layer is needed and missing.
     """
-    ranges = largest_inputs or {}
-    return replace_layers(model, names, lambda name, layer: QuantizedLinear(layer, form, ranges.get(name)))
+    largest_by_name = largest_inputs or {}
+    return replace_layers(model, names, lambda name, layer: QuantizedLinear(layer, form, largest_by_name.get(name)))
 
 
 def replace_layers(model: Model, names: Iterable[str], replacement: Callable[[str, nn.Linear], nn.Module]) -> Model:
-    """Return a copy of a model in which named modules are replaced by `replacement(name, module)`."""
+    """Return a copy of a model in which each named module is replaced by `replacement(name, module)`.
+
+    `replacement` gets the copied module, which it may change.
+    """
     copied = copy.deepcopy(model)
     for name in list(names):
         layer: Any = copied.get_submodule(name)

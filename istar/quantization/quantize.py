@@ -1,4 +1,4 @@
-"""`istar quantize`: the scores of saved models in float32 and in quantized forms, computed once and kept."""
+"""`istar quantize`: scores of saved models in float32 and under quantization schemes, computed once and kept."""
 
 import hashlib
 import json
@@ -16,26 +16,26 @@ from istar.errors import UserError, shorten
 from istar.files import write_text
 from istar.quantization import saved_runs
 from istar.quantization.controls import FACTOR, Control
-from istar.quantization.form_scores import FormScores, score_forms, with_control
+from istar.quantization.form_scores import ModelScores, apply_checked_control, score_model
 from istar.quantization.linear_layers import ActivationScales, Form, WeightScales, parse_form
-from istar.quantization.saved_runs import Subject
+from istar.quantization.saved_runs import SavedModel
 from istar.quantization.torch_int8 import TorchInt8
 from istar.reports import cells
 from istar.scores import displayed, is_lower_better
 
-JSON = "quantization.json"
-"""File with the scores of all models, from which an interrupted command goes on."""
-FORMAT = 1
+SCORES_FILE = "quantization.json"
+"""Name of the file with the scores of all models, from which an interrupted command resumes."""
+FORMAT_VERSION = 1
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What is computed for each model.
+class QuantizationSettings:
+    """The quantization schemes under which each model is scored, and how.
 
     Attributes:
-        forms: forms of quantization, with different names.
+        forms: quantization schemes, with different names.
         calibration: number of training examples for static scales.
-        seed: seed of their choice, and of the rotation.
+        seed: random seed for the choice of these examples, and for the control `rotate`.
         control: change of the model before it is quantized, see `istar.quantization.controls`.
         outlier_factor: factor of the control `outlier`.
     """
@@ -47,155 +47,175 @@ class Settings:
     outlier_factor: float = FACTOR
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the forms."""
-        return tuple(form.name for form in self.forms)
+    def scheme_names(self) -> tuple[str, ...]:
+        """Return the names of the quantization schemes, such as `w8a8`."""
+        return tuple(scheme.name for scheme in self.forms)
 
     def identity(self) -> dict[str, Any]:
-        """Return the settings as plain data; those without effect have their default."""
-        values = {**asdict(self), "forms": [{"name": form.name, **asdict(form)} for form in self.forms]}
+        """Return JSON-serializable data that are equal for settings of the same effect."""
+        values = {**asdict(self), "forms": [{"name": scheme.name, **asdict(scheme)} for scheme in self.forms]}
         if self.control != "outlier":
             values["outlier_factor"] = FACTOR
         return values
 
     def __post_init__(self) -> None:
-        """Raise a `UserError` for forms of the same name."""
-        names = [form.name for form in self.forms]
+        """Raise a `UserError` if there are no schemes, or two have the same name."""
+        names = [scheme.name for scheme in self.forms]
         if not names or len(set(names)) < len(names):
             raise UserError(f"the forms are {', '.join(names) or 'none'}; expected different ones, at least one")
 
 
 @dataclass(frozen=True)
-class Quantized:
-    """The scores of all models.
+class QuantizedScores:
+    """The scores of all models in float32 and under each quantization scheme.
 
     Attributes:
-        rows: a row for each model, see `wide_row`; runs have the columns of `istar.reports.cells.prepare` as well.
-        forms: names of the forms.
-        left_out: why a run was left out, by its folder.
-        settings: the settings in words, for captions.
+        rows: a row for each model, see `make_table_row`; runs also have the columns of `istar.reports.cells.prepare`.
+        scheme_names: names of the quantization schemes.
+        exclusion_reasons: the reason why a run was left out, by the folder of the run.
+        settings_description: sentences that describe the settings, for captions.
     """
 
     rows: pd.DataFrame
-    forms: tuple[str, ...]
-    left_out: dict[str, str]
-    settings: str
+    scheme_names: tuple[str, ...]
+    exclusion_reasons: dict[str, str]
+    settings_description: str
 
 
 def quantize_runs(
     folders: Sequence[Path],
-    settings: Settings,
+    settings: QuantizationSettings,
     out: Path,
     data_dir: Path | None = None,
     console: Console | None = None,
-) -> Quantized:
-    """Score all finished runs below some folders; those whose scores are in `out` already are not computed again.
+) -> QuantizedScores:
+    """Score the models of all finished runs below the given folders, except for scores that `out` already holds.
 
     Args:
         folders: folders of runs, or folders that hold runs.
-        settings: what to compute.
-        out: output folder; `JSON` in it is written after each run.
-        data_dir: replaces the runs' folders of data; only for runs of one task.
+        settings: the quantization schemes and how they are applied.
+        out: output folder; the file `SCORES_FILE` in it is written after each run.
+        data_dir: replaces the folders of data that the runs recorded; only for runs of one task.
         console: shows progress; None shows none.
 
     Raises:
-        UserError: if no run can be scored, or the models or data of one cannot be loaded.
+        UserError: if no run can be scored, or the model or the data of a run cannot be loaded.
     """
     runs = saved_runs.read_runs(folders)
     frame = cells.prepare(runs)
     rows = cells.row_dicts(frame)
-    reasons = {str(row["folder"]): saved_runs.reason_left_out(row) for row in rows}
-    left_out = {**runs.read_errors, **{path: reason for path, reason in reasons.items() if reason}}
-    usable = [row for row in rows if not reasons[str(row["folder"])]]
+    reason_by_folder = {str(row["folder"]): saved_runs.get_exclusion_reason(row) for row in rows}
+    exclusion_reasons = {**runs.read_errors, **{path: reason for path, reason in reason_by_folder.items() if reason}}
+    usable = [row for row in rows if not reason_by_folder[str(row["folder"])]]
     if not usable:
-        path, reason = next(iter(left_out.items()), ("no folder", "there is no run"))
+        path, reason = next(iter(exclusion_reasons.items()), ("no folder", "there is no run"))
         raise UserError(f"no run can be quantized; {path}: {reason}")
     if data_dir is not None and len({row["task"] for row in usable}) > 1:
         raise UserError("--data-dir is for runs of one task, but these have several; call istar quantize for each task")
-    subjects = [
-        saved_runs.run_subject(Path(row["folder"]), runs.records[str(row["folder"])], data_dir) for row in usable
+    saved_models = [
+        saved_runs.saved_model_of_run(Path(row["folder"]), runs.records[str(row["folder"])], data_dir) for row in usable
     ]
-    entries = _score_all(subjects, settings, out, console)
-    table = pd.DataFrame([{**row, **wide_row(entry)} for row, entry in zip(usable, entries, strict=True)])
-    return Quantized(table, settings.names, left_out, in_words(settings))
+    model_scores = _score_models(saved_models, settings, out, console)
+    table = pd.DataFrame([{**row, **make_table_row(scores)} for row, scores in zip(usable, model_scores, strict=True)])
+    return QuantizedScores(table, settings.scheme_names, exclusion_reasons, describe_settings(settings))
 
 
 def quantize_model(
-    folder: Path, task: str, settings: Settings, out: Path, data_dir: Path | None = None, console: Console | None = None
-) -> Quantized:
-    """Score a single model that `save_pretrained` wrote, with a head for a task.
+    folder: Path,
+    task: str,
+    settings: QuantizationSettings,
+    out: Path,
+    data_dir: Path | None = None,
+    console: Console | None = None,
+) -> QuantizedScores:
+    """Score a single model that `save_pretrained` wrote, which must have a head for the task.
+
+    Arguments are as for `quantize_runs`; `folder` is that of the model, and `task` the name of its task.
 
     Raises:
         UserError: if the model or the data cannot be loaded, or the model has no head for the task.
     """
-    subject = saved_runs.model_subject(folder, task, data_dir)
-    [entry] = _score_all([subject], settings, out, console)
-    about = {
-        "name": subject.name,
+    saved_model = saved_runs.saved_model_for_task(folder, task, data_dir)
+    [scores] = _score_models([saved_model], settings, out, console)
+    metadata = {
+        "name": saved_model.name,
         "folder": str(folder),
         "task": task,
-        "model": subject.name,
+        "model": saved_model.name,
         "method": "",
         "seed": None,
     }
-    rows = pd.DataFrame([{**about, **wide_row(entry)}])
-    return Quantized(rows, settings.names, {}, in_words(settings))
+    rows = pd.DataFrame([{**metadata, **make_table_row(scores)}])
+    return QuantizedScores(
+        rows, settings.scheme_names, exclusion_reasons={}, settings_description=describe_settings(settings)
+    )
 
 
-def wide_row(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns of one model from its entry in `JSON`.
+def make_table_row(scores: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the table row of one model from its scores as `SCORES_FILE` holds them.
 
-    The columns are `metric`, its `recorded` value (of the training, in its precision) and `float32`, each form, the
-    drop of each form as `<form>_drop`, `<form>_collapsed`, and the measures of `Activations`. Scores are as
-    `istar.scores.displayed` gives them. A drop is positive if the form is worse than float32 of the same model.
+    The columns are `metric`, `recorded` (the value at the end of training, in the precision of training), `float32`,
+    the measures of `ActivationGeometry`, and for each quantization scheme, such as `w8a8`: `w8a8` (the score),
+    `w8a8_drop` (by how much it is worse than float32) and `w8a8_collapsed` (whether all predictions are equal). Scores
+    are in the unit of `istar.scores.displayed`.
     """
-    metric = entry["metric"]
-    floating = displayed(metric, entry["floating"])
-    recorded = entry["recorded"]
-    row = {"metric": metric, "recorded": None if recorded is None else displayed(metric, recorded), "float32": floating}
-    for name, value in entry["forms"].items():
-        row[name] = displayed(metric, value)
-        row[f"{name}_drop"] = drop(metric, entry["floating"], value)
-        row[f"{name}_collapsed"] = entry["collapsed"][name]
-    measures = entry["activations"]
-    return {**row, "kurtosis": measures["kurtosis"], "largest_activation": measures["largest"],
-            "isoscore": measures["isoscore"]}  # fmt: skip
+    metric = scores["metric"]
+    float32_score = displayed(metric, scores["floating"])
+    recorded = scores["recorded"]
+    row = {
+        "metric": metric,
+        "recorded": None if recorded is None else displayed(metric, recorded),
+        "float32": float32_score,
+    }
+    for scheme_name, value in scores["forms"].items():
+        row[scheme_name] = displayed(metric, value)
+        row[f"{scheme_name}_drop"] = compute_drop(metric, scores["floating"], value)
+        row[f"{scheme_name}_collapsed"] = scores["collapsed"][scheme_name]
+    geometry = scores["activations"]
+    return {**row, "kurtosis": geometry["kurtosis"], "largest_activation": geometry["largest"],
+            "isoscore": geometry["isoscore"]}  # fmt: skip
 
 
-def drop(metric: str, floating: float, quantized: float) -> float:
-    """Return by how much a form is worse than float32, in the unit of `istar.scores.displayed`; negative if better.
+def compute_drop(metric: str, float32_score: float, quantized_score: float) -> float:
+    """Return by how much a quantized model scores worse than in float32, in the unit of `istar.scores.displayed`.
 
-    >>> drop("accuracy", 0.9, 0.875), drop("perplexity", 30.0, 31.0)
+    The drop is negative if the quantized model is better, whether the metric is a score or a loss.
+
+    >>> compute_drop("accuracy", 0.9, 0.875), compute_drop("perplexity", 30.0, 31.0)
     (2.5, 1.0)
     """
-    difference = displayed(metric, floating) - displayed(metric, quantized)
+    difference = displayed(metric, float32_score) - displayed(metric, quantized_score)
     return -difference if is_lower_better(metric) else difference
 
 
-def parse_forms(
+def parse_schemes(
     names: str, weights: WeightScales = "channel", activations: ActivationScales = "tensor"
 ) -> tuple[Form | TorchInt8, ...]:
-    """Return the forms of names separated by commas, such as `w8a8,int8`.
+    """Return the quantization schemes whose names are given, separated by commas, such as `w8a8,int8`.
+
+    `weights` and `activations` are the granularity of all schemes, see `Form`.
 
     Raises:
-        UserError: if a name is none of a form.
+        UserError: if a name does not stand for a scheme.
     """
-    listed = [name.strip() for name in names.split(",")]
-    return tuple(TorchInt8(weights) if name == "int8" else parse_form(name, weights, activations) for name in listed)
+    split_names = [name.strip() for name in names.split(",")]
+    return tuple(
+        TorchInt8(weights) if name == "int8" else parse_form(name, weights, activations) for name in split_names
+    )
 
 
-def in_words(settings: Settings) -> str:
-    """Return the settings in sentences."""
+def describe_settings(settings: QuantizationSettings) -> str:
+    """Return sentences that describe the granularity, the calibration and the control, for captions."""
     sentences = []
-    weights = {"channel": "each output channel", "tensor": "the whole matrix"}[settings.forms[0].weights]
-    sentences.append(f"Weights have a scale for {weights}.")
-    simulated = [form for form in settings.forms if isinstance(form, Form)]
+    weight_granularity = {"channel": "each output channel", "tensor": "the whole matrix"}[settings.forms[0].weights]
+    sentences.append(f"Weights have a scale for {weight_granularity}.")
+    simulated = [scheme for scheme in settings.forms if isinstance(scheme, Form)]
     if simulated and simulated[0].activations == "token":
         sentences.append("Activations have a scale for each token (dynamic).")
     elif simulated:
         examples = f"{settings.calibration} training examples"
         sentences.append(f"Activations have a scale for the whole tensor, calibrated on {examples} (static).")
-    if "int8" in settings.names:
+    if "int8" in settings.scheme_names:
         sentences.append("int8 is torch's dynamic quantization, with a scale for all activations of a batch.")
     if settings.control == "rotate":
         sentences.append("Control: inputs and weights of the linear layers were rotated at random before.")
@@ -207,69 +227,83 @@ def in_words(settings: Settings) -> str:
     return " ".join(sentences)
 
 
-def _score_all(
-    subjects: Sequence[Subject], settings: Settings, out: Path, console: Console | None
+def _score_models(
+    saved_models: Sequence[SavedModel], settings: QuantizationSettings, out: Path, console: Console | None
 ) -> list[dict[str, Any]]:
-    """Return the entry of each subject, and keep all of them in `JSON` after each one that is computed."""
-    kept = read_entries(out / JSON)
-    entries: list[dict[str, Any]] = []
-    for number, subject in enumerate(subjects, 1):
-        key = _identity(subject, settings)
-        entry = kept.get(key)
-        if entry is None:
+    """Return the scores of each model as `SCORES_FILE` holds them.
+
+    Scores that the file already holds are reused. The others are computed, and the file is written after each model.
+    """
+    scores_by_key = read_saved_scores(out / SCORES_FILE)
+    model_scores: list[dict[str, Any]] = []
+    for position, saved_model in enumerate(saved_models, 1):
+        key = _make_cache_key(saved_model, settings)
+        scores = scores_by_key.get(key)
+        if scores is None:
             if console is not None:
-                text = f"{number} of {len(subjects)}: {subject.name}"
+                text = f"{position} of {len(saved_models)}: {saved_model.name}"
                 console.print(text, highlight=False, soft_wrap=True, markup=False)
-            loaded = saved_runs.load(subject, settings.calibration, settings.seed)
-            loaded = with_control(loaded, settings.control, settings.outlier_factor, settings.seed)
-            entry = _entry(subject, score_forms(loaded, settings.forms, _watcher(console)))
-            kept[key] = entry
-            _write_entries(out / JSON, kept)
-        entries.append(entry)
-    return entries
+            loaded = saved_runs.load_model_and_data(saved_model, settings.calibration, settings.seed)
+            loaded = apply_checked_control(loaded, settings.control, settings.outlier_factor, settings.seed)
+            with_progress = _make_progress_wrapper(console)
+            scores = _to_saved_scores(saved_model, score_model(loaded, settings.forms, with_progress))
+            scores_by_key[key] = scores
+            _write_saved_scores(out / SCORES_FILE, scores_by_key)
+        model_scores.append(scores)
+    return model_scores
 
 
-def _entry(subject: Subject, scores: FormScores) -> dict[str, Any]:
-    recorded = None if subject.record is None else subject.record.metrics.get(scores.metric)
-    return {"name": subject.name, "recorded": recorded, **asdict(scores)}
+def _to_saved_scores(saved_model: SavedModel, scores: ModelScores) -> dict[str, Any]:
+    """Return the scores of a model as `SCORES_FILE` holds them, with its name and the score that its run recorded."""
+    recorded = None if saved_model.record is None else saved_model.record.metrics.get(scores.metric)
+    return {"name": saved_model.name, "recorded": recorded, **asdict(scores)}
 
 
-def _watcher(console: Console | None) -> Callable[[Iterable[Any], str], Iterable[Any]]:
-    """Return a function that shows a progress bar for the batches of a pass, if the console is a terminal."""
+def _make_progress_wrapper(console: Console | None) -> Callable[[Iterable[Any], str], Iterable[Any]]:
+    """Return a function that wraps batches in a progress bar with a description, if the console is a terminal."""
     is_hidden = console is None or not console.is_terminal
 
-    def watch(batches: Iterable[Any], description: str) -> Iterable[Any]:
+    def with_progress(batches: Iterable[Any], description: str) -> Iterable[Any]:
+        """Yield the batches and advance the progress bar."""
         return track(batches, description, console=console, transient=True, disable=is_hidden)
 
-    return watch
+    return with_progress
 
 
-def _identity(subject: Subject, settings: Settings) -> str:
-    """Return a hash of all that determines a model's entry: weights, data, settings and the version of torch."""
+def _make_cache_key(saved_model: SavedModel, settings: QuantizationSettings) -> str:
+    """Return a hash of all that determines a model's scores: weights, data, settings and versions of the libraries."""
     versions = {name: version(name) for name in ("torch", "transformers")}
-    values = {"format": FORMAT, "subject": subject.identity(), "settings": settings.identity(), "versions": versions}
+    values = {
+        "format": FORMAT_VERSION,
+        "subject": saved_model.identity(),
+        "settings": settings.identity(),
+        "versions": versions,
+    }
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def read_entries(path: Path) -> dict[str, dict[str, Any]]:
-    """Read the entries of an earlier command by their identity; none if there is no file.
+def read_saved_scores(path: Path) -> dict[str, dict[str, Any]]:
+    """Read the scores of each model that an earlier command saved, by cache key; empty if there is no file.
 
     Raises:
-        UserError: if the file is damaged, or of another format.
+        UserError: if the file is damaged, or has another format version.
     """
     if not path.exists():
         return {}
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        if values["format"] != FORMAT:
-            raise UserError(f"{path} has format {values['format']}; this version reads {FORMAT}; name another --out")
+        if values["format"] != FORMAT_VERSION:
+            raise UserError(
+                f"{path} has format {values['format']}; this version reads {FORMAT_VERSION}; name another --out"
+            )
         return dict(values["entries"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} holds no scores of istar quantize: {shorten(error)}; name another --out") from error
 
 
-def _write_entries(path: Path, entries: Mapping[str, Mapping[str, Any]]) -> None:
+def _write_saved_scores(path: Path, scores_by_key: Mapping[str, Mapping[str, Any]]) -> None:
+    """Write the scores of each model, by cache key, as JSON; raise a `UserError` if the file cannot be written."""
     try:
-        write_text(path, json.dumps({"format": FORMAT, "entries": entries}, indent=1) + "\n")
+        write_text(path, json.dumps({"format": FORMAT_VERSION, "entries": scores_by_key}, indent=1) + "\n")
     except OSError as error:
         raise UserError(f"{path} cannot be written: {shorten(error)}; name another --out") from error

@@ -10,11 +10,11 @@ from istar.pages.folder import Kind
 from istar.pages.page import Page, Section
 from istar.pages.sheets import Sheet
 from istar.quantization import form_figures, form_tables
-from istar.quantization.form_tables import MEASURES
-from istar.quantization.quantize import JSON, Quantized
+from istar.quantization.form_tables import MEASURE_LABELS
+from istar.quantization.quantize import SCORES_FILE, QuantizedScores
 
-KIND = Kind("page of quantized models", "istar quantize", (JSON,))
-_READING = (
+KIND = Kind("page of quantized models", "istar quantize", (SCORES_FILE,))
+_HOW_TO_READ = (
     "A form such as w8a8 has weights and activations of 8 bits each. Quantization is simulated: numbers are rounded to "
     "the grid of the integers and stay in float32, so that scores are those of the form and times mean nothing.",
     "Quantized are the weights and the inputs of the linear layers of the encoder. Embeddings, biases, layer "
@@ -23,16 +23,16 @@ _READING = (
 
 
 @dataclass(frozen=True)
-class Tables:
-    """The tables of a page by name, and the sentences that say what the comparisons allow to conclude."""
+class PageTables:
+    """The tables of the page by name, the comparisons of methods, and sentences on what they allow to conclude."""
 
     sheets: Mapping[str, Sheet]
     conclusions: Sequence[str]
-    comparisons: Sequence[form_tables.FormComparison]
+    comparisons: Sequence[form_tables.SchemeComparison]
 
 
-def check(out: Path) -> None:
-    """Refuse a folder that `write` would refuse, before models are computed.
+def check_output_folder(out: Path) -> None:
+    """Check, before anything is computed, that `write_page` may replace the contents of the output folder.
 
     Raises:
         UserError: if the folder holds anything but an earlier page, or the scores of an interrupted command.
@@ -40,55 +40,60 @@ def check(out: Path) -> None:
     folder.refuse_foreign(out, KIND)
 
 
-def tables(quantized: Quantized) -> Tables:
-    """Return the tables; a single model has one row and no comparisons."""
-    sheets = [form_tables.runs(quantized)]
+def make_tables(quantized: QuantizedScores) -> PageTables:
+    """Return the tables of the page; those of a single model have no comparisons."""
+    sheets = [form_tables.build_runs_sheet(quantized)]
     if "family" not in quantized.rows:
-        return Tables({sheet.name: sheet for sheet in sheets}, (), ())
-    comparisons, corrected = form_tables.compare(quantized)
-    sheets += [form_tables.methods(comparisons, corrected), form_tables.relations(quantized)]
-    return Tables({sheet.name: sheet for sheet in sheets}, form_tables.conclusions(comparisons), comparisons)
+        return PageTables({sheet.name: sheet for sheet in sheets}, conclusions=(), comparisons=())
+    comparisons, holm_result = form_tables.compare_methods(quantized)
+    methods_sheet = form_tables.build_methods_sheet(comparisons, holm_result)
+    sheets += [methods_sheet, form_tables.build_correlation_sheet(quantized)]
+    return PageTables({sheet.name: sheet for sheet in sheets}, form_tables.write_conclusions(comparisons), comparisons)
 
 
-def write(quantized: Quantized, content: Tables, out: Path, command: str = "") -> Path:
-    """Write the page and its files, keep `JSON` as it is, and return the page's path.
+def write_page(quantized: QuantizedScores, tables: PageTables, out: Path, command: str = "") -> Path:
+    """Write the HTML page with its tables and figures, and return the path of the page.
 
     Args:
         quantized: the scores.
-        content: result of `tables`.
-        out: output folder, with the `JSON` of the scores.
+        tables: result of `make_tables`.
+        out: output folder, whose contents are replaced except for `SCORES_FILE`.
         command: command line that made the page, which the page shows.
 
     Raises:
         UserError: if the folder holds anything but an earlier page, or cannot be written.
     """
-    contents = folder.files(_page(quantized, content, command), content.sheets)
-    contents[JSON] = (out / JSON).read_bytes()
-    folder.replace_folder(out, contents, KIND)
+    content_by_path = folder.files(_make_page(quantized, tables, command), tables.sheets)
+    content_by_path[SCORES_FILE] = (out / SCORES_FILE).read_bytes()
+    folder.replace_folder(out, content_by_path, KIND)
     return out / folder.INDEX
 
 
-def _page(quantized: Quantized, content: Tables, command: str) -> Page:
-    sections = [Section("reading", "How to read this", _READING)]
-    if content.comparisons:
-        drops = form_figures.mean_drops(content.comparisons, quantized.forms)
-        methods = content.sheets["methods"]
-        sections.append(Section("methods", "Methods", (drops.caption,), methods, folder.draw(drops), wide=True))
-        sentences = content.conclusions
+def _make_page(quantized: QuantizedScores, tables: PageTables, command: str) -> Page:
+    """Return the page of the scores; that of a single model has no sections on methods."""
+    sections = [Section("reading", "How to read this", _HOW_TO_READ)]
+    if tables.comparisons:
+        drop_plot = form_figures.make_mean_drop_plot(tables.comparisons, quantized.scheme_names)
+        methods_sheet = tables.sheets["methods"]
+        drawings = folder.draw(drop_plot)
+        sections.append(Section("methods", "Methods", (drop_plot.caption,), methods_sheet, drawings, wide=True))
+        sentences = tables.conclusions
         empty = "" if sentences else "There is no Base with the same task and model to compare with."
         sections.append(Section("conclusions", "What may be concluded", sentences, empty=empty))
-        plots = [form_figures.drops_by_measure(quantized, measure) for measure in MEASURES]
+        plots = [form_figures.make_drop_by_measure_plot(quantized, measure) for measure in MEASURE_LABELS]
         pictures = [picture for plot in plots for picture in folder.draw(plot)]
-        relations = content.sheets["relations"]
-        sections.append(Section("geometry", "Drop and geometry", (), relations, pictures, wide=True))
-    sections.append(Section("runs", "Models", (), content.sheets["runs"], wide=True))
-    if quantized.left_out:
-        reasons = [f"{path}: {reason}" for path, reason in quantized.left_out.items()]
+        correlation_sheet = tables.sheets["relations"]
+        sections.append(Section("geometry", "Drop and geometry", (), correlation_sheet, pictures, wide=True))
+    sections.append(Section("runs", "Models", (), tables.sheets["runs"], wide=True))
+    if quantized.exclusion_reasons:
+        reasons = [f"{path}: {reason}" for path, reason in quantized.exclusion_reasons.items()]
         sections.append(Section("left_out", "Left out", reasons))
     if command:
         sections.append(Section("reproduce", "This page", ("This page and its files:",), commands=[command]))
-    count = len(quantized.rows)
-    names = ", ".join(dict.fromkeys(map(str, quantized.rows["task"])))
-    head = ("Tasks", names, f"computed by istar {version('istar')}")
-    figures = [(str(count), "model" if count == 1 else "models"), (str(len(quantized.forms)), "forms")]
-    return Page("Quantized models", head, KIND.generator, figures, sections)
+    num_models = len(quantized.rows)
+    task_names = ", ".join(dict.fromkeys(map(str, quantized.rows["task"])))
+    head = ("Tasks", task_names, f"computed by istar {version('istar')}")
+    counts = [
+        (str(num_models), "model" if num_models == 1 else "models"), (str(len(quantized.scheme_names)), "forms")
+    ]  # fmt: skip
+    return Page("Quantized models", head, KIND.generator, counts, sections)

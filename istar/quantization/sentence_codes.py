@@ -9,15 +9,15 @@ from istar.errors import UserError
 from istar.quantization.uniform import check_finite_points
 
 LEVELS = 255
-"""Number of steps between the ends of a range of 8 bits."""
+"""Largest code of 8 bits: the number of steps between the two ends of a range."""
 
 
 class DimensionRanges(NamedTuple):
-    """The range of each dimension.
+    """The range of each dimension of embeddings, divided into 255 steps for int8 codes.
 
     Attributes:
-        low: lower ends, `(d,)`.
-        step: distance of neighbouring levels, `(d,)`; 0 where all calibration points are equal.
+        low: lower ends of the ranges, `(d,)`.
+        step: distance between neighbouring levels, `(d,)`; 0 where all calibration points are equal.
     """
 
     low: Tensor
@@ -25,10 +25,12 @@ class DimensionRanges(NamedTuple):
 
 
 def dimension_ranges(points: Tensor) -> DimensionRanges:
-    r"""Return for each dimension the range of calibration points, :math:`\min_j` and :math:`(\max_j - \min_j) / 255`.
+    r"""Return the range of each dimension: its minimum over calibration points and its step for int8 codes.
+
+    The step of dimension j is :math:`(\max_j - \min_j) / 255`.
 
     Args:
-        points: `(n, d)`, floating, n >= 1.
+        points: calibration points, `(n, d)`, floating, n >= 1.
 
     Raises:
         UserError: if the points are not a floating matrix with at least one row and one column.
@@ -46,12 +48,12 @@ def int8_codes(points: Tensor, ranges: DimensionRanges) -> Tensor:
         \operatorname{clip}(\operatorname{round}((x - low) / step), 0, 255)
 
     The codes do not change if a dimension of all points, calibration included, is shifted or multiplied by a positive
-    number: a range for each dimension does not know outlier dimensions. sentence-transformers' `quantize_embeddings`
-    stores the same levels minus 128, but rounds down.
+    number. Outlier dimensions therefore have no effect. sentence-transformers' `quantize_embeddings` stores the same
+    levels minus 128, but rounds down.
 
     Args:
         points: `(n, d)`, floating.
-        ranges: ranges of calibration points.
+        ranges: result of `dimension_ranges` for the calibration points.
 
     Returns:
         `(n, d)`, uint8.
@@ -68,12 +70,12 @@ def int8_codes(points: Tensor, ranges: DimensionRanges) -> Tensor:
 
 
 def int8_values(codes: Tensor, ranges: DimensionRanges) -> Tensor:
-    """Return the numbers that codes stand for, low + code * step, `(n, d)`, in the dtype of the ranges."""
+    """Return the values that int8 codes stand for, low + code * step, `(n, d)`, in the dtype of the ranges."""
     return ranges.low + codes.to(ranges.low.dtype) * ranges.step
 
 
 def signs(points: Tensor) -> Tensor:
-    """Return one bit for each coordinate, `(n, d)` bool: whether it is above 0.
+    """Return whether each coordinate is above 0, `(n, d)` bool: a code of one bit for each dimension.
 
     Raises:
         UserError: if the points are not a floating matrix with at least one row and one column.
@@ -95,11 +97,11 @@ def hamming_distance(first: Tensor, second: Tensor) -> Tensor:
 
 
 def mean_pooled(states: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean of the tokens' states of each text, without padding.
+    """Return the mean of the token states of each text, without padding.
 
     Args:
-        states: `(batch, tokens, d)`, floating.
-        mask: `(batch, tokens)`, bool or 0/1, with a token in each row.
+        states: hidden states, `(batch, tokens, d)`, floating.
+        mask: attention mask, `(batch, tokens)`, bool or 0/1, with at least one token in each row.
 
     Returns:
         `(batch, d)`, in the dtype of the states.

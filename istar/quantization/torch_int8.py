@@ -27,17 +27,17 @@ Model = TypeVar("Model", bound=nn.Module)
 
 @dataclass(frozen=True)
 class TorchInt8:
-    """The form `int8`: dynamic quantization by torch.
+    """The quantization scheme `int8`: dynamic quantization by torch's own operators.
 
     Attributes:
-        weights: one scale for each output `channel`, or one for the whole `tensor`.
+        weights: granularity of the weights: one scale for each output `channel`, or one for the whole `tensor`.
     """
 
     weights: WeightScales = "channel"
 
     @property
     def name(self) -> str:
-        """Name of the form."""
+        """Return the name of the scheme."""
         return "int8"
 
 
@@ -47,27 +47,31 @@ def quantize_by_torch(model: Model, names: Iterable[str], form: TorchInt8) -> Mo
     Args:
         model: a model on the CPU in float32.
         names: names of `torch.nn.Linear` modules, as `istar.quantization.linear_layers.encoder_linears` returns them.
-        form: granularity of the weights.
+        form: the quantization scheme, which sets the granularity of the weights.
 
     Raises:
         UserError: if this torch has no dynamic quantization or no engine for it, or the model is not on the CPU.
     """
-    package: Any = _quantization_package()
+    package: Any = _import_torch_quantization()
     devices = {parameter.device.type for parameter in model.parameters()}
     if devices != {"cpu"}:
         raise UserError(f"the form int8 needs a model on the CPU; it is on {', '.join(sorted(devices))}")
     per_channel, per_tensor = package.per_channel_dynamic_qconfig, package.default_dynamic_qconfig
-    settings = dict.fromkeys(names, per_channel if form.weights == "channel" else per_tensor)
+    config_by_layer = dict.fromkeys(names, per_channel if form.weights == "channel" else per_tensor)
     with warnings.catch_warnings():
         # The deprecation, of which the module's docstring and the guide speak, and what torch says within its own code.
         warnings.filterwarnings("ignore", message=r"torch\.ao\.quantization is deprecated", category=DeprecationWarning)
         warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\..*")
-        quantized: Model = package.quantize_dynamic(model, settings, dtype=torch.qint8)
+        quantized: Model = package.quantize_dynamic(model, config_by_layer, dtype=torch.qint8)
     return quantized
 
 
-def _quantization_package() -> Any:
-    """Return `torch.ao.quantization`; refuse a torch without dynamic quantization."""
+def _import_torch_quantization() -> Any:
+    """Return the module `torch.ao.quantization`.
+
+    Raises:
+        UserError: if this torch has no dynamic quantization, or no engine for int8 on this CPU.
+    """
     advice = "leave int8 out of --forms"
     try:
         package: Any = importlib.import_module("torch.ao.quantization")

@@ -20,14 +20,14 @@ from torch import Tensor
 from istar.errors import NonFiniteError, UserError
 
 MIN_BITS, MAX_BITS = 2, 16
-"""Smallest and largest number of bits: with 1 bit, a symmetric grid has no point but 0."""
+"""Smallest and largest bit width. With 1 bit, 0 would be the only point of a symmetric grid."""
 
 
 def integer_limit(bits: int) -> int:
-    """Return the largest integer q of the grid, 2^(bits - 1) - 1; the smallest one is -q.
+    """Return the largest integer q of a symmetric grid, 2^(bits - 1) - 1; the smallest one is -q.
 
     Raises:
-        UserError: if the number of bits is not from `MIN_BITS` to `MAX_BITS`.
+        UserError: if the bit width is not from `MIN_BITS` to `MAX_BITS`.
 
     >>> [integer_limit(bits) for bits in (8, 6, 4)]
     [127, 31, 7]
@@ -38,15 +38,15 @@ def integer_limit(bits: int) -> int:
 
 
 def scale_for(largest: Tensor, bits: int) -> Tensor:
-    """Return the scale s = largest / q with which the largest magnitude is the last point of the grid.
+    """Return the quantization scale s = largest / q, for which the largest magnitude is the last point of the grid.
 
     Args:
         largest: largest magnitudes, `(...)`, floating and at least 0.
         bits: number of bits b.
 
     Returns:
-        `(...)`, in the dtype and on the device of `largest`; 1 where the largest magnitude is 0, because any scale
-        represents zeros exactly. A magnitude that is so small that the scale would underflow counts as 0.
+        `(...)`, in the dtype and on the device of `largest`. It is 1 where the largest magnitude is 0, because any
+        scale represents zeros exactly. A magnitude so small that the scale would underflow counts as 0.
 
     Raises:
         UserError: if the number of bits is out of range.
@@ -59,11 +59,12 @@ def scale_for(largest: Tensor, bits: int) -> Tensor:
 
 
 def round_to_grid(values: Tensor, scale: Tensor, bits: int) -> Tensor:
-    """Round values to the grid of a scale; values beyond its ends become the ends.
+    """Round values to the nearest point of the grid with the given scale; values beyond its ends are clipped.
 
     Args:
         values: `(...)`, any floating dtype.
-        scale: positive; 0-d, or of a shape that broadcasts with the values.
+        scale: distance between neighbouring points of the grid, positive; 0-d, or of a shape that broadcasts with the
+            values.
         bits: number of bits b.
 
     Returns:
@@ -82,7 +83,7 @@ def round_to_grid(values: Tensor, scale: Tensor, bits: int) -> Tensor:
 
 
 def quantize_per_tensor(values: Tensor, bits: int) -> Tensor:
-    """Quantize with one scale, that of the largest magnitude of all values.
+    """Quantize a tensor with one scale for all values, that of their largest magnitude.
 
     Args:
         values: `(...)`, floating.
@@ -99,11 +100,11 @@ def quantize_per_tensor(values: Tensor, bits: int) -> Tensor:
 
 
 def quantize_per_row(values: Tensor, bits: int) -> Tensor:
-    """Quantize each row, the last dimension, with a scale of its own.
+    """Quantize each row of a tensor (along its last dimension) with a scale of its own.
 
     For a weight `(out_features, in_features)` of `torch.nn.Linear`, a row is an output channel. For activations
-    `(batch, tokens, d)`, a row is a token, whose result then depends on no other token (dynamic quantization per token,
-    as in Yao et al., *ZeroQuant*, NeurIPS 2022).
+    `(batch, tokens, d)`, a row is a token, whose result depends on no other token (dynamic quantization per token, as
+    in Yao et al., *ZeroQuant*, NeurIPS 2022).
 
     Args:
         values: `(..., d)`, floating, d >= 1.
@@ -133,10 +134,15 @@ def largest_magnitude(values: Tensor) -> Tensor:
 def noise_decibels(values: Tensor, quantized: Tensor) -> float:
     r"""Return the power of the quantization noise in decibels, :math:`10 \log_{10} \operatorname{mean}((Q(x) - x)^2)`.
 
-    It is computed in float64 relative to the power 1; a difference of two results is the ratio of two noise powers.
+    It is computed in float64 relative to a power of 1. The difference of two results is the ratio of two noise powers
+    in decibels.
+
+    Args:
+        values: the values x before quantization, `(...)`.
+        quantized: the quantized values Q(x), `(...)`.
 
     Returns:
-        A number in decibels; -inf if nothing was changed.
+        A number in decibels; -inf if all values are unchanged.
 
     Raises:
         UserError: if the shapes differ, or there are no values.
@@ -149,10 +155,10 @@ def noise_decibels(values: Tensor, quantized: Tensor) -> float:
 
 
 def check_finite_points(points: Tensor) -> None:
-    """Refuse what is no floating matrix `(n, d)` of finite numbers with at least one row and one column.
+    """Check that points are a floating matrix `(n, d)` of finite numbers with at least one row and one column.
 
     Raises:
-        UserError: if the shape or the dtype is another one.
+        UserError: if the shape or the dtype is wrong.
         NonFiniteError: if a number is NaN or infinite.
     """
     if points.dim() != 2 or not points.numel() or not points.is_floating_point():
@@ -161,9 +167,9 @@ def check_finite_points(points: Tensor) -> None:
         raise NonFiniteError("points are not finite; look for NaN or infinite values in them")
 
 
-def _check_values(values: Tensor, count: int) -> None:
-    """Refuse tensors that are not floating, or have no values over which a maximum could be taken."""
+def _check_values(values: Tensor, num_values: int) -> None:
+    """Raise a `UserError` if a tensor is not floating, or has no values over which a maximum could be taken."""
     if not values.is_floating_point():
         raise UserError(f"the numbers to quantize are {values.dtype}; expected a floating dtype")
-    if not count:
+    if not num_values:
         raise UserError(f"a tensor of shape {tuple(values.shape)} has no numbers to quantize; expected at least one")

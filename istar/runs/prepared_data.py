@@ -114,7 +114,7 @@ def load_tokenizer(
 def collator(spec: TaskSpec, config: Config, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> Collate:
     """Return the function that makes a batch of rows for a model."""
     if not spec.is_language_modelling:
-        return Collator(tokenizer, with_positions=models.takes_positions(model))
+        return Collator(tokenizer, with_positions=models.accepts_position_ids(model))
     return BlockCollator(tokenizer.pad_token_id, _isolate(spec, config, model), _is_causal(spec))
 
 
@@ -133,7 +133,7 @@ def _isolate(spec: TaskSpec, config: Config, model: PreTrainedModel) -> Callable
             model.config.model_type,
         )
         return None
-    return partial(models.isolating_inputs, way, is_causal=_is_causal(spec))
+    return partial(models.make_isolating_inputs, way, is_causal=_is_causal(spec))
 
 
 def _is_causal(spec: TaskSpec) -> bool:

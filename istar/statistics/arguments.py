@@ -1,4 +1,4 @@
-"""Checks of the arguments of the statistics: finite numbers, of the right shape, in range."""
+"""Checks of the arguments of statistical functions: finite numbers, of the right shape, in range."""
 
 import math
 from typing import Any
@@ -11,30 +11,32 @@ from istar.errors import UserError
 Vector = NDArray[np.float64]
 
 
-def finite_vector(values: ArrayLike, name: str, at_least: int) -> Vector:
-    """Return the values as a float64 vector.
+def to_finite_vector(values: ArrayLike, name: str, min_length: int) -> Vector:
+    """Return the values as a float64 vector, after checking that they are finite.
 
     Args:
-        values: one-dimensional.
-        name: what the values are, for the message.
-        at_least: smallest number of values.
+        values: one-dimensional sequence of numbers.
+        name: what the values are, in the plural, for the error message.
+        min_length: smallest allowed number of values.
 
     Raises:
         UserError: if the values are not one-dimensional, too few, or not finite.
     """
-    vector = finite_array(values, name)
+    vector = to_finite_array(values, name)
     if vector.ndim != 1:
         raise UserError(f"{name} have the shape {vector.shape}; expected one dimension")
-    if len(vector) < at_least:
-        raise UserError(f"there are {len(vector)} {name}; expected at least {at_least}")
+    if len(vector) < min_length:
+        raise UserError(f"there are {len(vector)} {name}; expected at least {min_length}")
     return vector
 
 
-def finite_array(values: ArrayLike, name: str) -> NDArray[np.float64]:
-    """Return the values as a float64 array.
+def to_finite_array(values: ArrayLike, name: str) -> NDArray[np.float64]:
+    """Return the values as a float64 array, after checking that they are finite.
+
+    `name` says in the plural what the values are, for the error message.
 
     Raises:
-        UserError: if the values are no numbers or not finite.
+        UserError: if the values are not numbers or not finite.
     """
     try:
         array = np.asarray(values, dtype=np.float64)
@@ -46,16 +48,16 @@ def finite_array(values: ArrayLike, name: str) -> NDArray[np.float64]:
 
 
 def is_constant(values: Vector) -> bool:
-    """Return whether the values differ by rounding errors at most, so that their standard deviation is only noise.
+    """Return whether all values are equal up to rounding errors, so that their standard deviation is only noise.
 
-    Differences of scores have the rounding errors of the scores, which are of the order of 1, so that values within
-    1e-12 of each other count as equal however small they are. `istar.geometry.constant` is for series of any scale.
+    The values are differences of scores, which are of the order of 1. Values within 1e-12 of each other therefore count
+    as equal however small they are. `istar.geometry.constant` is for series of any scale.
     """
     return bool(np.ptp(values) <= 1e-12 * max(1.0, float(np.abs(values).max())))
 
 
-def check_varied(values: Vector, name: str) -> None:
-    """Raise a `UserError` if all values are equal."""
+def check_not_constant(values: Vector, name: str) -> None:
+    """Raise a `UserError` if all values are equal up to rounding errors."""
     if is_constant(values):
         raise UserError(f"all {name} are equal, so that they do not show how much they vary; expected different values")
 

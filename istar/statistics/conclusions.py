@@ -25,7 +25,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Comparison:
-    """A method compared with a reference on a task, over the seeds that both have."""
+    """The result of comparing a method with a reference on a task, over the seeds that both have."""
 
     method: str
     task: str
@@ -33,8 +33,9 @@ class Comparison:
     difference: float | None = None  # mean of method minus reference over these seeds
     interval: tuple[float, float] | None = None  # of the difference, not corrected for the number of comparisons
     p_value: float | None = None  # two-sided, adjusted over the whole table (`multiple.holm`)
-    # Smallest difference that so many pairs find with probability `power` (`power.smallest_difference`). For alpha
-    # itself it is a lower limit; the correction for m comparisons makes it larger, at most to that for alpha / m.
+    # Minimum detectable difference: the smallest one that so many pairs find with probability `power`, see
+    # `power.smallest_difference`. Computed for alpha itself, it is a lower limit. The correction for m comparisons
+    # makes it larger, but not larger than the one for alpha / m.
     smallest_difference: float | None = None
     reference: str = "Base"
     collapsed: int = 0  # number of the method's runs on these seeds whose predictions are constant; they count
@@ -42,18 +43,18 @@ class Comparison:
     unmatched: int = 0  # number of seeds that only one of the two has
     has_equal_budgets: bool = True  # whether both had the same number of trials, epochs and examples
     lower_is_better: bool = False  # whether the metric is a loss
-    # Smallest adjusted p-value that so many pairs can give: that of `paired.smallest_sign_flip_p`, adjusted for a table
-    # in which every test gives its smallest p-value; 0 for the t-test.
+    # Minimum attainable adjusted p-value with so many pairs: `paired.smallest_sign_flip_p`, adjusted for a table in
+    # which every test gives its smallest p-value; 0 for the t-test.
     smallest_p: float = 0.0
     power: float = 0.8
     level: float = 0.95  # confidence level of the interval
-    # Number of configurations of the method from which the scores of the reported set chose; 1 if there was one, or if
-    # other data chose.
+    # Number of configurations among which the method's configuration was chosen by the scores of the reported set; 1 if
+    # there was only one, or if it was chosen on other data.
     chosen_among: int = 1
     reference_chosen_among: int = 1  # the same for the reference
 
     def __post_init__(self) -> None:
-        """Refuse numbers that are out of range.
+        """Check that the numbers are in range.
 
         Raises:
             UserError: if a count is negative or larger than the number of pairs, a method was chosen among fewer than
@@ -84,13 +85,17 @@ class Comparison:
 
 
 def verdict(row: Comparison, alpha: float = 0.05) -> Verdict:
-    """Return what a comparison allows to conclude; see `conclusion` for the rules.
+    """Return what a comparison allows to conclude, by the rules that `conclusion` lists.
+
+    Args:
+        row: the comparison.
+        alpha: significance level for the adjusted p-value.
 
     Raises:
         UserError: if alpha is not in (0, 1).
     """
     check_probability(alpha, "alpha")
-    if _obstacle(row, alpha) or row.difference is None or row.p_value is None:
+    if _find_obstacle(row, alpha) or row.difference is None or row.p_value is None:
         return Verdict.NONE
     if row.p_value >= alpha:
         return Verdict.NO_DIFFERENCE
@@ -100,9 +105,9 @@ def verdict(row: Comparison, alpha: float = 0.05) -> Verdict:
 
 
 def conclusion(row: Comparison, alpha: float = 0.05) -> str:
-    """Return in words what a comparison allows to conclude and what not.
+    """Return sentences that say what a comparison allows to conclude and what not.
 
-    The first of these rules that applies gives the sentence:
+    The first of these rules that applies gives the main sentence:
 
     1. Unequal budgets, no seed or one seed in common, different seeds, a test that is missing or cannot give a p-value
        below alpha with so few pairs: nothing can be concluded, and why. The sentence has no difference and no p-value.
@@ -110,8 +115,8 @@ def conclusion(row: Comparison, alpha: float = 0.05) -> str:
     3. The test and the interval disagree: nothing can be concluded.
     4. Otherwise the method is better or worse than the reference, by how much.
 
-    Collapsed runs count as they are; a second sentence says how many there are. A last sentence says that a mean is
-    biased if the reported set itself chose among several configurations.
+    Runs whose predictions have collapsed to a constant count as they are; a second sentence says how many there are. A
+    last sentence says that a mean is biased if the configuration was chosen by scores of the reported set itself.
 
     Args:
         row: the comparison.
@@ -120,95 +125,112 @@ def conclusion(row: Comparison, alpha: float = 0.05) -> str:
     Raises:
         UserError: if alpha is not in (0, 1).
     """
-    return " ".join(filter(None, (_main_sentence(row, alpha), _collapsed_sentence(row), _choice_sentence(row))))
-
-
-def _main_sentence(row: Comparison, alpha: float) -> str:
-    result = verdict(row, alpha)
-    names = f"{row.method} and {row.reference}"
-    nothing = f"Nothing can be concluded about {names} on {row.task}"
-    if obstacle := _obstacle(row, alpha):
-        return f"{nothing}: {obstacle}."
-    assert row.difference is not None  # else there is an obstacle
-    assert row.p_value is not None
-    numbers = _numbers(row)
-    if result is Verdict.NONE:
-        return f"{nothing}: the test and the interval disagree ({numbers})."
-    if result is Verdict.NO_DIFFERENCE:
-        limit = (
-            "it is not known how small a difference so few seeds could have found"
-            if row.smallest_difference is None
-            else f"with {row.pairs} seeds, a difference below {_number(row.smallest_difference)} could not have been "
-            f"found reliably (power below {row.power:g})"
+    return " ".join(
+        filter(
+            None, (_make_main_sentence(row, alpha), _make_collapsed_sentence(row), _make_selection_bias_sentence(row))
         )
-        return f"No difference between {names} was found on {row.task} ({numbers}); {limit}."
-    size = _number(abs(row.difference))
-    return (
-        f"{row.method} is {result.value} than {row.reference} on {row.task} by {size} ({numbers}, {row.pairs} seeds)."
     )
 
 
-def _obstacle(row: Comparison, alpha: float) -> str:
+def _make_main_sentence(comparison: Comparison, alpha: float) -> str:
+    """Return the sentence that says whether the method is better, worse, not found to differ, or not comparable."""
+    result = verdict(comparison, alpha)
+    names = f"{comparison.method} and {comparison.reference}"
+    no_conclusion = f"Nothing can be concluded about {names} on {comparison.task}"
+    if obstacle := _find_obstacle(comparison, alpha):
+        return f"{no_conclusion}: {obstacle}."
+    assert comparison.difference is not None  # else there is an obstacle
+    assert comparison.p_value is not None
+    numbers = _format_numbers(comparison)
+    if result is Verdict.NONE:
+        return f"{no_conclusion}: the test and the interval disagree ({numbers})."
+    if result is Verdict.NO_DIFFERENCE:
+        limit = (
+            "it is not known how small a difference so few seeds could have found"
+            if comparison.smallest_difference is None
+            else f"with {comparison.pairs} seeds, a difference below "
+            f"{_format_number(comparison.smallest_difference)} could not have been "
+            f"found reliably (power below {comparison.power:g})"
+        )
+        return f"No difference between {names} was found on {comparison.task} ({numbers}); {limit}."
+    size = _format_number(abs(comparison.difference))
+    return (
+        f"{comparison.method} is {result.value} than {comparison.reference} on {comparison.task} by {size} "
+        f"({numbers}, {comparison.pairs} seeds)."
+    )
+
+
+def _find_obstacle(comparison: Comparison, alpha: float) -> str:
     """Return why the comparison allows no conclusion, whatever its numbers are; empty if it does."""
-    if not row.has_equal_budgets:
+    if not comparison.has_equal_budgets:
         return "their budgets differ, so that a difference need not come from the method"
-    if row.pairs == 0:
+    if comparison.pairs == 0:
         return "they have no seed in common"
-    if row.pairs == 1:
+    if comparison.pairs == 1:
         return "they have one seed in common, and a test needs at least two"
-    if row.unmatched:
-        runs = "1 seed has" if row.unmatched == 1 else f"{row.unmatched} seeds have"
+    if comparison.unmatched:
+        runs = "1 seed has" if comparison.unmatched == 1 else f"{comparison.unmatched} seeds have"
         return f"their seeds differ, and {runs} a run of only one of them; run both with the same seeds"
-    if row.smallest_p >= alpha:
+    if comparison.smallest_p >= alpha:
         return (
-            f"they have {row.pairs} seeds in common, with which the test cannot give an adjusted p-value "
+            f"they have {comparison.pairs} seeds in common, with which the test cannot give an adjusted p-value "
             f"below {alpha:g}; "
             "run more seeds"
         )
-    if row.difference is None or row.p_value is None:
+    if comparison.difference is None or comparison.p_value is None:
         return "there is no test of their difference"
     return ""
 
 
-def _numbers(row: Comparison) -> str:
-    assert row.difference is not None
-    assert row.p_value is not None
-    parts = [f"difference {_signed(row.difference)}"]
-    if row.interval is not None:
-        low, high = (_signed(end) for end in row.interval)
-        parts.append(f"uncorrected {100 * row.level:g}% interval {low} to {high}")
-    parts.append("adjusted p < 0.001" if row.p_value < 0.001 else f"adjusted p = {row.p_value:.3g}")
+def _format_numbers(comparison: Comparison) -> str:
+    """Return the difference, its interval and the p-value as text."""
+    assert comparison.difference is not None
+    assert comparison.p_value is not None
+    parts = [f"difference {_format_signed(comparison.difference)}"]
+    if comparison.interval is not None:
+        low, high = (_format_signed(end) for end in comparison.interval)
+        parts.append(f"uncorrected {100 * comparison.level:g}% interval {low} to {high}")
+    parts.append("adjusted p < 0.001" if comparison.p_value < 0.001 else f"adjusted p = {comparison.p_value:.3g}")
     return ", ".join(parts)
 
 
-def _collapsed_sentence(row: Comparison) -> str:
-    """Return how many of the compared runs have constant predictions; empty if none has."""
-    if not row.collapsed and not row.reference_collapsed:
+def _make_collapsed_sentence(comparison: Comparison) -> str:
+    """Return a sentence that says how many of the compared runs have constant predictions; empty if none has."""
+    if not comparison.collapsed and not comparison.reference_collapsed:
         return ""
     counts = [
-        f"{count} of {row.pairs} runs of {name}"
-        for name, count in ((row.method, row.collapsed), (row.reference, row.reference_collapsed))
+        f"{count} of {comparison.pairs} runs of {name}"
+        for name, count in (
+            (comparison.method, comparison.collapsed),
+            (comparison.reference, comparison.reference_collapsed),
+        )
         if count
     ]
-    is_one = row.collapsed + row.reference_collapsed == 1
+    is_one = comparison.collapsed + comparison.reference_collapsed == 1
     verb = "has" if is_one else "have"
     return f"{' and '.join(counts)} {verb} collapsed to constant predictions and {'counts' if is_one else 'count'}."
 
 
-def _choice_sentence(row: Comparison) -> str:
-    """Return which means are biased because the reported set chose among configurations; empty if none is."""
-    counts = [(row.method, row.chosen_among), (row.reference, row.reference_chosen_among)]
-    chosen = [(name, count) for name, count in counts if count > 1]
-    if not chosen:
+def _make_selection_bias_sentence(comparison: Comparison) -> str:
+    """Return a sentence that names means biased by a choice of configurations on the reported set; empty if none is."""
+    counts = [(comparison.method, comparison.chosen_among), (comparison.reference, comparison.reference_chosen_among)]
+    biased = [(name, count) for name, count in counts if count > 1]
+    if not biased:
         return ""
-    direction = "downwards" if row.lower_is_better else "upwards"
-    (name, count), *others = chosen
+    direction = "downwards" if comparison.lower_is_better else "upwards"
+    (name, count), *others = biased
     text = f"The mean of {name} is biased {direction} by the choice among {count} configurations on the reported set"
-    return "".join([text, *(f", that of {other} by the choice among {more}" for other, more in others), "."])
+    return "".join(
+        [text, *(f", that of {other} by the choice among {other_count}" for other, other_count in others), "."]
+    )
 
 
 def summary(rows: Iterable[Comparison], alpha: float = 0.05) -> str:
-    """Return in one sentence how many comparisons of a table end in which way, and how many runs have collapsed.
+    """Return a sentence that counts the verdicts of the comparisons of a table, and one that counts collapsed runs.
+
+    Args:
+        rows: the comparisons.
+        alpha: significance level for the adjusted p-values.
 
     Raises:
         UserError: if alpha is not in (0, 1).
@@ -225,23 +247,25 @@ def summary(rows: Iterable[Comparison], alpha: float = 0.05) -> str:
     }
     counts = {result: verdicts.count(result) for result in phrases}
     parts = [f"{phrases[result]} in {count}" for result, count in counts.items() if count]
-    text = f"Of {len(listed)} comparison{'s' * (len(listed) != 1)}, {_listing(parts)}."
+    text = f"Of {len(listed)} comparison{'s' * (len(listed) != 1)}, {_join_phrases(parts)}."
     collapsed = sum(row.collapsed for row in listed)
     verb = "run of a method has" if collapsed == 1 else "runs of methods have"
     return f"{text} {collapsed} {verb} collapsed." if collapsed else text
 
 
-def _listing(parts: list[str]) -> str:
+def _join_phrases(parts: list[str]) -> str:
+    """Return the parts as an enumeration: `a, b and c`."""
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
-def _number(value: float) -> str:
-    """Return a number with two decimals; large ones with none, and small ones with two significant digits."""
+def _format_number(value: float) -> str:
+    """Return a number with two decimals, a large one with none, and a small one with two significant digits."""
     if abs(value) >= 1000:
         return f"{value:.0f}"
     return f"{value:.2f}" if abs(value) >= 0.095 or value == 0 else f"{value:.2g}"
 
 
-def _signed(value: float) -> str:
-    text = _number(value)
+def _format_signed(value: float) -> str:
+    """Return a number as `_format_number` does, with a plus sign if it is positive."""
+    text = _format_number(value)
     return text if text.startswith("-") or value == 0 else f"+{text}"

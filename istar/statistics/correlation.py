@@ -16,10 +16,10 @@ from istar.statistics.arguments import (
     Vector,
     check_at_least,
     check_choice,
+    check_not_constant,
     check_probability,
-    check_varied,
-    finite_array,
-    finite_vector,
+    to_finite_array,
+    to_finite_vector,
 )
 from istar.statistics.paired import quantile_interval
 
@@ -81,24 +81,26 @@ def partial_correlation(
     """
     check_choice(method, get_args(Method), "the method of correlation")
     check_probability(level, "the confidence level")
-    first, second = _series(x, y, 3)
-    table = _covariates(covariates, len(first))
-    points, count = table.shape
-    check_at_least(points, count + 3, f"the number of points, with {count} covariate{'s' * (count != 1)},")
+    first, second = _to_series(x, y, min_length=3)
+    table = _to_covariate_table(covariates, len(first))
+    num_points, num_covariates = table.shape
+    points_name = f"the number of points, with {num_covariates} covariate{'s' * (num_covariates != 1)},"
+    check_at_least(num_points, num_covariates + 3, points_name)
     if method == "spearman":
         first, second = stats.rankdata(first), stats.rankdata(second)
         table = stats.rankdata(table, axis=0)
-    residuals = [_residuals(values, table, name) for values, name in ((first, "x"), (second, "y"))]
-    value = _pearson(*residuals)
-    degrees = points - 2 - count
-    t = value * math.sqrt(degrees / (1 - value**2)) if abs(value) < 1 else math.inf
-    p_value = float(2 * stats.t.sf(abs(t), degrees))
-    if degrees < 2 or abs(value) == 1:
-        return PartialCorrelation(value, None, None, p_value, points, count)
-    factor = 1.06 if method == "spearman" else 1.0
-    margin = float(special.ndtri((1 + level) / 2)) * math.sqrt(factor / (degrees - 1))
+    residuals = [_compute_residuals(values, table, name) for values, name in ((first, "x"), (second, "y"))]
+    value = _compute_pearson(*residuals)
+    degrees_of_freedom = num_points - 2 - num_covariates
+    t = value * math.sqrt(degrees_of_freedom / (1 - value**2)) if abs(value) < 1 else math.inf
+    p_value = float(2 * stats.t.sf(abs(t), degrees_of_freedom))
+    if degrees_of_freedom < 2 or abs(value) == 1:
+        return PartialCorrelation(value, None, None, p_value, num_points, num_covariates)
+    variance_factor = 1.06 if method == "spearman" else 1.0
+    margin = float(special.ndtri((1 + level) / 2)) * math.sqrt(variance_factor / (degrees_of_freedom - 1))
     center = math.atanh(value)
-    return PartialCorrelation(value, math.tanh(center - margin), math.tanh(center + margin), p_value, points, count)
+    low, high = math.tanh(center - margin), math.tanh(center + margin)
+    return PartialCorrelation(value, low, high, p_value, num_points, num_covariates)
 
 
 def block_bootstrap_correlation(
@@ -112,9 +114,10 @@ def block_bootstrap_correlation(
 ) -> SeriesCorrelation:
     """Correlate two series, with an interval that allows for the dependence of neighbouring points.
 
-    A resample puts blocks of l neighbouring points, drawn with replacement from all n - l + 1, one after the other and
-    is cut to n points (the moving-block bootstrap of Künsch, *The Jackknife and the Bootstrap for General Stationary
-    Observations*, 1989). Blocks of 1 are the ordinary bootstrap of pairs. The interval is the percentile interval.
+    A resample consists of blocks of l neighbouring points, which are drawn with replacement from all n - l + 1 blocks,
+    put one after the other and cut to n points in total (the moving-block bootstrap of Künsch, *The Jackknife and the
+    Bootstrap for General Stationary Observations*, 1989). Blocks of 1 are the ordinary bootstrap of pairs. The interval
+    is the percentile interval.
 
     Assumptions: both series are stationary, with a dependence that fades within a block, and n is many times l. Values
     that drift over a whole training are not stationary: correlate their differences between checkpoints, or take the
@@ -136,28 +139,30 @@ def block_bootstrap_correlation(
     check_choice(method, get_args(Method), "the method of correlation")
     check_probability(level, "the confidence level")
     check_at_least(resamples, 1, "the number of resamples")
-    first, second = _varied_series(x, y)
-    points = len(first)
+    first, second = _to_varied_series(x, y)
+    num_points = len(first)
     length = automatic_block_length(first, second) if block_length is None else block_length
     check_at_least(length, 1, "the block length")
-    if length > points // 2:
-        raise UserError(f"the block length is {length}; expected at most half of the {points} points, {points // 2}")
-    indices = moving_blocks(points, length, resamples, seed)
+    if length > num_points // 2:
+        raise UserError(
+            f"the block length is {length}; expected at most half of the {num_points} points, {num_points // 2}"
+        )
+    indices = moving_blocks(num_points, length, resamples, seed)
     drawn = [values[indices] for values in (first, second)]
     if method == "spearman":
         first, second = stats.rankdata(first), stats.rankdata(second)
         drawn = [stats.rankdata(values, axis=1) for values in drawn]
     is_defined = (np.ptp(drawn[0], axis=1) > 0) & (np.ptp(drawn[1], axis=1) > 0)
-    undefined = int(resamples - is_defined.sum())
-    if 2 * undefined >= resamples:
+    num_undefined = int(resamples - is_defined.sum())
+    if 2 * num_undefined >= resamples:
         raise UserError("a series is constant in half of the resamples or more; expected values that vary throughout")
-    values = _pearson_of_rows(drawn[0][is_defined], drawn[1][is_defined])
-    interval = quantile_interval(values, (1 - level) / 2, (1 + level) / 2)
-    return SeriesCorrelation(_pearson(first, second), *interval, points, length, undefined)
+    correlations = _compute_pearson_by_row(drawn[0][is_defined], drawn[1][is_defined])
+    interval = quantile_interval(correlations, (1 - level) / 2, (1 + level) / 2)
+    return SeriesCorrelation(_compute_pearson(first, second), *interval, num_points, length, num_undefined)
 
 
 def moving_blocks(points: int, block_length: int, resamples: int, seed: int) -> NDArray[np.int64]:
-    """Draw the resamples of `block_bootstrap_correlation`: blocks of neighbours one after the other, cut to all points.
+    """Draw the resamples of the moving-block bootstrap: blocks of neighbouring points, put one after the other.
 
     Args:
         points: number n of points.
@@ -166,7 +171,7 @@ def moving_blocks(points: int, block_length: int, resamples: int, seed: int) -> 
         seed: seed of the resamples.
 
     Returns:
-        The numbers of the points in each resample, `(resamples, points)`, from 0 to n - 1.
+        The indices of the points in each resample, `(resamples, points)`, from 0 to n - 1.
 
     Raises:
         UserError: if an argument is out of range.
@@ -199,38 +204,41 @@ def automatic_block_length(x: ArrayLike, y: ArrayLike) -> int:
     Raises:
         UserError: if the lengths differ, a value is not finite, there are fewer than 4 points, or a series is constant.
     """
-    first, second = _varied_series(x, y)
-    points = len(first)
+    first, second = _to_varied_series(x, y)
+    num_points = len(first)
     first, second = ((values - values.mean()) / values.std() for values in (first, second))
     r = float(np.mean(first * second))
     influence = first * second - r * (first**2 + second**2) / 2
     influence -= influence.mean()
-    total = float(influence @ influence)
-    # Series on one line have no influence values other than 0.
-    autocorrelation = float(influence[1:] @ influence[:-1]) / total if total > 1e-20 * points else 0.0
+    sum_of_squares = float(influence @ influence)
+    # If all points are on one line, all influence values are 0.
+    has_influence = sum_of_squares > 1e-20 * num_points
+    autocorrelation = float(influence[1:] @ influence[:-1]) / sum_of_squares if has_influence else 0.0
     if autocorrelation <= 0:
         return 1
-    best = (math.sqrt(6) * autocorrelation / (1 - autocorrelation**2)) ** (2 / 3) * points ** (1 / 3)
-    return max(1, min(math.ceil(best), math.floor(min(3 * math.sqrt(points), points / 3))))
+    best = (math.sqrt(6) * autocorrelation / (1 - autocorrelation**2)) ** (2 / 3) * num_points ** (1 / 3)
+    return max(1, min(math.ceil(best), math.floor(min(3 * math.sqrt(num_points), num_points / 3))))
 
 
-def _series(x: ArrayLike, y: ArrayLike, at_least: int) -> tuple[Vector, Vector]:
-    first, second = finite_vector(x, "values of x", at_least), finite_vector(y, "values of y", at_least)
+def _to_series(x: ArrayLike, y: ArrayLike, min_length: int) -> tuple[Vector, Vector]:
+    """Return two series as vectors; raise a `UserError` unless they are finite, long enough and of equal length."""
+    first, second = to_finite_vector(x, "values of x", min_length), to_finite_vector(y, "values of y", min_length)
     if len(first) != len(second):
         raise UserError(f"x has {len(first)} values and y has {len(second)}; expected one of each for every point")
     return first, second
 
 
-def _varied_series(x: ArrayLike, y: ArrayLike) -> tuple[Vector, Vector]:
-    first, second = _series(x, y, 4)
-    check_varied(first, "values of x")
-    check_varied(second, "values of y")
+def _to_varied_series(x: ArrayLike, y: ArrayLike) -> tuple[Vector, Vector]:
+    """Return two series of at least 4 points as vectors; raise a `UserError` if one of them is constant."""
+    first, second = _to_series(x, y, min_length=4)
+    check_not_constant(first, "values of x")
+    check_not_constant(second, "values of y")
     return first, second
 
 
-def _covariates(covariates: ArrayLike, points: int) -> NDArray[np.float64]:
-    """Return the covariates as a table of shape (points, k)."""
-    table = finite_array(covariates, "covariates")
+def _to_covariate_table(covariates: ArrayLike, points: int) -> NDArray[np.float64]:
+    """Return the covariates as a table of shape (points, k), after checking their number of points."""
+    table = to_finite_array(covariates, "covariates")
     if table.size == 0:
         return np.empty((points, 0))
     table = table[:, None] if table.ndim == 1 else table
@@ -239,11 +247,14 @@ def _covariates(covariates: ArrayLike, points: int) -> NDArray[np.float64]:
     return table
 
 
-def _residuals(values: Vector, covariates: NDArray[np.float64], name: str) -> Vector:
-    """Return what a linear regression on the covariates and a constant leaves of the values."""
+def _compute_residuals(values: Vector, covariates: NDArray[np.float64], name: str) -> Vector:
+    """Return the residuals of a linear regression of the values on the covariates and a constant.
+
+    `name` is the name of the variable, for the error message.
+    """
     spread = covariates.std(axis=0)
     is_varied = spread > 1e-12 * np.abs(covariates).max(axis=0, initial=0.0)
-    # A column of zeros lowers the rank.
+    # A constant covariate becomes a column of zeros, which lowers the rank.
     design = np.where(is_varied, (covariates - covariates.mean(axis=0)) / np.where(is_varied, spread, 1.0), 0.0)
     if np.linalg.matrix_rank(design, tol=1e-10 * math.sqrt(len(values))) < design.shape[1]:
         raise UserError("a covariate is constant or a linear function of the others; leave it out")
@@ -254,15 +265,16 @@ def _residuals(values: Vector, covariates: NDArray[np.float64], name: str) -> Ve
     return residuals
 
 
-def _pearson(first: Vector, second: Vector) -> float:
-    return float(_pearson_of_rows(first[None], second[None])[0])
+def _compute_pearson(first: Vector, second: Vector) -> float:
+    """Return Pearson's correlation of two series."""
+    return float(_compute_pearson_by_row(first[None], second[None])[0])
 
 
-def _pearson_of_rows(first: NDArray[np.float64], second: NDArray[np.float64]) -> Vector:
-    """Return the correlation of each row of one matrix with the same row of the other, in [-1, 1]."""
+def _compute_pearson_by_row(first: NDArray[np.float64], second: NDArray[np.float64]) -> Vector:
+    """Return Pearson's correlation of each row of one matrix with the same row of the other, in [-1, 1]."""
     first = first - first.mean(axis=1, keepdims=True)
     second = second - second.mean(axis=1, keepdims=True)
     products = np.sum(first * second, axis=1)
     norms = np.sqrt(np.sum(first**2, axis=1) * np.sum(second**2, axis=1))
-    rows: Vector = np.clip(products / norms, -1.0, 1.0)
-    return rows
+    correlations: Vector = np.clip(products / norms, -1.0, 1.0)
+    return correlations

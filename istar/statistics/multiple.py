@@ -17,7 +17,7 @@ class Holm(NamedTuple):
     left_out: int  # number of entries without a p-value
 
     def sentence(self) -> str:
-        """Return how many tests the correction is for, and how many entries of the table are not among them."""
+        """Return a sentence that says how many tests the correction is for, and how many entries have no p-value."""
         text = f"p-values are corrected by Holm's method for {self.tests} test{'s' * (self.tests != 1)}"
         if not self.left_out:
             return f"{text}."
@@ -33,7 +33,7 @@ def holm(p_values: Sequence[float | None]) -> Holm:
     :math:`\tilde p < \alpha` keeps the probability of any false rejection in the table at most alpha.
 
     Assumptions: each p-value is valid; their dependence may be any. The family is the whole table: all methods and
-    tasks that were tried, not those that look well.
+    tasks that were tried, not only those with good results.
 
     Args:
         p_values: one for each entry. None or NaN stands for an entry without a test, which is left out of the family
@@ -45,13 +45,13 @@ def holm(p_values: Sequence[float | None]) -> Holm:
     >>> holm([0.01, None, 0.04]).adjusted
     (0.02, None, 0.04)
     """
-    tested = [number for number, p in enumerate(p_values) if p is not None and not math.isnan(p)]
-    p = np.array([p_values[number] for number in tested], dtype=np.float64)
+    tested_indices = [index for index, p in enumerate(p_values) if p is not None and not math.isnan(p)]
+    p = np.array([p_values[index] for index in tested_indices], dtype=np.float64)
     if outside := p[(p < 0) | (p > 1)].tolist():
         raise UserError(f"{outside[0]} is no p-value; expected a number in [0, 1], or None for an entry without a test")
     order = np.argsort(p, kind="stable")
     steps = np.minimum(1.0, np.arange(len(p), 0, -1) * p[order])
     adjusted: list[float | None] = [None] * len(p_values)
-    for number, value in zip(order, np.maximum.accumulate(steps), strict=True):
-        adjusted[tested[number]] = float(value)
+    for position, value in zip(order, np.maximum.accumulate(steps), strict=True):
+        adjusted[tested_indices[position]] = float(value)
     return Holm(tuple(adjusted), len(p), len(p_values) - len(p))

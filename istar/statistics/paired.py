@@ -32,18 +32,18 @@ from istar.statistics.arguments import (
     Vector,
     check_at_least,
     check_choice,
+    check_not_constant,
     check_probability,
-    check_varied,
-    finite_vector,
+    to_finite_vector,
 )
 
 MAX_EXACT_PAIRS = 20
-"""Largest number of pairs for which `sign_flip_test` enumerates all patterns; by symmetry, half a million sums."""
+"""Largest number of pairs for which `sign_flip_test` enumerates all patterns of signs; half a million by symmetry."""
 
 BootstrapMethod = Literal["expanded", "percentile", "bca"]
 
 _ROWS_AT_ONCE = 10_000
-"""Random resamples are drawn in parts of this number of rows, which bounds the memory."""
+"""Number of random resamples that are drawn at once, which bounds the memory."""
 
 
 class Interval(NamedTuple):
@@ -87,23 +87,26 @@ def sign_flip_test(differences: ArrayLike, resamples: int = 99_999, seed: int = 
     >>> sign_flip_test([1.0, 2.0, 3.0]).p_value
     0.25
     """
-    values = finite_vector(differences, "paired differences", 1)
+    values = to_finite_vector(differences, "paired differences", 1)
     check_at_least(resamples, 1, "the number of resamples")
-    # Sums that are equal but for rounding errors count as equal.
-    limit = abs(values.sum()) - 1e-12 * np.abs(values).sum()
+    # Sums that differ by rounding errors only count as equal.
+    observed = abs(values.sum()) - 1e-12 * np.abs(values).sum()
     if len(values) <= MAX_EXACT_PAIRS:
-        return SignFlipTest(float(np.mean(np.abs(_sums_of_half(values)) >= limit)), 2 ** len(values), True)
+        return SignFlipTest(float(np.mean(np.abs(_sum_half_of_patterns(values)) >= observed)), 2 ** len(values), True)
     random = np.random.default_rng(seed)
-    extreme = 0
+    num_extreme = 0
     for start in range(0, resamples, _ROWS_AT_ONCE):
-        rows = min(_ROWS_AT_ONCE, resamples - start)
-        signs = 2.0 * random.integers(0, 2, (rows, len(values)), dtype=np.int8) - 1.0
-        extreme += int(np.sum(np.abs(signs @ values) >= limit))
-    return SignFlipTest((extreme + 1) / (resamples + 1), resamples + 1, False)
+        num_rows = min(_ROWS_AT_ONCE, resamples - start)
+        signs = 2.0 * random.integers(0, 2, (num_rows, len(values)), dtype=np.int8) - 1.0
+        num_extreme += int(np.sum(np.abs(signs @ values) >= observed))
+    return SignFlipTest((num_extreme + 1) / (resamples + 1), resamples + 1, False)
 
 
-def _sums_of_half(values: Vector) -> Vector:
-    """Return the sums for all patterns of signs in which the first is positive; the others are their negatives."""
+def _sum_half_of_patterns(values: Vector) -> Vector:
+    """Return the sum of the values for each pattern of signs in which the first sign is positive.
+
+    The sums for the other half of the patterns are the negatives of these.
+    """
     sums = values[:1]
     for value in values[1:]:
         sums = np.concatenate([sums + value, sums - value])
@@ -111,7 +114,7 @@ def _sums_of_half(values: Vector) -> Vector:
 
 
 def smallest_sign_flip_p(pairs: int) -> float:
-    """Return the smallest p-value that the exact two-sided sign-flip test can give: 2 / 2^pairs.
+    """Return the minimum attainable p-value of the exact two-sided sign-flip test: 2 / 2^pairs.
 
     Raises:
         UserError: for fewer than 1 pair.
@@ -124,14 +127,16 @@ def smallest_sign_flip_p(pairs: int) -> float:
 
 
 def t_test(differences: ArrayLike) -> float:
-    r"""Compute the two-sided p-value of Student's paired t-test, :math:`t = \sqrt{n} \bar d / s` with n - 1 degrees.
+    r"""Compute the two-sided p-value of Student's paired t-test.
+
+    The statistic :math:`t = \sqrt{n} \bar d / s` has n - 1 degrees of freedom.
 
     Assumptions: independent pairs, and approximately normal differences.
 
     Raises:
         UserError: for fewer than 2 differences, if any is not finite, or if all are equal.
     """
-    values = _varied_differences(differences)
+    values = _to_varied_differences(differences)
     statistic = values.mean() / stats.sem(values)
     return float(2 * stats.t.sf(abs(statistic), len(values) - 1))
 
@@ -144,7 +149,7 @@ def t_interval(differences: ArrayLike, level: float = 0.95) -> Interval:
     Raises:
         UserError: for fewer than 2 differences, if any is not finite, if all are equal, or if `level` is not in (0, 1).
     """
-    values = _varied_differences(differences)
+    values = _to_varied_differences(differences)
     check_probability(level, "the confidence level")
     margin = float(stats.t.ppf((1 + level) / 2, len(values) - 1) * stats.sem(values))
     mean = float(values.mean())
@@ -187,13 +192,13 @@ def bootstrap_interval(
         UserError: for fewer than 2 differences, if any is not finite, if all are equal, or if another argument is
             out of range.
     """
-    values = _varied_differences(differences)
+    values = _to_varied_differences(differences)
     check_choice(method, get_args(BootstrapMethod), "the method of the bootstrap")
     check_probability(level, "the confidence level")
     check_at_least(resamples, 1, "the number of resamples")
-    means = _resampled_means(values, resamples, np.random.default_rng(seed))
+    means = _draw_resampled_means(values, resamples, np.random.default_rng(seed))
     if method == "bca":
-        low, high = _bca_tails(values, means, level)
+        low, high = _compute_bca_tails(values, means, level)
     else:
         low = expanded_tail(level, len(values)) if method == "expanded" else (1 - level) / 2
         high = 1 - low
@@ -218,30 +223,31 @@ def expanded_tail(level: float, count: int, degrees: int | None = None) -> float
     return float(special.ndtr(-np.sqrt(count / (count - 1)) * t))
 
 
-def _varied_differences(differences: ArrayLike) -> Vector:
-    values = finite_vector(differences, "paired differences", 2)
-    check_varied(values, "paired differences")
+def _to_varied_differences(differences: ArrayLike) -> Vector:
+    """Return at least two differences as a vector; raise a `UserError` if they are all equal."""
+    values = to_finite_vector(differences, "paired differences", 2)
+    check_not_constant(values, "paired differences")
     return values
 
 
-def _resampled_means(values: Vector, resamples: int, random: np.random.Generator) -> Vector:
-    """Return the means of samples with replacement."""
-    parts = [
+def _draw_resampled_means(values: Vector, resamples: int, random: np.random.Generator) -> Vector:
+    """Return the means of random samples with replacement, `(resamples,)`."""
+    chunks = [
         values[random.integers(0, len(values), (min(_ROWS_AT_ONCE, resamples - start), len(values)))].mean(axis=1)
         for start in range(0, resamples, _ROWS_AT_ONCE)
     ]
-    return np.concatenate(parts)
+    return np.concatenate(chunks)
 
 
-def _bca_tails(values: Vector, means: Vector, level: float) -> Vector:
-    """Return the two probabilities at which BCa takes the quantiles (Efron, 1987)."""
-    # Bias: the proportion of resampled means below the mean. Equal ones count half, also where rounding separates them.
+def _compute_bca_tails(values: Vector, means: Vector, level: float) -> Vector:
+    """Return the two probabilities whose quantiles of the resampled means are the BCa interval (Efron, 1987)."""
+    # Bias: proportion of resampled means below the mean. Equal ones count half, even if they differ by rounding errors.
     mean = values.mean()
     is_equal = np.abs(means - mean) <= 1e-12 * np.abs(values).max()
     bias = special.ndtri(np.mean(np.where(is_equal, 0.5, means < mean)))
-    # Acceleration: skewness of the means that lack one value each.
-    left_out = (values.sum() - values) / (len(values) - 1)
-    deviations = left_out.mean() - left_out
+    # Acceleration: skewness of the means that leave out one value each.
+    jackknife_means = (values.sum() - values) / (len(values) - 1)
+    deviations = jackknife_means.mean() - jackknife_means
     acceleration = np.sum(deviations**3) / (6 * np.sum(deviations**2) ** 1.5)
     shifted = bias + special.ndtri([(1 - level) / 2, (1 + level) / 2])
     tails: Vector = special.ndtr(bias + shifted / (1 - acceleration * shifted))

@@ -43,38 +43,41 @@ def t_test_power(difference: float, sd: float, pairs: int, alpha: float = 0.05) 
     """
     if not math.isfinite(difference):
         raise UserError(f"the difference is {difference}; expected a finite number")
-    _check_test(sd, pairs, alpha)
-    return _power(math.sqrt(pairs) * abs(difference) / sd, pairs, alpha)
+    _check_test_arguments(sd, pairs, alpha)
+    return _power_from_noncentrality(math.sqrt(pairs) * abs(difference) / sd, pairs, alpha)
 
 
-def _power(noncentrality: float, pairs: int, alpha: float) -> float:
-    limit = stats.t.isf(alpha / 2, pairs - 1)
-    upper = stats.nct.sf(limit, pairs - 1, noncentrality)
+def _power_from_noncentrality(noncentrality: float, pairs: int, alpha: float) -> float:
+    """Return the power of the two-sided paired t-test for a noncentrality parameter."""
+    critical_value = stats.t.isf(alpha / 2, pairs - 1)
+    upper_tail = stats.nct.sf(critical_value, pairs - 1, noncentrality)
     # The other tail underflows for a large effect, where SciPy may return NaN.
-    lower = np.nan_to_num(stats.nct.cdf(-limit, pairs - 1, noncentrality))
-    return float(min(1.0, upper + lower))
+    lower_tail = np.nan_to_num(stats.nct.cdf(-critical_value, pairs - 1, noncentrality))
+    return float(min(1.0, upper_tail + lower_tail))
 
 
 def smallest_difference(sd: float, pairs: int, alpha: float = 0.05, power: float = 0.8) -> float:
-    """Compute the smallest true difference that the paired t-test finds with the given power.
+    """Compute the minimum detectable difference: the smallest that the paired t-test finds with the given power.
 
-    A smaller difference would more likely have been missed than `1 - power`. Arguments and unit are those of
+    A smaller true difference is missed with a probability above `1 - power`. Arguments and unit are those of
     `t_test_power`.
 
     Raises:
         UserError: as `t_test_power`; also unless alpha < power < 1.
     """
-    _check_test(sd, pairs, alpha)
+    _check_test_arguments(sd, pairs, alpha)
     _check_power(power, alpha)
-    upper = 1.0
-    while _power(upper, pairs, alpha) < power:
-        upper *= 2
-    noncentrality = optimize.brentq(lambda value: _power(value, pairs, alpha) - power, 0.0, upper, xtol=1e-12)
+    upper_bound = 1.0
+    while _power_from_noncentrality(upper_bound, pairs, alpha) < power:
+        upper_bound *= 2
+    noncentrality = optimize.brentq(
+        lambda value: _power_from_noncentrality(value, pairs, alpha) - power, 0.0, upper_bound, xtol=1e-12
+    )
     return float(noncentrality * sd / math.sqrt(pairs))
 
 
 def pairs_needed(difference: float, sd: float, alpha: float = 0.05, power: float = 0.8) -> int:
-    """Compute the smallest number of pairs with which the paired t-test finds a difference with the given power.
+    """Compute the smallest number of pairs with which the paired t-test finds a true difference with the given power.
 
     Arguments and unit are those of `t_test_power`.
 
@@ -86,7 +89,7 @@ def pairs_needed(difference: float, sd: float, alpha: float = 0.05, power: float
     34
     """
     check_positive(abs(difference), "the size of the difference")
-    _check_test(sd, 2, alpha)
+    _check_test_arguments(sd, 2, alpha)
     _check_power(power, alpha)
     too_few, enough = 1, 2
     while t_test_power(difference, sd, enough, alpha) < power:
@@ -125,38 +128,48 @@ def sd_interval(sd: float, pairs: int, level: float = 0.95) -> Interval:
 
 
 def pairs_needed_sentence(difference: float, sd: float, alpha: float = 0.05, power: float = 0.8) -> str:
-    """Return in words how many seeds a difference needs; arguments and errors are those of `pairs_needed`."""
+    """Return a sentence that says how many seeds are needed to find a difference.
+
+    Arguments and errors are those of `pairs_needed`.
+    """
     pairs = pairs_needed(difference, sd, alpha, power)
     return (
         f"To find a difference of {abs(difference):g} with probability {power:g}, train each method with {pairs} "
-        f"seeds, the same for both ({_test_in_words(sd, alpha)})."
+        f"seeds, the same for both ({_describe_test(sd, alpha)})."
     )
 
 
 def smallest_difference_sentence(sd: float, pairs: int, alpha: float = 0.05, power: float = 0.8) -> str:
-    """Return in words how small a difference so many seeds can find; errors are those of `smallest_difference`."""
+    """Return a sentence that states the minimum detectable difference for a number of seeds.
+
+    Arguments and errors are those of `smallest_difference`. A second sentence states the minimum attainable p-value of
+    the sign-flip test if it is not below alpha.
+    """
     difference = smallest_difference(sd, pairs, alpha, power)
     text = (
         f"With {pairs} seeds for each method, the same for both, the smallest difference that is found with "
-        f"probability {power:g} is {difference:.3g} ({_test_in_words(sd, alpha)})."
+        f"probability {power:g} is {difference:.3g} ({_describe_test(sd, alpha)})."
     )
-    smallest_p = smallest_sign_flip_p(pairs)
-    if smallest_p < alpha:
+    minimum_p_value = smallest_sign_flip_p(pairs)
+    if minimum_p_value < alpha:
         return text
-    return f"{text} The sign-flip test cannot give a p-value below {smallest_p:g} with {pairs} pairs."
+    return f"{text} The sign-flip test cannot give a p-value below {minimum_p_value:g} with {pairs} pairs."
 
 
-def _test_in_words(sd: float, alpha: float) -> str:
+def _describe_test(sd: float, alpha: float) -> str:
+    """Return the test, its significance level and the standard deviation as text."""
     return f"paired t-test, two-sided, alpha = {alpha:g}, standard deviation of the paired differences {sd:g}"
 
 
-def _check_test(sd: float, pairs: int, alpha: float) -> None:
+def _check_test_arguments(sd: float, pairs: int, alpha: float) -> None:
+    """Raise a `UserError` if an argument of the paired t-test is out of range."""
     check_positive(sd, "the standard deviation of the differences")
     check_at_least(pairs, 2, "the number of pairs")
     check_probability(alpha, "alpha")
 
 
 def _check_power(power: float, alpha: float) -> None:
+    """Raise a `UserError` unless alpha < power < 1."""
     check_probability(power, "the power")
     if power <= alpha:
         raise UserError(f"the power is {power:g} and alpha is {alpha:g}; expected a power above alpha, such as 0.8")

@@ -19,10 +19,10 @@ from istar.statistics.arguments import (
     Vector,
     check_at_least,
     check_choice,
+    check_not_constant,
     check_probability,
-    check_varied,
-    finite_array,
-    finite_vector,
+    to_finite_array,
+    to_finite_vector,
 )
 from istar.statistics.paired import Interval, expanded_tail, quantile_interval, t_interval
 
@@ -48,7 +48,7 @@ class AverageDifference(NamedTuple):
 
 
 def task_ranks(scores: ArrayLike, lower_is_better: bool = False) -> NDArray[np.float64]:
-    """Rank the methods within each task; 1 is the best, and equal scores share the average of their ranks.
+    """Rank the methods within each task: the best has rank 1, and equal scores share the average of their ranks.
 
     Args:
         scores: `(tasks, methods)`, one score for each, usually a mean over seeds.
@@ -60,7 +60,7 @@ def task_ranks(scores: ArrayLike, lower_is_better: bool = False) -> NDArray[np.f
     Raises:
         UserError: if the scores are not finite, not two-dimensional, or of fewer than 2 methods or 1 task.
     """
-    table = finite_array(scores, "scores")
+    table = to_finite_array(scores, "scores")
     if table.ndim != 2:
         raise UserError(
             f"the scores have the shape {table.shape}; expected a row for each task, a column for each method"
@@ -100,21 +100,21 @@ def friedman(scores: ArrayLike, lower_is_better: bool = False, correct_ties: boo
     ranks = task_ranks(scores, lower_is_better)
     tasks, methods = ranks.shape
     check_at_least(tasks, 2, "the number of tasks")
-    average = ranks.mean(axis=0)
-    chi_square = 12 * tasks / (methods * (methods + 1)) * (np.sum(average**2) - methods * (methods + 1) ** 2 / 4)
-    # The share of the ranks' variance that ties leave.
-    remaining = 12 * np.sum((ranks - (methods + 1) / 2) ** 2) / (tasks * methods * (methods**2 - 1))
-    if remaining == 0:
+    average_ranks = ranks.mean(axis=0)
+    chi_square = 12 * tasks / (methods * (methods + 1)) * (np.sum(average_ranks**2) - methods * (methods + 1) ** 2 / 4)
+    # The proportion of the variance of ranks that ties leave.
+    untied_proportion = 12 * np.sum((ranks - (methods + 1) / 2) ** 2) / (tasks * methods * (methods**2 - 1))
+    if untied_proportion == 0:
         raise UserError("all methods have equal scores on every task, so that there are no ranks to compare")
     if correct_ties:
-        chi_square /= remaining
+        chi_square /= untied_proportion
     largest = tasks * (methods - 1)
     # Rounding errors may leave a statistic slightly beyond its range.
     chi_square = float(np.clip(chi_square, 0.0, largest))
-    left = largest - chi_square
-    f = (tasks - 1) * chi_square / left if left > 1e-9 * largest else np.inf
+    denominator = largest - chi_square
+    f = (tasks - 1) * chi_square / denominator if denominator > 1e-9 * largest else np.inf
     return Friedman(
-        average,
+        average_ranks,
         chi_square,
         float(stats.chi2.sf(chi_square, methods - 1)),
         float(f),
@@ -123,14 +123,15 @@ def friedman(scores: ArrayLike, lower_is_better: bool = False, correct_ties: boo
 
 
 def nemenyi_critical_difference(methods: int, tasks: int, alpha: float = 0.05) -> float:
-    r"""Compute by how much the average ranks of two of k methods must differ over n tasks: Nemenyi's test.
+    r"""Compute the critical difference of Nemenyi's test, by which the average ranks of two methods must differ.
 
     .. math::
         CD = q_\alpha \sqrt{k (k + 1) / (6 n)}
 
-    where :math:`q_\alpha` is the quantile of the studentized range for k groups and infinitely many degrees of freedom,
-    divided by :math:`\sqrt 2` (Nemenyi, 1963; Demšar, JMLR 2006, section 3.2.2 and Table 5a). The test compares all
-    pairs of methods, after a Friedman test that rejects; it holds the probability of any false difference at alpha.
+    for k methods and n tasks, where :math:`q_\alpha` is the quantile of the studentized range for k groups and
+    infinitely many degrees of freedom, divided by :math:`\sqrt 2` (Nemenyi, 1963; Demšar, JMLR 2006, section 3.2.2 and
+    Table 5a). The test compares all pairs of methods, after a Friedman test that rejects. It keeps the probability of
+    any false difference at alpha.
 
     Raises:
         UserError: for fewer than 2 methods or 2 tasks, or if alpha is not in (0, 1).
@@ -153,7 +154,7 @@ def t_interval_over_tasks(differences: Sequence[ArrayLike], level: float = 0.95)
 
     Assumptions: the tasks are an independent sample of the tasks that the statement is about, and their mean
     differences are approximately normal and comparable in size, as percentage points of accuracies are. Losses or
-    perplexities do not belong into one average with them.
+    perplexities do not belong in one average with them.
 
     Args:
         differences: one sequence for each task, with its paired differences, one for each seed; or one mean difference
@@ -164,8 +165,8 @@ def t_interval_over_tasks(differences: Sequence[ArrayLike], level: float = 0.95)
         UserError: for fewer than 2 tasks, a task without a difference, values that are not finite, equal means on all
             tasks, or a level that is not in (0, 1).
     """
-    means = np.array([values.mean() for values in _by_task(differences, 2, 1)])
-    check_varied(means, "mean differences of the tasks")
+    means = np.array([values.mean() for values in _to_vectors(differences, min_tasks=2, min_seeds=1)])
+    check_not_constant(means, "mean differences of the tasks")
     return t_interval(means, level)
 
 
@@ -206,32 +207,42 @@ def bootstrap_over_tasks(
     check_choice(resample, get_args(Resample), "what is resampled")
     check_probability(level, "the confidence level")
     check_at_least(resamples, 1, "the number of resamples")
-    by_task = _by_task(differences, 1 if resample == "seeds" else 2, 1 if resample == "tasks" else 2)
+    by_task = _to_vectors(
+        differences, min_tasks=1 if resample == "seeds" else 2, min_seeds=1 if resample == "tasks" else 2
+    )
     random = np.random.default_rng(seed)
-    averages = _resampled_averages(by_task, resample, resamples, random)
-    check_varied(averages, "differences")
+    averages = _draw_resampled_averages(by_task, resample, resamples, random)
+    check_not_constant(averages, "differences")
     if resample == "seeds":
-        fewest = min(len(values) for values in by_task)
-        tail = expanded_tail(level, fewest, sum(len(values) - 1 for values in by_task))
+        min_seeds = min(len(values) for values in by_task)
+        tail = expanded_tail(level, min_seeds, sum(len(values) - 1 for values in by_task))
     else:
         tail = expanded_tail(level, len(by_task))
     mean = float(np.mean([values.mean() for values in by_task]))
     return AverageDifference(mean, *quantile_interval(averages, tail, 1 - tail))
 
 
-def _resampled_averages(
+def _draw_resampled_averages(
     by_task: list[Vector], resample: Resample, resamples: int, random: np.random.Generator
 ) -> Vector:
-    """Return the average over tasks of each resample."""
+    """Return the average over tasks of the means over seeds for each random resample, `(resamples,)`.
+
+    Args:
+        by_task: the differences of each task.
+        resample: what is drawn.
+        resamples: number of resamples.
+        random: source of random numbers.
+    """
     averages = np.empty(resamples)
-    for number in range(resamples):
+    for index in range(resamples):
         drawn = by_task if resample == "seeds" else [by_task[i] for i in random.integers(0, len(by_task), len(by_task))]
         if resample != "tasks":
             drawn = [values[random.integers(0, len(values), len(values))] for values in drawn]
-        averages[number] = sum(values.sum() / len(values) for values in drawn) / len(drawn)
+        averages[index] = sum(values.sum() / len(values) for values in drawn) / len(drawn)
     return averages
 
 
-def _by_task(differences: Sequence[ArrayLike], fewest_tasks: int, fewest_seeds: int) -> list[Vector]:
-    check_at_least(len(differences), fewest_tasks, "the number of tasks")
-    return [finite_vector(values, "differences of a task", fewest_seeds) for values in differences]
+def _to_vectors(differences: Sequence[ArrayLike], min_tasks: int, min_seeds: int) -> list[Vector]:
+    """Return the differences of each task as a vector; raise a `UserError` if there are too few tasks or seeds."""
+    check_at_least(len(differences), min_tasks, "the number of tasks")
+    return [to_finite_vector(values, "differences of a task", min_seeds) for values in differences]

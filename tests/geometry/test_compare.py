@@ -32,7 +32,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Measurements
     place = tmp_path_factory.mktemp("models")
     random = np.random.default_rng(0)
     (place / "text.txt").write_text("\n".join(" ".join(random.choice(WORDS, 9)) for _ in range(40)))
-    tokenizer = tiny.tokenizer(demo.vocabulary())
+    tokenizer = tiny.make_tokenizer(demo.vocabulary())
     shape = {"num_attention_heads": 2, "intermediate_size": 32, "vocab_size": len(tokenizer)}
     torch.manual_seed(0)
     models = {

@@ -22,7 +22,7 @@ TEXTS = ["the cat sees a dog .", "a", " ".join(["dog cat"] * 40), "does the dog 
 
 
 def bert() -> PreTrainedTokenizerFast:
-    return tiny.tokenizer(demo.vocabulary())  # type: ignore[return-value]
+    return tiny.make_tokenizer(demo.vocabulary())  # type: ignore[return-value]
 
 
 def gpt() -> PreTrainedTokenizerFast:

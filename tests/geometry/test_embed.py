@@ -23,7 +23,7 @@ from istar.models import tiny
 from tests.mock_hub import Repository, serving, set_offline, use
 
 UNUSED = [f"[unused{number}]" for number in range(5)]
-TOKENIZER = tiny.tokenizer([*UNUSED, *["the", "cat", "dog", "house", "garden", "sees"]])
+TOKENIZER = tiny.make_tokenizer([*UNUSED, *["the", "cat", "dog", "house", "garden", "sees"]])
 ROWS, WIDTH = len(TOKENIZER) + 3, 24
 SHAPE: dict[str, Any] = {
     "vocab_size": ROWS, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48

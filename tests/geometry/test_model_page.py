@@ -30,7 +30,7 @@ from tests.reports.test_report import balanced, contents, inline_parts, parsed
 
 pytestmark = pytest.mark.slow
 
-TOKENIZER = tiny.tokenizer(demo.vocabulary())
+TOKENIZER = tiny.make_tokenizer(demo.vocabulary())
 SHAPE: dict[str, Any] = {
     "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48,
     "vocab_size": len(TOKENIZER),

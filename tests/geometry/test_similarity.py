@@ -15,7 +15,7 @@ from istar.measures.alignment import cka
 from istar.models import tiny
 from istar.tasks import demo
 
-TOKENIZER = tiny.tokenizer(demo.vocabulary())
+TOKENIZER = tiny.make_tokenizer(demo.vocabulary())
 WORDS = demo.vocabulary()[:20]
 
 

@@ -29,7 +29,7 @@ from tests import oracles
 from tests.forks import run_in_processes
 
 WORDS = ["the cat sees a dog", "a dog", "does the old dog see a cat ?", "anna likes the small house and the garden"]
-TOKENIZER = tiny.tokenizer(demo.vocabulary())
+TOKENIZER = tiny.make_tokenizer(demo.vocabulary())
 
 
 def bert() -> PreTrainedModel:

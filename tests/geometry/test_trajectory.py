@@ -20,7 +20,7 @@ from tests.mock_hub import serving, set_offline, use
 pytestmark = pytest.mark.slow
 
 WORDS = ["the", "cat", "dog", "house", "garden", "sees"]
-TOKENIZER = tiny.tokenizer(WORDS)
+TOKENIZER = tiny.make_tokenizer(WORDS)
 SHAPE: dict[str, Any] = {
     "vocab_size": len(TOKENIZER), "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
     "intermediate_size": 32, "bos_token_id": 1, "eos_token_id": 1,

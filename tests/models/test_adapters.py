@@ -24,7 +24,7 @@ TEXTS = ["the cat sat on the mat", "a dog barked at the cat"]
 def save_base(folder: Path, family: str) -> str:
     """A random model as pretraining leaves it."""
     torch.manual_seed(0)
-    tokenizer: Any = tiny.tokenizer(demo.vocabulary())
+    tokenizer: Any = tiny.make_tokenizer(demo.vocabulary())
     model: Any
     if family == "bert":
         sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}

@@ -25,7 +25,7 @@ from istar import models
 from istar.config import Config, ModelConfig
 from istar.errors import UserError
 from istar.models import is_decoder, tiny
-from istar.models.architectures import new_config, override
+from istar.models.architectures import make_config, override_config
 from istar.runs.run import run
 from istar.runs.store import model_identity
 from istar.tasks import demo
@@ -162,10 +162,10 @@ def test_a_tokenizer_of_another_model(babyllama: Path) -> None:
 
 
 def test_the_files_of_a_tokenizer_identify_a_model(tmp_path: Path) -> None:
-    tiny.tokenizer(["cat"]).save_pretrained(tmp_path)
+    tiny.make_tokenizer(["cat"]).save_pretrained(tmp_path)
     config = new("bert", tokenizer=str(tmp_path))
     before = model_identity(config)
-    tiny.tokenizer(["dog"]).save_pretrained(tmp_path)
+    tiny.make_tokenizer(["dog"]).save_pretrained(tmp_path)
     assert len({before, model_identity(config), model_identity(new("bert"))}) == 3
 
 
@@ -177,7 +177,7 @@ def test_load_in_bf16() -> None:
 
 
 def save_bert(folder: Path, model_class: Any, mask: bool = True) -> ModelConfig:
-    tokenizer = tiny.tokenizer(demo.vocabulary())
+    tokenizer = tiny.make_tokenizer(demo.vocabulary())
     torch.manual_seed(0)
     config = BertConfig(vocab_size=len(tokenizer), intermediate_size=64, **SIZES)
     model_class(config).save_pretrained(folder)
@@ -251,8 +251,8 @@ def test_training_a_tokenizer_needs_text() -> None:
 
 def test_values_of_a_loaded_configuration(tmp_path: Path) -> None:
     GPT2Config(n_embd=48, n_layer=3, n_head=4, activation_function="relu").save_pretrained(tmp_path)
-    config = override(AutoConfig.from_pretrained(tmp_path), {"hidden_size": 64, "n_layer": 5}, "model.name=x")
+    config = override_config(AutoConfig.from_pretrained(tmp_path), {"hidden_size": 64, "n_layer": 5}, "model.name=x")
     assert (config.n_embd, config.num_hidden_layers, config.n_head) == (64, 5, 4)
     assert config.activation_function == "relu"
-    layered = override(new_config("qwen3", {"num_hidden_layers": 3}), {"num_hidden_layers": 2}, "model.name=x")
+    layered = override_config(make_config("qwen3", {"num_hidden_layers": 3}), {"num_hidden_layers": 2}, "model.name=x")
     assert len(layered.layer_types) == 2

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedModel
 
-from istar.models import isolating_inputs, isolation, takes_positions, train_tokenizer
-from istar.models.architectures import is_decoder, new_config
+from istar.models import accepts_position_ids, isolation, make_isolating_inputs, train_tokenizer
+from istar.models.architectures import is_decoder, make_config
 from istar.tasks.features import Collator, positions_for
 
 SHAPE = {
@@ -40,7 +40,7 @@ def small_model(architecture: str, auto_class: Any = AutoModel) -> PreTrainedMod
     values = {**SHAPE, **ARCHITECTURES[architecture][1]}
     if architecture == "bloom":
         del values["max_position_embeddings"]
-    config = new_config(architecture, values)
+    config = make_config(architecture, values)
     if is_decoder(config):
         config.use_cache = False
     torch.manual_seed(0)
@@ -65,7 +65,7 @@ def test_packed_documents_have_the_states_that_they_have_alone(architecture: str
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(2, 50, documents.shape, generator=generator)
     model.double().eval()
-    inputs = isolating_inputs(way, documents, is_decoder(model.config))
+    inputs = make_isolating_inputs(way, documents, is_decoder(model.config))
     with torch.no_grad():
         packed = model(ids, **inputs).last_hidden_state
         for row, row_lengths in enumerate(lengths):
@@ -103,15 +103,15 @@ def test_isolation_of_other_data_types() -> None:
 
 def test_isolating_inputs() -> None:
     documents = torch.tensor([[0, 0, 3, -1], [2, 3, 3, 3]])
-    inputs = isolating_inputs("positions", documents)
+    inputs = make_isolating_inputs("positions", documents)
     assert list(inputs) == ["position_ids"]
     assert inputs["position_ids"].tolist() == [[0, 1, 0, 0], [0, 0, 1, 2]]
-    inputs = isolating_inputs("mask", documents)
+    inputs = make_isolating_inputs("mask", documents)
     assert inputs["attention_mask"].shape == (2, 1, 4, 4)
     assert inputs["attention_mask"].dtype == torch.bool
     expected = [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [1, 1, 1, 0]]
     assert inputs["attention_mask"][0, 0].int().tolist() == expected
-    causal = isolating_inputs("mask", documents, is_causal=True)["attention_mask"]
+    causal = make_isolating_inputs("mask", documents, is_causal=True)["attention_mask"]
     assert causal[0, 0].int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [1, 1, 1, 0]]
 
 
@@ -123,7 +123,7 @@ def test_positions_for() -> None:
 @pytest.mark.parametrize("architecture", ["gpt2", "gpt_neox", "llama", "qwen2", "opt", "gptj"])
 def test_padding_on_either_side_gives_the_logits_of_the_text_alone(architecture: str) -> None:
     model: Any = small_model(architecture, AutoModelForSequenceClassification).double().eval()
-    assert takes_positions(model)
+    assert accepts_position_ids(model)
     ids = torch.randint(2, 50, (9,), generator=torch.Generator().manual_seed(1))
     short, padding = ids[:5], torch.zeros(4, dtype=torch.long)
     left = torch.stack([ids, torch.cat([padding, short])])
@@ -140,8 +140,8 @@ def test_padding_on_either_side_gives_the_logits_of_the_text_alone(architecture:
 
 
 def test_encoders_and_alibi_get_no_positions() -> None:
-    assert not takes_positions(small_model("bert"))
-    assert not takes_positions(small_model("bloom"))
+    assert not accepts_position_ids(small_model("bert"))
+    assert not accepts_position_ids(small_model("bloom"))
 
 
 def test_batches_contain_positions_if_they_are_padded_on_the_left() -> None:

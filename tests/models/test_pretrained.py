@@ -31,7 +31,7 @@ from istar.tasks.specs import TASKS
 from istar.training import FineTuner
 
 Build = Callable[..., Config]
-SIZE = len(tiny.tokenizer(demo.vocabulary()))
+SIZE = len(tiny.make_tokenizer(demo.vocabulary()))
 SHAPE: dict[str, Any] = {
     "vocab_size": SIZE,
     "hidden_size": 16,
@@ -54,7 +54,7 @@ def save(folder: Path, family: str = "bert", dtype: torch.dtype = torch.float32,
     """A random model as pretraining leaves it: the encoder without a head."""
     torch.manual_seed(0)
     AutoModel.from_config(FAMILIES[family]()).to(dtype).save_pretrained(folder)
-    tokenizer = tiny.tokenizer([*demo.vocabulary(), *words])
+    tokenizer = tiny.make_tokenizer([*demo.vocabulary(), *words])
     if family in ("distilbert", "roberta"):
         tokenizer.model_input_names = ["input_ids", "attention_mask"]
     tokenizer.save_pretrained(folder)
@@ -141,7 +141,7 @@ def test_bfloat16_checkpoints_are_loaded_as_float32(tmp_path: Path) -> None:
 def test_a_model_for_another_number_of_labels_gets_a_new_head(tmp_path: Path) -> None:
     """A finished MNLI model is a usual start for RTE."""
     first = load(save(tmp_path / "encoder"), "mnli")
-    models.save(first, tiny.tokenizer(demo.vocabulary()), tmp_path / "mnli")
+    models.save(first, tiny.make_tokenizer(demo.vocabulary()), tmp_path / "mnli")
     second = load(tmp_path / "mnli", "rte")
     assert second.classifier.weight.shape[0] == 2
     assert second.config.id2label == {0: "entailment", 1: "not_entailment"}
@@ -193,7 +193,7 @@ def test_random_weights_have_the_architecture_and_the_tokenizer_of_the_model(
 
 def test_random_weights_for_another_tokenizer(tmp_path: Path) -> None:
     save(tmp_path)
-    tiny.tokenizer([*demo.vocabulary(), "zeugma"]).save_pretrained(tmp_path)
+    tiny.make_tokenizer([*demo.vocabulary(), "zeugma"]).save_pretrained(tmp_path)
     with pytest.raises(
         UserError, match=r"tokens, but its embedding has only \d+ rows; they belong to different models"
     ):

@@ -14,7 +14,7 @@ WORDS = ["lamp", "garden", "Anna"]
 
 @pytest.fixture(scope="module")
 def tokenizer() -> BertTokenizer:
-    return tiny.tokenizer(WORDS)
+    return tiny.make_tokenizer(WORDS)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_offsets_point_into_the_text(tokenizer: BertTokenizer) -> None:
 
 
 def test_ids_do_not_depend_on_repetitions(tokenizer: BertTokenizer) -> None:
-    assert tiny.tokenizer([*WORDS, *WORDS, "a", "LAMP"]).get_vocab() == tokenizer.get_vocab()
+    assert tiny.make_tokenizer([*WORDS, *WORDS, "a", "LAMP"]).get_vocab() == tokenizer.get_vocab()
     assert sorted(tokenizer.get_vocab().values()) == list(range(len(tokenizer)))
     assert tokenizer.pad_token_id == 0
 
@@ -68,7 +68,7 @@ def test_tokenizer_survives_saving(tokenizer: BertTokenizer, tmp_path: Path) -> 
 
 
 def test_model_survives_saving(tokenizer: BertTokenizer, tmp_path: Path) -> None:
-    config = tiny.config(len(tokenizer))
+    config = tiny.make_config(len(tokenizer))
     model = BertModel(config).train(False)
     model.save_pretrained(tmp_path)
     assert AutoConfig.from_pretrained(tmp_path).vocab_size == len(tokenizer)

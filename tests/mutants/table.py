@@ -662,8 +662,8 @@ MUTATIONS = [
     Mutation(
         "Random sign flips may give a p-value of 0.",
         "istar/statistics/paired.py",
-        "(extreme + 1) / (resamples + 1)",
-        "extreme / resamples",
+        "(num_extreme + 1) / (resamples + 1)",
+        "num_extreme / resamples",
         "tests/statistics/test_paired.py",
     ),
     Mutation(
@@ -676,8 +676,8 @@ MUTATIONS = [
     Mutation(
         "Covariates do not cost degrees of freedom.",
         "istar/statistics/correlation.py",
-        "degrees = points - 2 - count",
-        "degrees = points - 2",
+        "degrees_of_freedom = num_points - 2 - num_covariates",
+        "degrees_of_freedom = num_points - 2",
         "tests/statistics/test_correlation.py",
     ),
     Mutation(
@@ -748,36 +748,36 @@ MUTATIONS = [
     Mutation(
         "The drop of a form is that from the score of the training, not from float32.",
         "istar/quantization/quantize.py",
-        'drop(metric, entry["floating"], value)',
-        'drop(metric, entry["recorded"], value)',
+        'compute_drop(metric, scores["floating"], value)',
+        'compute_drop(metric, scores["recorded"], value)',
         "tests/quantization/test_quantize.py::test_methods_are_compared_by_their_drops",
     ),
     Mutation(
         "Static scales are calibrated on the validation data.",
         "istar/quantization/form_scores.py",
-        '_batches(loaded, loaded.calibration), "calibration"',
-        '_batches(loaded, loaded.validation), "calibration"',
+        '_make_loader(loaded, loaded.calibration), "calibration"',
+        '_make_loader(loaded, loaded.validation), "calibration"',
         "tests/quantization/test_quantize.py::test_ranges_are_those_of_the_calibration_rows",
     ),
     Mutation(
         "The p-values of the table of drops are not corrected by Holm's method.",
         "istar/quantization/form_tables.py",
-        "replace(row.versus_base, p_value=next(adjusted))",
-        "row.versus_base",
+        "replace(row.comparison_with_base, p_value=next(adjusted_p_values))",
+        "row.comparison_with_base",
         "tests/quantization/test_quantize.py::test_methods_are_compared_by_their_drops",
     ),
     Mutation(
         "Kept scores of a single model are used for changed data.",
         "istar/quantization/saved_runs.py",
-        "            data = _fingerprint(self.examples)\n",
-        "            data = None\n",
+        "            data_fingerprint = _fingerprint_examples(self.examples)\n",
+        "            data_fingerprint = None\n",
         "tests/quantization/test_quantized_tasks.py::test_a_changed_data_file_is_noticed",
     ),
     # ---- models
     Mutation(
         "Continued characters of WordPiece are numbered in the order of a hash map.",
         "istar/models/new_tokenizer.py",
-        "special_tokens=[*ENCODER_TOKENS, *continued],",
+        "special_tokens=[*ENCODER_TOKENS, *continuations],",
         "special_tokens=[*ENCODER_TOKENS],",
         "tests/models/test_new_tokenizer.py::test_equal_texts_give_equal_tokenizers",
     ),
@@ -798,7 +798,7 @@ MUTATIONS = [
     Mutation(
         "Adapters leave a new head as it is.",
         "istar/models/adapters.py",
-        'modules_to_save=None if kind in ("causal_lm", "masked_lm") else new_modules(model),',
+        'modules_to_save=None if kind in ("causal_lm", "masked_lm") else find_new_modules(model),',
         "modules_to_save=None,",
         "tests/models/test_adapters.py::test_adapters_and_head_are_trained_and_nothing_else",
     ),

@@ -15,7 +15,7 @@ from istar.cli.main import main
 from istar.config import ModelConfig
 from istar.errors import NonFiniteError, UserError
 from istar.quantization import sentence_codes as codes
-from istar.quantization.embedding_scores import score_embeddings, task_of
+from istar.quantization.embedding_scores import get_similarity_task, score_embeddings
 from istar.tasks import demo
 from istar.tasks.loading import load_splits
 from tests.quantization.test_linear_layers import bert
@@ -99,7 +99,7 @@ def naive(folder: Path, calibration: int) -> dict[str, float]:
     """Embed each sentence alone, and compute the correlations from the definitions."""
     tokenizer = models.load_tokenizer(ModelConfig(name=str(folder)))
     model: Any = models.load_encoder(ModelConfig(name=str(folder)), tokenizer, torch.float32)
-    spec = task_of("demo_regression")
+    spec = get_similarity_task("demo_regression")
     splits = load_splits(spec, None, ["train", "validation"])
 
     def embed(text: str) -> np.ndarray:
@@ -127,12 +127,12 @@ def naive(folder: Path, calibration: int) -> dict[str, float]:
 
 
 def test_the_scores_of_an_encoder(encoder: Path) -> None:
-    scored = score_embeddings(encoder, task_of("demo_regression"), None, calibration=16, seed=0)
+    scored = score_embeddings(encoder, get_similarity_task("demo_regression"), None, num_calibration_pairs=16, seed=0)
     expected = naive(encoder, 16)
     # A number on the border between two levels may be rounded either way, as sentences are in batches here.
-    assert scored.scores == pytest.approx(expected, abs=5e-4)
-    assert scored.scores["float32"] == pytest.approx(expected["float32"], abs=1e-6)
-    assert scored.dimensions == 32
+    assert scored.spearman_by_precision == pytest.approx(expected, abs=5e-4)
+    assert scored.spearman_by_precision["float32"] == pytest.approx(expected["float32"], abs=1e-6)
+    assert scored.num_dimensions == 32
 
 
 def test_the_command(encoder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,9 +161,15 @@ def test_the_command(encoder: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.slow
 def test_a_real_encoder_on_sts_b(minilm: Path, real_data: Path) -> None:
     """MiniLM in 8 bits loses next to nothing, and in one bit a few points."""
-    scored = score_embeddings(minilm, task_of("stsb"), real_data / "glue_data", calibration=256, seed=0)
-    assert scored.pairs == 1500
-    assert scored.dimensions == 384
-    assert 0.8 < scored.scores["float32"] < 0.9
-    assert scored.scores["int8"] == pytest.approx(scored.scores["float32"], abs=0.005)
-    assert scored.scores["float32"] - 0.1 < scored.scores["binary"] < scored.scores["float32"]
+    scored = score_embeddings(
+        minilm, get_similarity_task("stsb"), real_data / "glue_data", num_calibration_pairs=256, seed=0
+    )
+    assert scored.num_pairs == 1500
+    assert scored.num_dimensions == 384
+    assert 0.8 < scored.spearman_by_precision["float32"] < 0.9
+    assert scored.spearman_by_precision["int8"] == pytest.approx(scored.spearman_by_precision["float32"], abs=0.005)
+    assert (
+        scored.spearman_by_precision["float32"] - 0.1
+        < scored.spearman_by_precision["binary"]
+        < scored.spearman_by_precision["float32"]
+    )

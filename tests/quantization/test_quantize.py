@@ -17,7 +17,13 @@ from istar import results
 from istar.cli.main import main
 from istar.config import Config
 from istar.quantization import form_tables, quantize, saved_runs
-from istar.quantization.form_scores import calibrate, evaluate, measure_activations, score_forms, with_control
+from istar.quantization.form_scores import (
+    apply_checked_control,
+    calibrate_input_ranges,
+    evaluate_model,
+    measure_activation_geometry,
+    score_model,
+)
 from istar.quantization.linear_layers import Form, encoder_linears, forward_observed
 from istar.quantization.torch_int8 import TorchInt8
 from istar.reports import cells
@@ -50,44 +56,46 @@ def folder(runs: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def loaded(folder: Path) -> saved_runs.Loaded:
-    return saved_runs.load(saved_runs.run_subject(folder, results.read(folder)), calibration=8, seed=0)
+def loaded(folder: Path) -> saved_runs.LoadedModel:
+    return saved_runs.load_model_and_data(
+        saved_runs.saved_model_of_run(folder, results.read(folder)), num_calibration=8, seed=0
+    )
 
 
-def test_float32_is_the_score_of_the_training(folder: Path, loaded: saved_runs.Loaded) -> None:
+def test_float32_is_the_score_of_the_training(folder: Path, loaded: saved_runs.LoadedModel) -> None:
     recorded = results.read(folder).metrics
-    for name, value in evaluate(loaded, loaded.model).metrics.items():
+    for name, value in evaluate_model(loaded, loaded.model).metrics.items():
         assert value == pytest.approx(recorded[name], abs=1e-12)
 
 
-def test_a_form_has_the_score_of_torch_quantization(loaded: saved_runs.Loaded) -> None:
+def test_a_form_has_the_score_of_torch_quantization(loaded: saved_runs.LoadedModel) -> None:
     form = Form(4, 4)
     layers = encoder_linears(loaded.model)
-    largest = calibrate(loaded, layers)
+    largest = calibrate_input_ranges(loaded, layers)
     model: Any = faked(loaded.model, form, largest)
     batches = evaluation_loader(loaded.validation, loaded.collate, 5, range(len(loaded.validation)))
     with torch.no_grad():
         classes = [model(**inputs_of(batch)).logits.argmax(1) for batch in batches]
     labels = np.array(loaded.evaluator.examples["label"])
-    scores = score_forms(loaded, [form])
+    scores = score_model(loaded, [form])
     assert scores.forms == {"w4a4": pytest.approx(np.mean(torch.cat(classes).numpy() == labels))}
     assert scores.metric == "accuracy"
 
 
-def test_ranges_are_those_of_a_sample_of_training_examples(folder: Path, loaded: saved_runs.Loaded) -> None:
+def test_ranges_are_those_of_a_sample_of_training_examples(folder: Path, loaded: saved_runs.LoadedModel) -> None:
     record = results.read(folder)
     train = load_splits(loaded.evaluator.spec, None, ["train"])["train"].select(
         range(record.config["task"]["limit_train"])
     )
     assert len(loaded.calibration) == 8
-    tokenizer = saved_runs.models.load_tokenizer(saved_runs.run_subject(folder, record).config.model)
+    tokenizer = saved_runs.models.load_tokenizer(saved_runs.saved_model_of_run(folder, record).config.model)
     texts = [tuple(tokenizer(example["sentence1"], example["sentence2"])["input_ids"]) for example in train]
     chosen = [tuple(loaded.calibration[number]["input_ids"].tolist()) for number in range(8)]
     assert set(chosen) <= set(texts)
     assert chosen != texts[:8]
 
 
-def test_ranges_are_those_of_the_calibration_rows(loaded: saved_runs.Loaded) -> None:
+def test_ranges_are_those_of_the_calibration_rows(loaded: saved_runs.LoadedModel) -> None:
     """Each row is passed alone, so without padding; the validation data have other ranges."""
     layers = encoder_linears(loaded.model)
     largest: dict[str, dict[str, float]] = {"calibration": {}, "validation": {}}
@@ -101,12 +109,12 @@ def test_ranges_are_those_of_the_calibration_rows(loaded: saved_runs.Loaded) -> 
 
             with torch.no_grad():
                 forward_observed(loaded.model, layers, inputs_of(batch), token_mask(batch), observe)
-    ranges = {name: value.item() for name, value in calibrate(loaded, layers).items()}
+    ranges = {name: value.item() for name, value in calibrate_input_ranges(loaded, layers).items()}
     assert ranges == pytest.approx(largest["calibration"], rel=1e-5)
     assert ranges != pytest.approx(largest["validation"], rel=1e-3)
 
 
-def test_the_activations_are_those_of_the_linear_layers(loaded: saved_runs.Loaded) -> None:
+def test_the_activations_are_those_of_the_linear_layers(loaded: saved_runs.LoadedModel) -> None:
     layers = encoder_linears(loaded.model)
     inputs: dict[str, list[torch.Tensor]] = {name: [] for name in layers}
     states = []
@@ -119,7 +127,7 @@ def test_the_activations_are_those_of_the_linear_layers(loaded: saved_runs.Loade
             )
             states.append(output.hidden_states[-1][0])
     points = {name: torch.cat(rows).double().numpy() for name, rows in inputs.items()}
-    measured = measure_activations(loaded, layers)
+    measured = measure_activation_geometry(loaded, layers)
     kurtosis = [scipy.stats.kurtosis(rows, axis=1).mean() for rows in points.values()]
     assert measured.kurtosis == pytest.approx(np.mean(kurtosis), rel=1e-4)
     assert measured.largest == pytest.approx(max(abs(rows).max() for rows in points.values()), rel=1e-5)
@@ -129,9 +137,9 @@ def test_the_activations_are_those_of_the_linear_layers(loaded: saved_runs.Loade
 
 
 @pytest.mark.parametrize("control", ["rotate", "outlier"])
-def test_a_control_changes_no_float32_score(loaded: saved_runs.Loaded, control: Any) -> None:
-    changed = with_control(loaded, control, 128.0, seed=0)
-    before, after = score_forms(loaded, [Form(8, 8)]), score_forms(changed, [Form(8, 8), TorchInt8()])
+def test_a_control_changes_no_float32_score(loaded: saved_runs.LoadedModel, control: Any) -> None:
+    changed = apply_checked_control(loaded, control, 128.0, seed=0)
+    before, after = score_model(loaded, [Form(8, 8)]), score_model(changed, [Form(8, 8), TorchInt8()])
     assert after.floating == before.floating
     assert after.activations.isoscore == pytest.approx(before.activations.isoscore, rel=1e-3)
     if control == "outlier":
@@ -141,20 +149,28 @@ def test_a_control_changes_no_float32_score(loaded: saved_runs.Loaded, control: 
 
 
 def test_a_control_that_changes_the_outputs_is_refused(
-    loaded: saved_runs.Loaded, monkeypatch: pytest.MonkeyPatch
+    loaded: saved_runs.LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As it would be in an architecture whose values pass through a function that is not linear."""
-    monkeypatch.setattr("istar.quantization.controls._PAIRS", (("intermediate.dense", "output.dense"),))
+    monkeypatch.setattr(
+        "istar.quantization.controls._VALUE_AND_OUTPUT_SUFFIXES", (("intermediate.dense", "output.dense"),)
+    )
     with pytest.raises(quantize.UserError, match="changes the logits of BertForSequenceClassification"):
-        with_control(loaded, "outlier", 128.0, seed=0)
+        apply_checked_control(loaded, "outlier", 128.0, seed=0)
 
 
 def test_settings_that_have_no_effect_do_not_count() -> None:
-    forms = quantize.parse_forms("w8a8,int8")
-    assert quantize.Settings(forms).identity() == quantize.Settings(forms, outlier_factor=2.0).identity()
-    assert quantize.Settings(forms).identity() != quantize.Settings(forms, control="rotate").identity()
-    other = quantize.parse_forms("w8a8,int8", activations="token")
-    assert quantize.Settings(forms).identity() != quantize.Settings(other).identity()
+    forms = quantize.parse_schemes("w8a8,int8")
+    assert (
+        quantize.QuantizationSettings(forms).identity()
+        == quantize.QuantizationSettings(forms, outlier_factor=2.0).identity()
+    )
+    assert (
+        quantize.QuantizationSettings(forms).identity()
+        != quantize.QuantizationSettings(forms, control="rotate").identity()
+    )
+    other = quantize.parse_schemes("w8a8,int8", activations="token")
+    assert quantize.QuantizationSettings(forms).identity() != quantize.QuantizationSettings(other).identity()
 
 
 def test_the_command(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,27 +205,27 @@ def test_the_command(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert (out / "figures" / "drops-tiny.svg").is_file()
 
     # Nothing is computed again, unless a setting changes.
-    before = (out / quantize.JSON).read_text()
+    before = (out / quantize.SCORES_FILE).read_text()
     assert main(command) == 0
     assert "of 4" not in capsys.readouterr().err
-    assert (out / quantize.JSON).read_text() == before
+    assert (out / quantize.SCORES_FILE).read_text() == before
     assert main([*command, "--activations", "token"]) == 0
     assert "4 of 4" in capsys.readouterr().err
-    assert len(json.loads((out / quantize.JSON).read_text())["entries"]) == 8
+    assert len(json.loads((out / quantize.SCORES_FILE).read_text())["entries"]) == 8
 
 
 def test_an_interrupted_command_goes_on(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out, load, seen = tmp_path / "out", saved_runs.load, []
+    out, load, seen = tmp_path / "out", saved_runs.load_model_and_data, []
 
-    def stop_at_third(subject: saved_runs.Subject, *arguments: Any) -> saved_runs.Loaded:
+    def stop_at_third(subject: saved_runs.SavedModel, *arguments: Any) -> saved_runs.LoadedModel:
         seen.append(subject.name)
         if len(seen) == 3:
             raise KeyboardInterrupt
         return load(subject, *arguments)
 
-    monkeypatch.setattr(saved_runs, "load", stop_at_third)
+    monkeypatch.setattr(saved_runs, "load_model_and_data", stop_at_third)
     command = ["quantize", str(runs), "--forms", "w8a8", "--calibration", "4", "--out", str(out)]
     with pytest.raises(KeyboardInterrupt):
         main(command)
@@ -268,10 +284,10 @@ def test_other_data_than_those_of_the_run_are_refused(folder: Path) -> None:
     record = results.read(folder)
     other = results.RunRecord(**{**vars(record), "data": {**record.data, "fingerprint": "0"}})
     with pytest.raises(quantize.UserError, match="--data-dir"):
-        saved_runs.load(saved_runs.run_subject(folder, other), 4, 0)
+        saved_runs.load_model_and_data(saved_runs.saved_model_of_run(folder, other), 4, 0)
 
 
-def synthetic_rows(drops: dict[str, dict[int, float]]) -> quantize.Quantized:
+def synthetic_rows(drops: dict[str, dict[int, float]]) -> quantize.QuantizedScores:
     """Rows of runs on RTE with given drops from 60% in one form."""
     penalties = {"Base": synthetic.BASE, "I-STAR": synthetic.istar(-1.0), "CosReg": synthetic.cosreg()}
     records = {
@@ -282,7 +298,7 @@ def synthetic_rows(drops: dict[str, dict[int, float]]) -> quantize.Quantized:
     frame = pd.DataFrame([{"folder": path, **row(record)} for path, record in records.items()])
     table = cells.prepare(Runs(frame, {}, records))
     values = [drop for by_seed in drops.values() for drop in by_seed.values()]
-    entries = [
+    scores = [
         {
             "metric": "accuracy", "recorded": 0.55, "floating": 0.6, "forms": {"w4a4": 0.6 - drop / 100},
             "collapsed": {"w4a4": False},
@@ -290,8 +306,11 @@ def synthetic_rows(drops: dict[str, dict[int, float]]) -> quantize.Quantized:
         }
         for number, drop in enumerate(values)
     ]  # fmt: skip
-    wide = [{**first, **quantize.wide_row(entry)} for first, entry in zip(cells.row_dicts(table), entries, strict=True)]
-    return quantize.Quantized(pd.DataFrame(wide), ("w4a4",), {}, "")
+    rows = [
+        {**columns, **quantize.make_table_row(values)}
+        for columns, values in zip(cells.row_dicts(table), scores, strict=True)
+    ]
+    return quantize.QuantizedScores(pd.DataFrame(rows), ("w4a4",), {}, "")
 
 
 DROPS = {
@@ -302,7 +321,7 @@ DROPS = {
 
 
 def test_methods_are_compared_by_their_drops() -> None:
-    compared, corrected = form_tables.compare(synthetic_rows(DROPS))
+    compared, corrected = form_tables.compare_methods(synthetic_rows(DROPS))
     by_method = {row.method.split()[0]: row for row in compared}
     assert list(by_method) == ["Base", "CosReg", "I-STAR"]
     p = {
@@ -313,9 +332,9 @@ def test_methods_are_compared_by_their_drops() -> None:
     first, second = sorted(p, key=lambda name: p[name])
     expected = {first: min(1, 2 * p[first]), second: max(min(1, 2 * p[first]), p[second])}
     assert corrected.tests == 2
-    assert by_method["Base"].versus_base is None
+    assert by_method["Base"].comparison_with_base is None
     for name in p:
-        versus = by_method[name].versus_base
+        versus = by_method[name].comparison_with_base
         assert versus is not None
         assert versus.p_value == pytest.approx(expected[name], rel=1e-9)
         difference = np.subtract(list(DROPS[name].values()), list(DROPS["Base"].values()))
@@ -324,27 +343,27 @@ def test_methods_are_compared_by_their_drops() -> None:
         assert versus.interval == pytest.approx((difference.mean() - margin, difference.mean() + margin))
         values = np.array(list(DROPS[name].values()))
         margin = scipy.stats.t.ppf(0.975, 4) * scipy.stats.sem(values)
-        assert by_method[name].interval == pytest.approx((values.mean() - margin, values.mean() + margin))
+        assert by_method[name].drop_interval == pytest.approx((values.mean() - margin, values.mean() + margin))
     # A smaller drop is better.
-    sentences = form_tables.conclusions(compared)
+    sentences = form_tables.write_conclusions(compared)
     assert "better than Base on rte (accuracy lost with w4a4) by 3.16" in sentences[1]
     assert sentences[0].startswith("No difference between CosReg")
 
 
 def test_the_drop_and_the_geometry() -> None:
     quantized = synthetic_rows(DROPS)
-    frame = form_tables.relations(quantized).frame.set_index("measure")
+    frame = form_tables.build_correlation_sheet(quantized).frame.set_index("measure")
     drops = [drop for by_seed in DROPS.values() for drop in by_seed.values()]
     assert frame.loc["kurtosis", "spearman"] == pytest.approx(1)
     assert frame.loc["largest_activation", "spearman"] == pytest.approx(-1)
     assert frame.loc["isoscore", "spearman"] == pytest.approx(scipy.stats.spearmanr(range(15), drops).statistic)
-    few = form_tables.relations(synthetic_rows({"Base": {1: 1.0, 2: 2.0}})).frame
+    few = form_tables.build_correlation_sheet(synthetic_rows({"Base": {1: 1.0, 2: 2.0}})).frame
     assert set(few["note"]) == {"needs 4 runs"}
 
 
 def test_a_method_without_base_has_no_comparison() -> None:
-    compared, corrected = form_tables.compare(synthetic_rows({"I-STAR": DROPS["I-STAR"]}))
-    assert [row.versus_base for row in compared] == [None]
+    compared, corrected = form_tables.compare_methods(synthetic_rows({"I-STAR": DROPS["I-STAR"]}))
+    assert [row.comparison_with_base for row in compared] == [None]
     assert corrected.tests == 0
 
 
@@ -359,4 +378,4 @@ def test_a_method_without_base_has_no_comparison() -> None:
 )
 def test_reasons_to_leave_a_run_out(changes: dict[str, Any], folder: str, reason: str) -> None:
     values = {"status": "finished", "task": "rte", "usable": True, "folder": folder, **changes}
-    assert reason in saved_runs.reason_left_out(values)
+    assert reason in saved_runs.get_exclusion_reason(values)

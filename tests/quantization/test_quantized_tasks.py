@@ -14,7 +14,7 @@ from istar import models, results
 from istar.cli.main import main
 from istar.config import Config, ModelConfig
 from istar.quantization import saved_runs
-from istar.quantization.form_scores import calibrate, score_forms
+from istar.quantization.form_scores import calibrate_input_ranges, score_model
 from istar.quantization.linear_layers import Form, encoder_linears
 from istar.runs.run import run
 from istar.tasks.specs import TASKS
@@ -87,18 +87,20 @@ def test_a_changed_data_file_is_noticed(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_regression_has_the_correlation_of_torch_quantization(tmp_path: Path) -> None:
     folder, task = save_random(tmp_path / "model", "demo_regression"), "demo_regression"
-    loaded = saved_runs.load(saved_runs.model_subject(folder, task, None), calibration=8, seed=0)
+    loaded = saved_runs.load_model_and_data(
+        saved_runs.saved_model_for_task(folder, task, None), num_calibration=8, seed=0
+    )
     form = Form(6, 6)
     expected = {}
     gold = np.array(loaded.evaluator.examples["label"])
-    quantized = faked(loaded.model, form, calibrate(loaded, encoder_linears(loaded.model)))
+    quantized = faked(loaded.model, form, calibrate_input_ranges(loaded, encoder_linears(loaded.model)))
     for name, model in {"float32": loaded.model, "w6a6": quantized}.items():
         module: Any = model
         batches = evaluation_loader(loaded.validation, loaded.collate, 16, range(len(loaded.validation)))
         with torch.no_grad():
             values = torch.cat([module(**inputs_of(batch)).logits[:, 0] for batch in batches])
         expected[name] = scipy.stats.pearsonr(values.double().numpy(), gold).statistic
-    scores = score_forms(loaded, [form])
+    scores = score_model(loaded, [form])
     assert scores.metric == "pearson"
     assert scores.floating == pytest.approx(expected["float32"], abs=1e-6)
     assert scores.forms["w6a6"] == pytest.approx(expected["w6a6"], abs=1e-3)

@@ -170,8 +170,8 @@ def model(change: Change = nothing, **settings: Any) -> Prepare:
     """A sound model in model/, then changed."""
 
     def prepare(folder: Path) -> None:
-        tokenizer = tiny.tokenizer(demo.vocabulary())
-        config = tiny.config(len(tokenizer))
+        tokenizer = tiny.make_tokenizer(demo.vocabulary())
+        config = tiny.make_config(len(tokenizer))
         for key, value in settings.items():
             setattr(config, key, value)
         models.save(BertForSequenceClassification(config), tokenizer, folder / "model")
@@ -210,7 +210,7 @@ def cut(name: str, keep: int) -> Change:
 
 
 def a_larger_vocabulary(folder: Path) -> None:
-    tiny.tokenizer([*demo.vocabulary(), "foreign", "words"]).save_pretrained(folder)
+    tiny.make_tokenizer([*demo.vocabulary(), "foreign", "words"]).save_pretrained(folder)
 
 
 def an_id_beyond_the_embedding(folder: Path) -> None:

@@ -189,4 +189,4 @@ def test_nothing_is_left_in_the_logging_of_the_host(small: Build) -> None:
     levels = [logging.getLogger(name).level for name in ("lightning.pytorch", "lightning.fabric")]
     run(small())
     assert [logging.getLogger(name).level for name in ("lightning.pytorch", "lightning.fabric")] == levels
-    assert len(tiny.tokenizer(demo.vocabulary())) > 0
+    assert len(tiny.make_tokenizer(demo.vocabulary())) > 0

@@ -24,7 +24,7 @@ TEXT = ("task.limit_train=60", "task.limit_validation=20", "task.max_length=32",
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tiny GPT-2 whose tokenizer knows the words of the generated text."""
     folder = tmp_path_factory.mktemp("decoder")
-    tokenizer = tiny.tokenizer(demo.vocabulary())
+    tokenizer = tiny.make_tokenizer(demo.vocabulary())
     tokenizer.save_pretrained(folder)
     config = GPT2Config(vocab_size=len(tokenizer), n_embd=32, n_layer=2, n_head=2, n_positions=64)
     GPT2LMHeadModel(config).save_pretrained(folder)

@@ -31,7 +31,7 @@ CLM, MLM = TASKS["clm"], TASKS["mlm"]
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    return tiny.tokenizer(["the", "cat", "sat", "on", "a", "mat", "it", "was", "raining", "dog", "again"])
+    return tiny.make_tokenizer(["the", "cat", "sat", "on", "a", "mat", "it", "was", "raining", "dog", "again"])
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_a_corpus_is_written_once_for_each_text_and_tokenizer(tokenizer: Any, tm
     tokenized_corpus(Dataset.from_dict({"text": TEXTS}), tokenizer, tmp_path)
     assert (folder / "tokens.bin").stat().st_mtime_ns == written
     tokenized_corpus(documents.select([0, 1]), tokenizer, tmp_path)
-    tokenized_corpus(documents, tiny.tokenizer(["cat"]), tmp_path)
+    tokenized_corpus(documents, tiny.make_tokenizer(["cat"]), tmp_path)
     assert len(list((tmp_path / "tokens").iterdir())) == 3
 
 

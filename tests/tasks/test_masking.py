@@ -13,7 +13,7 @@ WORDS = [f"w{number}" for number in range(300)]
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerBase:
-    return tiny.tokenizer([*WORDS, *(f"##x{number}" for number in range(100))])
+    return tiny.make_tokenizer([*WORDS, *(f"##x{number}" for number in range(100))])
 
 
 def ids(tokenizer: PreTrainedTokenizerBase, tokens: list[str]) -> np.ndarray:

@@ -43,7 +43,7 @@ class Setting:
 @pytest.fixture(scope="session")
 def setting() -> Setting:
     spec = TASKS["demo"]
-    tokenizer = tiny.tokenizer(demo.vocabulary())
+    tokenizer = tiny.make_tokenizer(demo.vocabulary())
     splits = load_splits(spec, None, ["train", "validation"])
     examples = {"train": splits["train"].select(range(200)), "validation": splits["validation"].select(range(40))}
     features = {
@@ -51,7 +51,7 @@ def setting() -> Setting:
         for name, rows in examples.items()
     }
     torch.manual_seed(0)
-    model = AutoModelForSequenceClassification.from_config(tiny.config(len(tokenizer))).train()
+    model = AutoModelForSequenceClassification.from_config(tiny.make_config(len(tokenizer))).train()
     evaluators = {"": Evaluator(spec, examples["validation"], features["validation"])}
     return Setting(model, Collator(tokenizer), features["train"], features["validation"], evaluators)
 

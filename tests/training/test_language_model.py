@@ -34,7 +34,7 @@ def gpt2() -> Any:
 
 
 def bert() -> Any:
-    config = tiny.config(VOCABULARY)
+    config = tiny.make_config(VOCABULARY)
     config.update(SHAPE)
     return BertForMaskedLM(config)
 

@@ -54,14 +54,14 @@ def model_of(name: str, vocabulary: int) -> Any:
         return GPT2LMHeadModel(
             GPT2Config(vocab_size=vocabulary, n_positions=32, n_embd=16, n_layer=2, n_head=2, **options)
         )
-    config = tiny.config(vocabulary)
+    config = tiny.make_config(vocabulary)
     config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
     return BertForMaskedLM(config)
 
 
 def outcome(name: str, world_size: int, folder: Path) -> dict[str, Any]:
     """Train for some steps and validate, with global batches of the same size whatever the number of processes."""
-    tokenizer = tiny.tokenizer(demo.vocabulary())
+    tokenizer = tiny.make_tokenizer(demo.vocabulary())
     train, validation = (rows_of(name, split, 41, tokenizer, folder) for split in ("train", "validation"))
     validation = validation.first(len(validation) - 1 + len(validation) % 2)  # an odd number
     model = model_of(name, len(tokenizer)).double().train()
