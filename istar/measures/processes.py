@@ -26,6 +26,8 @@ def sum_over_processes(tensor: Tensor, group: dist.ProcessGroup | None = None) -
 
 
 class _SumOverProcesses(torch.autograd.Function):
+    """Autograd function behind `sum_over_processes`."""
+
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         ctx.group = group
@@ -43,7 +45,7 @@ def gather_over_processes(rows: Tensor, group: dist.ProcessGroup | None = None) 
 
     The processes may have different numbers of rows. Gradients are summed over the processes, as in
     `sum_over_processes`: each process gets the gradient of the sum of all processes' losses for its rows. Without an
-    initialized group, or in a group of one process, the tensor itself is returned.
+    initialized group, or in a group of one process, the rows themselves are returned.
     """
     if world_size(group) == 1:
         return rows
@@ -51,6 +53,6 @@ def gather_over_processes(rows: Tensor, group: dist.ProcessGroup | None = None) 
     counts = torch.zeros(world_size(group), dtype=torch.int64, device=rows.device)
     counts[rank] = len(rows)
     dist.all_reduce(counts, group=group)
-    before, after = int(counts[:rank].sum()), int(counts[rank + 1 :].sum())
+    rows_before, rows_after = int(counts[:rank].sum()), int(counts[rank + 1 :].sum())
     # A sum of rows that are padded with zeros is a concatenation.
-    return sum_over_processes(torch.nn.functional.pad(rows, (0, 0, before, after)), group)
+    return sum_over_processes(torch.nn.functional.pad(rows, (0, 0, rows_before, rows_after)), group)

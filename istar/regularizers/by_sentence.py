@@ -21,7 +21,7 @@ from torch import Tensor
 from istar.errors import UserError
 from istar.measures.moments import full_precision
 from istar.measures.processes import sum_over_processes
-from istar.measures.rows import wide_dtype
+from istar.measures.rows import accumulation_dtype
 from istar.measures.sentences import SentenceMoments, SentenceSums
 from istar.regularizers.points import Tokens
 
@@ -108,7 +108,7 @@ def check_number_of_sentences(moments: SentenceMoments) -> None:
 
 def _mean_of_points(layers: Sequence[SentencePoints], sync: bool, group: dist.ProcessGroup | None) -> Tensor:
     """Return the mean `(d,)` of the points of all layers; 0 without points."""
-    dtype = wide_dtype(layers[0].rows.device)
+    dtype = accumulation_dtype(layers[0].rows.device)
     sums = [torch.sum(_chosen(layer.rows, layer.indices), 0, dtype=dtype) for layer in layers]
     number = sum(len(layer.rows) if layer.indices is None else len(layer.indices) for layer in layers)
     packed = torch.cat([torch.stack(sums).sum(0), sums[0].new_full((1,), number)])

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from istar.measures.processes import sum_over_processes
-from istar.measures.rows import wide_dtype
+from istar.measures.rows import accumulation_dtype
 from istar.regularizers.base import Penalty, Terms
 from istar.regularizers.points import Layers
 from istar.regularizers.set_point import SetPoint
@@ -60,7 +60,7 @@ class Kurtosis(Penalty):
         """
         points = points if indices is None else points.index_select(0, indices)
         points = points.to(torch.promote_types(points.dtype, torch.float32))
-        dtype = wide_dtype(points.device)
+        dtype = accumulation_dtype(points.device)
         sizes = torch.tensor([len(points), points.numel()], dtype=dtype, device=points.device)
         mean = points.sum(dtype=dtype) / sizes[1].clamp(min=1)
         deviations = points - mean.to(points.dtype)

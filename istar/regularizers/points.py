@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from istar.errors import UserError
-from istar.measures.classes import number_of_classes
+from istar.measures.classes import count_classes
 from istar.measures.moments import mask_to_indices
 
 Layers = str | Sequence[int]
@@ -221,7 +221,7 @@ class Tokens:
                 f"{labels.dtype} of shape {tuple(labels.shape)}: leave out within for regression and language modelling"
             )
         if self._classes is None:
-            self._classes = number_of_classes(labels)
+            self._classes = count_classes(labels)
         each = labels.to(hidden_state.device).view(batch, *[1] * (hidden_state.dim() - 2))
         return each.expand(hidden_state.shape[:-1]).reshape(-1), self._classes
 

@@ -238,8 +238,8 @@ MUTATIONS = [
     Mutation(
         "The gradient of the scatter matrix is taken about 0, not about the mean.",
         "istar/measures/moments.py",
-        "factors = points if ctx.is_rounded else _select(points, indices) - mean.to(dtype)",
-        "factors = points if ctx.is_rounded else _select(points, indices)",
+        "factors = points if ctx.is_rounded else _select_rows(points, indices) - mean.to(dtype)",
+        "factors = points if ctx.is_rounded else _select_rows(points, indices)",
         "tests/measures/test_moments.py::test_first_and_second_derivatives_are_those_of_finite_differences",
     ),
     Mutation(
@@ -352,15 +352,15 @@ MUTATIONS = [
     Mutation(
         "I(W) is the ratio of the largest to the smallest value of the partition function.",
         "istar/measures/partition.py",
-        "math.exp(low - high)",
-        "math.exp(high - low)",
+        "math.exp(log_z_min - log_z_max)",
+        "math.exp(log_z_max - log_z_min)",
         "tests/measures/test_partition.py::test_with_both_signs_it_is_the_double_loop_over_numpys_eigenvectors",
     ),
     Mutation(
         "I(W) with both signs takes each eigenvector twice and its negative never.",
         "istar/measures/partition.py",
-        "(-scores).logsumexp(0)",
-        "scores.logsumexp(0)",
+        "(-inner_products).logsumexp(0)",
+        "inner_products.logsumexp(0)",
         "tests/measures/test_partition.py::test_with_both_signs_it_is_the_double_loop_over_numpys_eigenvectors",
     ),
     Mutation(
@@ -380,8 +380,8 @@ MUTATIONS = [
     Mutation(
         "TwoNN trusts candidates that a rounding error of the matrix product may have chosen.",
         "istar/measures/dimension.py",
-        "estimates[:, -1] - errors[rows] <= nearest",
-        "0 * errors[rows] >= 1 + nearest",
+        "estimates[:, -1] - error_bounds[rows] <= two_smallest",
+        "0 * error_bounds[rows] >= 1 + two_smallest",
         "tests/measures/test_dimension.py::test_neighbours_are_those_of_all_distances",
     ),
     # ---- istar measure
