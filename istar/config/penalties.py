@@ -33,9 +33,9 @@ from istar.regularizers import (
 )
 from istar.regularizers.base import check_target
 from istar.regularizers.dropout import set_dropout
-from istar.regularizers.embeddings import HIDDEN_STATES, INPUT, OUTPUT, TARGETS
-from istar.regularizers.istar import AUTO, BY_SENTENCE, COMPUTE, ESTIMATORS
-from istar.regularizers.points import NAMED_LAYERS, POINTS, WITHIN
+from istar.regularizers.embeddings import HIDDEN_STATES, INPUT_EMBEDDINGS, OUTPUT_EMBEDDINGS, TARGETS
+from istar.regularizers.istar import AUTO, BY_SENTENCE, COMPUTE_DTYPES, ESTIMATORS
+from istar.regularizers.points import NAMED_LAYERS, POINTS, WITHIN_OPTIONS
 from istar.regularizers.schedule import SCHEDULES
 from istar.regularizers.set_point import KEEP, SIDES
 from istar.regularizers.spectrum_control import DECAYS
@@ -166,7 +166,7 @@ class CosRegConfig(NoRegConfig):
         if self.include_padding and chooses_points:
             raise UserError("reg.include_padding=true counts all tokens; it needs reg.points=all and no max_norm_ratio")
         if self.target == HIDDEN_STATES and self.rows is not None:
-            raise UserError(f"reg.rows={self.rows} needs reg.target={INPUT} or {OUTPUT}")
+            raise UserError(f"reg.rows={self.rows} needs reg.target={INPUT_EMBEDDINGS} or {OUTPUT_EMBEDDINGS}")
         if self.target != HIDDEN_STATES:
             if chooses_points:
                 raise UserError(
@@ -274,7 +274,7 @@ class IStarConfig(CosRegConfig):
         one_of("reg.estimator", self.estimator, ESTIMATORS)
         self._check_within()
         if self.compute is not None:
-            one_of("reg.compute", self.compute, COMPUTE)
+            one_of("reg.compute", self.compute, COMPUTE_DTYPES)
             if self.compute != "float32" and self._needs_float32:
                 raise UserError(
                     f"reg.compute={self.compute}: reg.estimator=unbiased, unbiased_by_sentence and reg.zeta=auto need "
@@ -305,7 +305,7 @@ class IStarConfig(CosRegConfig):
     def _check_within(self) -> None:
         if self.within is None:
             return
-        one_of("reg.within", self.within, WITHIN)
+        one_of("reg.within", self.within, WITHIN_OPTIONS)
         if self.estimator != "shrinkage" or self.zeta == AUTO:
             raise UserError(
                 f"reg.within={self.within} needs reg.estimator=shrinkage and a number as reg.zeta; these are "

@@ -68,17 +68,19 @@ class Kurtosis(Penalty):
         return torch.stack([*sizes, mean, *sums]), points.dtype
 
     def score(self, summaries: Sequence[tuple[Tensor, torch.dtype]]) -> Terms:
-        points, count, means, second, third, fourth = torch.stack([sums for sums, _ in summaries], 1)
-        totals = torch.stack([points.sum(), count.sum(), (count * means).sum()])
+        """Compute the kurtosis of the union of summarized layers; see `Penalty.score`."""
+        points, counts, means, second, third, fourth = torch.stack([sums for sums, _ in summaries], 1)
+        totals = torch.stack([points.sum(), counts.sum(), (counts * means).sum()])
         totals = sum_over_processes(totals, self.group) if self.sync else totals
+        num_points, num_coordinates, coordinate_sum = totals
         # Sums of powers of the deviations from the common mean, by the binomial formula.
-        shift = means - totals[2] / totals[1]
+        shift = means - coordinate_sum / num_coordinates
         sums = torch.stack(
             [
-                (second + count * shift**2).sum(),
-                (fourth + 4 * shift * third + 6 * shift**2 * second + count * shift**4).sum(),
+                (second + counts * shift**2).sum(),
+                (fourth + 4 * shift * third + 6 * shift**2 * second + counts * shift**4).sum(),
             ]
         )
-        sums = sum_over_processes(sums, self.group) if self.sync else sums
-        value = (totals[1] * sums[1] / sums[0].square()).to(summaries[0][1])
-        return Terms(value, value, totals[0])
+        squares, fourth_powers = sum_over_processes(sums, self.group) if self.sync else sums
+        value = (num_coordinates * fourth_powers / squares.square()).to(summaries[0][1])
+        return Terms(value, value, num_points)

@@ -105,7 +105,7 @@ MUTATIONS = [
     Mutation(
         "A causal model's labelled points are the labelled tokens, not those before them.",
         "istar/regularizers/points.py",
-        "(predicts_a_label(has_label, starts) if self.predicts_next else has_label)",
+        "(next_token_has_label(has_label, starts) if self.predicts_next else has_label)",
         "has_label",
         "tests/regularizers/test_tokens_chosen.py::test_all_forms_of_a_batch_have_the_statistics_and_gradients_of_the_sentences_alone",
     ),
@@ -133,8 +133,8 @@ MUTATIONS = [
     Mutation(
         "Labels of a call stay for the next one.",
         "istar/regularizers/hidden_states.py",
-        "            self._labels = None\n\n        around",
-        "            pass\n\n        around",
+        "            self._labels = None\n\n        enclosing_modules",
+        "            pass\n\n        enclosing_modules",
         "tests/regularizers/test_tokens_chosen.py::test_labels_of_one_call_are_not_those_of_the_next",
     ),
     Mutation(
@@ -273,7 +273,7 @@ MUTATIONS = [
     Mutation(
         "The target score of keep follows the score of each loss.",
         "istar/regularizers/base.py",
-        "score.isfinite() & (before < self.set_point.batches)",
+        "score.isfinite() & (previous_count < self.set_point.batches)",
         "score.isfinite()",
         "tests/regularizers/test_set_point.py::test_keep_holds_the_score_of_the_first_loss",
     ),
@@ -301,8 +301,8 @@ MUTATIONS = [
     Mutation(
         "SimCTG compares padding.",
         "istar/regularizers/simctg.py",
-        "is_pair = counts[:, :, None] & counts[:, None, :]",
-        "is_pair = counts[:, :, None] | counts[:, None, :]",
+        "is_pair = is_point[:, :, None] & is_point[:, None, :]",
+        "is_pair = is_point[:, :, None] | is_point[:, None, :]",
         "tests/regularizers/test_simctg.py::test_the_formula_of_the_paper",
     ),
     Mutation(
