@@ -69,7 +69,7 @@ class NoRegConfig:
         return None
 
     def weight_decay(self, default: float) -> float:
-        """Return the weight decay of the optimizer. It is `default`, from `optim.weight_decay`, for all but a placebo."""
+        """Return the weight decay of the optimizer. It is `default` (`optim.weight_decay`) except for a placebo."""
         return default
 
     def resolve(self, precision: str) -> None:
