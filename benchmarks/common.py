@@ -175,6 +175,7 @@ def time_in_rotation(
         """Return a function that executes the call and returns its seconds."""
 
         def timed_call(_: int) -> float:
+            """Execute the call and return its seconds; the number of the round is ignored."""
             synchronize(device)
             start = clock()
             call()

@@ -102,6 +102,7 @@ class Steps:
         model = trainer.accelerator.prepare_model(model)
 
         def step() -> None:
+            """Execute a training step and an optimizer step."""
             trainer.attach_penalty()
             trainer.training_step(model, dict(self.inputs))
             trainer.detach_penalty()

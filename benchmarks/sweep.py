@@ -142,10 +142,12 @@ def measure_skip(options: argparse.Namespace, folder: Path) -> Table:
     script = folder / "empty_function.py"
     script.write_text(EMPTY_FUNCTION)
 
-    def time_istar(count: int, _round: int) -> float:
+    def time_istar(count: int, _: int) -> float:
+        """Return the seconds that a sweep over `count` finished runs takes."""
         return run_command("train.py", "-m", f"seed=range(1,{count + 1})", f"run.root={folder / 'runs'}")
 
-    def time_hydra(_round: int) -> float:
+    def time_hydra(_: int) -> float:
+        """Return the seconds that Hydra's basic sweeper takes for as many calls of an empty function."""
         seeds = f"seed=range(1,{options.done + 1})"
         return run_command(str(script), "-m", seeds, "hydra/sweeper=basic", f"run.root={folder / 'runs'}")
 
@@ -188,11 +190,13 @@ def measure_throughput(options: argparse.Namespace, folder: Path) -> Table:
     settings = ("trainer.progress_bar=false", *options.train)
 
     def sweep_rate(round_number: int) -> float:
+        """Return the runs per minute of a sweep."""
         seeds, jobs = f"seed=range(1,{options.trials + 1})", f"sweep.jobs={options.jobs}"
         seconds = run_command("train.py", "-m", seeds, jobs, f"run.root={folder / f'sweep-{round_number}'}", *settings)
         return 60 * options.trials / seconds
 
     def loop_rate(round_number: int) -> float:
+        """Return the runs per minute of a loop that starts each run by itself."""
         root = f"run.root={folder / f'loop-{round_number}'}"
         seconds = sum(run_command("train.py", f"seed={seed}", root, *settings) for seed in range(1, options.trials + 1))
         return 60 * options.trials / seconds

@@ -551,7 +551,7 @@ def _check_layers(layers: Any) -> None:
     """Raise a UserError unless layers are a known name or a list of layer numbers."""
     if isinstance(layers, str):
         check_one_of("reg.layers", layers, NAMED_LAYERS)
-    elif not (isinstance(layers, list) and layers and all(type(number) is int for number in layers)):
+    elif not (isinstance(layers, list) and layers and all(type(layer) is int for layer in layers)):
         raise UserError(
             f"reg.layers={layers} is neither one of {', '.join(NAMED_LAYERS)} nor a list of layer numbers like [1,2,12]"
         )

@@ -29,7 +29,9 @@ Average = Literal["types", "occurrences"]
 
 
 def average_cosine(points: Tensor, mask: Tensor | None = None) -> Tensor:
-    r"""Compute InterSim, the mean of :math:`\cos(x_i, x_j)` over all pairs :math:`i \ne j` (equation 5).
+    r"""Compute InterSim, the mean of :math:`\cos(x_i, x_j)` over all pairs :math:`i \ne j`.
+
+    See *Anisotropy is Not Inherent to Transformers*, equation 5.
 
     Args:
         points: `(..., d)` of any floating dtype; blocks of points are converted to float64 one after the other.

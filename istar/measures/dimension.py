@@ -111,9 +111,9 @@ def _distinct_points(points: Tensor) -> Tensor:
         raise UserError(f"points are {points.dtype}; expected a floating dtype")
     points = points.detach()
     # MPS has no float64.
-    wide = (points.cpu() if points.device.type == "mps" else points).double()
-    check_finite(wide, "the points")
-    distinct = wide.unique(dim=0) if len(wide) else wide
+    points = (points.cpu() if points.device.type == "mps" else points).double()
+    check_finite(points, "the points")
+    distinct = points.unique(dim=0) if len(points) else points
     if len(distinct) < 3:
         raise UserError(f"{len(distinct)} distinct points have no dimension; expected at least 3")
     # Scaling keeps the squares of very large or small coordinates in range; by a power of two, it rounds nothing. The

@@ -28,7 +28,7 @@ def isoscore(points: Tensor | Moments, mask: Tensor | None = None) -> Tensor:
     """Compute the IsoScore of a point cloud: 1 if all directions have equal variance, 0 if one direction has it all.
 
     With fewer than about ten points per dimension, the result underestimates the IsoScore of the distribution that the
-    points come from (the paper's Figure 2). Use `isoscore_star` or `isoscore_unbiased` for such small samples.
+    points come from (Rudman and Eickhoff, 2024, Figure 2). Use `isoscore_star` or `isoscore_unbiased` for such small samples.
 
     Args:
         points: `(..., d)` of any floating dtype, or the moments of a cloud.
@@ -52,7 +52,9 @@ def isoscore(points: Tensor | Moments, mask: Tensor | None = None) -> Tensor:
 def isoscore_star(
     points: Tensor | Moments, shrinkage_covariance: Tensor, zeta: float, mask: Tensor | None = None
 ) -> Tensor:
-    r"""Compute IsoScore\* (Algorithm 1): the IsoScore of :math:`(1 - \zeta) \operatorname{Cov}(X) + \zeta \Sigma_S`.
+    r"""Compute IsoScore\*, the IsoScore of :math:`(1 - \zeta) \operatorname{Cov}(X) + \zeta \Sigma_S`.
+
+    It is defined in Algorithm 1 of *Stable Anisotropic Regularization* (Rudman and Eickhoff, ICLR 2024).
 
     Args:
         points: as in `isoscore`.
@@ -191,7 +193,7 @@ def unchecked_isoscore(covariance: Tensor) -> Tensor:
 
 
 def shrink(covariance: Tensor, shrinkage_covariance: Tensor, zeta: float) -> Tensor:
-    r"""Return :math:`(1 - \zeta) \Sigma_X + \zeta \Sigma_S`, `(d, d)`: step 4 of Algorithm 1.
+    r"""Return the shrunk covariance :math:`(1 - \zeta) \Sigma_X + \zeta \Sigma_S`, `(d, d)`, of IsoScore\*.
 
     Raises:
         UserError: for zeta outside [0, 1] or shapes that differ.
@@ -280,6 +282,6 @@ def _divide_by_trace(covariance: Tensor) -> tuple[Tensor, Tensor]:
     Dividing by the trace keeps the squares of very large or small covariances in range. float32 sums of d^2 squares
     would lose five digits, and float16 traces would overflow.
     """
-    wide = covariance.to(accumulation_dtype(covariance.device))
-    trace = wide.diagonal().sum()
-    return wide / trace, trace
+    covariance = covariance.to(accumulation_dtype(covariance.device))
+    trace = covariance.diagonal().sum()
+    return covariance / trace, trace

@@ -153,6 +153,7 @@ class _MeanAndScatter(torch.autograd.Function):
         count: Tensor,
         matmul_dtype: torch.dtype | None,
     ) -> tuple[Tensor, Tensor]:
+        """Return the mean and the scatter matrix; `count` is the sum of the weights."""
         with full_precision(points.device):
             # Avoid 0 / 0: the mean of an empty batch is 0.
             count = torch.where(count > 0, count, 1)
@@ -175,6 +176,7 @@ class _MeanAndScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_mean: Tensor, grad_scatter: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of the points by the formula of `mean_and_scatter`."""
         if ctx.is_rounded and torch.is_grad_enabled():
             raise UserError("products in bfloat16 have no second derivative; use compute='float32'")
         points, indices, weights, count, mean = ctx.saved_tensors

@@ -21,7 +21,9 @@ Variant = Literal["corrected", "published"]
 
 @torch.no_grad()
 def centered(embeddings: Tensor) -> Tensor:
-    r"""Subtract the mean :math:`\mu` of the rows from each row, :math:`\tilde w = w - \mu` (equation 9).
+    r"""Subtract the mean :math:`\mu` of the rows from each row, :math:`\tilde w = w - \mu`.
+
+    See *Too Much in Common*, equation 9.
 
     Args:
         embeddings: W, `(n, d)`, any floating dtype and device.
@@ -36,7 +38,7 @@ def centered(embeddings: Tensor) -> Tensor:
 
 @torch.no_grad()
 def scaled_centered(embeddings: Tensor) -> Tensor:
-    r"""Subtract the mean direction from each row, scaled by the row's norm (section 5.2).
+    r"""Subtract the mean direction from each row, scaled by the row's norm (*Too Much in Common*, section 5.2).
 
     The result is :math:`w' = w - \lVert w \rVert \hat\mu = \lVert w \rVert (\hat w - \hat\mu)`, where
     :math:`\hat\mu` is the mean of the unit vectors :math:`\hat w`. The mean of :math:`w' / \lVert w \rVert` is zero,

@@ -114,6 +114,7 @@ class Penalty(nn.Module, ABC):
         super().__setattr__(name, value)
 
     def extra_repr(self) -> str:
+        """Return the settings that `repr` shows."""
         set_point = "" if self.set_point is None else f", set_point={self.set_point}"
         return f"weight={self.weight}, layers={self.layers!r}{set_point}"
 

@@ -170,6 +170,7 @@ class _TotalsAndScatters(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, mean: Tensor, layouts: Sequence[_Layout], *rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sums and the scatter matrices of the union of the layers, whose rows and layouts are given."""
         dtype = torch.promote_types(rows[0].dtype, torch.float32)
         num_sentences, dim = layouts[0].num_sentences, len(mean)
         totals = torch.zeros(num_sentences, dim, dtype=dtype, device=mean.device)
@@ -185,6 +186,7 @@ class _TotalsAndScatters(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_totals: Tensor, grad_scatters: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the mean and of the rows of each layer."""
         mean, *rows = ctx.saved_tensors
         symmetric = grad_scatters + grad_scatters.mT
         grad_mean = torch.zeros_like(mean)

@@ -54,9 +54,9 @@ class EmbeddingWatch:
     `loss()` needs no forward pass; the training loop adds it to its loss once per micro-batch. Its gradient reaches the
     matrix directly. With tied embeddings, the two targets are one matrix.
 
-    Every process of a distributed training has the same matrix and, if rows are sampled, the same rows. So each
-    computes the whole penalty, nothing is communicated, and the average of the gradients over the processes, as of DDP,
-    is the gradient of the penalty. For this, `penalty.sync` is set to False.
+    In distributed training, all processes have the same matrix and, if rows are sampled, the same rows. Each process
+    therefore computes the whole penalty without communication, and DDP's average of the gradients over the processes is
+    the gradient of the penalty. For this, `penalty.sync` is set to False.
 
     >>> import istar, transformers
     >>> config = transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=50, bos_token_id=0, eos_token_id=0)
@@ -175,6 +175,7 @@ def _make_matrix_getter(model: Any, target: str) -> Any:
     getter_name = "get_input_embeddings" if target == INPUT_EMBEDDINGS else "get_output_embeddings"
 
     def get_matrix() -> Tensor:
+        """Return the embedding matrix that the model has now."""
         module = getattr(model, getter_name)()
         weight = getattr(module, "weight", None)
         if not isinstance(weight, Tensor):

@@ -149,10 +149,12 @@ class HiddenStateReader:
             return []
 
         def store_labels(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            """Store the labels of the call, if it has any."""
             labels = {**dict(zip(_argument_names(module), args, strict=False)), **kwargs}.get("labels")
             self._labels = self._labels if labels is None else labels
 
         def clear_labels(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            """Forget the labels at the end of the call, even if it failed."""
             self._labels = None
 
         enclosing_modules = [
@@ -225,7 +227,7 @@ class HiddenStateReader:
 
     def _summarize_states(self, states: list[tuple[int, Tensor]]) -> list[tuple[int, Any]]:
         """Return the summaries of hidden states, with their layer numbers."""
-        return [(number, self._summarize(state, self._tokens)) for number, state in states]
+        return [(layer, self._summarize(state, self._tokens)) for layer, state in states]
 
     def _check_all_layers_called(self) -> None:
         """Raise `UserError` unless all layers called their hooks, except those that layerdrop skipped."""

@@ -141,6 +141,7 @@ class IStar(Penalty):
         super().__setattr__(name, value)
 
     def extra_repr(self) -> str:
+        """Return the settings that `repr` shows."""
         within = "" if self.within is None else f", within={self.within}"
         return f"{super().extra_repr()}, zeta={self.zeta}, estimator={self.estimator}, compute={self.compute}{within}"
 

@@ -20,7 +20,7 @@ from istar.regularizers.points import Layers
 from istar.regularizers.set_point import SetPoint
 
 UNIFORM = SetPoint(1.8)
-"""The paper's target, the kurtosis of a uniform distribution."""
+"""The target of Shkolnik et al. (2020), the kurtosis of a uniform distribution."""
 
 
 class Kurtosis(Penalty):

@@ -112,7 +112,7 @@ def select_layers(hidden_states: Sequence[Tensor], layers: Layers = "all") -> li
         raise UserError(
             f"{len(hidden_states)} hidden states were given; expected the embedding output and one per layer"
         )
-    return [hidden_states[number] for number in layer_numbers(len(hidden_states) - 1, layers)]
+    return [hidden_states[layer] for layer in layer_numbers(len(hidden_states) - 1, layers)]
 
 
 def layer_numbers(num_layers: int, layers: Layers) -> list[int]:
@@ -127,13 +127,13 @@ def layer_numbers(num_layers: int, layers: Layers) -> list[int]:
             raise UserError(f"layers={layers!r}; expected one of {', '.join(NAMED_LAYERS)} or a list of layer numbers")
         return named[layers]
     selected = set()
-    for number in layers:
-        if not -num_layers - 1 <= number <= num_layers:
+    for layer in layers:
+        if not -num_layers - 1 <= layer <= num_layers:
             raise UserError(
-                f"layer {number} does not exist; expected 0 (embeddings) to {num_layers}, the last layer, or -1 and "
+                f"layer {layer} does not exist; expected 0 (embeddings) to {num_layers}, the last layer, or -1 and "
                 "less to count from the last"
             )
-        selected.add(number % (num_layers + 1))
+        selected.add(layer % (num_layers + 1))
     if not selected:
         raise UserError("layers is an empty list; name at least one layer, or use reg=none")
     return sorted(selected)

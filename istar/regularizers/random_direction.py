@@ -79,11 +79,13 @@ class _RotateGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, points: Tensor, rotation: Tensor) -> Tensor:
+        """Return the points unchanged."""
         ctx.save_for_backward(rotation)
         return points.view_as(points)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Return the rotated gradient."""
         (rotation,) = ctx.saved_tensors
         with full_precision(gradient.device):
             return (gradient.to(rotation.dtype) @ rotation.T).to(gradient.dtype), None

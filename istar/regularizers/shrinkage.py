@@ -20,7 +20,7 @@ from istar.regularizers.hidden_states import HiddenStateReader
 from istar.regularizers.points import ALL_POINTS, ALL_TOKENS, Layers, Points, Tokens, check_within
 
 NUM_POINTS = 250_000
-"""Number of points in Sigma_S in the paper (Section 3)."""
+"""Number of points of Sigma_S in *Stable Anisotropic Regularization*, Section 3."""
 
 LABEL_NAMES = ("labels", "label", "label_ids", "start_positions", "end_positions")
 """Names of model arguments that hold labels."""

@@ -46,11 +46,11 @@ class SigReg(Penalty):
         layers, include_padding, sync, group, set_point: as in `Penalty`; the score is the unweighted penalty.
 
     Attributes:
-        draws: number of losses so far, 0-d. It is a buffer, which decides on the directions of the next loss together
-            with the seed, so that a resumed training has the same.
+        draws: number of losses so far, 0-d. It is a buffer: together with the seed, it determines the directions of the
+            next loss, so that resumed training has the same ones.
 
     Raises:
-        UserError: for fewer directions than 1.
+        UserError: if `directions` is below 1.
     """
 
     measure = "sigreg"

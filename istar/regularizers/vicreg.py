@@ -25,7 +25,7 @@ from istar.regularizers.points import Layers
 from istar.regularizers.set_point import SetPoint
 
 EPSILON = 1e-4
-"""The paper's epsilon, which bounds the gradient of the standard deviation."""
+"""The epsilon of the VICReg paper, which bounds the gradient of the standard deviation."""
 
 
 class VicReg(MomentsPenalty):
