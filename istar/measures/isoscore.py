@@ -28,7 +28,8 @@ def isoscore(points: Tensor | Moments, mask: Tensor | None = None) -> Tensor:
     """Compute the IsoScore of a point cloud: 1 if all directions have equal variance, 0 if one direction has it all.
 
     With fewer than about ten points per dimension, the result underestimates the IsoScore of the distribution that the
-    points come from (Rudman and Eickhoff, 2024, Figure 2). Use `isoscore_star` or `isoscore_unbiased` for such small samples.
+    points come from (Rudman and Eickhoff, 2024, Figure 2). For such small samples, use `isoscore_star` or
+    `isoscore_unbiased`.
 
     Args:
         points: `(..., d)` of any floating dtype, or the moments of a cloud.
