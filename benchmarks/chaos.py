@@ -49,7 +49,7 @@ SWEEP = ("-m", "seed=1,2,3,4", "sweep.jobs=2")
 
 @dataclass
 class Tally:
-    """What happened to the runs or sweeps of one kind."""
+    """What happened to the killed runs or sweeps of one kind."""
 
     kind: str  # for example "2 processes"
     loading: float = 0.0  # seconds that an undisturbed run takes until it is ready to train
@@ -63,7 +63,7 @@ class Tally:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark and print its table; returns 1 if a run was lost or is not equal to the undisturbed one."""
+    """Run the benchmark and print its table; return 1 if a run was lost or is not equal to the undisturbed one."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos", description=__doc__.partition("\n")[0])
     parser.add_argument("--kills", type=int, default=50, help="kills in all, at least (default: 50)")
     parser.add_argument("--processes", default="1,2", help="numbers of processes of a run (default: 1,2)")
@@ -78,24 +78,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.sweep:
         commands = {"sweep": _sweep_command(overrides)}
     else:
-        worlds = [int(number) for number in options.processes.split(",")]
+        process_counts = [int(count) for count in options.processes.split(",")]
         commands = {
-            "one process" if world == 1 else f"{world} processes": _command(world, overrides) for world in worlds
+            "one process" if count == 1 else f"{count} processes": _run_command(count, overrides)
+            for count in process_counts
         }
     tallies: list[Tally] = []
     # Ctrl-C ends the benchmark early, with the table of what it has seen.
     with (
         suppress(KeyboardInterrupt),
-        tempfile.TemporaryDirectory(prefix="istar-chaos-") as name,
+        tempfile.TemporaryDirectory(prefix="istar-chaos-") as temporary_folder,
         Progress(console=console) as progress,
     ):
-        bar = progress.add_task("kills", total=options.kills)
-        for number, (kind, command) in enumerate(commands.items()):
-            share = (options.kills - sum(tally.kills for tally in tallies)) // (len(commands) - number)
-            folder = Path(name) / kind.replace(" ", "-")
+        progress_bar = progress.add_task("kills", total=options.kills)
+        for index, (kind, command) in enumerate(commands.items()):
+            num_kills = (options.kills - sum(tally.kills for tally in tallies)) // (len(commands) - index)
+            folder = Path(temporary_folder) / kind.replace(" ", "-")
             tallies.append(Tally(kind))
-            kill_runs(folder, command, tallies[-1], share, generator, lambda: progress.advance(bar))
-    console.print(table(tallies))
+            kill_runs(folder, command, tallies[-1], num_kills, generator, lambda: progress.advance(progress_bar))
+    console.print(make_table(tallies))
     for tally in tallies:
         for failure in tally.failures:
             console.print(failure, highlight=False)
@@ -120,11 +121,11 @@ def kill_runs(
         generator: source of the random moments and victims.
         on_kill: called after each kill.
     """
-    began = time.time()
+    started_at = time.time()
     if start(folder / "undisturbed", command).wait() != 0:
         raise SystemExit(f"the undisturbed run failed: {last_line(folder / 'undisturbed')}")
-    ready = prepared(folder / "undisturbed", began)
-    tally.loading, tally.training = ready - began, time.time() - ready
+    ready = ready_time(folder / "undisturbed", started_at)
+    tally.loading, tally.training = ready - started_at, time.time() - ready
     expected = outcomes(folder / "undisturbed")
     while tally.kills < kills:
         root = folder / f"run-{tally.runs}"
@@ -149,16 +150,16 @@ def _kill_until_done(
     generator: random.Random,
     on_kill: Callable[[], None],
 ) -> str | None:
-    """Kill and resume one run until it has finished; returns None, or why it cannot finish."""
+    """Kill and resume one run until it has finished. Return None, or why it cannot finish."""
     while True:
-        began = time.time()
+        started_at = time.time()
         process = start(root, command)
         if tally.kills < kills:
-            _let_run(process, root, began, tally, generator)
+            _wait_for_random_moment(process, root, started_at, tally, generator)
         else:
             process.wait()
         if process.poll() is None:
-            kill = _kill_sweep if tally.kind == "sweep" else _kill
+            kill = _kill_sweep if tally.kind == "sweep" else _kill_run
             tally.moments[kill(process, root, generator)] += 1
             tally.kills += 1
             on_kill()
@@ -168,37 +169,37 @@ def _kill_until_done(
             return f"{root.name} ended with exit code {process.returncode}: {last_line(root)}"
 
 
-def _let_run(
-    process: "subprocess.Popen[bytes]", root: Path, began: float, tally: Tally, generator: random.Random
+def _wait_for_random_moment(
+    process: "subprocess.Popen[bytes]", root: Path, started_at: float, tally: Tally, generator: random.Random
 ) -> None:
-    """Wait for a random moment: in one of four cases while the run loads, else while it trains and writes."""
+    """Wait for a random moment: in one of four cases while the run loads, otherwise while it trains and writes."""
     while_loading = generator.random() < 0.25
-    moment = generator.uniform(0, tally.loading if while_loading else tally.training)
-    reference = began if while_loading else float("inf")
-    while process.poll() is None and time.time() - reference < moment:
+    delay = generator.uniform(0, tally.loading if while_loading else tally.training)
+    reference_time = started_at if while_loading else float("inf")
+    while process.poll() is None and time.time() - reference_time < delay:
         time.sleep(0.005)
-        if reference == float("inf"):
-            reference = prepared(root, began)
+        if reference_time == float("inf"):
+            reference_time = ready_time(root, started_at)
 
 
-def prepared(root: Path, began: float) -> float:
-    """Return the time when a run that started at `began`, or the first run of a sweep, was ready to train.
+def ready_time(root: Path, started_at: float) -> float:
+    """Return the time when a run that started at `started_at`, or the first run of a sweep, was ready to train.
 
     That is when it wrote its config. Infinity if it is not ready yet.
     """
-    written = [path.stat().st_mtime for path in root.glob("*/config.yaml")]
-    return min((at for at in written if at > began), default=float("inf"))
+    write_times = [path.stat().st_mtime for path in root.glob("*/config.yaml")]
+    return min((seconds for seconds in write_times if seconds > started_at), default=float("inf"))
 
 
-def _kill(process: "subprocess.Popen[bytes]", root: Path, generator: random.Random) -> str:
-    """Send SIGKILL to all processes of a run or to one of them; returns what the run was doing."""
+def _kill_run(process: "subprocess.Popen[bytes]", root: Path, generator: random.Random) -> str:
+    """Send SIGKILL to all processes of a run or to one of them. Return what the run was doing."""
     children = [int(child) for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
-    everyone = [process.pid, *children]
-    for victim in everyone if generator.random() < 0.5 else [generator.choice(everyone)]:
+    pids = [process.pid, *children]
+    for victim in pids if generator.random() < 0.5 else [generator.choice(pids)]:
         os.kill(victim, signal.SIGKILL)
     process.wait()
-    drafts = [path for path in root.rglob(".*") if path.parent.name != root.name and path.name != ".locks"]
-    if drafts:
+    temporary_files = [path for path in root.rglob(".*") if path.parent.name != root.name and path.name != ".locks"]
+    if temporary_files:
         return "writing a file"
     if not any(root.glob("*/config.yaml")):
         return "loading"
@@ -208,7 +209,7 @@ def _kill(process: "subprocess.Popen[bytes]", root: Path, generator: random.Rand
 
 
 def _kill_sweep(process: "subprocess.Popen[bytes]", root: Path, generator: random.Random) -> str:
-    """Send SIGKILL to all processes of a sweep or to the sweep alone; returns how many of its runs were finished."""
+    """Send SIGKILL to all processes of a sweep or to the sweep alone. Return how many runs were finished, in words."""
     victims = descendants(process.pid) if generator.random() < 0.5 else []
     for victim in [process.pid, *victims]:
         # A run may have ended in the meantime.
@@ -227,9 +228,9 @@ def descendants(pid: int) -> list[int]:
     return [*children, *(process for child in children for process in descendants(child))]
 
 
-def _command(world: int, overrides: Sequence[str]) -> list[str]:
-    """Return the command of a run in `world` processes."""
-    processes = ["trainer=ddp", f"trainer.devices={world}"] if world > 1 else []
+def _run_command(num_processes: int, overrides: Sequence[str]) -> list[str]:
+    """Return the command of a run in `num_processes` processes."""
+    processes = ["trainer=ddp", f"trainer.devices={num_processes}"] if num_processes > 1 else []
     return [sys.executable, str(REPOSITORY / "train.py"), *processes, *SETTINGS, *overrides]
 
 
@@ -281,12 +282,12 @@ def unequal_parts(ours: dict[str, dict[str, Any]], theirs: dict[str, dict[str, A
 
 def outcome(folder: Path) -> dict[str, Any]:
     """Return what must be equal for equal runs: everything but durations and paths."""
-    record = json.loads((folder / "result.json").read_text())
-    del record["timing"], record["config"]["run"]
+    result = json.loads((folder / "result.json").read_text())
+    del result["timing"], result["config"]["run"]
     with (folder / "metrics.csv").open(newline="") as file:
         rows = [{name: value for name, value in row.items() if "second" not in name} for row in csv.DictReader(file)]
     return {
-        "result.json": record,
+        "result.json": result,
         "metrics.csv": rows,
         # Language models have no file of predictions.
         "predictions": [path.read_bytes() for path in sorted(folder.glob("predictions*.jsonl"))],
@@ -302,16 +303,16 @@ def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
     return [part for part in theirs if ours[part] != theirs[part]]
 
 
-def table(tallies: Sequence[Tally]) -> Table:
-    """Return the table that is printed, with a row for each kind of runs."""
+def make_table(tallies: Sequence[Tally]) -> Table:
+    """Return the table to print, with a row for each kind of runs."""
     columns = ("killed", "kills survived", "times", "identical", "results lost", "moments")
-    shown = Table(*columns, title="chaos")
+    table = Table(*columns, title="chaos")
     for tally in tallies:
         moments = ", ".join(f"{moment} {count}" for moment, count in sorted(tally.moments.items()))
         survived = tally.kills - tally.lost
-        numbers = (tally.kind, f"{survived} of {tally.kills}", tally.runs, tally.identical, tally.lost)
-        shown.add_row(*map(str, numbers), moments)
-    return shown
+        cells = (tally.kind, f"{survived} of {tally.kills}", tally.runs, tally.identical, tally.lost)
+        table.add_row(*map(str, cells), moments)
+    return table
 
 
 if __name__ == "__main__":

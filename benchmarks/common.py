@@ -37,7 +37,7 @@ class Shape:
     tokens: int
     heads: int = 12
 
-    def model(self) -> BertForSequenceClassification:
+    def make_model(self) -> BertForSequenceClassification:
         """Return a model of this size in training mode, always with the same random weights."""
         torch.manual_seed(0)
         config = BertConfig(
@@ -63,10 +63,10 @@ SHAPES = {
 # ---- the compared penalties
 
 
-class Published:
-    """IsoScore* as the paper's code computes it: all layers stacked, `torch.cov`, singular values.
+class PublishedIsoScore:
+    """IsoScore* as the code of the I-STAR paper computes it: all layers stacked, `torch.cov`, singular values.
 
-    With `spectrum=False` the score comes from the closed form, which needs no singular values.
+    With `spectrum=False`, the score comes from the closed form, which needs no singular values.
     """
 
     weight = -1.0
@@ -82,59 +82,59 @@ class Published:
             points = points[attention_mask.bool().flatten().repeat(len(stacked))]
         with torch.autocast(points.device.type, enabled=False):
             covariance = (1 - self.zeta) * torch.cov(points.float().T) + self.zeta * self.covariance
-            return by_spectrum(covariance) if self.spectrum else by_closed_form(covariance)
+            return isoscore_by_spectrum(covariance) if self.spectrum else isoscore_by_closed_form(covariance)
 
 
-def by_spectrum(covariance: Tensor) -> Tensor:
-    """Return the IsoScore of a covariance by steps 5 to 9 of Algorithm 1."""
+def isoscore_by_spectrum(covariance: Tensor) -> Tensor:
+    """Return the IsoScore of a covariance by steps 5 to 9 of the I-STAR paper's Algorithm 1."""
     variances = torch.linalg.svdvals(covariance)
     d = len(variances)
     normalized = d**0.5 * variances / variances.norm()
-    defect = (normalized - 1).norm() / (2 * (d - d**0.5)) ** 0.5
-    share = (d - defect**2 * (d - d**0.5)) ** 2 / d**2
-    return (d * share - 1) / (d - 1)
+    isotropy_defect = (normalized - 1).norm() / (2 * (d - d**0.5)) ** 0.5
+    fraction_of_dimensions = (d - isotropy_defect**2 * (d - d**0.5)) ** 2 / d**2
+    return (d * fraction_of_dimensions - 1) / (d - 1)
 
 
-def by_closed_form(covariance: Tensor) -> Tensor:
+def isoscore_by_closed_form(covariance: Tensor) -> Tensor:
     """Return the IsoScore of a covariance by its closed form, (tr(S)^2 / ||S||_F^2 - 1) / (d - 1)."""
     return (covariance.trace().square() / covariance.square().sum() - 1) / (len(covariance) - 1)
 
 
-Method = Penalty | Published | None
+Method = Penalty | PublishedIsoScore | None
 """A penalty of a benchmark; None is a step without one."""
-PEERS = tuple(name for name, kind in PENALTIES.items() if issubclass(kind, CosRegConfig) and name != "istar")
-"""Penalties besides I-STAR, by their names on the command line, with their defaults: most are on the last layer."""
+OTHER_PENALTIES = tuple(name for name, kind in PENALTIES.items() if issubclass(kind, CosRegConfig) and name != "istar")
+"""Names of the penalties besides I-STAR, which are compared with their defaults: most are on the last layer."""
 
 
 def make_penalties(width: int, device: torch.device, names: Sequence[str]) -> dict[str, Method]:
-    """Return the penalties with these names; all that use Sigma_S have the same."""
+    """Return the penalties with these names. All that use a shrinkage covariance have the same."""
     covariance = torch.eye(width, device=device)
-    penalties: dict[str, Method] = {
+    penalty_by_name: dict[str, Method] = {
         "no penalty": None,
-        "published": Published(covariance, 0.4),
-        "closed form, autograd": Published(covariance, 0.4, spectrum=False),
+        "published": PublishedIsoScore(covariance, 0.4),
+        "closed form, autograd": PublishedIsoScore(covariance, 0.4, spectrum=False),
     }
     for compute in ("float32", "bfloat16"):
         istar = IStar(-1.0, 0.4, compute=compute)
         istar.shrinkage_covariance = covariance
-        penalties[f"istar, {compute}"] = istar
-    for name in PEERS:
+        penalty_by_name[f"istar, {compute}"] = istar
+    for name in OTHER_PENALTIES:
         penalty = PENALTIES[name]().build()
         if isinstance(penalty, IStar):
             penalty.shrinkage_covariance = covariance
-        penalties[name] = penalty
-    return {name: penalties[name] for name in names}
+        penalty_by_name[name] = penalty
+    return {name: penalty_by_name[name] for name in names}
 
 
-def random_batch(shape: Shape, device: torch.device, real: float = 1.0) -> dict[str, Tensor]:
+def random_batch(shape: Shape, device: torch.device, real_share: float = 1.0) -> dict[str, Tensor]:
     """Return random tokens and labels.
 
-    `real` is the share of real tokens in every text but the first, which has no padding.
+    `real_share` is the share of tokens that are not padding, in every text but the first, which has no padding.
     """
     generator = torch.Generator().manual_seed(0)
     size = (shape.batch, shape.tokens)
     mask = torch.zeros(size, dtype=torch.long)
-    mask[:, : max(1, round(real * shape.tokens))] = 1
+    mask[:, : max(1, round(real_share * shape.tokens))] = 1
     mask[0] = 1
     inputs = {
         "input_ids": torch.randint(5, 30_000, size, generator=generator),
@@ -147,7 +147,7 @@ def random_batch(shape: Shape, device: torch.device, real: float = 1.0) -> dict[
 # ---- measuring
 
 
-def in_rotation(calls: Mapping[str, Callable[[int], Result]], rounds: int) -> dict[str, list[Result]]:
+def run_in_rotation(calls: Mapping[str, Callable[[int], Result]], rounds: int) -> dict[str, list[Result]]:
     """Call each contender once per round, and return what each returned, by name and in the order of the rounds.
 
     Every call gets the number of its round, from 1. The contenders of a round meet the machine in nearly the same
@@ -156,34 +156,37 @@ def in_rotation(calls: Mapping[str, Callable[[int], Result]], rounds: int) -> di
     """
     names = list(calls)
     results: dict[str, list[Result]] = {name: [] for name in names}
-    for number in range(1, rounds + 1):
-        first = (number - 1) % len(names)
+    for round_number in range(1, rounds + 1):
+        first = (round_number - 1) % len(names)
         for name in names[first:] + names[:first]:
-            results[name].append(calls[name](number))
+            results[name].append(calls[name](round_number))
     return results
 
 
-def seconds_in_rotation(
+def time_in_rotation(
     calls: Mapping[str, Callable[[], object]],
     rounds: int,
     device: torch.device,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Return the seconds that each call takes in each round, after one round of warm-up, by name."""
+    """Return the seconds that each call takes in each round, by name, after one round of warm-up."""
 
-    def measured(call: Callable[[], object]) -> Callable[[int], float]:
-        def seconds(_: int) -> float:
+    def make_timed_call(call: Callable[[], object]) -> Callable[[int], float]:
+        """Return a function that executes the call and returns its seconds."""
+
+        def timed_call(_: int) -> float:
+            """Execute the call and return its seconds; the number of the round is ignored."""
             synchronize(device)
             start = clock()
             call()
             synchronize(device)
             return clock() - start
 
-        return seconds
+        return timed_call
 
-    contenders = {name: measured(call) for name, call in calls.items()}
-    in_rotation(contenders, 1)
-    return in_rotation(contenders, rounds)
+    contenders = {name: make_timed_call(call) for name, call in calls.items()}
+    run_in_rotation(contenders, 1)
+    return run_in_rotation(contenders, rounds)
 
 
 def synchronize(device: torch.device) -> None:
@@ -192,7 +195,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def peak_mb(device: torch.device) -> float:
+def peak_memory_mb(device: torch.device) -> float:
     """Return the peak memory of this process in MB: allocated on a GPU, or resident in main memory (Linux only)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
@@ -202,7 +205,7 @@ def peak_mb(device: torch.device) -> float:
 
 
 def json_from_new_process(module: str, *arguments: str) -> Any:
-    """Run `python -m module arguments`, and return the last line of its output, which is JSON.
+    """Run `python -m <module> <arguments>`, and return the last line of its output, parsed as JSON.
 
     Peak memory is measured in a new process, because in this one it would include all that ran before.
     """
@@ -243,7 +246,7 @@ def paired_ratio(values: Mapping[str, Sequence[float]], name: str, peer: str) ->
     """
     if name == peer:
         return "1"
-    ratios = [value / other for value, other in zip(values[name], values[peer], strict=True)]
+    ratios = [value / peer_value for value, peer_value in zip(values[name], values[peer], strict=True)]
     if len(ratios) == 1:
         return f"{ratios[0]:.3f}"
     low, high = median_interval(ratios) or (min(ratios), max(ratios))
@@ -254,13 +257,13 @@ def ratio_note(rounds: int) -> str:
     """Return the sentence that explains the ratios of `paired_ratio` below a table."""
     if rounds == 1:
         return "Ratios of a single round: their spread is unknown."
-    low_and_high = "the lowest and the highest of them (a confidence interval needs 6 rounds)"
-    brackets = low_and_high if median_interval(range(rounds)) is None else "its 95% confidence interval"
-    return f"Ratios: median of the paired ratios of {rounds} rounds; in brackets {brackets}."
+    range_text = "the lowest and the highest of them (a confidence interval needs 6 rounds)"
+    interval_text = range_text if median_interval(range(rounds)) is None else "its 95% confidence interval"
+    return f"Ratios: median of the paired ratios of {rounds} rounds; in brackets {interval_text}."
 
 
 def comparison_table(title: str, columns: Sequence[str], rounds: int) -> Table:
-    """Return an empty table with a column of names before the other columns, and the note on the ratios below."""
+    """Return an empty table with a column of names, these columns, and the note on the ratios as its caption."""
     table = Table("", title=title, caption=ratio_note(rounds))
     for column in columns:
         table.add_column(column, justify="right")
@@ -268,14 +271,14 @@ def comparison_table(title: str, columns: Sequence[str], rounds: int) -> Table:
 
 
 def note_emulated_bfloat16(device_type: str) -> None:
-    """Print a line with the measured factor if the device, `cpu` or `cuda`, only emulates bfloat16."""
+    """Print a note if the device, `cpu` or `cuda`, only emulates bfloat16, with the measured slowdown."""
     ratio = bfloat16_ratio(device_type)
     if ratio >= EMULATION_RATIO:
         factor = f"a matrix product takes {ratio:.0f} times as long in bfloat16 as in float32"
         print(f"Note: {factor}; this machine only emulates bfloat16.", flush=True)
 
 
-def console() -> Console:
+def make_console() -> Console:
     """Return a console for the tables, 132 columns wide if the output is not a terminal."""
     return Console(width=None if sys.stdout.isatty() else 132)
 
@@ -283,8 +286,8 @@ def console() -> Console:
 # ---- command lines
 
 
-def positive(text: str) -> int:
-    """Convert an argument to a positive integer; argparse reports the error for anything else in one line."""
+def positive_int(text: str) -> int:
+    """Convert a command-line argument to a positive integer, as a `type` of argparse."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a positive integer, not {text!r}")
     return int(text)
@@ -293,7 +296,7 @@ def positive(text: str) -> int:
 def make_parser(description: str | None, rounds: int) -> argparse.ArgumentParser:
     """Return a parser with the options that all benchmarks of the penalty have."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=positive, default=rounds, help=f"measured rounds (default: {rounds})")
+    parser.add_argument("--rounds", type=positive_int, default=rounds, help=f"measured rounds (default: {rounds})")
     parser.add_argument("--device", type=torch.device, help="cpu or cuda (default: a GPU if there is one)")
     # The name of the method whose peak memory this process measures and prints, for `json_from_new_process`.
     parser.add_argument("--peak-of", help=argparse.SUPPRESS)
@@ -301,13 +304,13 @@ def make_parser(description: str | None, rounds: int) -> argparse.ArgumentParser
     return parser
 
 
-def add_shapes(parser: argparse.ArgumentParser) -> None:
-    """Add the option for the shapes that are measured one after the other."""
+def add_shape_option(parser: argparse.ArgumentParser) -> None:
+    """Add the option `--shape` for the shapes that are measured one after the other."""
     default = ["bert-base-32x128", "minilm-32x64"]
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=default, help=f"default: {' '.join(default)}")
 
 
-def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+def parse_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """Parse the command line, and prepare the memory allocator for measuring time."""
     options = parser.parse_args()
     if not options.peak_of:

@@ -64,12 +64,14 @@ class Clock:
         forward: Callable[..., Any] = PreTrainedModel.__call__
 
         def timed_forward(model: Any, *inputs: Any, **named: Any) -> Any:
+            """Call the model, and record the time if it is a training batch."""
             # The encoder inside a model is a PreTrainedModel, too, but gets no labels.
             if model.training and "labels" in named:
                 self.batch_starts.append(time.time())
             return forward(model, *inputs, **named)
 
         def after_step(*_: Any) -> None:
+            """Record the time at the end of an optimizer step."""
             # Only where the time is used: waiting for a GPU after every step would slow the training down.
             if torch.cuda.is_available() and (not self.step_ends or (len(self.step_ends) + 1) % self.steps == 0):
                 torch.cuda.synchronize()
@@ -78,8 +80,8 @@ class Clock:
         PreTrainedModel.__call__ = timed_forward  # type: ignore[method-assign]
         register_optimizer_step_post_hook(after_step)
 
-    def figures(self) -> dict[str, float]:
-        """Return `rate` in examples per second, and the seconds to the end of the `first` step and of the `process`."""
+    def measurements(self) -> dict[str, float]:
+        """Return the `rate` in examples per second, and the seconds until the `first` step and the `process` end."""
         expected = self.steps * self.epochs
         if not len(self.batch_starts) == len(self.step_ends) == expected:
             counts = f"{len(self.batch_starts)} batches and {len(self.step_ends)} steps"
@@ -96,12 +98,12 @@ class Clock:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the contenders and print the table; or, in a process of `execute`, run a single contender."""
+    """Run the contenders and print the table; or, in a process of `train_in_new_process`, run a single contender."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == [AS_CONTENDER]:
         train_contender(argparse.Namespace(**json.loads(arguments[1])))
         return 0
-    from benchmarks.common import in_rotation, note_emulated_bfloat16
+    from benchmarks.common import note_emulated_bfloat16, run_in_rotation
 
     options = make_parser().parse_args(arguments)
     if options.precision == "bf16":
@@ -113,28 +115,28 @@ def main(arguments: list[str] | None = None) -> int:
     options.limit_train = min(options.limit_train or sys.maxsize, count_training_examples(options))
     with tempfile.TemporaryDirectory() as folder:
         for name in options.contenders:
-            execute(name, options, folder, 0, rehearsal=True)
-        calls = {name: partial(execute, name, options, folder) for name in options.contenders}
-        show(in_rotation(calls, options.seeds), options)
+            train_in_new_process(name, options, folder, 0, rehearsal=True)
+        calls = {name: partial(train_in_new_process, name, options, folder) for name in options.contenders}
+        print_table(run_in_rotation(calls, options.seeds), options)
     return 0
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    from benchmarks.common import positive
+    from benchmarks.common import positive_int
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", default="demo", help="rte, sst5, ..., or demo with a tiny model (default)")
     parser.add_argument("--data-dir", help="folder with the task's files")
     parser.add_argument("--model", default=os.environ.get("BENCH_MODEL"), help="folder of an encoder")
     parser.add_argument("--precision", choices=["float32", "bf16"], default="float32", help="default: float32")
-    parser.add_argument("--epochs", type=positive, default=1, help="default: 1")
-    parser.add_argument("--seeds", type=positive, default=1, help="runs of each contender; a 95%% interval needs 6")
-    parser.add_argument("--limit-train", type=positive, help="use only the first N training examples")
-    parser.add_argument("--limit-validation", type=positive, help="use only the first N validation examples")
-    parser.add_argument("--batch-size", type=positive, default=32, help="default: 32")
+    parser.add_argument("--epochs", type=positive_int, default=1, help="default: 1")
+    parser.add_argument("--seeds", type=positive_int, default=1, help="runs of each contender; a 95%% interval needs 6")
+    parser.add_argument("--limit-train", type=positive_int, help="use only the first N training examples")
+    parser.add_argument("--limit-validation", type=positive_int, help="use only the first N validation examples")
+    parser.add_argument("--batch-size", type=positive_int, default=32, help="default: 32")
     parser.add_argument("--lr", type=float, default=2e-5, help="peak learning rate (default: 2e-5)")
-    parser.add_argument("--max-length", type=positive, default=128, help="tokens per text (default: 128)")
+    parser.add_argument("--max-length", type=positive_int, default=128, help="tokens per text (default: 128)")
     parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
     return parser
 
@@ -160,33 +162,33 @@ def count_training_examples(options: argparse.Namespace) -> int:
     return len(load_splits(TASKS[options.task], options.data_dir, ["train"])["train"])
 
 
-def execute(
+def train_in_new_process(
     name: str, options: argparse.Namespace, folder: str, seed: int, rehearsal: bool = False
 ) -> dict[str, float]:
-    """Train a contender in a new process, and return the figures of its `Clock` and its validation metric.
+    """Train a contender in a new process, and return the measurements of its `Clock` and its validation metric.
 
-    A rehearsal fills the caches: it trains for one step and returns no figures.
+    A rehearsal fills the caches: it trains for one step and returns an empty dictionary.
     """
-    result = Path(folder) / "figures.json"
+    measurements_path = Path(folder) / "measurements.json"
     settings = {**vars(options), "name": name, "folder": folder, "seed": seed, "rehearsal": rehearsal}
-    settings["result"] = str(result)
+    settings["measurements_path"] = str(measurements_path)
     command = [sys.executable, "-m", "benchmarks.finetune", AS_CONTENDER, json.dumps(settings)]
     process = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     if process.returncode:
         raise SystemExit(f"{name} failed:\n{process.stdout[-2000:]}\n{process.stderr[-4000:]}")
     if rehearsal:
         return {}
-    figures: dict[str, float] = json.loads(result.read_text())
-    print(f"seed {seed} {name}: {json.dumps(figures)}", file=sys.stderr)
-    return figures
+    measurements: dict[str, float] = json.loads(measurements_path.read_text())
+    print(f"seed {seed} {name}: {json.dumps(measurements)}", file=sys.stderr)
+    return measurements
 
 
 def train_contender(settings: argparse.Namespace) -> None:
-    """Train a contender in this process, and write its figures to the file `settings.result`."""
+    """Train a contender in this process, and write its measurements to the file `settings.measurements_path`."""
     clock = Clock(settings.epochs, settings.limit_train, settings.batch_size)
     metric = train_by_istar(settings) if settings.name == "istar" else train_by_trainer(settings)
     if not settings.rehearsal:
-        Path(settings.result).write_text(json.dumps({**clock.figures(), "metric": metric}))
+        Path(settings.measurements_path).write_text(json.dumps({**clock.measurements(), "metric": metric}))
 
 
 def train_by_istar(settings: argparse.Namespace) -> float:
@@ -236,9 +238,10 @@ def train_by_trainer(settings: argparse.Namespace) -> float:
     is_padded = settings.name == "padded"
 
     def tokenized(name: str, limit: int | None) -> Any:
-        """Return the first rows of a split with `input_ids`, `labels` and `length`."""
+        """Return the first rows of a split, tokenized: with `input_ids`, `labels` and `length`."""
 
         def encode(rows: Any) -> Any:
+            """Tokenize a batch of rows."""
             texts = [rows[column] for column in spec.text_columns]
             padding = "max_length" if is_padded else False
             encoded = tokenizer(*texts, padding=padding, max_length=settings.max_length, truncation=True)
@@ -250,6 +253,7 @@ def train_by_trainer(settings: argparse.Namespace) -> float:
         return encoded.select(range(min(limit or len(rows), len(rows))))
 
     def headline_metric(outputs: Any) -> dict[str, float]:
+        """Return the headline metric of the task as `metric`, for `Trainer`."""
         scores = metrics.compute(spec.metrics, outputs.predictions.argmax(-1).tolist(), outputs.label_ids.tolist())
         return {"metric": scores[spec.headline]}
 
@@ -285,23 +289,23 @@ def train_by_trainer(settings: argparse.Namespace) -> float:
     return float(last)
 
 
-def show(figures: Mapping[str, Sequence[Mapping[str, float]]], options: argparse.Namespace) -> None:
-    """Print a table of the figures of each contender's runs, which are in the order of the seeds."""
-    from benchmarks.common import comparison_table, console, paired_ratio
+def print_table(measurements: Mapping[str, Sequence[Mapping[str, float]]], options: argparse.Namespace) -> None:
+    """Print a table of the measurements of each contender's runs, which are in the order of the seeds."""
+    from benchmarks.common import comparison_table, make_console, paired_ratio
 
-    settings = f"{options.task}, {options.precision}, batches of {options.batch_size}, epochs: {options.epochs}"
+    title = f"{options.task}, {options.precision}, batches of {options.batch_size}, epochs: {options.epochs}"
     columns = ("examples/s", "lowest", "highest", "istar's rate / this", "first step", "process", "metric")
-    table = comparison_table(f"{settings}, runs of each: {options.seeds}", columns, options.seeds)
-    rates = {name: [run["rate"] for run in runs] for name, runs in figures.items()}
-    for name, runs in figures.items():
+    table = comparison_table(f"{title}, runs of each: {options.seeds}", columns, options.seeds)
+    rates = {name: [run["rate"] for run in runs] for name, runs in measurements.items()}
+    for name, runs in measurements.items():
         rate = [f"{pick(rates[name]):.1f}" for pick in (median, min, max)]
         ratio = paired_ratio(rates, "istar", name) if "istar" in rates else ""
-        first, process = (median(run[key] for run in runs) for key in ("first", "process"))
-        values = [run["metric"] for run in runs]
-        metric = f"{mean(values):.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")
+        first_step, process_seconds = (median(run[key] for run in runs) for key in ("first", "process"))
+        metrics = [run["metric"] for run in runs]
+        metric = f"{mean(metrics):.3f}" + (f" ± {stdev(metrics):.3f}" if len(metrics) > 1 else "")
         contender = CONTENDERS[name].format(max_length=options.max_length)
-        table.add_row(contender, *rate, ratio, f"{first:.1f} s", f"{process:.0f} s", metric)
-    console().print(table)
+        table.add_row(contender, *rate, ratio, f"{first_step:.1f} s", f"{process_seconds:.0f} s", metric)
+    make_console().print(table)
 
 
 if __name__ == "__main__":

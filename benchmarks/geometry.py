@@ -4,9 +4,8 @@ The documents are of 1 to 60 random words, each seen alone, in batches of like l
 pass alone, on batches that are ready; `istar measure` from the text to the table of its basic measures; and the same
 without standard errors. Prints the seconds, their ratios, and the memory that the passes take in addition to the
 model's forward pass. All take place in this process, on the CPU, and with the same random model; their order rotates
-from round to round. The defaults take 10 minutes on two idle cores.
-Of a short text, the ratio is higher, because the end of a pass (spectra of all layers, with each group left out) takes the
-same time for any text.
+from round to round. The defaults take 10 minutes on two idle cores. The ratio is higher for a short text, because the
+end of a pass (spectra of all layers, with each group left out) takes the same time for any text.
 
     python -m benchmarks.geometry --documents packed          blocks of several documents, all of the same length
     python -m benchmarks.geometry --rounds 1 --tokens 500000 --layers 2 --width 128         memory of a long text
@@ -23,7 +22,14 @@ from statistics import median
 import torch
 from transformers import BertConfig, BertModel
 
-from benchmarks.common import comparison_table, console, paired_ratio, peak_mb, positive, seconds_in_rotation
+from benchmarks.common import (
+    comparison_table,
+    make_console,
+    paired_ratio,
+    peak_memory_mb,
+    positive_int,
+    time_in_rotation,
+)
 from istar.geometry.corpus import Blocks, Source, batch, longest_first
 from istar.geometry.stream import Pass, Statistics, Stream
 from istar.models import tiny
@@ -48,34 +54,34 @@ def main() -> None:
             for window in longest_first(blocks, lambda block: len(block.tokens))
             for chunk in chunks(window, settings.batch_size)
         ]
-        bare_forward = partial(forward, model, batches)
+        bare_forward = partial(run_forward, model, batches)
         bare_forward()
         cpu = torch.device("cpu")
-        before = peak_mb(cpu)
+        memory_before = peak_memory_mb(cpu)
         calls: dict[str, Callable[[], object]] = {PEER: bare_forward}
         for name, groups in (("istar measure", settings.groups), ("without standard errors", 0)):
             stream = Stream(model, tokenizer, replace(settings, groups=groups))
             calls[name] = partial(stream, [source], Statistics.measures)
-        seconds = seconds_in_rotation(calls, options.rounds, cpu)
+        seconds = time_in_rotation(calls, options.rounds, cpu)
     tokens = sum(int(inputs["attention_mask"].sum()) for inputs in batches)
     columns = ("seconds (median)", "lowest", "highest", f"ratio to the {PEER}")
     table = comparison_table(f"{tokens:,} tokens, {options.rounds} rounds", columns, options.rounds)
     for name, values in seconds.items():
         table.add_row(name, *(f"{pick(values):.1f}" for pick in (median, min, max)), paired_ratio(seconds, name, PEER))
-    console().print(table)
-    console().print(f"Additional peak memory of istar measure: {peak_mb(cpu) - before:.0f} MB")
+    make_console().print(table)
+    make_console().print(f"Additional peak memory of istar measure: {peak_memory_mb(cpu) - memory_before:.0f} MB")
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=positive, default=200_000, help="tokens of each pass (default: 200000)")
-    parser.add_argument("--rounds", type=positive, default=6, help="measured rounds (default: 6)")
-    parser.add_argument("--layers", type=positive, default=6, help="layers of the model (default: 6)")
-    parser.add_argument("--width", type=positive, default=384, help="a multiple of 32 (default: 384)")
-    parser.add_argument("--length", type=positive, default=256, help="tokens of a block (default: 256)")
+    parser.add_argument("--tokens", type=positive_int, default=200_000, help="tokens of each pass (default: 200000)")
+    parser.add_argument("--rounds", type=positive_int, default=6, help="measured rounds (default: 6)")
+    parser.add_argument("--layers", type=positive_int, default=6, help="layers of the model (default: 6)")
+    parser.add_argument("--width", type=positive_int, default=384, help="a multiple of 32 (default: 384)")
+    parser.add_argument("--length", type=positive_int, default=256, help="tokens of a block (default: 256)")
     parser.add_argument("--documents", choices=("separate", "packed"), default="separate", help="default: separate")
-    parser.add_argument("--vocabulary", type=positive, default=30_522, help="words of IntraSim (default: 30522)")
+    parser.add_argument("--vocabulary", type=positive_int, default=30_522, help="words of IntraSim (default: 30522)")
     parser.add_argument("--no-intra", action="store_true", help="leave out IntraSim and its memory")
     return parser
 
@@ -98,14 +104,16 @@ def write_random_text(path: Path, tokens: int) -> Source:
     words = demo.vocabulary()
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, 61, (max(1, round(tokens / 32.5)),), generator=generator)  # and two special tokens
-    numbers = torch.randint(len(words), (int(lengths.sum()),), generator=generator)
-    documents = (" ".join(words[number] for number in part.tolist()) for part in numbers.split(lengths.tolist()))
+    word_indices = torch.randint(len(words), (int(lengths.sum()),), generator=generator)
+    documents = (
+        " ".join(words[index] for index in document.tolist()) for document in word_indices.split(lengths.tolist())
+    )
     path.write_text("\n".join(documents))
     return Source("text", path)
 
 
 @torch.inference_mode()
-def forward(model: BertModel, batches: list[dict[str, torch.Tensor]]) -> None:
+def run_forward(model: BertModel, batches: list[dict[str, torch.Tensor]]) -> None:
     """Execute the forward pass over all batches."""
     for inputs in batches:
         model(**inputs)

@@ -25,12 +25,12 @@ from typing import Any
 
 from benchmarks.common import (
     comparison_table,
-    console,
-    in_rotation,
     json_from_new_process,
+    make_console,
     note_emulated_bfloat16,
     paired_ratio,
-    positive,
+    positive_int,
+    run_in_rotation,
 )
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -40,18 +40,21 @@ AS_CONTENDER = "--as-contender"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the contenders and print the table; or, in the process of a contender, print its figures."""
+    """Run the contenders and print the table; or, in the process of a contender, print its measurements."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == [AS_CONTENDER]:
-        print(json.dumps(figures(argparse.Namespace(**json.loads(arguments[1])))))
+        print(json.dumps(train_and_measure(argparse.Namespace(**json.loads(arguments[1])))))
         return 0
     options = make_parser().parse_args(arguments)
     if options.precision == "bf16":
         note_emulated_bfloat16("cpu")
     with tempfile.TemporaryDirectory() as folder:
-        calls = {name: partial(execute, {**vars(options), "name": name, "folder": folder}) for name in CONTENDERS}
+        calls = {
+            name: partial(measure_in_new_process, {**vars(options), "name": name, "folder": folder})
+            for name in CONTENDERS
+        }
         calls["none"](0)  # fills the cache of tokenized data
-        show(in_rotation(calls, options.rounds), options)
+        print_table(run_in_rotation(calls, options.rounds), options)
     return 0
 
 
@@ -62,22 +65,22 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--data-dir", help="text file or folder (default: generated text)")
     parser.add_argument("--model", help="option of the group model (default: small_decoder or small_encoder)")
     parser.add_argument("--precision", choices=["float32", "bf16"], default="float32", help="default: float32")
-    parser.add_argument("--steps", type=positive, default=34, help="optimizer steps of a run (default: 34)")
-    parser.add_argument("--batch-size", type=positive, default=32, help="blocks of a batch (default: 32)")
-    parser.add_argument("--length", type=positive, default=128, help="tokens of a block (default: 128)")
-    parser.add_argument("--rounds", type=positive, default=6, help="runs of each contender (default: 6)")
+    parser.add_argument("--steps", type=positive_int, default=34, help="optimizer steps of a run (default: 34)")
+    parser.add_argument("--batch-size", type=positive_int, default=32, help="blocks of a batch (default: 32)")
+    parser.add_argument("--length", type=positive_int, default=128, help="tokens of a block (default: 128)")
+    parser.add_argument("--rounds", type=positive_int, default=6, help="runs of each contender (default: 6)")
     return parser
 
 
-def execute(settings: dict[str, Any], number: int) -> dict[str, float]:
-    """Run a contender in a new process and return its figures."""
-    result: dict[str, float] = json_from_new_process("benchmarks.lm", AS_CONTENDER, json.dumps(settings))
-    print(f"round {number} {settings['name']}: {json.dumps(result)}", file=sys.stderr)
-    return result
+def measure_in_new_process(settings: dict[str, Any], round_number: int) -> dict[str, float]:
+    """Run a contender in a new process, and return its measurements."""
+    measurements: dict[str, float] = json_from_new_process("benchmarks.lm", AS_CONTENDER, json.dumps(settings))
+    print(f"round {round_number} {settings['name']}: {json.dumps(measurements)}", file=sys.stderr)
+    return measurements
 
 
-def figures(settings: argparse.Namespace) -> dict[str, float]:
-    """Train a contender, and return its `rate` in tokens per second and the `data` share of a step."""
+def train_and_measure(settings: argparse.Namespace) -> dict[str, float]:
+    """Train a contender, and return its `rate` in tokens per second and the share of a step for making its `data`."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     from istar.runs.run import run
@@ -85,7 +88,7 @@ def figures(settings: argparse.Namespace) -> dict[str, float]:
     step_ends: list[float] = []
     register_optimizer_step_post_hook(lambda *_: step_ends.append(time.perf_counter()))
     config = make_config(settings)
-    steps_per_epoch = len(prepared(config)[0]) // settings.batch_size
+    steps_per_epoch = len(prepare_data(config)[0]) // settings.batch_size
     if settings.steps > steps_per_epoch:
         raise SystemExit(f"--steps {settings.steps} is more than an epoch of {steps_per_epoch} steps; take fewer")
     if settings.name == "trainer":
@@ -122,8 +125,8 @@ def make_config(settings: argparse.Namespace) -> Any:
         return schema.load(compose("config", overrides=overrides))
 
 
-def prepared(config: Any) -> tuple[Any, Any, Any]:
-    """Return the rows of the training data, the model, and the function that makes a batch for it."""
+def prepare_data(config: Any) -> tuple[Any, Any, Any]:
+    """Return the rows of the training data, the model, and the function that makes a batch of rows for it."""
     from istar import models
     from istar.runs.prepared_data import collator, load_tokenizer, prepare
     from istar.runs.store import load_examples, task_spec
@@ -143,9 +146,10 @@ def train_with_trainer(config: Any, settings: argparse.Namespace) -> None:
     import torch
     import transformers
 
-    rows, model, collate = prepared(config)
+    rows, model, collate = prepare_data(config)
 
     def collate_for_trainer(rows: Any) -> dict[str, Any]:
+        """Make a batch without the column that `Trainer` does not know."""
         return {name: value for name, value in collate(rows).items() if name != "feature_id"}
 
     arguments = transformers.TrainingArguments(
@@ -164,18 +168,18 @@ def train_with_trainer(config: Any, settings: argparse.Namespace) -> None:
     transformers.Trainer(model, arguments, collate_for_trainer, rows).train()
 
 
-def seconds_per_batch(config: Any, count: int = 20) -> float:
-    """Return the seconds that it takes to make a batch of the training data."""
-    rows, _, collate = prepared(config)
+def seconds_per_batch(config: Any, num_batches: int = 20) -> float:
+    """Return the average seconds to make a batch of the training data."""
+    rows, _, collate = prepare_data(config)
     size = config.data.batch_size
     start = time.perf_counter()
-    for number in range(count):
-        collate([rows.in_epoch((number * size + row) % len(rows), epoch=number) for row in range(size)])
-    return (time.perf_counter() - start) / count
+    for batch in range(num_batches):
+        collate([rows.in_epoch((batch * size + row) % len(rows), epoch=batch) for row in range(size)])
+    return (time.perf_counter() - start) / num_batches
 
 
-def show(results: dict[str, list[dict[str, float]]], options: argparse.Namespace) -> None:
-    """Print a table of the figures of each contender, whose runs are in the order of the rounds."""
+def print_table(results: dict[str, list[dict[str, float]]], options: argparse.Namespace) -> None:
+    """Print a table of the measurements of each contender, whose runs are in the order of the rounds."""
     from statistics import median
 
     title = (
@@ -188,7 +192,7 @@ def show(results: dict[str, list[dict[str, float]]], options: argparse.Namespace
         rates = [f"{pick(run['rate'] for run in runs):.0f}" for pick in (median, min, max)]
         ratios = [paired_ratio(seconds, name, peer) for peer in ("trainer", "none")]
         table.add_row(CONTENDERS[name], *rates, *ratios, f"{median(run['data'] for run in runs):.2%}")
-    console().print(table)
+    make_console().print(table)
 
 
 if __name__ == "__main__":

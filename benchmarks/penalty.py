@@ -27,18 +27,18 @@ from benchmarks.common import (
     SHAPES,
     Method,
     Shape,
-    add_shapes,
+    add_shape_option,
     comparison_table,
-    console,
     json_from_new_process,
+    make_console,
     make_parser,
     make_penalties,
     note_emulated_bfloat16,
     paired_ratio,
-    parse,
-    peak_mb,
+    parse_options,
+    peak_memory_mb,
     random_batch,
-    seconds_in_rotation,
+    time_in_rotation,
 )
 from istar.regularizers import IStar, Penalty
 
@@ -49,7 +49,7 @@ METHODS = (PEER, "closed form, autograd", "istar, float32", "istar, bfloat16")
 class HiddenStates:
     """Random hidden states of a batch; a call returns the score of a penalty and its gradient by each layer."""
 
-    def __init__(self, shape: Shape, real: float, device: torch.device) -> None:
+    def __init__(self, shape: Shape, real_share: float, device: torch.device) -> None:
         generator = torch.Generator().manual_seed(0)
         deviations = torch.logspace(0, -2, shape.width)
         self.states = [
@@ -59,10 +59,11 @@ class HiddenStates:
             ).to(device)
             for _ in range(shape.layers + 1)
         ]
-        mask = random_batch(shape, torch.device("cpu"), real)["attention_mask"]
+        mask = random_batch(shape, torch.device("cpu"), real_share)["attention_mask"]
         self.mask = None if mask.all() else mask.to(device)
 
     def __call__(self, penalty: Method, dtype: torch.dtype = torch.float32) -> tuple[Tensor, list[Tensor]]:
+        """Return the score of the hidden states by a penalty, and its gradient by each layer."""
         assert penalty is not None
         states = [state.detach().to(dtype).requires_grad_() for state in self.states]
         if isinstance(penalty, Penalty):
@@ -76,44 +77,44 @@ class HiddenStates:
 def main() -> None:
     """Print a table for each shape and each share of real tokens."""
     parser = make_parser(__doc__, rounds=7)
-    add_shapes(parser)
+    add_shape_option(parser)
     real_help = "shares of real tokens in the batch, a table for each (default: 1 0.25)"
     parser.add_argument("--real", nargs="+", type=float, default=[1.0, 0.25], help=real_help)
-    options = parse(parser)
+    options = parse_options(parser)
     if options.peak_of:
-        print(json.dumps(peak(options)))
+        print(json.dumps(measure_peak_mb(options)))
         return
     note_emulated_bfloat16(options.device.type)
     for shape in options.shape:
-        for real in options.real:
-            console().print(table(shape, real, options.rounds, options.device))
+        for real_share in options.real:
+            make_console().print(make_table(shape, real_share, options.rounds, options.device))
 
 
-def table(shape: str, real: float, rounds: int, device: torch.device) -> Table:
+def make_table(shape: str, real_share: float, rounds: int, device: torch.device) -> Table:
     """Measure all contenders on hidden states of this shape, and return the table."""
-    hidden_states = HiddenStates(SHAPES[shape], real, device)
+    hidden_states = HiddenStates(SHAPES[shape], real_share, device)
     penalties = make_penalties(SHAPES[shape].width, device, METHODS)
     calls = {name: partial(hidden_states, penalty) for name, penalty in penalties.items()}
-    seconds = seconds_in_rotation(calls, rounds, device)
+    seconds = time_in_rotation(calls, rounds, device)
     exact_score, exact_gradients = hidden_states(in_float64(penalties["istar, float32"]), torch.float64)
     columns = ("ms (median)", f"ratio to {PEER}", "MB", "error of the score", "of the gradient")
-    title = f"{shape}, {real:.0%} real tokens, {device}, {rounds} rounds"
-    printed = comparison_table(title, columns, rounds)
+    title = f"{shape}, {real_share:.0%} real tokens, {device}, {rounds} rounds"
+    table = comparison_table(title, columns, rounds)
     for name, penalty in penalties.items():
         score, gradients = hidden_states(penalty)
-        printed.add_row(
+        table.add_row(
             name,
             f"{1e3 * median(seconds[name]):.1f}",
             paired_ratio(seconds, name, PEER),
-            f"{peak_in_new_process(shape, real, name, device):.0f}",
+            f"{peak_in_new_process(shape, real_share, name, device):.0f}",
             f"{abs(score.item() / exact_score.item() - 1):.0e}",
             f"{relative_error(gradients, exact_gradients):.0e}",
         )
-    return printed
+    return table
 
 
 def in_float64(penalty: Method) -> IStar:
-    """Return the same penalty with Sigma_S in float64, for hidden states in float64."""
+    """Return a copy of an I-STAR penalty with Sigma_S in float64, for hidden states in float64."""
     assert isinstance(penalty, IStar)
     assert penalty.shrinkage_covariance is not None
     exact = IStar(penalty.weight, penalty.zeta)
@@ -124,30 +125,31 @@ def in_float64(penalty: Method) -> IStar:
 def relative_error(gradients: list[Tensor], exact: list[Tensor]) -> float:
     """Return the norm of the difference between two gradients divided by the norm of the exact one."""
     pairs = list(zip(gradients, exact, strict=True))
-    difference = sum(float((gradient.double() - reference).square().sum()) for gradient, reference in pairs)
-    return float(difference / sum(float(reference.square().sum()) for reference in exact)) ** 0.5
+    difference = sum(float((gradient.double() - exact_gradient).square().sum()) for gradient, exact_gradient in pairs)
+    return float(difference / sum(float(exact_gradient.square().sum()) for exact_gradient in exact)) ** 0.5
 
 
-def peak(options: argparse.Namespace) -> float:
+def measure_peak_mb(options: argparse.Namespace) -> float:
     """Return the additional memory in MB that one call with the method `options.peak_of` takes."""
     device = options.device
 
-    def prepare(shape: Shape, real: float) -> Callable[[], object]:
+    def prepare(shape: Shape, real_share: float) -> Callable[[], object]:
+        """Return a function that calls the penalty on random hidden states."""
         [penalty] = make_penalties(shape.width, device, [options.peak_of]).values()
-        return partial(HiddenStates(shape, real, device), penalty)
+        return partial(HiddenStates(shape, real_share, device), penalty)
 
     prepare(SHAPES["tiny"], 1.0)()  # The first call loads kernels, which are not to be counted.
     call = prepare(SHAPES[options.shape[0]], options.real[0])
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    before = peak_mb(device)
+    memory_before = peak_memory_mb(device)
     call()
-    return peak_mb(device) - before
+    return peak_memory_mb(device) - memory_before
 
 
-def peak_in_new_process(shape: str, real: float, method: str, device: torch.device) -> float:
-    """Return `peak` of a method, measured in a new process."""
-    arguments = ["--shape", shape, "--real", str(real), "--device", str(device), "--peak-of", method]
+def peak_in_new_process(shape: str, real_share: float, method: str, device: torch.device) -> float:
+    """Return the result of `measure_peak_mb` for a method, measured in a new process."""
+    arguments = ["--shape", shape, "--real", str(real_share), "--device", str(device), "--peak-of", method]
     return float(json_from_new_process("benchmarks.penalty", *arguments))
 
 

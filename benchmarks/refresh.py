@@ -26,15 +26,15 @@ from torch import Tensor
 from benchmarks.common import (
     SHAPES,
     comparison_table,
-    console,
     json_from_new_process,
+    make_console,
     make_parser,
     note_emulated_bfloat16,
     paired_ratio,
-    parse,
-    peak_mb,
-    positive,
-    seconds_in_rotation,
+    parse_options,
+    peak_memory_mb,
+    positive_int,
+    time_in_rotation,
 )
 from istar.config import TrainerConfig
 from istar.measures.isoscore import unchecked_isoscore
@@ -59,7 +59,7 @@ class Refresh:
         self.trainer: L.Trainer = bare_trainer(settings)
         self.device = device
         compute = "bfloat16" if precision == "bf16" else "float32"
-        self.model = shape.model().to(device).eval()  # type: ignore[arg-type]
+        self.model = shape.make_model().to(device).eval()  # type: ignore[arg-type]
         self.penalty = IStar(-1.0, 0.4, compute=compute)
         watch = attach(self.model, self.penalty)
         rows = FeatureRows(random_texts(points // shape.layers, shape.tokens))
@@ -91,18 +91,19 @@ class Refresh:
         return torch.from_numpy(np.cov(torch.cat(points).numpy().T))
 
     def _batches(self) -> Iterator[dict[str, Tensor]]:
+        """Yield the inputs of the model, batch by batch, on the device."""
         for rows in self.loader():
             yield {name: rows[name].to(self.device) for name in ("input_ids", "attention_mask")}
 
 
-def random_texts(tokens: int, longest: int) -> Dataset:
+def random_texts(num_tokens: int, max_length: int) -> Dataset:
     """Return texts of random tokens, about twice as many tokens as requested.
 
     Their lengths vary like those of sentence pairs, up to `longest` tokens.
     """
     generator = np.random.default_rng(0)
-    lengths = generator.lognormal(np.log(longest / 2.5), 0.5, 2 + 6 * tokens // longest)
-    lengths = np.clip(lengths, 4, longest).astype(int)
+    lengths = generator.lognormal(np.log(max_length / 2.5), 0.5, 2 + 6 * num_tokens // max_length)
+    lengths = np.clip(lengths, 4, max_length).astype(int)
     rows = [generator.integers(5, 30_000, length).tolist() for length in lengths]
     return Dataset.from_dict({"input_ids": rows, "length": lengths.tolist()})
 
@@ -121,8 +122,8 @@ def main() -> None:
     parser = make_parser(__doc__, rounds=7)
     parser.add_argument("--shape", choices=SHAPES, default="minilm-32x64", help="default: minilm-32x64")
     parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=list(PRECISIONS), help="default: both")
-    parser.add_argument("--points", type=positive, default=250_000, help="points of Sigma_S (default: 250000)")
-    options = parse(parser)
+    parser.add_argument("--points", type=positive_int, default=250_000, help="points of Sigma_S (default: 250000)")
+    options = parse_options(parser)
     if not options.peak_of and "bf16" in options.precision:
         note_emulated_bfloat16(options.device.type)
     for precision in options.precision:
@@ -130,27 +131,27 @@ def main() -> None:
         calls = dict(zip(METHODS, (refresh.bare_forward, refresh.istar, refresh.published), strict=True))
         if options.peak_of:
             calls[options.peak_of]()
-            print(json.dumps(peak_mb(options.device)))
+            print(json.dumps(peak_memory_mb(options.device)))
             return
-        console().print(table(calls, precision, options))
+        make_console().print(make_table(calls, precision, options))
 
 
-def table(calls: dict[str, Callable[[], Any]], precision: str, options: argparse.Namespace) -> Table:
+def make_table(calls: dict[str, Callable[[], Any]], precision: str, options: argparse.Namespace) -> Table:
     """Measure all contenders in this precision, and return the table."""
-    seconds = seconds_in_rotation(calls, options.rounds, options.device)
+    seconds = time_in_rotation(calls, options.rounds, options.device)
     peaks = {name: peak_in_new_process(name, precision, options) for name in METHODS}
-    printed = comparison_table(
+    table = comparison_table(
         f"{options.points:,} points, {options.shape}, {precision}, {options.device}, {options.rounds} rounds",
         ("seconds (median)", f"ratio to the {PEER}", f"MB above the {PEER}"),
         options.rounds,
     )
     for name in METHODS:
-        above = f"{peaks[name] - peaks[PEER]:.0f}"
-        printed.add_row(name, f"{median(seconds[name]):.2f}", paired_ratio(seconds, name, PEER), above)
+        extra_mb = f"{peaks[name] - peaks[PEER]:.0f}"
+        table.add_row(name, f"{median(seconds[name]):.2f}", paired_ratio(seconds, name, PEER), extra_mb)
     # Unchecked, because rounding in bfloat16 can leave a covariance with slightly negative eigenvalues.
-    istar, published = (float(unchecked_isoscore(calls[name]())) for name in ("istar", "published"))
-    printed.caption = f"{printed.caption} IsoScore of Sigma_S: istar {istar:.6f}, published {published:.6f}."
-    return printed
+    istar_score, published_score = (float(unchecked_isoscore(calls[name]())) for name in ("istar", "published"))
+    table.caption = f"{table.caption} IsoScore of Sigma_S: istar {istar_score:.6f}, published {published_score:.6f}."
+    return table
 
 
 def peak_in_new_process(method: str, precision: str, options: argparse.Namespace) -> float:

@@ -18,11 +18,11 @@ from rich.table import Table
 from benchmarks.common import (
     Shape,
     comparison_table,
-    console,
+    make_console,
     make_penalties,
     paired_ratio,
-    positive,
-    seconds_in_rotation,
+    positive_int,
+    time_in_rotation,
 )
 from benchmarks.step import Steps
 
@@ -89,17 +89,17 @@ MACHINES = {
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=positive, default=9, help="measured rounds (default: 9)")
+    parser.add_argument("--rounds", type=positive_int, default=9, help="measured rounds (default: 9)")
     parser.add_argument("--no-check", action="store_true", help="print the computed tables alone")
     options = parser.parse_args()
-    console().print(exchanged_bytes())
+    make_console().print(make_bytes_table())
     if not options.no_check:
-        console().print(step_ratios(options.rounds))
-    console().print(grid())
+        make_console().print(make_ratio_table(options.rounds))
+    make_console().print(make_grid_table())
 
 
-def exchanged_bytes() -> Table:
-    """Return the table of the bytes that processes exchange per step for gradient and penalty."""
+def make_bytes_table() -> Table:
+    """Return the table of the megabytes that processes exchange in each step for the gradient and the penalty."""
     table = Table(title="bytes all-reduced per optimizer step")
     for column in ("", "gradient, MB", "penalty, MB", "share"):
         table.add_column(column)
@@ -110,7 +110,7 @@ def exchanged_bytes() -> Table:
 
 
 def predicted_ratio(shape: Shape) -> float:
-    """Return the multiplications of a step with a penalty divided by those of the step without.
+    """Return the number of multiplications of a step with a penalty divided by that of the step without.
 
     A layer of the model takes 12 d^2 + 2 n d for each token of a text of n tokens, three times in all for the forward
     and the backward pass. The penalty takes d^2 in each of both passes.
@@ -119,8 +119,8 @@ def predicted_ratio(shape: Shape) -> float:
     return 1 + 2 * width**2 / (3 * (12 * width**2 + 2 * shape.tokens * width))
 
 
-def step_ratios(rounds: int) -> Table:
-    """Measure steps with and without a penalty for each shape; return the table of predicted and measured ratios."""
+def make_ratio_table(rounds: int) -> Table:
+    """Measure steps with and without a penalty for each shape. Return the table of predicted and measured ratios."""
     title = f"a step with I-STAR over the step without, float32, {rounds} rounds"
     table = comparison_table(title, ("by arithmetic", "measured"), rounds)
     device = torch.device("cpu")
@@ -128,12 +128,12 @@ def step_ratios(rounds: int) -> Table:
         steps = Steps(shape, "32", 1.0, device)
         [penalty] = make_penalties(shape.width, device, ["istar, float32"]).values()
         calls = {"with": partial(steps, penalty), "without": partial(steps, None)}
-        seconds = seconds_in_rotation(calls, rounds, device)
+        seconds = time_in_rotation(calls, rounds, device)
         table.add_row(name, f"{predicted_ratio(shape):.3f}", paired_ratio(seconds, "with", "without"))
     return table
 
 
-def grid() -> Table:
+def make_grid_table() -> Table:
     """Return the table of the days that each machine needs for the paper's grid."""
     table = Table(title="the paper's grid for Table 1: 714 runs for each task and each of three models, days")
     for column in ("", "steps, millions", "PFLOP", *MACHINES, "bound by, one H200"):
@@ -141,8 +141,8 @@ def grid() -> Table:
     total_days = dict.fromkeys(MACHINES, 0.0)
     total_product_days = dict.fromkeys(MACHINES, 0.0)
     for name, task in TASKS.items():
-        steps = len(DEPTH) * sum(number * EPOCHS * ceil(task.examples / size) for size, number in RUNS.items())
-        flops = sum(operations(task, depth) for depth in DEPTH.values())
+        steps = len(DEPTH) * sum(num_runs * EPOCHS * ceil(task.examples / size) for size, num_runs in RUNS.items())
+        num_operations = sum(count_operations(task, depth) for depth in DEPTH.values())
         days, product_days = {}, {}
         for machine in MACHINES:
             durations = [launch_and_product_seconds(task, depth, machine) for depth in DEPTH.values()]
@@ -151,14 +151,16 @@ def grid() -> Table:
             total_days[machine] += days[machine]
             total_product_days[machine] += product_days[machine]
         bound = "kernel launches" if days["one H200"] > product_days["one H200"] else "products"
-        table.add_row(name, f"{steps / 1e6:.1f}", f"{flops / 1e15:,.0f}", *(f"{days[m]:.1f}" for m in MACHINES), bound)
+        table.add_row(
+            name, f"{steps / 1e6:.1f}", f"{num_operations / 1e15:,.0f}", *(f"{days[m]:.1f}" for m in MACHINES), bound
+        )
     table.add_row("all nine", "", "", *(f"{total:.0f}" for total in total_days.values()), "")
     table.add_row("products alone", "", "", *(f"{total:.1f}" for total in total_product_days.values()), "")
     return table
 
 
-def operations(task: Task, depth: int) -> float:
-    """Return the floating-point operations of all runs of a task on a model of this depth and width 768.
+def count_operations(task: Task, depth: int) -> float:
+    """Return the number of floating-point operations of all runs of a task on a model of this depth and width 768.
 
     Training takes 2 x 36 d^2 per token and layer and 4.3% more for the penalty; each epoch has a refresh of Sigma_S.
     """
@@ -170,9 +172,9 @@ def operations(task: Task, depth: int) -> float:
 def launch_and_product_seconds(task: Task, depth: int, name: str) -> tuple[float, float]:
     """Return the seconds that the host needs to start the kernels of all runs of a task, and those of the products."""
     machine = MACHINES[name]
-    steps = sum(number * EPOCHS * ceil(task.examples / size) for size, number in RUNS.items())
+    steps = sum(num_runs * EPOCHS * ceil(task.examples / size) for size, num_runs in RUNS.items())
     launch = steps * machine.launch * depth / 12 / machine.gpus
-    return launch, operations(task, depth) / (machine.tflops * 1e12 * machine.share) / machine.gpus
+    return launch, count_operations(task, depth) / (machine.tflops * 1e12 * machine.share) / machine.gpus
 
 
 if __name__ == "__main__":

@@ -29,22 +29,22 @@ from torch import Tensor
 from transformers import TrainingArguments
 
 from benchmarks.common import (
-    PEERS,
+    OTHER_PENALTIES,
     SHAPES,
     Method,
     Shape,
-    add_shapes,
+    add_shape_option,
     comparison_table,
-    console,
     json_from_new_process,
+    make_console,
     make_parser,
     make_penalties,
     note_emulated_bfloat16,
     paired_ratio,
-    parse,
-    peak_mb,
+    parse_options,
+    peak_memory_mb,
     random_batch,
-    seconds_in_rotation,
+    time_in_rotation,
 )
 from istar.integrations.transformers import PenaltyTrainer
 from istar.regularizers import IStar, Penalty, Points, Uniformity, attach
@@ -59,14 +59,15 @@ TRAINER_METHODS = tuple(f"{TRAINER}{name}" for name in METHODS if name.startswit
 class Steps:
     """Training steps of one model on one batch; each call executes a step with the penalty that it gets."""
 
-    def __init__(self, shape: Shape, precision: str, real: float, device: torch.device) -> None:
+    def __init__(self, shape: Shape, precision: str, real_share: float, device: torch.device) -> None:
         self.device, self.autocast = device, precision == "bf16"
-        self.model = shape.model().to(device)  # type: ignore[arg-type]
+        self.model = shape.make_model().to(device)  # type: ignore[arg-type]
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
-        self.inputs = random_batch(shape, device, real)
-        self.is_padded = real < 1
+        self.inputs = random_batch(shape, device, real_share)
+        self.is_padded = real_share < 1
 
     def __call__(self, penalty: Method) -> None:
+        """Execute a training step with the penalty."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
             self._loss(penalty).backward()
         self.optimizer.step()
@@ -88,7 +89,7 @@ class Steps:
             loss = loss + penalty.weight * (1 - score)
         return loss
 
-    def in_trainer(self, penalty: IStar) -> Callable[[], None]:
+    def make_trainer_step(self, penalty: IStar) -> Callable[[], None]:
         """Return a function that executes a step of transformers' Trainer with the penalty on a copy of the model."""
         args = TrainingArguments(
             mkdtemp(), use_cpu=self.device.type == "cpu", bf16=self.autocast, report_to="none", disable_tqdm=True
@@ -101,6 +102,7 @@ class Steps:
         model = trainer.accelerator.prepare_model(model)
 
         def step() -> None:
+            """Execute a training step and an optimizer step."""
             trainer.attach_penalty()
             trainer.training_step(model, dict(self.inputs))
             trainer.detach_penalty()
@@ -113,14 +115,14 @@ class Steps:
 def main() -> None:
     """Print a table for each shape and precision."""
     parser = make_parser(__doc__, rounds=7)
-    add_shapes(parser)
+    add_shape_option(parser)
     parser.add_argument("--precision", nargs="+", choices=("32", "bf16"), default=["32", "bf16"], help="default: both")
     parser.add_argument("--real", type=float, default=1.0, help="share of real tokens in the batch (default: 1)")
-    methods = ", ".join(f'"{name}"' for name in (*METHODS, *TRAINER_METHODS, *PEERS))
+    methods = ", ".join(f'"{name}"' for name in (*METHODS, *TRAINER_METHODS, *OTHER_PENALTIES))
     parser.add_argument(
         "--only",
         nargs="+",
-        choices=(*METHODS, *TRAINER_METHODS, *PEERS),
+        choices=(*METHODS, *TRAINER_METHODS, *OTHER_PENALTIES),
         default=list(METHODS),
         metavar="METHOD",
         help=f"contenders besides the step without a penalty: {methods} (default: the first {len(METHODS)})",
@@ -131,18 +133,18 @@ def main() -> None:
         action="store_true",
         help="processor time instead of wall time: for a machine that others use, with OMP_NUM_THREADS=1",
     )
-    options = parse(parser)
+    options = parse_options(parser)
     if options.peak_of:
-        print(json.dumps(peak(options.shape[0], options.precision[0], options)))
+        print(json.dumps(measure_peak_mb(options.shape[0], options.precision[0], options)))
         return
     if "bf16" in options.precision or any("bfloat16" in name for name in options.only):
         note_emulated_bfloat16(options.device.type)
     for shape in options.shape:
         for precision in options.precision:
-            console().print(table(shape, precision, options))
+            make_console().print(make_table(shape, precision, options))
 
 
-def table(shape: str, precision: str, options: argparse.Namespace) -> Table:
+def make_table(shape: str, precision: str, options: argparse.Namespace) -> Table:
     """Measure all contenders with this shape and precision, and return the table."""
     device = options.device
     steps = Steps(SHAPES[shape], precision, options.real, device)
@@ -153,33 +155,33 @@ def table(shape: str, precision: str, options: argparse.Namespace) -> Table:
         penalty = penalties[name.removeprefix(TRAINER)]
         if name.startswith(TRAINER):
             assert isinstance(penalty, IStar)
-            calls[name] = steps.in_trainer(penalty)
+            calls[name] = steps.make_trainer_step(penalty)
         else:
             calls[name] = partial(steps, penalty)
     clock = time.process_time if options.processor_time else time.perf_counter
-    seconds = seconds_in_rotation(calls, options.rounds, device, clock)
-    measured = [] if options.no_memory else [name for name in names if name not in TRAINER_METHODS]
-    peaks = {name: peak_in_new_process(shape, precision, name, options) for name in measured}
+    seconds = time_in_rotation(calls, options.rounds, device, clock)
+    measured_names = [] if options.no_memory else [name for name in names if name not in TRAINER_METHODS]
+    peaks = {name: peak_in_new_process(shape, precision, name, options) for name in measured_names}
     title = f"{shape}, {precision}, {options.real:.0%} real tokens, {device}, {options.rounds} rounds"
     columns = ("ms a step (median)", f"ratio to {PEER}", f"MB above {PEER}")
-    printed = comparison_table(title, columns, options.rounds)
+    table = comparison_table(title, columns, options.rounds)
     for name in names:
-        above = f"{peaks[name] - peaks[PEER]:.0f}" if name in peaks else ""
-        printed.add_row(name, f"{1e3 * median(seconds[name]):.1f}", paired_ratio(seconds, name, PEER), above)
-    return printed
+        extra_mb = f"{peaks[name] - peaks[PEER]:.0f}" if name in peaks else ""
+        table.add_row(name, f"{1e3 * median(seconds[name]):.1f}", paired_ratio(seconds, name, PEER), extra_mb)
+    return table
 
 
-def peak(shape: str, precision: str, options: argparse.Namespace) -> float:
+def measure_peak_mb(shape: str, precision: str, options: argparse.Namespace) -> float:
     """Return the peak memory of this process in MB after two steps with the method `options.peak_of`."""
     steps = Steps(SHAPES[shape], precision, options.real, options.device)
     [penalty] = make_penalties(SHAPES[shape].width, options.device, [options.peak_of]).values()
     for _ in range(2):
         steps(penalty)
-    return peak_mb(options.device)
+    return peak_memory_mb(options.device)
 
 
 def peak_in_new_process(shape: str, precision: str, method: str, options: argparse.Namespace) -> float:
-    """Return `peak` of a method, measured in a new process."""
+    """Return the result of `measure_peak_mb` for a method, measured in a new process."""
     arguments = ["--shape", shape, "--precision", precision, "--real", str(options.real)]
     arguments += ["--device", str(options.device), "--peak-of", method]
     return float(json_from_new_process("benchmarks.step", *arguments))

@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.common import comparison_table, in_rotation, paired_ratio, positive
+from benchmarks.common import comparison_table, paired_ratio, positive_int, run_in_rotation
 from istar import results
 from istar.config import Config, schema
 from istar.runs import fork_server
@@ -65,11 +65,11 @@ def main() -> None:
     options = make_parser().parse_args()
     console = Console(width=max(100, Console().width))
     schema.register()
-    figures = {"cost": cost, "skip": skip, "throughput": throughput}
-    for name in options.only or figures:
+    function_by_figure = {"cost": measure_cost, "skip": measure_skip, "throughput": measure_throughput}
+    for name in options.only or function_by_figure:
         chosen = argparse.Namespace(**{**vars(options), "rounds": options.rounds or ROUNDS[name]})
         with tempfile.TemporaryDirectory(prefix="istar-sweep-") as folder, isolated_environment(Path(folder)):
-            console.print(figures[name](chosen, Path(folder)))
+            console.print(function_by_figure[name](chosen, Path(folder)))
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -77,11 +77,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=ROUNDS, metavar="FIGURE", help=f"of {', '.join(ROUNDS)}")
     rounds = ", ".join(f"{count} for {name}" for name, count in ROUNDS.items())
-    parser.add_argument("--rounds", type=positive, help=f"measured rounds (default: {rounds})")
-    parser.add_argument("--done", type=positive, default=100, help="skip: finished runs of both (default: 100)")
-    parser.add_argument("--many", type=positive, default=1000, help="skip: runs of istar alone (default: 1000)")
-    parser.add_argument("--trials", type=positive, default=8, help="throughput: runs of each contender (default: 8)")
-    parser.add_argument("--jobs", type=positive, default=2, help="throughput: concurrent runs (default: 2)")
+    parser.add_argument("--rounds", type=positive_int, help=f"measured rounds (default: {rounds})")
+    parser.add_argument("--done", type=positive_int, default=100, help="skip: finished runs of both (default: 100)")
+    parser.add_argument("--many", type=positive_int, default=1000, help="skip: runs of istar alone (default: 1000)")
+    parser.add_argument(
+        "--trials", type=positive_int, default=8, help="throughput: runs of each contender (default: 8)"
+    )
+    parser.add_argument("--jobs", type=positive_int, default=2, help="throughput: concurrent runs (default: 2)")
     parser.add_argument("--train", nargs="+", default=[], metavar="KEY=VALUE", help="throughput: settings of the runs")
     return parser
 
@@ -89,32 +91,32 @@ def make_parser() -> argparse.ArgumentParser:
 @contextmanager
 def isolated_environment(folder: Path) -> Iterator[None]:
     """Set environment variables for an empty cache and no network; restore the environment at the end."""
-    before = dict(os.environ)
+    previous_environment = dict(os.environ)
     os.environ.update(ISTAR_CACHE=str(folder / "cache"), HF_HUB_OFFLINE="1", WANDB_SILENT="true")
     try:
         yield
     finally:
         os.environ.clear()
-        os.environ.update(before)
+        os.environ.update(previous_environment)
 
 
-def refuse(reason: str) -> None:
-    """End the benchmark, because a fork server that starts fresh processes is nothing to compare with them."""
+def end_benchmark(reason: str) -> None:
+    """End the benchmark if the fork server fails: it would start new interpreters, which it is compared with."""
     raise SystemExit(reason)
 
 
-def cost(options: argparse.Namespace, folder: Path) -> Table:
+def measure_cost(options: argparse.Namespace, folder: Path) -> Table:
     """Compare the cost of a forked run with that of a run in a new Python interpreter."""
     calls: dict[str, Callable[[int], float]] = {}
-    with fork_server.ServerPool(folder / "server.log", refuse) as servers:
+    with fork_server.ServerPool(folder / "server.log", end_benchmark) as servers:
         for logger, overrides in LOGGERS.items():
             for name, start in (("forked", servers.spawn), ("new interpreter", spawn)):
                 runs = folder / f"runs-{len(calls)}"
                 calls[f"{name}, {logger}"] = partial(seconds_beyond_training, runs, overrides, start)
         for call in calls.values():
             call(0)  # Starts the fork server and fills the cache.
-        seconds = in_rotation(calls, options.rounds)
-    table = figure("a run beyond its training", "s", options.rounds)
+        seconds = run_in_rotation(calls, options.rounds)
+    table = make_table("a run beyond its training", "s", options.rounds)
     for logger in LOGGERS:
         peer = f"new interpreter, {logger}"
         add_row(table, seconds, f"forked, {logger}", peer)
@@ -125,42 +127,44 @@ def cost(options: argparse.Namespace, folder: Path) -> Table:
 def seconds_beyond_training(runs: Path, overrides: Sequence[str], start: Spawn, seed: int) -> float:
     """Execute a small run, and return its seconds from start to record without training and first validation."""
     config = compose_config(f"run.root={runs}", f"seed={seed}", *SMALL, *overrides)
-    begin = time.perf_counter()
+    started_at = time.perf_counter()
     with blocked_signals():
         run = RunProcesses(config, 1, None, {"OMP_NUM_THREADS": "1"}, runs.with_suffix(".log"), start)
     while not run.has_ended():
         time.sleep(0.01)
     timing = run.record([]).timing
-    return time.perf_counter() - begin - timing["fit"] - timing["first_validation"]
+    return time.perf_counter() - started_at - timing["fit"] - timing["first_validation"]
 
 
-def skip(options: argparse.Namespace, folder: Path) -> Table:
+def measure_skip(options: argparse.Namespace, folder: Path) -> Table:
     """Compare a sweep of finished runs with Hydra's basic sweeper over the same configs and an empty function."""
     write_finished_runs(max(options.done, options.many), folder)
     script = folder / "empty_function.py"
     script.write_text(EMPTY_FUNCTION)
 
-    def istar(count: int, _: int) -> float:
+    def time_istar(count: int, _: int) -> float:
+        """Return the seconds that a sweep over `count` finished runs takes."""
         return run_command("train.py", "-m", f"seed=range(1,{count + 1})", f"run.root={folder / 'runs'}")
 
-    def hydra(_: int) -> float:
+    def time_hydra(_: int) -> float:
+        """Return the seconds that Hydra's basic sweeper takes for as many calls of an empty function."""
         seeds = f"seed=range(1,{options.done + 1})"
         return run_command(str(script), "-m", seeds, "hydra/sweeper=basic", f"run.root={folder / 'runs'}")
 
     name = f"istar, {options.done:,} finished runs"
     peer = f"Hydra's sweeper, {options.done:,} calls of an empty function"
-    many = f"istar, {options.many:,} finished runs"
+    many_name = f"istar, {options.many:,} finished runs"
     calls: dict[str, Callable[[int], float]] = {
-        name: partial(istar, options.done),
-        peer: hydra,
-        many: partial(istar, options.many),
+        name: partial(time_istar, options.done),
+        peer: time_hydra,
+        many_name: partial(time_istar, options.many),
     }
-    in_rotation(calls, 1)  # Warm-up: the first command reads its libraries and the finished runs from the disk.
-    seconds = in_rotation(calls, options.rounds)
-    table = figure("skipping finished runs: the whole command", "s", options.rounds)
+    run_in_rotation(calls, 1)  # Warm-up: the first command reads its libraries and the finished runs from the disk.
+    seconds = run_in_rotation(calls, options.rounds)
+    table = make_table("skipping finished runs: the whole command", "s", options.rounds)
     add_row(table, seconds, name, peer)
     add_row(table, seconds, peer, peer)
-    add_row(table, seconds, many, None)
+    add_row(table, seconds, many_name, None)
     return table
 
 
@@ -181,25 +185,29 @@ def write_finished_runs(count: int, folder: Path) -> None:
         (run_folder / "model").mkdir()
 
 
-def throughput(options: argparse.Namespace, folder: Path) -> Table:
+def measure_throughput(options: argparse.Namespace, folder: Path) -> Table:
     """Compare the runs per minute of a sweep with those of a loop over the same seeds."""
     settings = ("trainer.progress_bar=false", *options.train)
 
-    def sweep(number: int) -> float:
+    def sweep_rate(round_number: int) -> float:
+        """Return the runs per minute of a sweep."""
         seeds, jobs = f"seed=range(1,{options.trials + 1})", f"sweep.jobs={options.jobs}"
-        seconds = run_command("train.py", "-m", seeds, jobs, f"run.root={folder / f'sweep-{number}'}", *settings)
+        seconds = run_command("train.py", "-m", seeds, jobs, f"run.root={folder / f'sweep-{round_number}'}", *settings)
         return 60 * options.trials / seconds
 
-    def loop(number: int) -> float:
-        root = f"run.root={folder / f'loop-{number}'}"
+    def loop_rate(round_number: int) -> float:
+        """Return the runs per minute of a loop that starts each run by itself."""
+        root = f"run.root={folder / f'loop-{round_number}'}"
         seconds = sum(run_command("train.py", f"seed={seed}", root, *settings) for seed in range(1, options.trials + 1))
         return 60 * options.trials / seconds
 
     # Fills the cache of tokenized data, which the first contender would otherwise fill for all.
     run_command("train.py", "trainer.fast_dev_run=true", f"run.root={folder / 'warm-up'}", *settings)
     name, peer = f"one sweep, sweep.jobs={options.jobs}", "a loop of python train.py"
-    rates = in_rotation({name: sweep, peer: loop}, options.rounds)
-    table = figure(f"throughput: {options.trials} runs of each contender per round", "runs a minute", options.rounds)
+    rates = run_in_rotation({name: sweep_rate, peer: loop_rate}, options.rounds)
+    table = make_table(
+        f"throughput: {options.trials} runs of each contender per round", "runs a minute", options.rounds
+    )
     add_row(table, rates, name, peer)
     add_row(table, rates, peer, peer)
     return table
@@ -207,12 +215,12 @@ def throughput(options: argparse.Namespace, folder: Path) -> Table:
 
 def run_command(*arguments: str) -> float:
     """Run Python with these arguments in the repository, and return the seconds from start to end of the process."""
-    begin = time.perf_counter()
+    started_at = time.perf_counter()
     process = subprocess.run([sys.executable, *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     if process.returncode:
         output = process.stdout[-2000:] + process.stderr[-2000:]
         sys.exit(f"{' '.join(arguments)} ended with exit code {process.returncode}:\n{output}")
-    return time.perf_counter() - begin
+    return time.perf_counter() - started_at
 
 
 def compose_config(*overrides: str) -> Config:
@@ -221,15 +229,15 @@ def compose_config(*overrides: str) -> Config:
         return schema.load(compose("config", overrides=list(overrides)))
 
 
-def figure(title: str, unit: str, rounds: int) -> Table:
-    """Return an empty table for one figure in this unit."""
+def make_table(title: str, unit: str, rounds: int) -> Table:
+    """Return an empty table for a comparison in this unit."""
     return comparison_table(
         f"{title}, {rounds} rounds", (f"{unit} (median)", "lowest", "highest", "ratio to the peer"), rounds
     )
 
 
 def add_row(table: Table, values: Mapping[str, Sequence[float]], name: str, peer: str | None) -> None:
-    """Add the values of a contender, and their ratio to those of its peer unless that is None."""
+    """Add a row with the values of a contender, and their ratio to those of the peer if there is one."""
     low, middle, high = (f"{pick(values[name]):.2f}" for pick in (min, median, max))
     table.add_row(name, middle, low, high, "" if peer is None else paired_ratio(values, name, peer))
 

@@ -60,14 +60,14 @@ def test_a_ratio_is_the_median_of_the_pairs_and_not_the_ratio_of_the_medians() -
 def test_each_round_starts_with_the_next_contender() -> None:
     order: list[str] = []
     calls = {name: lambda number, name=name: order.append(f"{name}{number}") for name in "abc"}
-    results = common.in_rotation(calls, 4)
+    results = common.run_in_rotation(calls, 4)
     assert order == ["a1", "b1", "c1", "b2", "c2", "a2", "c3", "a3", "b3", "a4", "b4", "c4"]
     assert {name: len(values) for name, values in results.items()} == {"a": 4, "b": 4, "c": 4}
 
 
 def test_the_warm_up_round_is_not_counted() -> None:
     moments = iter([0.0, 100.0, 0.0, 1.0, 0.0, 2.0])
-    seconds = common.seconds_in_rotation({"a": lambda: None}, 2, torch.device("cpu"), lambda: next(moments))
+    seconds = common.time_in_rotation({"a": lambda: None}, 2, torch.device("cpu"), lambda: next(moments))
     assert seconds == {"a": [1.0, 2.0]}
 
 
@@ -86,7 +86,7 @@ def test_emulated_bfloat16_is_noted_with_its_factor(
 @pytest.mark.parametrize("text", ["0", "-1", "two", "1.5"])
 def test_a_number_of_rounds_is_a_positive_integer(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match=f"expected a positive integer, not '{text}'"):
-        common.positive(text)
+        common.positive_int(text)
 
 
 # ---- benchmarks.sweep
@@ -113,7 +113,7 @@ def test_throughput_executes_the_same_runs_by_the_sweep_and_by_the_loop_in_rotat
     commands: list[tuple[str, ...]], tmp_path: Path
 ) -> None:
     options = sweep.make_parser().parse_args(["--trials", "3", "--rounds", "2", "--train", "reg=none"])
-    sweep.throughput(options, tmp_path)
+    sweep.measure_throughput(options, tmp_path)
     kinds, folders = [], set()
     for command in filter(is_measured, commands):
         assert "reg=none" in command
@@ -144,7 +144,7 @@ def test_skipping_is_compared_at_the_same_number_of_runs(
 ) -> None:
     monkeypatch.setattr(sweep, "write_finished_runs", lambda count, folder: None)
     options = sweep.make_parser().parse_args(["--done", "7", "--many", "30", "--rounds", "1"])
-    table = sweep.skip(options, tmp_path)
+    table = sweep.measure_skip(options, tmp_path)
     seeds = [argument for command in commands for argument in command if argument.startswith("seed=")]
     assert seeds.count("seed=range(1,8)") == 2 * seeds.count("seed=range(1,31)")
     names, *_, ratios = ([str(cell) for cell in column.cells] for column in table.columns)
@@ -175,13 +175,15 @@ def test_the_order_rotates_by_seed_and_rates_are_compared_by_seed(
     order = []
     rates = {"istar": [10.0, 300.0, 50.0], "grouped": [10.0, 100.0, 10.0]}
 
-    def execute(name: str, options: Any, folder: str, seed: int, rehearsal: bool = False) -> dict[str, float]:
+    def train_in_new_process(
+        name: str, options: Any, folder: str, seed: int, rehearsal: bool = False
+    ) -> dict[str, float]:
         if rehearsal:
             return {}
         order.append((seed, name))
         return {"rate": rates[name][seed - 1], "first": 1.0, "process": 2.0, "metric": 0.5}
 
-    monkeypatch.setattr(finetune, "execute", execute)
+    monkeypatch.setattr(finetune, "train_in_new_process", train_in_new_process)
     assert finetune.main(["--seeds", "3", "--contenders", "istar", "grouped"]) == 0
     assert order == [(1, "istar"), (1, "grouped"), (2, "grouped"), (2, "istar"), (3, "istar"), (3, "grouped")]
     # The ratio of the medians would be 5.
@@ -198,13 +200,13 @@ def clock() -> finetune.Clock:
 
 
 def test_examples_per_second_leave_out_validations_and_the_first_step(clock: finetune.Clock) -> None:
-    figures = clock.figures()
+    measurements = clock.measurements()
     # 10 examples in 2 seconds after the first step, 20 in 2 seconds after a long validation.
-    assert figures["rate"] == pytest.approx(30 / 4)
-    assert figures["first"] == 14.0
+    assert measurements["rate"] == pytest.approx(30 / 4)
+    assert measurements["first"] == 14.0
 
 
 def test_a_number_of_steps_that_does_not_fit_the_epochs_is_an_error(clock: finetune.Clock) -> None:
     clock.epochs = 1
     with pytest.raises(SystemExit, match="4 batches and 4 steps; expected 2"):
-        clock.figures()
+        clock.measurements()

@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from istar.config.checks import at_least, one_of
+from istar.config.checks import check_at_least, check_one_of
 from istar.config.trainer_arguments import check_trainer_arguments
 from istar.errors import UserError
 
@@ -65,7 +65,7 @@ class TaskConfig:
 
     def __post_init__(self) -> None:
         for name in ("limit_train", "limit_validation", "max_length", "doc_stride", "n_best", "max_answer_length"):
-            at_least(1, f"task.{name}", getattr(self, name))
+            check_at_least(1, f"task.{name}", getattr(self, name))
         if self.validation_fraction is not None and not 0 < self.validation_fraction <= 0.5:
             raise UserError(
                 f"task.validation_fraction={self.validation_fraction:g} is no fraction of the training data; expected "
@@ -119,8 +119,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         self._check_architecture()
         self._check_adapters()
-        one_of("model.load_in", self.load_in, ("float32", "bf16"))
-        at_least(MIN_VOCAB_SIZE, "model.vocab_size", self.vocab_size)
+        check_one_of("model.load_in", self.load_in, ("float32", "bf16"))
+        check_at_least(MIN_VOCAB_SIZE, "model.vocab_size", self.vocab_size)
         if not self.name.strip():
             raise UserError("model.name is empty; expected a hub id or a folder that save_pretrained wrote")
         if self.name == TINY and self.pretrained:
@@ -183,7 +183,7 @@ class ModelConfig:
 
     def _check_adapters(self) -> None:
         """Check the keys that describe adapters."""
-        at_least(1, "model.lora_r", self.lora_r)
+        check_at_least(1, "model.lora_r", self.lora_r)
         if not 0 < self.lora_alpha < math.inf:
             raise UserError(f"model.lora_alpha={self.lora_alpha:g} must be above 0")
         if not 0 <= self.lora_dropout < 1:
@@ -218,9 +218,9 @@ class DataConfig:
     """Folder of the tokenized data, which runs share; None means $ISTAR_CACHE, or ~/.cache/istar if that is not set."""
 
     def __post_init__(self) -> None:
-        at_least(1, "data.batch_size", self.batch_size)
-        at_least(1, "data.eval_batch_size", self.eval_batch_size)
-        at_least(0, "data.num_workers", self.num_workers)
+        check_at_least(1, "data.batch_size", self.batch_size)
+        check_at_least(1, "data.eval_batch_size", self.eval_batch_size)
+        check_at_least(0, "data.num_workers", self.num_workers)
 
 
 @dataclass
@@ -244,7 +244,7 @@ class OptimConfig:
     def __post_init__(self) -> None:
         if not self.lr > 0 or not math.isfinite(self.lr):
             raise UserError(f"optim.lr={self.lr:g} is not a positive number; the paper uses 1e-5, 3e-5 and 5e-5")
-        one_of("optim.schedule", self.schedule, ("constant", "linear", "cosine"))
+        check_one_of("optim.schedule", self.schedule, ("constant", "linear", "cosine"))
         is_number_of_steps = self.warmup > 1 and float(self.warmup).is_integer()
         if not 0 <= self.warmup <= 1 and not is_number_of_steps:
             raise UserError(
@@ -323,20 +323,20 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         check_trainer_arguments(self.lightning, [f.name for f in fields(self)])
-        at_least(1, "trainer.max_epochs", self.max_epochs)
-        at_least(1, "trainer.accumulate_grad_batches", self.accumulate_grad_batches)
-        at_least(1, "trainer.early_stopping", self.early_stopping)
-        at_least(1, "trainer.inter_sim_patience", self.inter_sim_patience)
+        check_at_least(1, "trainer.max_epochs", self.max_epochs)
+        check_at_least(1, "trainer.accumulate_grad_batches", self.accumulate_grad_batches)
+        check_at_least(1, "trainer.early_stopping", self.early_stopping)
+        check_at_least(1, "trainer.inter_sim_patience", self.inter_sim_patience)
         if self.stop_at_inter_sim is not None and not -1 <= self.stop_at_inter_sim <= 1:
             raise UserError(
                 f"trainer.stop_at_inter_sim={self.stop_at_inter_sim:g} is not an average cosine; expected -1 to 1"
             )
-        at_least(1, "trainer.log_every_n_steps", self.log_every_n_steps)
+        check_at_least(1, "trainer.log_every_n_steps", self.log_every_n_steps)
         if self.gradient_clip_val is not None and not self.gradient_clip_val > 0:
             raise UserError(
                 f"trainer.gradient_clip_val={self.gradient_clip_val:g} must be above 0, or null for no clipping"
             )
-        at_least(1, "trainer.checkpoint_every_n_steps", self.checkpoint_every_n_steps)
+        check_at_least(1, "trainer.checkpoint_every_n_steps", self.checkpoint_every_n_steps)
         minutes = self.checkpoint_every_n_minutes
         if minutes is not None and not 0 < minutes < math.inf:
             raise UserError(f"trainer.checkpoint_every_n_minutes={minutes:g} must be above 0, or null for none")
@@ -345,16 +345,16 @@ class TrainerConfig:
                 f"trainer.keep_models={self.keep_models} is not a schedule; expected log, a whole number of optimizer "
                 "steps above 0, or null"
             )
-        at_least(1, "trainer.measure_every_n_steps", self.measure_every_n_steps)
-        at_least(1, "trainer.measure_examples", self.measure_examples)
+        check_at_least(1, "trainer.measure_every_n_steps", self.measure_every_n_steps)
+        check_at_least(1, "trainer.measure_examples", self.measure_examples)
         if self.strategy == "fsdp":
             raise UserError(
                 "trainer.strategy=fsdp is not supported: with sharded weights the norm of the gradient, which is "
                 "checked and clipped in every step, would be that of a shard; use ddp"
             )
-        one_of("trainer.strategy", self.strategy, ("auto", "ddp"))
-        one_of("trainer.nonfinite", self.nonfinite, ("stop", "skip"))
-        one_of("trainer.precision", self.precision, ("32-true", "bf16-mixed", "16-mixed", "auto"))
+        check_one_of("trainer.strategy", self.strategy, ("auto", "ddp"))
+        check_one_of("trainer.nonfinite", self.nonfinite, ("stop", "skip"))
+        check_one_of("trainer.precision", self.precision, ("32-true", "bf16-mixed", "16-mixed", "auto"))
 
 
 @dataclass
@@ -388,7 +388,7 @@ class WandbConfig(LoggerConfig):
     """online, offline, disabled, or auto: WANDB_MODE if it is set, else online if there is an API key, else offline."""
 
     def __post_init__(self) -> None:
-        one_of("logger.mode", self.mode, ("auto", "online", "offline", "disabled"))
+        check_one_of("logger.mode", self.mode, ("auto", "online", "offline", "disabled"))
         if not isinstance(self.tags, list) or not all(isinstance(tag, str) for tag in self.tags):
             raise UserError(f"logger.tags={self.tags} is not a list of strings, e.g. [paper,rte]")
 
@@ -459,11 +459,11 @@ class SweepConfig:
     """ID of the search trial that this run belongs to. Set by the sweep; do not set it by hand."""
 
     def __post_init__(self) -> None:
-        at_least(1, "sweep.jobs", self.jobs)
-        at_least(1, "sweep.trials", self.trials)
-        one_of("sweep.search", self.search, ("grid", "optuna"))
-        one_of("sweep.sampler", self.sampler, ("tpe", "random"))
-        one_of("sweep.pruner", self.pruner, ("none", "median", "asha"))
+        check_at_least(1, "sweep.jobs", self.jobs)
+        check_at_least(1, "sweep.trials", self.trials)
+        check_one_of("sweep.search", self.search, ("grid", "optuna"))
+        check_one_of("sweep.sampler", self.sampler, ("tpe", "random"))
+        check_one_of("sweep.pruner", self.pruner, ("none", "median", "asha"))
         if not re.fullmatch(r"[\w.-]+", self.name) or self.name.startswith("."):
             raise UserError(
                 f"sweep.name={self.name!r} is not a folder name; expected letters, digits, '.', '_' and '-'"
@@ -472,7 +472,7 @@ class SweepConfig:
         if not isinstance(grids, dict) or not all(isinstance(grid, dict) for grid in grids.values()):
             raise UserError(f"sweep.grids={grids} does not map names to grids, e.g. {{base: {{reg: none}}}}")
         for name in self.only:
-            one_of("sweep.only", name, tuple(grids))
+            check_one_of("sweep.only", name, tuple(grids))
         if not all(type(seed) is int and 0 <= seed < 2**32 for seed in self.seeds):
             raise UserError(f"sweep.seeds={self.seeds} are not whole numbers in [0, 2^32), e.g. [1,2,3,4,5]")
 
@@ -499,13 +499,13 @@ class Config:
             self.reg.resolve(self.trainer.precision)
 
 
-def identity_values(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a config, given as plain data, that count for the identity of a run.
+def identity_values(config_class: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those entries of a config, given as plain data, that determine the identity of a run.
 
-    These are all but the fields of the dataclass `kind` that are marked `NOT_IN_IDENTITY`.
+    They are all entries except for the fields of the dataclass `config_class` that are marked `NOT_IN_IDENTITY`.
     """
-    excluded = {f.name for f in fields(kind) if not f.metadata.get("identity", True)}
-    types = {f.name: f.type for f in fields(kind)}
+    excluded = {f.name for f in fields(config_class) if not f.metadata.get("identity", True)}
+    types = {f.name: f.type for f in fields(config_class)}
     return {
         key: identity_values(types[key], value) if is_dataclass(types.get(key)) else value
         for key, value in values.items()

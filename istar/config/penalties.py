@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from istar.config.checks import at_least, one_of
+from istar.config.checks import check_at_least, check_one_of
 from istar.errors import UserError
 from istar.regularizers import (
     CosReg,
@@ -33,9 +33,9 @@ from istar.regularizers import (
 )
 from istar.regularizers.base import check_target
 from istar.regularizers.dropout import set_dropout
-from istar.regularizers.embeddings import HIDDEN_STATES, INPUT, OUTPUT, TARGETS
-from istar.regularizers.istar import AUTO, BY_SENTENCE, COMPUTE, ESTIMATORS
-from istar.regularizers.points import NAMED_LAYERS, POINTS, WITHIN
+from istar.regularizers.embeddings import HIDDEN_STATES, INPUT_EMBEDDINGS, OUTPUT_EMBEDDINGS, TARGETS
+from istar.regularizers.istar import AUTO, BY_SENTENCE, COMPUTE_DTYPES, ESTIMATORS
+from istar.regularizers.points import NAMED_LAYERS, POINTS, WITHIN_OPTIONS
 from istar.regularizers.schedule import SCHEDULES
 from istar.regularizers.set_point import KEEP, SIDES
 from istar.regularizers.spectrum_control import DECAYS
@@ -48,11 +48,11 @@ class NoRegConfig:
     name: str = "none"
 
     def build(self) -> Penalty | None:
-        """Build the penalty; None if there is none."""
+        """Build the penalty, or return None if there is none."""
         return None
 
     def attach(self, model: Any, special_ids: Sequence[int], seed: int) -> Watch | EmbeddingWatch | None:
-        """Build the penalty and attach it to a model; None if there is none.
+        """Build the penalty and attach it to a model, or return None if there is none.
 
         Args:
             model: the transformers model with its head.
@@ -65,15 +65,15 @@ class NoRegConfig:
         return None
 
     def weight_schedule(self) -> Callable[[int, int], float] | None:
-        """Return the function from the step and the number of steps to lambda; None if lambda does not change."""
+        """Return a function of the step and the number of steps that returns lambda, or None if lambda is constant."""
         return None
 
     def weight_decay(self, default: float) -> float:
-        """Return the weight decay of the optimizer, which is the default `optim.weight_decay` with all penalties."""
+        """Return the weight decay of the optimizer. It is `default` (`optim.weight_decay`) except for a placebo."""
         return default
 
     def resolve(self, precision: str) -> None:
-        """Set values that depend on the trainer's precision, if they are None."""
+        """Replace None by a value in the settings that depend on the precision of the trainer, if there are any."""
 
 
 @dataclass
@@ -85,10 +85,10 @@ class WeightDecayConfig(NoRegConfig):
     """Weight decay of AdamW, above 0, in place of optim.weight_decay; not of biases and gains."""
 
     def __post_init__(self) -> None:
-        _in_range("reg.lambda", self.weight, 0)
+        _check_lower_bound("reg.lambda", self.weight, minimum=0)
 
     def weight_decay(self, default: float) -> float:
-        """Return the weight decay of the placebo."""
+        """Return the weight decay of the placebo, whatever the default."""
         return self.weight
 
 
@@ -155,9 +155,9 @@ class CosRegConfig(NoRegConfig):
         _check_layers(self.layers)
         self._check_schedule()
         self._check_target_score()
-        one_of("reg.target", self.target, TARGETS)
-        one_of("reg.points", self.points, POINTS)
-        at_least(2, "reg.rows", self.rows)
+        check_one_of("reg.target", self.target, TARGETS)
+        check_one_of("reg.points", self.points, POINTS)
+        check_at_least(2, "reg.rows", self.rows)
         if self.max_norm_ratio is not None and not self.max_norm_ratio > 1:
             raise UserError(
                 f"reg.max_norm_ratio={self.max_norm_ratio:g} is not above 1, so it leaves out half of the points"
@@ -166,7 +166,7 @@ class CosRegConfig(NoRegConfig):
         if self.include_padding and chooses_points:
             raise UserError("reg.include_padding=true counts all tokens; it needs reg.points=all and no max_norm_ratio")
         if self.target == HIDDEN_STATES and self.rows is not None:
-            raise UserError(f"reg.rows={self.rows} needs reg.target={INPUT} or {OUTPUT}")
+            raise UserError(f"reg.rows={self.rows} needs reg.target={INPUT_EMBEDDINGS} or {OUTPUT_EMBEDDINGS}")
         if self.target != HIDDEN_STATES:
             if chooses_points:
                 raise UserError(
@@ -201,13 +201,14 @@ class CosRegConfig(NoRegConfig):
         return attach_to_target(model, self.build(), self.target, points, self.rows, seed)
 
     def weight_schedule(self) -> Callable[[int, int], float] | None:
-        """Return the function from the step and the number of steps to lambda; None if lambda does not change."""
+        """Return a function of the step and the number of steps that returns lambda, or None if lambda is constant."""
         if self.schedule == "constant":
             return None
         return lambda step, steps: weight_at(step, steps, self.weight, self.schedule, self.warmup)
 
     def _check_schedule(self) -> None:
-        one_of("reg.schedule", self.schedule, SCHEDULES)
+        """Raise a UserError for an unknown schedule, or a warmup that does not fit it."""
+        check_one_of("reg.schedule", self.schedule, SCHEDULES)
         if not 0 <= self.warmup <= 1:
             raise UserError(f"reg.warmup={self.warmup:g} is outside [0, 1]; it is a fraction of the optimizer steps")
         if self.schedule == "constant" and self.warmup > 0:
@@ -218,8 +219,9 @@ class CosRegConfig(NoRegConfig):
             raise UserError("reg.schedule=warmup needs reg.warmup above 0, such as reg.warmup=0.1")
 
     def _check_target_score(self) -> None:
-        one_of("reg.side", self.side, SIDES)
-        at_least(1, "reg.target_batches", self.target_batches)
+        """Check the target score and the keys that depend on it, and convert the score to a number."""
+        check_one_of("reg.side", self.side, SIDES)
+        check_at_least(1, "reg.target_batches", self.target_batches)
         if self.target_score is None:
             if self.side != "both":
                 raise UserError(f"reg.side={self.side} has no effect without reg.target_score")
@@ -269,19 +271,19 @@ class IStarConfig(CosRegConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.zeta = _parse_zeta(self.zeta)
-        at_least(2, "reg.num_points", self.num_points)
-        at_least(1, "reg.refresh_every_n_steps", self.refresh_every_n_steps)
-        one_of("reg.estimator", self.estimator, ESTIMATORS)
+        check_at_least(2, "reg.num_points", self.num_points)
+        check_at_least(1, "reg.refresh_every_n_steps", self.refresh_every_n_steps)
+        check_one_of("reg.estimator", self.estimator, ESTIMATORS)
         self._check_within()
         if self.compute is not None:
-            one_of("reg.compute", self.compute, COMPUTE)
+            check_one_of("reg.compute", self.compute, COMPUTE_DTYPES)
             if self.compute != "float32" and self._needs_float32:
                 raise UserError(
                     f"reg.compute={self.compute}: reg.estimator=unbiased, unbiased_by_sentence and reg.zeta=auto need "
                     "float32, for their fourth powers"
                 )
         if self.estimator == BY_SENTENCE:
-            self._check_sentences()
+            self._check_points_have_sentences()
         # Values that are not used are fixed, so that they do not change the identity of the run.
         if self.estimator != "shrinkage" or self.target != HIDDEN_STATES:
             self.zeta = 0.0
@@ -294,6 +296,7 @@ class IStarConfig(CosRegConfig):
         return IStar(self.weight, self.zeta, **self._common_arguments())
 
     def _common_arguments(self) -> dict[str, Any]:
+        """Return the arguments that `IStar` and its subclasses have."""
         options = {"estimator": self.estimator, "compute": self.compute or "float32", "within": self.within}
         return {**super()._common_arguments(), **options}
 
@@ -303,9 +306,10 @@ class IStarConfig(CosRegConfig):
             self.compute = "bfloat16" if precision.startswith("bf16") and not self._needs_float32 else "float32"
 
     def _check_within(self) -> None:
+        """Raise a UserError if `within` is unknown, or does not fit the other keys."""
         if self.within is None:
             return
-        one_of("reg.within", self.within, WITHIN)
+        check_one_of("reg.within", self.within, WITHIN_OPTIONS)
         if self.estimator != "shrinkage" or self.zeta == AUTO:
             raise UserError(
                 f"reg.within={self.within} needs reg.estimator=shrinkage and a number as reg.zeta; these are "
@@ -324,8 +328,8 @@ class IStarConfig(CosRegConfig):
         """Whether the penalty computes fourth powers, for which bfloat16 is too coarse."""
         return self.estimator != "shrinkage" or self.zeta == AUTO
 
-    def _check_sentences(self) -> None:
-        """Raise `UserError` for points that belong to no sentence."""
+    def _check_points_have_sentences(self) -> None:
+        """Raise a UserError if the penalty has points that belong to no sentence."""
         if self.target != HIDDEN_STATES:
             raise UserError(
                 f"reg.target={self.target} has no sentences; reg.estimator={self.estimator} needs "
@@ -354,9 +358,9 @@ class VicRegConfig(CosRegConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _in_range("reg.variance_weight", self.variance_weight, 0, is_open=False)
-        _in_range("reg.covariance_weight", self.covariance_weight, 0, is_open=False)
-        _in_range("reg.gamma", self.gamma, 0)
+        _check_lower_bound("reg.variance_weight", self.variance_weight, minimum=0, is_exclusive=False)
+        _check_lower_bound("reg.covariance_weight", self.covariance_weight, minimum=0, is_exclusive=False)
+        _check_lower_bound("reg.gamma", self.gamma, minimum=0)
 
     def build(self) -> Penalty:
         """Build the penalty."""
@@ -394,7 +398,7 @@ class UniformityConfig(CosRegConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _in_range("reg.temperature", self.temperature, 0)
+        _check_lower_bound("reg.temperature", self.temperature, minimum=0)
 
     def build(self) -> Penalty:
         """Build the penalty."""
@@ -451,7 +455,7 @@ class SigRegConfig(CosRegConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(1, "reg.directions", self.directions)
+        check_at_least(1, "reg.directions", self.directions)
 
     def build(self) -> Penalty:
         """Build the penalty."""
@@ -472,8 +476,8 @@ class SpectrumConfig(CosRegConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("reg.decay", self.decay, DECAYS)
-        _in_range("reg.rate", self.rate, 0, is_open=False)
+        check_one_of("reg.decay", self.decay, DECAYS)
+        _check_lower_bound("reg.rate", self.rate, minimum=0, is_exclusive=False)
 
     def build(self) -> Penalty:
         """Build the penalty."""
@@ -511,7 +515,7 @@ PENALTIES: dict[str, type[NoRegConfig]] = {
     "weight_decay": WeightDecayConfig,
     "dropout": DropoutConfig,
 }
-"""The dataclass of each value of `reg`."""
+"""The dataclass of each option of the config group `reg`."""
 
 
 def _parse_zeta(value: Any) -> float | str:
@@ -528,23 +532,26 @@ def _parse_zeta(value: Any) -> float | str:
 
 
 def _parse_number(key: str, value: Any, alternatives: str) -> float:
-    """Return the value of a key that allows numbers and words as a float; raise `UserError` if it is not a number."""
+    """Return the value of a key as a float; raise a UserError, which names the alternatives, if it is not a number."""
     try:
         return float(str(value))  # float(True) is 1.0; float("True") raises.
     except ValueError:
         raise UserError(f"{key}={value} is neither {alternatives}") from None
 
 
-def _in_range(key: str, value: float, low: float, is_open: bool = True) -> None:
-    """Raise a UserError unless a value is finite and above `low`, or at least `low` if the range is not open."""
-    if not ((low < value if is_open else low <= value) and value < math.inf):
-        raise UserError(f"{key}={value:g}; expected a finite number {'above' if is_open else 'of at least'} {low:g}")
+def _check_lower_bound(key: str, value: float, minimum: float, is_exclusive: bool = True) -> None:
+    """Raise a UserError unless a value is finite and above the minimum, which it may equal if not `is_exclusive`."""
+    if not ((minimum < value if is_exclusive else minimum <= value) and value < math.inf):
+        raise UserError(
+            f"{key}={value:g}; expected a finite number {'above' if is_exclusive else 'of at least'} {minimum:g}"
+        )
 
 
 def _check_layers(layers: Any) -> None:
+    """Raise a UserError unless layers are a known name or a list of layer numbers."""
     if isinstance(layers, str):
-        one_of("reg.layers", layers, NAMED_LAYERS)
-    elif not (isinstance(layers, list) and layers and all(type(number) is int for number in layers)):
+        check_one_of("reg.layers", layers, NAMED_LAYERS)
+    elif not (isinstance(layers, list) and layers and all(type(layer) is int for layer in layers)):
         raise UserError(
             f"reg.layers={layers} is neither one of {', '.join(NAMED_LAYERS)} nor a list of layer numbers like [1,2,12]"
         )

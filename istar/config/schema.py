@@ -16,7 +16,7 @@ from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import AnyNode, BooleanNode, DictConfig, FloatNode, IntegerNode, OmegaConf, StringNode
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from istar.config.checks import one_of
+from istar.config.checks import check_one_of
 from istar.config.groups import Config, LoggerConfig, SweepConfig, TensorBoardConfig, WandbConfig
 from istar.config.penalties import PENALTIES
 from istar.errors import UserError, did_you_mean
@@ -29,8 +29,8 @@ _GROUPS: dict[str, Any] = {group.name: group.type for group in fields(Config) if
 _LOGGERS: dict[str, Any] = {"csv": LoggerConfig, "tensorboard": TensorBoardConfig, "wandb": WandbConfig}
 
 _MODELS = {(False, True): "tiny", (True, True): "tiny_decoder", (True, False): "gpt2"}
-"""The default of `model` for tasks that need a decoder or not, and whose data are generated or not, if not that of
-config.yaml: small models with random weights for generated data."""
+"""The default of `model` by whether a task needs a decoder, and whether its data are generated, where it differs from
+that of config.yaml. Generated data have small models with random weights."""
 
 
 def config_folder() -> Path:
@@ -41,7 +41,7 @@ def config_folder() -> Path:
 
 
 def sweep_folder() -> Path:
-    """Return the folder of the options of `sweep`: `istar/conf/sweep` in an installed package, `sweep` if not."""
+    """Return the folder of the options of `sweep`: `istar/conf/sweep` if istar is installed, `sweep` in a checkout."""
     installed = config_folder() / "sweep"
     return installed if installed.is_dir() else config_folder().parent / "sweep"
 
@@ -49,11 +49,11 @@ def sweep_folder() -> Path:
 def register() -> None:
     """Store the schemas (`schema/task`, `schema/istar` and so on) and the options of `task` and `reg` with Hydra.
 
-    `TASKS` and `PENALTIES` have an option for each entry. The files in conf/ add options that set further values.
+    Each entry of `TASKS` and `PENALTIES` is an option. The files in conf/ add options that set further values.
     """
     store = ConfigStore.instance()
-    for name, kind in {**_GROUPS, **PENALTIES, **_LOGGERS, "sweep": SweepConfig}.items():
-        store.store(group="schema", name=name, node=_schema(kind))
+    for name, config_class in {**_GROUPS, **PENALTIES, **_LOGGERS, "sweep": SweepConfig}.items():
+        store.store(group="schema", name=name, node=_make_schema_node(config_class))
     for name in PENALTIES:
         store.store(group="reg", name=name, node={"defaults": [f"/schema/{name}@_here_"]})
     for name, spec in TASKS.items():
@@ -74,14 +74,20 @@ def load(config: DictConfig) -> Config:
     Raises:
         UserError: if a key is missing or unknown, or a value is not allowed.
     """
-    values = _resolve(config)
+    values = _to_plain_data(config)
     values.pop("sweep", None)
     for key in ("seed", *_GROUPS, "reg", "logger"):
         if key not in values:
             raise UserError(f"{key} is missing; give it on the command line: {key}=<value>")
-    groups = {**_GROUPS, "reg": _select("reg", PENALTIES, values), "logger": _select("logger", _LOGGERS, values)}
-    _check_keys("", values, ["seed", *groups])
-    configs = {name: _build(name, kind, values[name]) for name, kind in groups.items()}
+    class_by_group = {
+        **_GROUPS,
+        "reg": _select_class("reg", PENALTIES, values),
+        "logger": _select_class("logger", _LOGGERS, values),
+    }
+    _check_known_keys("", values, ["seed", *class_by_group])
+    configs = {
+        name: _build_dataclass(name, config_class, values[name]) for name, config_class in class_by_group.items()
+    }
     return Config(seed=values["seed"], **configs)
 
 
@@ -91,26 +97,28 @@ def load_sweep(config: DictConfig) -> SweepConfig:
     Raises:
         UserError: if a key is unknown or a value is not allowed.
     """
-    return _build("sweep", SweepConfig, OmegaConf.to_container(config.sweep, resolve=True))  # type: ignore[arg-type]
+    return _build_dataclass("sweep", SweepConfig, OmegaConf.to_container(config.sweep, resolve=True))  # type: ignore[arg-type]
 
 
 def to_dict(config: Any) -> dict[str, Any]:
     """Convert a config to plain data, with the keys of the command line (`lambda`, not `weight`)."""
     values = {f.name: getattr(config, f.name) for f in fields(config)}
-    further = values.pop(_further_keys(config) or "", {})
-    plain = {_key(f): values[f.name] for f in fields(config) if f.name in values}
-    return {key: to_dict(value) if is_dataclass(value) else value for key, value in {**plain, **further}.items()}
+    further_keys = values.pop(_further_keys_field(config) or "", {})
+    own_keys = {_cli_key(f): values[f.name] for f in fields(config) if f.name in values}
+    return {
+        key: to_dict(value) if is_dataclass(value) else value for key, value in {**own_keys, **further_keys}.items()
+    }
 
 
 def explain(error: Exception) -> str:
-    """Return a one-line message for an error of Hydra or OmegaConf, with the nearest valid name if a name is wrong."""
+    """Return a one-line message for an error of Hydra or OmegaConf, with the most similar name if a name is wrong."""
     if isinstance(error, MissingConfigException) and "hydra/launcher/submitit_" in str(error.missing_cfg_file):
         return "hydra/launcher=slurm and local_jobs need a package that is not installed: pip install 'istar[slurm]'"
     if isinstance(error, MissingConfigException) and error.options:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
-        known = sorted(error.options)
-        hint = did_you_mean(name, known)
-        return f"{group}={name}: there is no such option{hint}; {group} is one of {', '.join(known)}"
+        options = sorted(error.options)
+        hint = did_you_mean(name, options)
+        return f"{group}={name}: there is no such option{hint}; {group} is one of {', '.join(options)}"
     if isinstance(error, OverrideParseException):
         return (
             f"{error.override}: not understood; expected key=value, where a value with spaces or any of "
@@ -119,44 +127,54 @@ def explain(error: Exception) -> str:
     cause: BaseException = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
-    text = str(cause)
-    key = re.search(r"full_key: (\S+)", text)
-    headline = " ".join(text.split("\n    full_key")[0].split())
-    if key is None:
+    message = str(cause)
+    key_match = re.search(r"full_key: (\S+)", message)
+    headline = " ".join(message.split("\n    full_key")[0].split())
+    if key_match is None:
         return " ".join(str(error).split())
     if "not in" in headline:
-        return _explain_key(key[1])
-    return f"{key[1]}: {headline}"
+        return _explain_unknown_key(key_match[1])
+    return f"{key_match[1]}: {headline}"
 
 
-def _explain_key(key: str) -> str:
-    """Return the message for an unknown key: the option that has this key, or else the nearest valid key."""
+def _explain_unknown_key(key: str) -> str:
+    """Return a message about an unknown key that names the option that has this key, or else the most similar key."""
     group = key.partition(".")[0]
-    owners = [name for name, kind in {**PENALTIES, **_LOGGERS}.items() if key in _keys(group, kind)]
-    if owners:
-        return f"{key} belongs to {group}={' or '.join(owners)}, which is not selected"
-    known = _known_keys()
-    in_a_group = [name for name in known if name.partition(".")[2] == key]
-    hint = f"; did you mean {in_a_group[0]}?" if in_a_group else did_you_mean(key, [*known, *_GROUPS, "reg", "logger"])
+    owning_options = [
+        name for name, config_class in {**PENALTIES, **_LOGGERS}.items() if key in _cli_keys(group, config_class)
+    ]
+    if owning_options:
+        return f"{key} belongs to {group}={' or '.join(owning_options)}, which is not selected"
+    known_keys = _all_known_keys()
+    same_name_in_group = [name for name in known_keys if name.partition(".")[2] == key]
+    hint = (
+        f"; did you mean {same_name_in_group[0]}?"
+        if same_name_in_group
+        else did_you_mean(key, [*known_keys, *_GROUPS, "reg", "logger"])
+    )
     return f"{key}: there is no such key{hint}; `python train.py --cfg job` lists all"
 
 
-def _known_keys() -> list[str]:
-    """Return all keys of all groups, with those of options that are not selected."""
-    kinds = [
+def _all_known_keys() -> list[str]:
+    """Return the keys of all groups, including those of options that are not selected."""
+    classes_by_group = [
         *_GROUPS.items(),
         ("sweep", SweepConfig),
-        *(("reg", kind) for kind in PENALTIES.values()),
-        *(("logger", kind) for kind in _LOGGERS.values()),
+        *(("reg", config_class) for config_class in PENALTIES.values()),
+        *(("logger", config_class) for config_class in _LOGGERS.values()),
     ]
-    return ["seed", *(key for group, kind in kinds for key in _keys(group, kind))]
+    return [
+        "seed",
+        *(key for group, config_class in classes_by_group for key in _cli_keys(group, config_class)),
+    ]
 
 
-def _keys(group: str, kind: Any) -> list[str]:
-    return [f"{group}.{_key(f)}" for f in fields(kind) if not f.metadata.get("further_keys")]
+def _cli_keys(group: str, config_class: Any) -> list[str]:
+    """Return the keys of a config dataclass on the command line, such as `optim.lr`."""
+    return [f"{group}.{_cli_key(f)}" for f in fields(config_class) if not f.metadata.get("further_keys")]
 
 
-def _key(field: "Field[Any]") -> str:
+def _cli_key(field: "Field[Any]") -> str:
     """Return a field's key on the command line, which differs for `lambda` because that is a Python keyword."""
     return str(field.metadata.get("key", field.name))
 
@@ -164,37 +182,41 @@ def _key(field: "Field[Any]") -> str:
 _NODES: dict[Any, type] = {str: StringNode, int: IntegerNode, float: FloatNode, bool: BooleanNode}
 
 
-def _schema(kind: Any) -> DictConfig:
-    """Return an OmegaConf node with the typed keys of a dataclass, and others only if it has a field for them."""
-    further = _further_keys(kind)
-    node = OmegaConf.create({_key(f): _value_node(f) for f in fields(kind) if f.name != further})
-    OmegaConf.set_struct(node, further is None)
+def _make_schema_node(config_class: Any) -> DictConfig:
+    """Return an OmegaConf node with the typed keys of a dataclass; it accepts other keys if a field holds them."""
+    further_field = _further_keys_field(config_class)
+    node = OmegaConf.create({_cli_key(f): _make_value_node(f) for f in fields(config_class) if f.name != further_field})
+    OmegaConf.set_struct(node, further_field is None)
     return node
 
 
-def _further_keys(kind: Any) -> str | None:
+def _further_keys_field(config_class: Any) -> str | None:
     """Return the name of the field of a config dataclass that holds the keys without a field; None if there is none."""
-    return next((f.name for f in fields(kind) if f.metadata.get("further_keys")), None)
+    return next((f.name for f in fields(config_class) if f.metadata.get("further_keys")), None)
 
 
-def _value_node(field: "Field[Any]") -> Any:
-    """Return an OmegaConf node with a field's default. It is typed unless the field is Any or allows two types."""
+def _make_value_node(field: "Field[Any]") -> Any:
+    """Return an OmegaConf node with the default of a field. It is typed unless the field allows several types."""
     default: Any = field.default_factory() if callable(field.default_factory) else field.default
-    types = get_args(field.type) if isinstance(field.type, UnionType) else (field.type,)
-    is_optional = type(None) in types
-    types = tuple(kind for kind in types if kind is not type(None))
-    if len(types) > 1 or types == (Any,):
+    value_types = get_args(field.type) if isinstance(field.type, UnionType) else (field.type,)
+    is_optional = type(None) in value_types
+    value_types = tuple(value_type for value_type in value_types if value_type is not type(None))
+    if len(value_types) > 1 or value_types == (Any,):
         return AnyNode(default)
-    if types[0] in _NODES:
-        return _NODES[types[0]](value=default, is_optional=is_optional)
+    if value_types[0] in _NODES:
+        return _NODES[value_types[0]](value=default, is_optional=is_optional)
     node = OmegaConf.create(default)
     if isinstance(default, dict):
         OmegaConf.set_struct(node, False)  # accept keys that the default lacks, unlike the group around it
     return node
 
 
-def _resolve(config: DictConfig) -> dict[str, Any]:
-    """Return a config as plain data with resolved interpolations; refuse unset values and unknown keys in them."""
+def _to_plain_data(config: DictConfig) -> dict[str, Any]:
+    """Convert a config to plain data with resolved interpolations.
+
+    Raises:
+        UserError: if a value is not set, or an interpolation refers to an unknown key.
+    """
     try:
         values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
@@ -206,27 +228,27 @@ def _resolve(config: DictConfig) -> dict[str, Any]:
     return values  # type: ignore[return-value]
 
 
-def _select(group: str, kinds: dict[str, Any], values: dict[str, Any]) -> Any:
-    """Return the dataclass of a group's selected option, whose name is in `<group>.name`."""
+def _select_class(group: str, class_by_name: dict[str, Any], values: dict[str, Any]) -> Any:
+    """Return the dataclass of the selected option of a group, whose name is the value of `<group>.name`."""
     name = values[group]["name"]
-    one_of(f"{group}.name", name, tuple(kinds))
-    return kinds[name]
+    check_one_of(f"{group}.name", name, tuple(class_by_name))
+    return class_by_name[name]
 
 
-def _check_keys(prefix: str, keys: Iterable[str], known: Iterable[str]) -> None:
-    """Raise a UserError if any of the keys is unknown; its message names the key with the prefix."""
+def _check_known_keys(prefix: str, keys: Iterable[str], known: Iterable[str]) -> None:
+    """Raise a UserError if a key is unknown; the message names it with the prefix."""
     unknown = sorted(set(keys) - set(known))
     if unknown:
-        raise UserError(_explain_key(prefix + unknown[0]))
+        raise UserError(_explain_unknown_key(prefix + unknown[0]))
 
 
-def _build(group: str, kind: type[T], values: dict[str, Any]) -> T:
+def _build_dataclass(group: str, config_class: type[T], values: dict[str, Any]) -> T:
     """Convert the values of a config group to its dataclass."""
-    further = _further_keys(kind)
-    names = {_key(f): f.name for f in fields(kind) if f.name != further}  # type: ignore[arg-type]
-    arguments: dict[str, Any] = {name: values[key] for key, name in names.items()}
-    if further is None:
-        _check_keys(f"{group}.", values, names)
+    further_field = _further_keys_field(config_class)
+    field_name_by_key = {_cli_key(f): f.name for f in fields(config_class) if f.name != further_field}  # type: ignore[arg-type]
+    arguments: dict[str, Any] = {name: values[key] for key, name in field_name_by_key.items()}
+    if further_field is None:
+        _check_known_keys(f"{group}.", values, field_name_by_key)
     else:
-        arguments[further] = {key: value for key, value in values.items() if key not in names}
-    return kind(**arguments)
+        arguments[further_field] = {key: value for key, value in values.items() if key not in field_name_by_key}
+    return config_class(**arguments)

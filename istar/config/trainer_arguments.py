@@ -31,13 +31,13 @@ _MEANING_OF_NONE = {
     "limit_val_batches": 1.0,
     "val_check_interval": 1.0,
 }
-"""What arguments of `lightning.Trainer` mean whose default is None."""
+"""The values that None stands for in those arguments of `lightning.Trainer` whose default is None."""
 
 
-def check_trainer_arguments(arguments: Mapping[str, Any], fields: Iterable[str]) -> None:
-    """Check that `lightning.Trainer` has these arguments, given by name, and that a config may set them.
+def check_trainer_arguments(arguments: Mapping[str, Any], field_names: Iterable[str]) -> None:
+    """Check that `lightning.Trainer` has these arguments, a mapping by name, and that a config may set them.
 
-    `fields` are the names that the config group has itself, for the hint in the message for a misspelt name.
+    `field_names` are the fields of `TrainerConfig`, which the message for a misspelt name may suggest.
 
     Raises:
         UserError: if an argument does not exist, is set by istar, or has a value that istar does not support.
@@ -50,10 +50,10 @@ def check_trainer_arguments(arguments: Mapping[str, Any], fields: Iterable[str])
     accepted = set(inspect.signature(Trainer).parameters)
     for name, value in arguments.items():
         if name not in accepted:
-            known = [f"trainer.{known}" for known in sorted({*fields, *accepted} - {"lightning"})]
+            known_keys = [f"trainer.{key}" for key in sorted({*field_names, *accepted} - {"lightning"})]
             raise UserError(
                 f"trainer.{name}: there is no such key, and lightning.Trainer has no such argument"
-                f"{did_you_mean(f'trainer.{name}', known)}"
+                f"{did_you_mean(f'trainer.{name}', known_keys)}"
             )
         if name in _SET_BY_ISTAR:
             raise UserError(f"trainer.{name} cannot be set: {_SET_BY_ISTAR[name]}")
@@ -63,14 +63,14 @@ def check_trainer_arguments(arguments: Mapping[str, Any], fields: Iterable[str])
             raise UserError(
                 f"trainer.val_check_interval={value}: expected a number of batches or a fraction of an epoch"
             )
-        if name == "limit_val_batches" and not is_limit(value):
+        if name == "limit_val_batches" and not is_batch_limit(value):
             raise UserError(
                 f"trainer.limit_val_batches={value}: expected a whole number above 0 or a fraction in (0, 1]"
             )
 
 
-def default_arguments(arguments: Mapping[str, Any]) -> list[str]:
-    """Return the names of those arguments whose values `lightning.Trainer` would use without them, too."""
+def redundant_arguments(arguments: Mapping[str, Any]) -> list[str]:
+    """Return the names of those arguments whose values are the defaults of `lightning.Trainer`."""
     if not arguments:
         return []
     from lightning import Trainer
@@ -78,13 +78,13 @@ def default_arguments(arguments: Mapping[str, Any]) -> list[str]:
     parameters = inspect.signature(Trainer).parameters
     names = []
     for name, value in arguments.items():
-        defaults = [parameters[name].default, _MEANING_OF_NONE.get(name)]
+        default_values = [parameters[name].default, _MEANING_OF_NONE.get(name)]
         # 1 and 1.0 are equal, but limit one batch and all batches.
-        if any(type(value) is type(default) and value == default for default in defaults):
+        if any(type(value) is type(default) and value == default for default in default_values):
             names.append(name)
     return names
 
 
-def is_limit(value: Any) -> bool:
+def is_batch_limit(value: Any) -> bool:
     """Return whether a value limits a number of batches: a positive integer, or a fraction in (0, 1]."""
     return value > 0 if type(value) is int else isinstance(value, float) and 0 < value <= 1

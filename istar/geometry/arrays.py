@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from istar.geometry.layers import Layer
-from istar.measures.rows import row_norms, wide_blocks
+from istar.measures.rows import row_norms, upcast_blocks
 
 MAX_ROWS = 2_000
 """Most rows of a matrix in a projection."""
@@ -31,7 +31,7 @@ def summarize_rows(matrix: Tensor, counts: Tensor | None = None) -> dict[str, An
         The histogram `norms`, and the projected rows' `ids`, `counts` if known, and coordinates by axis, `raw` and
         `centered`.
     """
-    norms = torch.cat([row_norms(block) for block in wide_blocks(matrix)])
+    norms = torch.cat([row_norms(block) for block in upcast_blocks(matrix)])
     frequencies, edges = np.histogram(norms.cpu().numpy(), bins=40)
     ids = torch.linspace(0, len(matrix) - 1, min(MAX_ROWS, len(matrix)), dtype=torch.float64).round().long()
     summary: dict[str, Any] = {
@@ -40,7 +40,7 @@ def summarize_rows(matrix: Tensor, counts: Tensor | None = None) -> dict[str, An
     }
     if counts is not None and len(counts) >= len(matrix):
         summary["counts"] = counts.cpu()[ids].long().tolist()
-    mean = torch.stack([block.sum(0) for block in wide_blocks(matrix)]).sum(0) / len(matrix)
+    mean = torch.stack([block.sum(0) for block in upcast_blocks(matrix)]).sum(0) / len(matrix)
     rows = matrix[ids.to(matrix.device)].to(mean)
     for form, origin in (("raw", torch.zeros_like(mean)), ("centered", mean)):
         coordinates = (rows - origin) @ _principal_axes(matrix, origin)
@@ -50,7 +50,7 @@ def summarize_rows(matrix: Tensor, counts: Tensor | None = None) -> dict[str, An
 
 def _principal_axes(matrix: Tensor, origin: Tensor) -> Tensor:
     """Return the first two right singular vectors `(d, 2)` of the rows minus the origin."""
-    scatter: Any = sum((block - origin).T @ (block - origin) for block in wide_blocks(matrix))
+    scatter: Any = sum((block - origin).T @ (block - origin) for block in upcast_blocks(matrix))
     axes = torch.linalg.eigh(scatter)[1][:, [-1, -2][: len(scatter)]]
     # The sign of an eigenvector is arbitrary. It is fixed by making the largest coordinate positive.
     return axes * axes.gather(0, axes.abs().argmax(0, keepdim=True)).sign()

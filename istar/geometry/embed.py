@@ -28,7 +28,7 @@ from istar.geometry.matrix import Matrix, Which, read_matrix
 from istar.geometry.measure import matrix_measures, number_table
 from istar.geometry.same_model import ModelName, refuse_other_model
 from istar.measures import all_but_the_top, centered, scaled_centered
-from istar.measures.rows import unit_vectors, wide_blocks
+from istar.measures.rows import unit_vectors, upcast_blocks
 from istar.tasks.documents import read_documents
 from istar.tasks.tokenizing import tokenize
 
@@ -252,7 +252,7 @@ def unused_similarity(
     for form, matrix in forms.items():
         mean_direction = unit_vectors(matrix[unused].double())[0].mean(0)
         cosines[f"cosine_{form}"] = torch.cat([
-            unit_vectors(block)[0] @ mean_direction for block in wide_blocks(matrix)
+            unit_vectors(block)[0] @ mean_direction for block in upcast_blocks(matrix)
         ]).numpy()  # fmt: skip
     rows: list[dict[str, Any]] = []
     for order, first, last, ids in _bins(others, counts):

@@ -20,7 +20,7 @@ from istar.geometry.compare import Choice
 from istar.geometry.corpus import Source
 from istar.geometry.matrix import Which, read_matrix
 from istar.geometry.measure import matrix_measures
-from istar.measures.rows import row_norms, wide_blocks
+from istar.measures.rows import row_norms, upcast_blocks
 from istar.tasks.documents import read_documents
 
 WORDSIM_FORMS = ("raw", "centered", "scaled_centered", "all_but_the_top")
@@ -156,7 +156,7 @@ def word_frequencies(texts: Iterable[Source]) -> pd.DataFrame:
 
 def _norms(matrix: Tensor) -> np.ndarray:
     """Return the norm of each row `(n,)`, float64."""
-    return torch.cat([row_norms(block) for block in wide_blocks(matrix)]).cpu().numpy()
+    return torch.cat([row_norms(block) for block in upcast_blocks(matrix)]).cpu().numpy()
 
 
 def _by_benchmark(similarity: pd.DataFrame) -> pd.DataFrame:

@@ -36,7 +36,7 @@ from istar.measures import (
     top_share,
 )
 from istar.measures.point_groups import NUM_LOG2_BINS
-from istar.measures.rows import norms_and_units, wide_blocks
+from istar.measures.rows import norms_and_units, upcast_blocks
 
 MeasureSet = Literal["basic", "all"]
 """Which measures to compute: `basic` leaves out those that take most time, see `LayerSettings`."""
@@ -139,7 +139,7 @@ class Layer:
         position_bins = log2_bins(positions)
         start = 0
         # Norms and unit vectors are computed once for all accumulators that need them.
-        for block in wide_blocks(points) if len(points) else ():
+        for block in upcast_blocks(points) if len(points) else ():
             rows = slice(start, start + len(block))
             norms, units, is_nonzero = norms_and_units(block)
             self.cosine.add_units(units, is_nonzero)

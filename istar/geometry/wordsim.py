@@ -19,7 +19,7 @@ from torch import Tensor
 
 from istar.errors import UserError, shorten
 from istar.geometry.constant import is_constant
-from istar.measures.rows import check_matrix, unit_vectors, wide_dtype
+from istar.measures.rows import accumulation_dtype, check_matrix, unit_vectors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -179,7 +179,7 @@ def word_vectors(
                 "expected the tokenizer of the same model"
             )
         rows = embeddings[tokens].detach()
-        vectors[word] = rows.to(wide_dtype(rows.device)).mean(0)
+        vectors[word] = rows.to(accumulation_dtype(rows.device)).mean(0)
     return WordVectors(vectors, policy)
 
 

@@ -9,19 +9,19 @@ from torch import Tensor
 
 from istar.errors import NonFiniteError, UserError
 from istar.measures.rows import (
+    accumulation_dtype,
     check_finite,
     check_one_per_point,
     select_rows,
     split_rows,
-    wide_blocks,
-    wide_dtype,
+    upcast_blocks,
     zero_vector,
 )
 
 _NUM_BINS = 2**15
-"""Number of non-negative bfloat16 numbers, including infinity and NaN."""
-_INFINITY = 0x7F80
-"""Bits of infinity in bfloat16; larger bit patterns are NaN."""
+"""Number of bins, one for each non-negative bfloat16 number, including infinity and NaN."""
+_INFINITY_BITS = 0x7F80
+"""Bit pattern of infinity in bfloat16; larger patterns are NaN."""
 
 
 @torch.no_grad()
@@ -52,23 +52,23 @@ def token_kurtosis(points: Tensor, excess: bool = True) -> Tensor:
     [-2.0, -0.6666666666666665]
     """
     rows = select_rows(points)
-    values = [_row_kurtosis(block)[0] for block in wide_blocks(rows)] if len(rows) else []
-    empty = rows.new_zeros(0, dtype=wide_dtype(rows.device))
-    return torch.cat([empty, *values]).reshape(points.shape[:-1]) - (3 if excess else 0)
+    kurtoses = [_kurtosis_of_rows(block)[0] for block in upcast_blocks(rows)] if len(rows) else []
+    empty = rows.new_zeros(0, dtype=accumulation_dtype(rows.device))
+    return torch.cat([empty, *kurtoses]).reshape(points.shape[:-1]) - (3 if excess else 0)
 
 
-def _row_kurtosis(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the kurtosis of each row, without subtracting 3, and whether all its numbers are equal, `(n,)` each.
+def _kurtosis_of_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the kurtosis of each row, without subtracting 3, and a mask of the rows of equal numbers, `(n,)` each.
 
     The kurtosis is NaN for rows of equal numbers, and for rows that are not finite.
     """
     centered = rows - rows.mean(1, keepdim=True)
-    largest = centered.abs().amax(1, keepdim=True)
+    largest_deviation = centered.abs().amax(1, keepdim=True)
     # The mean of equal numbers may differ from them by a rounding error. NaN stays NaN.
-    is_constant = largest <= 16 * torch.finfo(rows.dtype).eps * rows.abs().amax(1, keepdim=True)
+    is_constant = largest_deviation <= 16 * torch.finfo(rows.dtype).eps * rows.abs().amax(1, keepdim=True)
     # Scaling keeps fourth powers in range.
-    squares = (centered / largest.masked_fill(is_constant, math.nan)).square()
-    kurtosis: Tensor = squares.square().mean(1) / squares.mean(1).square()
+    scaled_squares = (centered / largest_deviation.masked_fill(is_constant, math.nan)).square()
+    kurtosis: Tensor = scaled_squares.square().mean(1) / scaled_squares.mean(1).square()
     return kurtosis, is_constant.squeeze(1)
 
 
@@ -78,7 +78,7 @@ class TokenKurtosisSummary:
 
     Attributes:
         count: number of tokens with a kurtosis.
-        constant: number of tokens whose coordinates are all equal, which have none.
+        constant: number of tokens without a kurtosis, because their coordinates are all equal.
         average: average kurtosis of the tokens; NaN if no token has one.
         largest: largest kurtosis; NaN if no token has one.
     """
@@ -99,7 +99,7 @@ class TokenKurtosis:
 
     Attributes:
         count: number of tokens with a kurtosis, 0-d.
-        constant: number of tokens without, 0-d.
+        constant: number of tokens without a kurtosis, 0-d.
         total: sum of the kurtoses, 0-d.
         largest: largest kurtosis, 0-d.
     """
@@ -121,13 +121,13 @@ class TokenKurtosis:
             UserError: if shapes do not match, or the points are not floating.
         """
         rows = select_rows(points, mask, self.dim)
-        for block in wide_blocks(rows) if len(rows) else ():
-            values, is_constant = _row_kurtosis(block)
-            values = values[~is_constant] - (3 if self.excess else 0)
-            self.count = self.count + len(values)
-            self.constant = self.constant + (len(block) - len(values))
-            self.total = self.total + values.sum()
-            self.largest = torch.cat([self.largest[None], values]).max()
+        for block in upcast_blocks(rows) if len(rows) else ():
+            kurtoses, is_constant = _kurtosis_of_rows(block)
+            kurtoses = kurtoses[~is_constant] - (3 if self.excess else 0)
+            self.count = self.count + len(kurtoses)
+            self.constant = self.constant + (len(block) - len(kurtoses))
+            self.total = self.total + kurtoses.sum()
+            self.largest = torch.cat([self.largest[None], kurtoses]).max()
         return self
 
     def merge(self, other: "TokenKurtosis") -> "TokenKurtosis":
@@ -206,12 +206,12 @@ class MassiveActivations:
     histogram with a bin for each bfloat16 number of at least 0 (32,768 integers), where it counts each magnitude
     rounded down to bfloat16, that is, to 8 significant bits. The median and the count refer to these rounded
     magnitudes: they are exact for bfloat16 points, and otherwise the median is too small by less than 1/128, and an
-    activation within 1/128 of the threshold may fall on the wrong side. Everything is exact in another sense: it does
-    not depend on the order of the points, and on how they are divided into batches and accumulators.
+    activation within 1/128 of the threshold may fall on the wrong side. The result depends neither on the order of the
+    points nor on how they are divided into batches and accumulators.
 
-    Positions are kept of the activations of the largest magnitudes only, up to `capacity`. Memory O(capacity + 2^15),
-    time O(n d). The measure is blind to a layer whose scale is small: activations 1,000 times the median but below 100
-    do not count; `largest_ratio` shows them.
+    Only for the largest activations, up to `capacity`, are the positions kept. Memory O(capacity + 2^15), time O(n d).
+    The measure is blind to layers of a small scale: activations that are 1,000 times the median but below 100 do not
+    count. `largest_ratio` shows them.
 
     Args:
         dim: d, at least 1.
@@ -264,20 +264,20 @@ class MassiveActivations:
         Raises:
             UserError: if shapes or dtypes do not match.
         """
-        places = []
+        tokens_and_positions = []
         for name, values in (("tokens", tokens), ("positions", positions)):
             check_one_per_point(values, name, points)
             if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
                 raise UserError(f"{name} are {values.dtype}; expected integers")
-            places.append((values if mask is None else values[mask.bool()]).reshape(-1).long())
+            tokens_and_positions.append((values if mask is None else values[mask.bool()]).reshape(-1).long())
         rows = select_rows(points, mask, self.dim)
         start = 0
         for block in split_rows(rows) if len(rows) else ():
             stop = start + len(block)
             magnitudes = block.abs()
-            self.bins += _bfloat16_bits(magnitudes).bincount(minlength=_NUM_BINS)
+            self.bins += _to_bfloat16_bits(magnitudes).bincount(minlength=_NUM_BINS)
             self.largest = torch.maximum(self.largest, magnitudes.amax().to(self.largest))
-            self._keep_largest(block, magnitudes, [values[start:stop] for values in places])
+            self._add_candidates(block, magnitudes, [values[start:stop] for values in tokens_and_positions])
             start = stop
         return self
 
@@ -291,7 +291,7 @@ class MassiveActivations:
             )
         self.bins += other.bins.to(self.bins)
         self.largest = torch.maximum(self.largest, other.largest.to(self.largest))
-        self._add(other.values.to(self.values), other.places.to(self.places))
+        self._keep_largest(other.values.to(self.values), other.places.to(self.places))
         return self
 
     def compute(self) -> MassiveActivationsSummary:
@@ -301,41 +301,52 @@ class MassiveActivations:
             UserError: without points.
             NonFiniteError: if a point was not finite.
         """
-        number = int(self.bins.sum())
-        if not number:
+        num_coordinates = int(self.bins.sum())
+        if not num_coordinates:
             raise UserError("0 points have no massive activations; expected at least 1")
-        if self.bins[_INFINITY:].any():
+        if self.bins[_INFINITY_BITS:].any():
             raise NonFiniteError("the points are not finite in float32; look for NaN or infinite values in them")
         bins = self.bins.cpu()
-        magnitudes = _bfloat16_values(torch.arange(_NUM_BINS))
+        magnitudes = _from_bfloat16_bits(torch.arange(_NUM_BINS))
         # Of an even number of magnitudes, the lower one of the two in the middle counts.
-        median = float(magnitudes[torch.searchsorted(bins.cumsum(0), (number + 1) // 2)])
+        median = float(magnitudes[torch.searchsorted(bins.cumsum(0), (num_coordinates + 1) // 2)])
         threshold = max(self.minimum, self.ratio * median)
         largest = self.largest.item()
-        is_massive = (_truncate(self.values.abs()) > threshold).tolist()
-        listed = zip(self.values.tolist(), self.places.tolist(), is_massive, strict=True)
+        is_massive = (_round_down_to_bfloat16(self.values.abs()) > threshold).tolist()
+        kept = zip(self.values.tolist(), self.places.tolist(), is_massive, strict=True)
         return MassiveActivationsSummary(
-            tokens=number // self.dim,
+            tokens=num_coordinates // self.dim,
             count=int(bins[magnitudes > threshold].sum()),
             median=median,
             threshold=threshold,
             largest_ratio=largest / median if median else (math.inf if largest else 0.0),
-            top=tuple(Activation(value, *place) for value, place, massive in listed if massive),
+            top=tuple(Activation(value, *place) for value, place, massive in kept if massive),
         )
 
-    def _keep_largest(self, block: Tensor, magnitudes: Tensor, places: list[Tensor]) -> None:
-        """Add the activations of a block `(n, d)` that may be among the largest; `places` are tokens and positions."""
-        rows, dimensions = (_truncate(magnitudes) > self.minimum).nonzero(as_tuple=True)
+    def _add_candidates(self, block: Tensor, magnitudes: Tensor, tokens_and_positions: list[Tensor]) -> None:
+        """Keep those activations of a block `(n, d)` that are among the largest so far, with their places.
+
+        Args:
+            block: points of the batch.
+            magnitudes: absolute values of the block.
+            tokens_and_positions: token ids and positions of the points, `(n,)` each.
+        """
+        rows, dimensions = (_round_down_to_bfloat16(magnitudes) > self.minimum).nonzero(as_tuple=True)
         values = block[rows, dimensions].to(self.values)
         if len(self.values) == self.capacity:
             # Activations as large as the last one stay candidates, because ties are broken by place.
             is_candidate = values.abs() >= self.values[-1].abs()
             rows, dimensions, values = rows[is_candidate], dimensions[is_candidate], values[is_candidate]
         if len(rows):
-            self._add(values, torch.stack([dimensions, *(column[rows] for column in places)], dim=1))
+            self._keep_largest(
+                values, torch.stack([dimensions, *(column[rows] for column in tokens_and_positions)], dim=1)
+            )
 
-    def _add(self, values: Tensor, places: Tensor) -> None:
-        """Keep the largest of the kept and the given activations; equal magnitudes are sorted by place and sign."""
+    def _keep_largest(self, values: Tensor, places: Tensor) -> None:
+        """Keep the largest of the kept and the given activations, up to `capacity`.
+
+        Equal magnitudes are sorted by dimension, token and position, and then by value.
+        """
         values, places = torch.cat([self.values, values]), torch.cat([self.places, places])
         order = values.argsort()
         for key in places.flip(1).T:
@@ -344,17 +355,17 @@ class MassiveActivations:
         self.values, self.places = values[order], places[order]
 
 
-def _bfloat16_bits(magnitudes: Tensor) -> Tensor:
-    """Return the upper 16 bits of the float32 representation, which rounds down to bfloat16; flat, int32."""
+def _to_bfloat16_bits(magnitudes: Tensor) -> Tensor:
+    """Return the bits of magnitudes rounded down to bfloat16, the upper 16 bits of float32, as a flat int32 tensor."""
     return magnitudes.reshape(-1).float().view(torch.int32) >> 16
 
 
-def _bfloat16_values(bits: Tensor) -> Tensor:
-    """Return the numbers with these upper 16 bits of their float32 representation, in float64."""
+def _from_bfloat16_bits(bits: Tensor) -> Tensor:
+    """Return the numbers with these bfloat16 bit patterns, in float64."""
     return (bits.to(torch.int32) << 16).view(torch.float32).double()
 
 
-def _truncate(magnitudes: Tensor) -> Tensor:
-    """Round magnitudes down to bfloat16, as the histogram does; same shape, float32."""
-    bits = (_bfloat16_bits(magnitudes) << 16).view(torch.float32)
+def _round_down_to_bfloat16(magnitudes: Tensor) -> Tensor:
+    """Round magnitudes down to bfloat16, as the histogram does. Returns float32 of the same shape."""
+    bits = (_to_bfloat16_bits(magnitudes) << 16).view(torch.float32)
     return bits.reshape(magnitudes.shape)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from istar.errors import UserError
-from istar.measures.rows import check_finite, select_rows, wide_dtype, zero_vector
+from istar.measures.rows import accumulation_dtype, check_finite, select_rows, zero_vector
 
 
 def cka(first: Tensor, second: Tensor) -> float:
@@ -43,15 +43,15 @@ def cka(first: Tensor, second: Tensor) -> float:
     >>> round(cka(points, torch.randn(500, 8, generator=generator)), 1)
     0.0
     """
-    first, second = _center(first), _center(second)
+    first, second = _centered_points(first), _centered_points(second)
     return Alignment(first.shape[1], second.shape[1], first.device).update(first, second).compute()
 
 
-def _center(points: Tensor) -> Tensor:
-    """Convert points to the dtype of the sums and subtract their mean, which changes rounding errors only."""
-    rows = select_rows(points)
-    wide = rows.to(wide_dtype(rows.device))
-    return wide - wide.mean(0)
+def _centered_points(points: Tensor) -> Tensor:
+    """Return points `(n, d)` about their mean, in float64. CKA does not change, but its rounding errors are smaller."""
+    points = select_rows(points)
+    points = points.to(accumulation_dtype(points.device))
+    return points - points.mean(0)
 
 
 class Alignment:
@@ -116,16 +116,16 @@ class Alignment:
                 equal.
         """
         check_finite(self.cross.outer, "the points")
-        itself = self.first.hsic() * self.second.hsic()
-        # A representation with equal points has HSIC 0 up to rounding errors, of either sign.
-        floor = 1e-12 * self.first.scale() * self.second.scale()
-        if not itself > floor:
+        hsic_product = self.first.hsic() * self.second.hsic()
+        # A representation whose points are all equal has an HSIC of 0, up to a rounding error of either sign.
+        rounding_error = 1e-12 * self.first.term_size() * self.second.term_size()
+        if not hsic_product > rounding_error:
             raise UserError("all points of a representation are equal: CKA is not defined")
-        return float(self.cross.hsic() / itself.sqrt())
+        return float(self.cross.hsic() / hsic_product.sqrt())
 
 
 class _PairSums:
-    """The sums over points that the unbiased HSIC of two representations depends on."""
+    """Accumulates the sums over points x and y that determine the unbiased HSIC of two representations."""
 
     def __init__(self, first_dim: int, second_dim: int, device: torch.device | str | None) -> None:
         self.first_total = zero_vector(first_dim, device)  # sum of x
@@ -139,6 +139,7 @@ class _PairSums:
         self.products = self.outer.new_zeros(())  # sum of |x|^2 |y|^2
 
     def update(self, xs: Tensor, ys: Tensor) -> None:
+        """Add n points, `(n, d_x)` in the first representation and `(n, d_y)` in the second."""
         x_squares, y_squares = xs.square().sum(1), ys.square().sum(1)
         self.first_total += xs.sum(0)
         self.second_total += ys.sum(0)
@@ -151,27 +152,28 @@ class _PairSums:
         self.products += x_squares @ y_squares
 
     def merge(self, other: "_PairSums") -> None:
+        """Add the sums of another object of the same shapes."""
         for name, value in vars(self).items():
             value += getattr(other, name).to(value)
 
     def hsic(self) -> Tensor:
-        """Return the unbiased estimate of HSIC, 0-d."""
+        """Return the unbiased estimate of HSIC, 0-d; see `Alignment` for the formula and its three terms."""
         n = self.count
         if n < 4:
             raise UserError(f"CKA of {int(n)} points is not defined; expected at least 4")
-        trace = self.outer.square().sum() - self.products
-        sums = (self.first_total.square().sum() - self.first_squares) * (
+        trace_term = self.outer.square().sum() - self.products
+        total_term = (self.first_total.square().sum() - self.first_squares) * (
             self.second_total.square().sum() - self.second_squares
         )
         # The sum over i of (x_i^T sum(x) - |x_i|^2) (y_i^T sum(y) - |y_i|^2).
-        rows = (
+        row_term = (
             self.first_total @ self.outer @ self.second_total
             - self.first_total @ self.first_weighted
             - self.second_total @ self.second_weighted
             + self.products
         )
-        return (trace + sums / ((n - 1) * (n - 2)) - 2 * rows / (n - 2)) / (n * (n - 3))
+        return (trace_term + total_term / ((n - 1) * (n - 2)) - 2 * row_term / (n - 2)) / (n * (n - 3))
 
-    def scale(self) -> Tensor:
-        """Return the size of the terms of `hsic`, of which rounding errors are a small part."""
+    def term_size(self) -> Tensor:
+        """Return the typical size of the terms that `hsic` adds, to which its rounding error is proportional."""
         return self.products / (self.count * self.count)

@@ -1,4 +1,4 @@
-"""A table of all measures: what each one is, how it is computed, what it costs and what it does not see.
+"""The catalogue of all measures: what each one is, how it is computed, what it costs and what it does not see.
 
 In the costs, n is the number of points, d the number of dimensions, and "types" the size of the vocabulary. Memory is
 what an accumulator holds beyond the points of a batch, in numbers.
@@ -15,7 +15,7 @@ Subject = Literal["layers", "matrices", "final_norm"]
 
 @dataclass(frozen=True)
 class Measure:
-    """An entry of the table.
+    """The description of a measure in the catalogue of all measures.
 
     Attributes:
         name: key in `measures.json`.
@@ -50,7 +50,7 @@ _ETHAYARAJH = "Ethayarajh (2019)"
 _MACHINA = "Machina and Mercer (2024)"
 _BIS = "Biś, Podkorytov and Liu (2021)"
 
-_LAYERS = (
+_LAYER_MEASURES = (
     Measure(
         "tokens",
         "layers",
@@ -503,7 +503,7 @@ _LAYERS = (
     ),
 )
 
-_MATRICES = (
+_MATRIX_MEASURES = (
     Measure(
         "partition_isotropy_as_computed",
         "matrices",
@@ -578,7 +578,7 @@ _MATRICES = (
     ),
 )
 
-_FINAL_NORM = (
+_FINAL_NORM_MEASURES = (
     Measure(
         "gain",
         "final_norm",
@@ -665,7 +665,7 @@ _FINAL_NORM = (
     ),
 )
 
-_WITH_ERROR = (
+_MEASURES_WITH_ERROR = (
     *(
         "isoscore",
         "isoscore_unbiased",
@@ -677,7 +677,7 @@ _WITH_ERROR = (
     ),
     *("effective_rank", "participation_ratio"),
 )
-_ERRORS = tuple(
+_ERROR_MEASURES = tuple(
     Measure(
         f"{measure.name}_error",
         "layers",
@@ -690,19 +690,19 @@ _ERRORS = tuple(
         "the bias of the measure; dependence between documents",
         "istar.measures.jackknife.jackknife_error",
     )
-    for measure in _LAYERS
-    if measure.name in _WITH_ERROR
+    for measure in _LAYER_MEASURES
+    if measure.name in _MEASURES_WITH_ERROR
 )
 
-MEASURES: tuple[Measure, ...] = (*_LAYERS, *_ERRORS, *_MATRICES, *_FINAL_NORM)
+MEASURES: tuple[Measure, ...] = (*_LAYER_MEASURES, *_ERROR_MEASURES, *_MATRIX_MEASURES, *_FINAL_NORM_MEASURES)
 """All measures: those of the layers, then those of the embedding matrices, then those of the final normalization."""
 
 
 def find_measure(name: str, subject: Subject = "layers") -> Measure:
-    """Return the entry of a measure.
+    """Return the description of a measure.
 
     Raises:
-        UserError: if there is no measure of this name for this subject, with the most similar name.
+        UserError: if there is no measure of this name for this subject; the message suggests the most similar name.
 
     >>> find_measure("inter_sim").title
     'InterSim'
@@ -715,10 +715,10 @@ def find_measure(name: str, subject: Subject = "layers") -> Measure:
 
 
 def catalogue_rows(subject: Subject | None = None, columns: Sequence[str] | None = None) -> list[dict[str, str]]:
-    """Return the table as rows, one for each measure, with the attributes of `Measure` as columns.
+    """Return the catalogue of measures as rows, one for each measure, with the attributes of `Measure` as columns.
 
     Args:
-        subject: "layers", "matrices" or "final_norm"; None returns the measures of all.
+        subject: "layers", "matrices" or "final_norm"; None returns the measures of all three.
         columns: attributes of `Measure` to return, in this order; None returns all.
 
     Raises:
@@ -729,10 +729,12 @@ def catalogue_rows(subject: Subject | None = None, columns: Sequence[str] | None
     """
     if subject not in (None, *get_args(Subject)):
         raise UserError(f"the subject is {subject!r}; expected one of {', '.join(get_args(Subject))}")
-    known = list(Measure.__dataclass_fields__)
-    columns = known if columns is None else columns
+    attributes = list(Measure.__dataclass_fields__)
+    columns = attributes if columns is None else columns
     for column in columns:
-        if column not in known:
-            raise UserError(f"there is no column {column!r}{did_you_mean(column, known)}; expected {', '.join(known)}")
+        if column not in attributes:
+            raise UserError(
+                f"there is no column {column!r}{did_you_mean(column, attributes)}; expected {', '.join(attributes)}"
+            )
     rows = [asdict(measure) for measure in MEASURES if subject in (None, measure.subject)]
     return [{column: row[column] for column in columns} for row in rows]

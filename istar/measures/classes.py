@@ -27,7 +27,7 @@ from istar.errors import UserError
 from istar.measures.isoscore import isoscore_from_covariance
 from istar.measures.moments import full_precision, mean_and_scatter
 from istar.measures.processes import sum_over_processes, world_size
-from istar.measures.rows import check_one_per_point, check_points, wide_dtype, zero_vector
+from istar.measures.rows import accumulation_dtype, check_one_per_point, check_points, zero_vector
 
 
 class ClassIsotropy(NamedTuple):
@@ -74,33 +74,33 @@ def class_isotropy(points: Tensor, labels: Tensor, mask: Tensor | None = None) -
 
 
 class ClassBatchMoments(NamedTuple):
-    """Moments of the classes of one batch of points; `scatter` is the sum over the classes."""
+    """Moments of the classes of one batch of points: counts and means of each class, and one scatter matrix for all."""
 
     counts: Tensor
     """Number of points of each class, `(C,)`."""
     means: Tensor
     """Mean of each class, `(C, d)`; 0 for a class without points."""
     scatter: Tensor
-    """Scatter about the class means, n W, `(d, d)`."""
+    """Sum over the classes of the scatter of their points about the class mean, `(d, d)`."""
 
 
 def class_means_and_scatter(
     points: Tensor,
     labels: Tensor,
-    classes: int,
+    num_classes: int,
     matmul_dtype: torch.dtype | None = None,
     indices: Tensor | None = None,
 ) -> ClassBatchMoments:
     r"""Compute the class means :math:`m_c` and the scatter :math:`\sum_c \sum_{i \in c} (x_i - m_c)(x_i - m_c)^T`.
 
-    Differentiable in the points, any number of times. The scatter is that of the centered points, by
-    `istar.measures.mean_and_scatter`, whose backward pass is one matrix product. The class means add two products with
-    a matrix `(n, C)`.
+    Differentiable in the points, any number of times. `istar.measures.moments.mean_and_scatter` computes the scatter
+    from the centered points; its backward pass is one matrix product. The class means need two more products, with a
+    matrix `(n, C)`.
 
     Args:
         points: `(n, d)`, any floating dtype.
-        labels: `(n,)`, integers from 0 to `classes` - 1.
-        classes: C, the number of classes.
+        labels: `(n,)`, integers from 0 to `num_classes` - 1.
+        num_classes: C, the number of classes.
         matmul_dtype: as in `mean_and_scatter`.
         indices: rows of the points and labels to take, `(k,)`; None takes all.
 
@@ -109,26 +109,26 @@ def class_means_and_scatter(
     """
     if indices is not None:
         points, labels = points.index_select(0, indices), labels.index_select(0, indices)
-    dtype, wide = torch.promote_types(points.dtype, torch.float32), wide_dtype(points.device)
-    is_member = labels[:, None] == torch.arange(classes, device=labels.device)
-    counts = is_member.sum(0).to(wide)
+    points_dtype, sums_dtype = torch.promote_types(points.dtype, torch.float32), accumulation_dtype(points.device)
+    is_member = labels[:, None] == torch.arange(num_classes, device=labels.device)
+    counts = is_member.sum(0).to(sums_dtype)
     # Products with this matrix are deterministic on GPUs, unlike sums by index.
-    members = is_member.to(dtype)
-    nonempty = counts.clamp(min=1)[:, None]
+    membership = is_member.to(points_dtype)
+    divisors = counts.clamp(min=1)[:, None]
     with full_precision(points.device):
-        wide_points = points.to(dtype)
-        shifts = members.T @ wide_points / nonempty.to(dtype)
-        centered = wide_points - members @ shifts
+        points = points.to(points_dtype)
+        shifts = membership.T @ points / divisors.to(points_dtype)
+        centered = points - membership @ shifts
         # `shifts` equals the means only up to rounding; correct the means and the scatter for the difference.
-        residuals = (members.T @ centered).to(wide) / nonempty
-        _, residual, scatter = mean_and_scatter(centered, matmul_dtype=matmul_dtype)[:3]
-        deviations = residuals - residual
+        class_residuals = (membership.T @ centered).to(sums_dtype) / divisors
+        _, overall_residual, scatter = mean_and_scatter(centered, matmul_dtype=matmul_dtype)[:3]
+        deviations = class_residuals - overall_residual
         scatter = scatter - (deviations.T @ (counts[:, None] * deviations)).to(scatter.dtype)
-    return ClassBatchMoments(counts, shifts.to(wide) + residuals, scatter)
+    return ClassBatchMoments(counts, shifts.to(sums_dtype) + class_residuals, scatter)
 
 
 def merge_class_moments(batches: Sequence[ClassBatchMoments]) -> "ClassMoments":
-    """Return the moments of the union of at least one batch, by the formula of `istar.measures.Moments` in each class.
+    """Merge the class moments of at least one batch, by the formula of `istar.measures.Moments` in each class.
 
     Batches may have different numbers of classes; different dimensions raise `UserError`.
     """
@@ -136,9 +136,9 @@ def merge_class_moments(batches: Sequence[ClassBatchMoments]) -> "ClassMoments":
     if len(widths) > 1:
         raise UserError(f"cannot merge class moments of {' and '.join(map(str, widths))} dimensions; expected the same")
     merged = ClassMoments(widths[0], batches[0].means.device)
-    classes = max(len(batch.counts) for batch in batches)
-    counts = torch.stack([_resized(batch.counts, classes) for batch in batches])
-    means = torch.stack([_resized(batch.means, classes) for batch in batches])
+    num_classes = max(len(batch.counts) for batch in batches)
+    counts = torch.stack([_pad_with_zeros(batch.counts, num_classes) for batch in batches])
+    means = torch.stack([_pad_with_zeros(batch.means, num_classes) for batch in batches])
     merged.counts = counts.sum(0)
     merged.means = (counts[..., None] * means).sum(0) / merged.counts.clamp(min=1)[:, None]
     differences = (means - merged.means).flatten(0, 1)
@@ -213,12 +213,12 @@ class ClassMoments:
             points, labels = points[mask.bool()], labels[mask.bool()]
         if points.numel() > 0:
             flat, flat_labels = points.reshape(-1, self.dim), labels.reshape(-1)
-            self._add(class_means_and_scatter(flat, flat_labels, number_of_classes(flat_labels)))
+            self._add_batch(class_means_and_scatter(flat, flat_labels, count_classes(flat_labels)))
         return self
 
     def merge(self, other: Self) -> Self:
         """Add the points of another accumulator of the same dimension. Returns this accumulator."""
-        self._add(ClassBatchMoments(*(part.to(self.scatter) for part in other.as_batch())))
+        self._add_batch(ClassBatchMoments(*(part.to(self.scatter) for part in other.as_batch())))
         return self
 
     def all_reduce(self, group: dist.ProcessGroup | None = None) -> Self:
@@ -228,16 +228,16 @@ class ClassMoments:
         """
         if world_size(group) == 1:
             return self
-        largest = torch.tensor(len(self.counts), device=self.counts.device)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-        classes = int(largest)
-        counts, means = _resized(self.counts, classes), _resized(self.means, classes)
+        num_classes_tensor = torch.tensor(len(self.counts), device=self.counts.device)
+        dist.all_reduce(num_classes_tensor, dist.ReduceOp.MAX, group=group)
+        num_classes = int(num_classes_tensor)
+        counts, means = _pad_with_zeros(self.counts, num_classes), _pad_with_zeros(self.means, num_classes)
         totals = counts[:, None] * means
         # Sums about the origin lose digits, but the float64 sums have enough of them.
-        second = self.scatter + totals.T @ means
-        packed = sum_over_processes(torch.cat([counts, totals.reshape(-1), second.reshape(-1)]), group)
-        self.counts, flat_totals, flat_second = packed.split([classes, totals.numel(), second.numel()])
-        totals = flat_totals.reshape(classes, self.dim)
+        second_moment = self.scatter + totals.T @ means
+        packed = sum_over_processes(torch.cat([counts, totals.reshape(-1), second_moment.reshape(-1)]), group)
+        self.counts, flat_totals, flat_second = packed.split([num_classes, totals.numel(), second_moment.numel()])
+        totals = flat_totals.reshape(num_classes, self.dim)
         self.means = totals / self.counts.clamp(min=1)[:, None]
         self.scatter = flat_second.reshape(self.dim, self.dim) - totals.T @ self.means
         return self
@@ -255,10 +255,10 @@ class ClassMoments:
             raise UserError("no points were given, so they have no covariance; expected at least one")
         if not unbiased:
             return self.scatter / self.count
-        degrees = self.count - self.counts.count_nonzero()
-        if degrees == 0:
+        degrees_of_freedom = self.count - self.counts.count_nonzero()
+        if degrees_of_freedom == 0:
             raise UserError("no class has two points, so that there is no covariance within classes; give more points")
-        return self.scatter / degrees
+        return self.scatter / degrees_of_freedom
 
     def between_covariance(self) -> Tensor:
         r"""Return :math:`B = \frac{1}{n} \sum_c n_c (m_c - m)(m_c - m)^T`, `(d, d)`, of a rank of at most C - 1.
@@ -321,13 +321,18 @@ class ClassMoments:
         """Return the accumulated moments as a tuple."""
         return ClassBatchMoments(self.counts, self.means, self.scatter)
 
-    def _add(self, batch: ClassBatchMoments) -> None:
+    def _add_batch(self, batch: ClassBatchMoments) -> None:
+        """Merge the moments of a batch into the accumulated ones."""
         merged = merge_class_moments([self.as_batch(), batch])
         self.counts, self.means, self.scatter = merged.as_batch()
 
 
-def number_of_classes(labels: Tensor) -> int:
-    """Return one more than the largest label; raise `UserError` unless there are labels, all integers of at least 0."""
+def count_classes(labels: Tensor) -> int:
+    """Return the number of classes, one more than the largest of at least one label.
+
+    Raises:
+        UserError: if the labels are not integers of at least 0.
+    """
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise UserError(f"labels are {labels.dtype}; expected the numbers of classes, integers of at least 0")
     smallest, largest = torch.stack(labels.aminmax()).tolist()
@@ -336,7 +341,7 @@ def number_of_classes(labels: Tensor) -> int:
     return int(largest) + 1
 
 
-def _resized(rows: Tensor, number: int) -> Tensor:
-    """Return rows `(n, ...)` followed by zeros up to a number of rows."""
-    missing = number - len(rows)
-    return rows if missing == 0 else pad(rows, [0, 0] * (rows.dim() - 1) + [0, missing])
+def _pad_with_zeros(rows: Tensor, num_rows: int) -> Tensor:
+    """Return rows `(n, ...)` followed by rows of zeros, `num_rows` in all."""
+    num_missing = num_rows - len(rows)
+    return rows if num_missing == 0 else pad(rows, [0, 0] * (rows.dim() - 1) + [0, num_missing])

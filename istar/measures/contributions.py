@@ -17,7 +17,7 @@ from torch import Tensor
 
 from istar.errors import UserError
 from istar.measures.cosine import AverageCosine
-from istar.measures.rows import check_finite, select_rows, wide_blocks, wide_vector
+from istar.measures.rows import check_finite, select_rows, upcast_blocks, upcast_vector
 from istar.measures.spectrum import DimensionMoments
 
 
@@ -140,7 +140,7 @@ class CosineContributions(AverageCosine):
         Raises:
             UserError: for fewer than 2 points other than zero, or points that are not finite.
         """
-        self._check(2)
+        self._check_sums(min_count=2)
         return (self.total.square() - self.squares) / (self.count * (self.count - 1))
 
     def top_dimensions(self, k: int) -> Tensor:
@@ -161,8 +161,8 @@ class CosineWithoutDimensions(AverageCosine):
     `compute()` is the average cosine over all pairs of different points in the remaining d - k dimensions (Timkey and
     van Schijndel, 2021). The dimensions must be known first, for example from
     `CosineContributions.top_dimensions` in an earlier pass or on a sample. Not centered. A point that is zero in all
-    remaining dimensions counts as a zero vector. What it cannot see: a common direction that is spread over many
-    dimensions is not removed with a few of them.
+    remaining dimensions counts as a zero vector. A common direction that is spread over many dimensions is not
+    removed with a few of them.
 
     Args:
         dim: d, the number of dimensions of the points, at least 2.
@@ -192,7 +192,7 @@ class CosineWithoutDimensions(AverageCosine):
         Raises:
             UserError: if shapes do not match, or the points are not floating.
         """
-        for block in wide_blocks(select_rows(points, mask, self.dim)):
+        for block in upcast_blocks(select_rows(points, mask, self.dim)):
             super().update(block.index_fill(1, self.dimensions, 0))
         return self
 
@@ -228,8 +228,8 @@ class StandardizedCosine(AverageCosine):
     """
 
     def __init__(self, mean: Tensor, deviation: Tensor) -> None:
-        self.mean = wide_vector(mean, "mean").detach()
-        deviation = wide_vector(deviation, "deviation").detach().to(self.mean)
+        self.mean = upcast_vector(mean, "mean").detach()
+        deviation = upcast_vector(deviation, "deviation").detach().to(self.mean)
         check_finite(self.mean, "the means")
         check_finite(deviation, "the deviations")
         if deviation.shape != self.mean.shape:
@@ -237,10 +237,10 @@ class StandardizedCosine(AverageCosine):
                 f"deviation has shape {tuple(deviation.shape)}; expected {tuple(self.mean.shape)} like the mean"
             )
         # The deviation of equal numbers that are not 0 is a rounding error of their mean.
-        varies = deviation > 16 * torch.finfo(deviation.dtype).eps * self.mean.abs()
-        if (deviation < 0).any() or not varies.any():
+        is_varying = deviation > 16 * torch.finfo(deviation.dtype).eps * self.mean.abs()
+        if (deviation < 0).any() or not is_varying.any():
             raise UserError("the deviations are negative or all 0; expected those of points that are not all equal")
-        self.scale = torch.where(varies, 1 / deviation, 0)
+        self.scale = torch.where(is_varying, 1 / deviation, 0)
         super().__init__(len(self.mean), self.mean.device)
 
     def update(self, points: Tensor, mask: Tensor | None = None) -> Self:
@@ -249,7 +249,7 @@ class StandardizedCosine(AverageCosine):
         Raises:
             UserError: if shapes do not match, or the points are not floating.
         """
-        for block in wide_blocks(select_rows(points, mask, self.dim)):
+        for block in upcast_blocks(select_rows(points, mask, self.dim)):
             super().update((block - self.mean) * self.scale)
         return self
 

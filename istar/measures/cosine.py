@@ -21,7 +21,7 @@ from istar.measures.rows import (
     select_rows,
     split_rows,
     unit_vectors,
-    wide_blocks,
+    upcast_blocks,
     zero_vector,
 )
 
@@ -29,7 +29,9 @@ Average = Literal["types", "occurrences"]
 
 
 def average_cosine(points: Tensor, mask: Tensor | None = None) -> Tensor:
-    r"""Compute InterSim, the mean of :math:`\cos(x_i, x_j)` over all pairs :math:`i \ne j` (equation 5).
+    r"""Compute InterSim, the mean of :math:`\cos(x_i, x_j)` over all pairs :math:`i \ne j`.
+
+    See *Anisotropy is Not Inherent to Transformers*, equation 5.
 
     Args:
         points: `(..., d)` of any floating dtype; blocks of points are converted to float64 one after the other.
@@ -71,8 +73,8 @@ def intra_sim(
     check_points(points)
     _check_tokens(tokens, points)
     types, type_indices = tokens.unique(return_inverse=True)
-    sums = IntraSim(max(1, len(types)), points.shape[-1], points.device)
-    return sums.update(points, type_indices, mask).compute(average, min_count)
+    accumulator = IntraSim(max(1, len(types)), points.shape[-1], points.device)
+    return accumulator.update(points, type_indices, mask).compute(average, min_count)
 
 
 def adjusted_intra_sim(
@@ -85,10 +87,10 @@ def adjusted_intra_sim(
     r"""Compute IntraSim minus InterSim of the same points: the self-similarity of token types beyond a common
     direction.
 
-    In an anisotropic layer, any two tokens have a high cosine, also two occurrences of one type. Ethayarajh (*How
-    Contextual are Contextualized Word Representations?*, EMNLP 2019) therefore subtracts from each measure the average
-    cosine of randomly sampled occurrences of words. Here, that baseline is `average_cosine`, over all pairs instead of
-    a sample. Points are tokens, and are not centered.
+    In an anisotropic layer, any two tokens have a high cosine, even if they are of different types. Ethayarajh
+    (*How Contextual are Contextualized Word Representations?*, EMNLP 2019) therefore subtracts from each measure the
+    average cosine of randomly sampled occurrences of words. Here, that baseline is `average_cosine`, over all pairs
+    instead of a sample. Points are tokens, and are not centered.
 
     `intra_sim` is what Ethayarajh calls *self-similarity*: the average over all pairs of *different* occurrences of a
     type, without the pairs of an occurrence with itself, and then the average over types. It is not Ethayarajh's
@@ -144,6 +146,7 @@ class AverageCosine:
 
     @property
     def dim(self) -> int:
+        """The number of dimensions d."""
         return self.total.shape[0]
 
     def update(self, points: Tensor, mask: Tensor | None = None) -> "AverageCosine":
@@ -152,7 +155,7 @@ class AverageCosine:
         Raises:
             UserError: if shapes do not match, or the points are not floating.
         """
-        for block in wide_blocks(select_rows(points, mask, self.dim)):
+        for block in upcast_blocks(select_rows(points, mask, self.dim)):
             self.add_units(*unit_vectors(block))
         return self
 
@@ -182,7 +185,7 @@ class AverageCosine:
         Raises:
             UserError: for n < 2, or points that are not finite.
         """
-        self._check(2)
+        self._check_sums(min_count=2)
         return (self.total.square().sum() - self.count) / (self.count * (self.count - 1))
 
     def cosreg(self) -> Tensor:
@@ -195,11 +198,11 @@ class AverageCosine:
         Raises:
             UserError: without points, or with points that are not finite.
         """
-        self._check(0)
-        points = self.count + self.zeros
-        if points == 0:
+        self._check_sums(min_count=0)
+        num_points = self.count + self.zeros
+        if num_points == 0:
             raise UserError("0 points have no CosReg; expected at least 1")
-        return (self.total.square().sum() - self.count) / points.square()
+        return (self.total.square().sum() - self.count) / num_points.square()
 
     def mean_direction_norm(self) -> Tensor:
         r"""Return the norm of the mean unit vector, :math:`\lVert S \rVert / n`, 0-d, in [0, 1].
@@ -209,11 +212,12 @@ class AverageCosine:
         Raises:
             UserError: for n < 1, or points that are not finite.
         """
-        self._check(1)
+        self._check_sums(min_count=1)
         norm: Tensor = torch.linalg.vector_norm(self.total)
         return norm / self.count
 
-    def _check(self, min_count: int) -> None:
+    def _check_sums(self, min_count: int) -> None:
+        """Raise `UserError` for fewer than `min_count` nonzero points, or for points that are not finite."""
         if self.count < min_count:
             raise UserError(
                 f"{self.count:g} points other than zero have no average cosine or direction; "
@@ -318,6 +322,7 @@ class IntraSim:
 
 
 def _check_tokens(tokens: Tensor, points: Tensor) -> None:
+    """Raise `UserError` unless the tokens are one integer for each point."""
     check_one_per_point(tokens, "tokens", points)
     if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
         raise UserError(f"tokens are {tokens.dtype}; expected integers")

@@ -9,10 +9,10 @@ from torch import Tensor
 from istar.errors import UserError
 from istar.measures.rows import check_finite, row_norms
 
-_BLOCK = 2**22
-"""Distances per block: 32 MiB in float64."""
-_CANDIDATES = 8
-"""Candidates for the two nearest neighbours of a point. Two would do but for near ties and rounding errors."""
+_DISTANCES_PER_BLOCK = 2**22
+"""Number of distances that are computed at once: 32 MiB in float64."""
+_NUM_CANDIDATES = 8
+"""Number of candidates for the two nearest neighbours of a point: more than two, for near ties and rounding errors."""
 _TOLERANCE = 1e-12
 """Ratios of distances whose logarithm is below this tolerance count as 1."""
 
@@ -45,7 +45,7 @@ def two_nn(points: Tensor, discard: float = 0.1) -> float:
     >>> round(two_nn(square)), round(two_nn(square @ torch.randn(2, 50, generator=torch.Generator().manual_seed(1))))
     (2, 2)
     """
-    return float(_slope(_log_ratios(points, discard), discard))
+    return float(_fit_slope(_ascending_log_ratios(points, discard), discard))
 
 
 class Dimension(NamedTuple):
@@ -70,15 +70,15 @@ def two_nn_with_error(points: Tensor, discard: float = 0.1, resamples: int = 200
     Raises:
         UserError: see `two_nn`.
     """
-    log_ratios = _log_ratios(points, discard)
+    log_ratios = _ascending_log_ratios(points, discard)
     generator = torch.Generator().manual_seed(seed)
     n = len(log_ratios)
     samples = [torch.randint(n, (n,), generator=generator).to(log_ratios.device) for _ in range(resamples)]
-    slopes = torch.stack([_slope(log_ratios[sample].sort().values, discard) for sample in samples])
-    return Dimension(float(_slope(log_ratios, discard)), float(slopes.std()))
+    slopes = torch.stack([_fit_slope(log_ratios[sample].sort().values, discard) for sample in samples])
+    return Dimension(float(_fit_slope(log_ratios, discard)), float(slopes.std()))
 
 
-def _log_ratios(points: Tensor, discard: float) -> Tensor:
+def _ascending_log_ratios(points: Tensor, discard: float) -> Tensor:
     """Return log(r_2 / r_1) of each distinct point in ascending order, after checking that a slope can be fitted."""
     ratios = _neighbour_ratios(_distinct_points(points))
     n = len(ratios)
@@ -90,8 +90,8 @@ def _log_ratios(points: Tensor, discard: float) -> Tensor:
     return log_ratios
 
 
-def _slope(log_ratios: Tensor, discard: float) -> Tensor:
-    """Fit -log(1 - F) = d log(ratio) to ascending log ratios and return d, 0-d."""
+def _fit_slope(log_ratios: Tensor, discard: float) -> Tensor:
+    """Fit -log(1 - F) = d log(ratio), F the empirical distribution function, to ascending log ratios; return d, 0-d."""
     n = len(log_ratios)
     x = log_ratios[: _num_kept(n, discard)]
     y = -torch.log1p(-torch.arange(1, len(x) + 1, dtype=x.dtype, device=x.device) / n)
@@ -99,7 +99,7 @@ def _slope(log_ratios: Tensor, discard: float) -> Tensor:
 
 
 def _num_kept(n: int, discard: float) -> int:
-    """Number of ratios that the fit uses, out of n."""
+    """Return how many of n ratios are fitted: not the largest share `discard`, and never the largest one."""
     return min(int(n * (1 - discard)), n - 1)
 
 
@@ -111,9 +111,9 @@ def _distinct_points(points: Tensor) -> Tensor:
         raise UserError(f"points are {points.dtype}; expected a floating dtype")
     points = points.detach()
     # MPS has no float64.
-    wide = (points.cpu() if points.device.type == "mps" else points).double()
-    check_finite(wide, "the points")
-    distinct = wide.unique(dim=0) if len(wide) else wide
+    points = (points.cpu() if points.device.type == "mps" else points).double()
+    check_finite(points, "the points")
+    distinct = points.unique(dim=0) if len(points) else points
     if len(distinct) < 3:
         raise UserError(f"{len(distinct)} distinct points have no dimension; expected at least 3")
     # Scaling keeps the squares of very large or small coordinates in range; by a power of two, it rounds nothing. The
@@ -123,7 +123,7 @@ def _distinct_points(points: Tensor) -> Tensor:
 
 
 def _neighbour_ratios(points: Tensor) -> Tensor:
-    """Return the ratio of the distances to the second and to the first neighbour, for each of n >= 3 distinct points.
+    """Return the ratio of the distances to the second and first nearest neighbour, for each of n >= 3 distinct points.
 
     Candidates for the two neighbours are the points with the smallest squared distances by a matrix product,
     |x|^2 + |y|^2 - 2xy, which is fast but loses small distances by cancellation. The distances of the candidates are
@@ -133,47 +133,47 @@ def _neighbour_ratios(points: Tensor) -> Tensor:
     # Distances do not depend on the origin; about the mean, the product loses less.
     centered = points - points.mean(0)
     norms = row_norms(centered)
-    errors, relative_error = _product_errors(norms, points.shape[1]), _relative_error(points.shape[1])
-    num_candidates = min(_CANDIDATES, len(points) - 1)
+    error_bounds, relative_error = _product_error_bounds(norms, points.shape[1]), _relative_error_bound(points.shape[1])
+    num_candidates = min(_NUM_CANDIDATES, len(points) - 1)
     ratios = []
-    for rows in torch.arange(len(points), device=points.device).split(max(1, _BLOCK // len(points))):
-        products = _squared_distances(centered, norms, rows)
-        products[torch.arange(len(rows), device=points.device), rows] = torch.inf
-        estimates, candidates = products.topk(num_candidates, largest=False)
-        nearest = _distances(points, rows, candidates).topk(2, largest=False).values
+    for rows in torch.arange(len(points), device=points.device).split(max(1, _DISTANCES_PER_BLOCK // len(points))):
+        squared_distances = _squared_distances_by_product(centered, norms, rows)
+        squared_distances[torch.arange(len(rows), device=points.device), rows] = torch.inf
+        estimates, candidates = squared_distances.topk(num_candidates, largest=False)
+        two_smallest = _direct_distances(points, rows, candidates).topk(2, largest=False).values
         # Every other point is at least as far away as the last candidate, up to the error of the product.
-        is_uncertain = estimates[:, -1] - errors[rows] <= nearest[:, 1].square() * (1 + relative_error)
+        is_uncertain = estimates[:, -1] - error_bounds[rows] <= two_smallest[:, 1].square() * (1 + relative_error)
         if num_candidates < len(points) - 1 and is_uncertain.any():
-            nearest[is_uncertain] = _nearest_directly(points, rows[is_uncertain])
-        ratios.append(nearest[:, 1] / nearest[:, 0])
+            two_smallest[is_uncertain] = _two_smallest_distances(points, rows[is_uncertain])
+        ratios.append(two_smallest[:, 1] / two_smallest[:, 0])
     return torch.cat(ratios)
 
 
-def _squared_distances(centered: Tensor, norms: Tensor, rows: Tensor) -> Tensor:
-    """Return the squared distances of the points numbered `rows` to all points by a matrix product, `(r, n)`."""
+def _squared_distances_by_product(centered: Tensor, norms: Tensor, rows: Tensor) -> Tensor:
+    """Return the squared distances of the points with indices `rows` to all points by a matrix product, `(r, n)`."""
     return norms[rows, None].square() + norms.square() - 2 * centered[rows] @ centered.T
 
 
-def _distances(points: Tensor, rows: Tensor, others: Tensor) -> Tensor:
-    """Return the distances of the points numbered `rows`, `(r,)`, to those numbered `others`, `(r, k)`: `(r, k)`."""
+def _direct_distances(points: Tensor, rows: Tensor, others: Tensor) -> Tensor:
+    """Return the distances between the points with indices `rows`, `(r,)`, and `others`, `(r, k)`, as `(r, k)`."""
     return torch.stack([row_norms(points[rows] - points[column]) for column in others.T], dim=1)
 
 
-def _nearest_directly(points: Tensor, rows: Tensor) -> Tensor:
-    """Return the distances of the points numbered `rows`, `(r,)`, to their two nearest neighbours: `(r, 2)`."""
+def _two_smallest_distances(points: Tensor, rows: Tensor) -> Tensor:
+    """Return the distances `(r, 2)` of the points with indices `rows` `(r,)` to their two nearest neighbours."""
     distances = torch.cdist(points[rows], points, compute_mode="donot_use_mm_for_euclid_dist")
     distances[torch.arange(len(rows), device=points.device), rows] = torch.inf
     # The distances are computed again, so that all ratios come from the same arithmetic.
-    return _distances(points, rows, distances.topk(2, largest=False).indices).sort(1).values
+    return _direct_distances(points, rows, distances.topk(2, largest=False).indices).sort(1).values
 
 
-def _relative_error(d: int) -> float:
-    """Bound the relative rounding error of a sum of d products, with room for a few more operations."""
+def _relative_error_bound(d: int) -> float:
+    """Return a bound of the relative rounding error of a sum of d products and a few more operations."""
     return (d + 8) * torch.finfo(torch.float64).eps
 
 
-def _product_errors(norms: Tensor, d: int) -> Tensor:
-    r"""Bound the errors of each point's squared distances by the matrix product, `(n,)`.
+def _product_error_bounds(norms: Tensor, d: int) -> Tensor:
+    r"""Return a bound of the errors of each point's squared distances by the matrix product, `(n,)`.
 
     `norms` are the distances R of the points from the origin, and u is the unit roundoff. Subtracting the origin moves
     a point by at most u R, which changes a squared distance by at most about :math:`2 u (R_i + R_j)^2`. A dot product
@@ -181,4 +181,4 @@ def _product_errors(norms: Tensor, d: int) -> Tensor:
     that the sum of the three terms is off by about :math:`(d + 3) u (R_i + R_j)^2`. The bound is twice as large as both
     together, and takes the largest norm for :math:`R_j`.
     """
-    return _relative_error(d) * (norms + norms.max()).square()
+    return _relative_error_bound(d) * (norms + norms.max()).square()

@@ -10,8 +10,8 @@ from istar.errors import UserError
 from istar.measures.dimension import Dimension
 from istar.measures.rows import check_matrix
 
-_BLOCK = 2**22
-"""Distances per block: 32 MiB in float64."""
+_DISTANCES_PER_BLOCK = 2**22
+"""Number of distances that are computed at once: 32 MiB in float64."""
 _TOLERANCE = 1e-12
 """Ratios of distances whose logarithm is below this tolerance count as 1: rounding makes equal distances differ."""
 
@@ -72,7 +72,7 @@ def gride(points: Tensor, n1: int = 1, n2: int | None = None) -> Dimension:
     if not 1 <= n1 < n2:
         raise UserError(f"n1 is {n1} and n2 is {n2}; expected 1 <= n1 < n2")
     distances, _ = _neighbour_distances(points, n2)
-    return _fit(distances[:, n1 - 1], distances[:, n2 - 1], n1, n2)
+    return _fit_dimension(distances[:, n1 - 1], distances[:, n2 - 1], n1, n2)
 
 
 def gride_scales(points: Tensor, max_neighbour: int = 64) -> list[ScaleDimension]:
@@ -94,52 +94,59 @@ def gride_scales(points: Tensor, max_neighbour: int = 64) -> list[ScaleDimension
     """
     if max_neighbour < 2:
         raise UserError(f"max_neighbour is {max_neighbour}; expected at least 2")
-    distances, unit = _neighbour_distances(points, 2, max_neighbour)
+    distances, scale = _neighbour_distances(points, 2, max_neighbour)
     scales = []
     n1 = 1
     while 2 * n1 <= distances.shape[1]:
         near, far = distances[:, n1 - 1], distances[:, 2 * n1 - 1]
-        value, error = _fit(near, far, n1, 2 * n1)
-        scales.append(ScaleDimension(n1, value, error, far.mean().item() * unit))
+        value, error = _fit_dimension(near, far, n1, 2 * n1)
+        scales.append(ScaleDimension(n1, value, error, far.mean().item() * scale))
         n1 *= 2
     return scales
 
 
-def _neighbour_distances(points: Tensor, least: int, most: int | None = None) -> tuple[Tensor, float]:
-    """Return the distances `(n, k)` of each distinct point to its first k neighbours, ascending, and their unit.
+def _neighbour_distances(
+    points: Tensor, min_neighbours: int, max_neighbours: int | None = None
+) -> tuple[Tensor, float]:
+    """Return the distances of each distinct point to its k nearest neighbours, `(n, k)`, ascending, divided by a scale.
 
-    k is `most`, by default `least`, or the number of other distinct points if that is less, but at least `least`.
+    k is `max_neighbours`, or the number of other distinct points if that is smaller. `max_neighbours` is by default
+    `min_neighbours`. Also returns the scale. Fewer than `min_neighbours` other points raise `UserError`.
     """
     check_matrix(points, "points")
     points = points.detach()
     # MPS has no float64.
-    wide = (points.cpu() if points.device.type == "mps" else points).double().unique(dim=0)
-    if len(wide) <= least:
-        raise UserError(f"{len(wide)} distinct points have no {least} neighbours each; expected at least {least + 1}")
+    distinct = (points.cpu() if points.device.type == "mps" else points).double().unique(dim=0)
+    if len(distinct) <= min_neighbours:
+        raise UserError(
+            f"{len(distinct)} distinct points have no {min_neighbours} neighbours each; "
+            f"expected at least {min_neighbours + 1}"
+        )
     # Scaling keeps the squares of very large or small coordinates in range.
-    unit = wide.abs().max()
-    wide = wide / unit
-    k = min(most or least, len(wide) - 1)
+    scale = distinct.abs().max()
+    distinct = distinct / scale
+    k = min(max_neighbours or min_neighbours, len(distinct) - 1)
     nearest = [
         # The faster mode by matrix products, |x|^2 + |y|^2 - 2xy, loses small distances by cancellation.
-        torch.cdist(block, wide, compute_mode="donot_use_mm_for_euclid_dist").topk(k + 1, largest=False).values
-        for block in wide.split(max(1, _BLOCK // len(wide)))
+        torch.cdist(block, distinct, compute_mode="donot_use_mm_for_euclid_dist").topk(k + 1, largest=False).values
+        for block in distinct.split(max(1, _DISTANCES_PER_BLOCK // len(distinct)))
     ]
     # The first of the nearest points is the point itself.
-    return torch.cat(nearest)[:, 1:], unit.item()
+    return torch.cat(nearest)[:, 1:], scale.item()
 
 
-def _fit(near: Tensor, far: Tensor, n1: int, n2: int) -> Dimension:
-    """Maximize the likelihood of the distances to neighbours number n1 and n2, `(n,)` each."""
+def _fit_dimension(near: Tensor, far: Tensor, n1: int, n2: int) -> Dimension:
+    """Return the dimension of maximum likelihood, given the distances to neighbours number n1 and n2, `(n,)` each."""
     log_ratios = (far / near).log()
     log_ratios = log_ratios[log_ratios > _TOLERANCE]
     n = len(log_ratios)
     if n < 2:
         raise UserError(f"neighbours {n1} and {n2} of nearly all points are equally far: no dimension is defined")
+    # The number of neighbours between the two, and the sum of the log ratios.
     between, total = n2 - n1 - 1, float(log_ratios.sum())
 
     def score(d: float) -> float:
-        """Return the derivative of the log-likelihood, which falls from infinity to below 0."""
+        """Return the derivative of the log-likelihood at dimension d. It decreases from infinity to below 0."""
         return (n - 1) / d + between * float((log_ratios / -torch.expm1(-d * log_ratios)).sum()) - (n2 - 1) * total
 
     # Bisection in log d. At d = (n - 1) / total, the root for n2 = n1 + 1 = 2, the score has either sign.

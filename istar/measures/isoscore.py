@@ -19,7 +19,7 @@ from torch import Tensor
 
 from istar.errors import NonFiniteError, UserError
 from istar.measures.moments import FourthMoments, Moments
-from istar.measures.rows import wide_dtype
+from istar.measures.rows import accumulation_dtype
 
 MomentsT = TypeVar("MomentsT", bound=Moments)
 
@@ -28,7 +28,8 @@ def isoscore(points: Tensor | Moments, mask: Tensor | None = None) -> Tensor:
     """Compute the IsoScore of a point cloud: 1 if all directions have equal variance, 0 if one direction has it all.
 
     With fewer than about ten points per dimension, the result underestimates the IsoScore of the distribution that the
-    points come from (the paper's Figure 2). Use `isoscore_star` or `isoscore_unbiased` for such small samples.
+    points come from (Rudman and Eickhoff, 2024, Figure 2). For such small samples, use `isoscore_star` or
+    `isoscore_unbiased`.
 
     Args:
         points: `(..., d)` of any floating dtype, or the moments of a cloud.
@@ -44,7 +45,7 @@ def isoscore(points: Tensor | Moments, mask: Tensor | None = None) -> Tensor:
     >>> round(isoscore(cross).item(), 6), round(isoscore(cross * torch.tensor([1.0, 0.0])).item(), 6)
     (1.0, 0.0)
     """
-    covariance = _moments(points, mask, Moments).covariance()
+    covariance = _to_moments(points, mask, Moments).covariance()
     _check_nonzero_trace(covariance, "the covariance of the points")
     return unchecked_isoscore(covariance)
 
@@ -52,7 +53,9 @@ def isoscore(points: Tensor | Moments, mask: Tensor | None = None) -> Tensor:
 def isoscore_star(
     points: Tensor | Moments, shrinkage_covariance: Tensor, zeta: float, mask: Tensor | None = None
 ) -> Tensor:
-    r"""Compute IsoScore\* (Algorithm 1): the IsoScore of :math:`(1 - \zeta) \operatorname{Cov}(X) + \zeta \Sigma_S`.
+    r"""Compute IsoScore\*, the IsoScore of :math:`(1 - \zeta) \operatorname{Cov}(X) + \zeta \Sigma_S`.
+
+    It is defined in Algorithm 1 of *Stable Anisotropic Regularization* (Rudman and Eickhoff, ICLR 2024).
 
     Args:
         points: as in `isoscore`.
@@ -66,7 +69,7 @@ def isoscore_star(
     Raises:
         UserError: as `isoscore`, and for zeta outside [0, 1] or a Sigma_S of the wrong shape or not a covariance.
     """
-    covariance = _moments(points, mask, Moments).covariance()
+    covariance = _to_moments(points, mask, Moments).covariance()
     check_covariance(shrinkage_covariance, "the shrinkage covariance")
     shrunk = shrink(covariance, shrinkage_covariance, zeta)
     _check_nonzero_trace(shrunk, "the shrunk covariance")
@@ -111,7 +114,7 @@ def isoscore_unbiased(points: Tensor | FourthMoments, mask: Tensor | None = None
     """
     if isinstance(points, Moments) and not isinstance(points, FourthMoments):
         raise UserError("Moments do not hold the fourth-order sum that the unbiased score needs; give FourthMoments")
-    moments = _moments(points, mask, FourthMoments)
+    moments = _to_moments(points, mask, FourthMoments)
     if moments.count < 4:
         raise UserError(f"{moments.count:g} points have no unbiased score; expected at least 4 points")
     _check_nonzero_trace(moments.covariance(), "the covariance of the points")
@@ -158,18 +161,18 @@ def shrinkage_intensity(moments: FourthMoments, shrinkage_covariance: Tensor) ->
             differ.
     """
     covariance = moments.covariance().detach()
-    _check_shapes(covariance, shrinkage_covariance)
+    _check_same_shape(covariance, shrinkage_covariance)
     _check_nonzero_trace(covariance, "the covariance of the points")
     _check_nonzero_trace(shrinkage_covariance, "the shrinkage covariance")
     return unchecked_shrinkage_intensity(moments, shrinkage_covariance)
 
 
 def unchecked_shrinkage_intensity(moments: FourthMoments, shrinkage_covariance: Tensor) -> Tensor:
-    """Compute `shrinkage_intensity` without the checks, which make the host wait for a GPU; NaN replaces errors."""
-    normalized, trace = _normalized(covariance_or_nan(moments).detach())
+    """Compute `shrinkage_intensity` without checks, so that the host does not wait for a GPU; NaN replaces errors."""
+    normalized, trace = _divide_by_trace(covariance_or_nan(moments).detach())
     count = moments.count
-    fourth = moments.fourth.detach() / trace / trace
-    variance = count / (count - 1) ** 3 * fourth - normalized.square().sum() / (count - 1)
+    scaled_fourth = moments.fourth.detach() / trace / trace
+    variance = count / (count - 1) ** 3 * scaled_fourth - normalized.square().sum() / (count - 1)
     distance = (normalized - shrinkage_covariance.detach().to(normalized) / trace).square().sum()
     return (variance / distance.clamp(min=torch.finfo(distance.dtype).tiny)).clamp(0, 1)
 
@@ -186,45 +189,47 @@ def isoscore_from_covariance(covariance: Tensor) -> Tensor:
 
 def unchecked_isoscore(covariance: Tensor) -> Tensor:
     """Compute `isoscore_from_covariance` without its O(d^3) checks; NaN for a covariance that is zero or not finite."""
-    normalized, _ = _normalized(covariance)
+    normalized, _ = _divide_by_trace(covariance)
     return (1 / normalized.square().sum() - 1) / (covariance.shape[0] - 1)
 
 
 def shrink(covariance: Tensor, shrinkage_covariance: Tensor, zeta: float) -> Tensor:
-    r"""Return :math:`(1 - \zeta) \Sigma_X + \zeta \Sigma_S`, `(d, d)`: step 4 of Algorithm 1.
+    r"""Return the shrunk covariance :math:`(1 - \zeta) \Sigma_X + \zeta \Sigma_S`, `(d, d)`, of IsoScore\*.
 
     Raises:
         UserError: for zeta outside [0, 1] or shapes that differ.
     """
     if not 0 <= zeta <= 1:
         raise UserError(f"zeta is {zeta}; expected a number from 0 (no shrinkage) to 1 (only the shrinkage covariance)")
-    _check_shapes(covariance, shrinkage_covariance)
+    _check_same_shape(covariance, shrinkage_covariance)
     return (1 - zeta) * covariance + zeta * shrinkage_covariance.to(covariance)
 
 
 def covariance_or_nan(moments: Moments) -> Tensor:
-    """Return the unbiased covariance `(d, d)` without making the host wait for a GPU; NaN for fewer than 2 points."""
+    """Return the unbiased covariance `(d, d)`, or NaN for fewer than 2 points. The host does not wait for a GPU."""
     return moments.scatter / torch.where(moments.count > 1, moments.count - 1, torch.nan)
 
 
 def unchecked_isoscore_unbiased(moments: FourthMoments) -> Tensor:
-    """Compute `isoscore_unbiased` without the checks, which make the host wait for a GPU; NaN replaces errors."""
+    """Compute `isoscore_unbiased` without checks, so that the host does not wait for a GPU; NaN replaces errors."""
     n = torch.where(moments.count < 4, torch.nan, moments.count)
-    normalized, trace = _normalized(moments.scatter / (n - 1))
-    q = moments.fourth / (n - 1) / trace / trace
-    norm = normalized.square().sum()
+    normalized, trace = _divide_by_trace(moments.scatter / (n - 1))
+    fourth_term = moments.fourth / (n - 1) / trace / trace
+    sample_norm = normalized.square().sum()
     # The two estimates of `isoscore_unbiased`, both divided by a tr(C)^2.
-    uncorrected = (n - 1) * (n - 2) * norm + 1
-    squared_norm = uncorrected - n * q
-    squared_trace = 2 * norm + n.square() - 3 * n + 1 - n * q
+    uncorrected_norm = (n - 1) * (n - 2) * sample_norm + 1
+    squared_norm = uncorrected_norm - n * fourth_term
+    squared_trace = 2 * sample_norm + n.square() - 3 * n + 1 - n * fourth_term
     # A smaller difference is the rounding error of sums in float32.
-    squared_norm = torch.where(squared_norm.detach() > 1e-6 * uncorrected.detach(), squared_norm, torch.nan)
+    squared_norm = torch.where(squared_norm.detach() > 1e-6 * uncorrected_norm.detach(), squared_norm, torch.nan)
     return (squared_trace / squared_norm - 1) / (moments.dim - 1)
 
 
 def check_covariance(covariance: Tensor, name: str) -> None:
-    """Raise `UserError` unless a tensor is a covariance: `(d, d)`, floating, finite, not zero, symmetric positive
-    semi-definite up to the rounding of float32. Errors call the tensor `name`.
+    """Raise `UserError` unless a tensor is a covariance matrix; `name` names it in the message.
+
+    A covariance is `(d, d)`, floating, finite, not zero, and symmetric positive semi-definite up to the rounding of
+    float32.
     """
     if not isinstance(covariance, Tensor):
         raise UserError(f"{name} is a {type(covariance).__name__}; expected a tensor (d, d)")
@@ -234,17 +239,17 @@ def check_covariance(covariance: Tensor, name: str) -> None:
         raise UserError(f"{name} has shape {tuple(covariance.shape)}; expected (d, d)")
     _check_nonzero_trace(covariance, name)
     # The tolerance is that of float32 even for float64 matrices, which are often sums over float32 points.
-    rounding = math.sqrt(torch.finfo(torch.float32).eps)
-    matrix, _ = _normalized(covariance.detach())
-    if (matrix - matrix.T).abs().max() > rounding * matrix.diagonal().max():
+    tolerance = math.sqrt(torch.finfo(torch.float32).eps)
+    normalized, _ = _divide_by_trace(covariance.detach())
+    if (normalized - normalized.T).abs().max() > tolerance * normalized.diagonal().max():
         raise UserError(f"{name} is not symmetric; expected a covariance")
-    matrix.diagonal().add_(rounding)
-    if torch.linalg.cholesky_ex(matrix).info.item() != 0:
+    normalized.diagonal().add_(tolerance)
+    if torch.linalg.cholesky_ex(normalized).info.item() != 0:
         raise UserError(f"{name} has negative eigenvalues; expected a covariance (positive semi-definite)")
 
 
-def _moments(points: Tensor | MomentsT, mask: Tensor | None, moments_class: type[MomentsT]) -> MomentsT:
-    """Return the moments of the points, or the given moments."""
+def _to_moments(points: Tensor | MomentsT, mask: Tensor | None, moments_class: type[MomentsT]) -> MomentsT:
+    """Compute the moments of points; moments are returned as they are, and cannot have a mask."""
     if isinstance(points, Tensor):
         return moments_class.of(points, mask)
     if mask is not None:
@@ -252,8 +257,8 @@ def _moments(points: Tensor | MomentsT, mask: Tensor | None, moments_class: type
     return points
 
 
-def _check_shapes(covariance: Tensor, shrinkage_covariance: Tensor) -> None:
-    """Raise `UserError` unless both matrices have the same shape."""
+def _check_same_shape(covariance: Tensor, shrinkage_covariance: Tensor) -> None:
+    """Raise `UserError` unless the shrinkage covariance has the shape of the covariance."""
     if covariance.shape != shrinkage_covariance.shape:
         raise UserError(
             f"the shrinkage covariance has shape {tuple(shrinkage_covariance.shape)}; expected "
@@ -272,12 +277,12 @@ def _check_nonzero_trace(covariance: Tensor, name: str) -> None:
         raise UserError(f"{name} is zero (all points are equal): its isotropy is not defined")
 
 
-def _normalized(covariance: Tensor) -> tuple[Tensor, Tensor]:
-    """Return S / tr(S) and tr(S) in float64 (float32 on MPS).
+def _divide_by_trace(covariance: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a covariance S divided by its trace, and the trace, in float64 (float32 on MPS).
 
     Dividing by the trace keeps the squares of very large or small covariances in range. float32 sums of d^2 squares
     would lose five digits, and float16 traces would overflow.
     """
-    wide = covariance.to(wide_dtype(covariance.device))
-    trace = wide.diagonal().sum()
-    return wide / trace, trace
+    covariance = covariance.to(accumulation_dtype(covariance.device))
+    trace = covariance.diagonal().sum()
+    return covariance / trace, trace

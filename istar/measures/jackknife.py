@@ -29,8 +29,8 @@ def jackknife_error(estimates: Sequence[float]) -> float:
     >>> jackknife_error([1.0, 2.0, 3.0])
     1.1547005383792515
     """
-    number = len(estimates)
-    if number < 2 or not all(map(math.isfinite, estimates)):
+    num_groups = len(estimates)
+    if num_groups < 2 or not all(map(math.isfinite, estimates)):
         return math.nan
-    mean = math.fsum(estimates) / number
-    return math.sqrt((number - 1) / number * math.fsum((estimate - mean) ** 2 for estimate in estimates))
+    mean = math.fsum(estimates) / num_groups
+    return math.sqrt((num_groups - 1) / num_groups * math.fsum((estimate - mean) ** 2 for estimate in estimates))

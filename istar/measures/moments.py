@@ -10,9 +10,10 @@ from torch import Tensor
 
 from istar.errors import UserError
 from istar.measures.processes import sum_over_processes, world_size
-from istar.measures.rows import check_one_per_point, check_points, wide_dtype, zero_vector
+from istar.measures.rows import accumulation_dtype, check_one_per_point, check_points, zero_vector
 
 _FULL_PRECISION = {"none", "ieee"}
+"""Settings of torch's backends with which float32 products are computed in float32."""
 
 
 @contextmanager
@@ -22,38 +23,42 @@ def full_precision(device: torch.device) -> Iterator[None]:
     The previous settings are restored at the end of the context.
     """
     backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv)  # type: ignore[attr-defined]
-    before = [backend.fp32_precision for backend in backends]
+    previous_precisions = [backend.fp32_precision for backend in backends]
     with torch.autocast(device.type, enabled=False):
-        if set(before) <= _FULL_PRECISION:
+        if set(previous_precisions) <= _FULL_PRECISION:
             # The usual case returns early, because a training step enters this context once per layer.
             yield
             return
         try:
-            legacy = torch.get_float32_matmul_precision()
+            global_precision = torch.get_float32_matmul_precision()
         except RuntimeError:  # The program has set the precision per backend; torch refuses to mix both interfaces.
-            legacy = None
+            global_precision = None
         try:
-            if legacy is not None:
+            if global_precision is not None:
                 torch.set_float32_matmul_precision("highest")
             for backend in backends:
                 backend.fp32_precision = "ieee"
             yield
         finally:
-            if legacy is not None:
-                torch.set_float32_matmul_precision(legacy)
-            for backend, precision in zip(backends, before, strict=True):
+            if global_precision is not None:
+                torch.set_float32_matmul_precision(global_precision)
+            for backend, precision in zip(backends, previous_precisions, strict=True):
                 backend.fp32_precision = precision
 
 
 class BatchMoments(NamedTuple):
-    """Moments of one batch of points; `third` and `fourth` are None from `mean_and_scatter`."""
+    """Moments of one batch of points; `third` and `fourth` are None if only mean and scatter were computed."""
 
     size: Tensor
     """Number of points or sum of their weights, 0-d."""
     mean: Tensor
+    """Weighted mean m, `(d,)`."""
     scatter: Tensor
+    """Scatter matrix about the mean, `(d, d)`."""
     third: Tensor | None = None
+    """Sum of w |x - m|^2 (x - m), `(d,)`."""
     fourth: Tensor | None = None
+    """Sum of w |x - m|^4, 0-d."""
 
 
 def mask_to_indices(mask: Tensor | None) -> Tensor | None:
@@ -104,28 +109,31 @@ def mean_and_scatter(
     Raises:
         UserError: in a second backward pass, if `matmul_dtype` is narrower than the dtype of M.
     """
-    points, indices, weights = _flatten(points, mask, weights, indices)
-    dtype = wide_dtype(points.device)
+    points, indices, weights = _flatten_points(points, mask, weights, indices)
+    count_dtype = accumulation_dtype(points.device)
     if weights is None:
-        number = len(points) if indices is None else len(indices)
-        count = torch.full((), number, dtype=dtype, device=points.device)
+        num_points = len(points) if indices is None else len(indices)
+        count = torch.full((), num_points, dtype=count_dtype, device=points.device)
     else:
-        count = weights.sum(dtype=dtype)
+        count = weights.sum(dtype=count_dtype)
     mean, scatter = _MeanAndScatter.apply(points, indices, weights, count, matmul_dtype)
     return BatchMoments(count, mean, scatter)
 
 
-def _flatten(
+def _flatten_points(
     points: Tensor, mask: Tensor | None, weights: Tensor | None, indices: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return all points as `(n, d)`, the indices of the k points that count, and the weights of these as `(k, 1)`."""
+    """Return all points as `(n, d)`, the row indices of the k points that count, and their weights as `(k, 1)`.
+
+    The indices are None if all points count, and the weights are None if all are 1.
+    """
     points = points.reshape(-1, points.shape[-1])
     if weights is None:
         return points, mask_to_indices(mask) if indices is None else indices, None
     is_positive = weights > 0
     indices = mask_to_indices(is_positive if mask is None else is_positive & mask.bool())
     weights = weights.reshape(-1, 1).to(torch.promote_types(points.dtype, torch.float32))
-    return points, indices, _select(weights, indices)
+    return points, indices, _select_rows(weights, indices)
 
 
 class _MeanAndScatter(torch.autograd.Function):
@@ -145,17 +153,18 @@ class _MeanAndScatter(torch.autograd.Function):
         count: Tensor,
         matmul_dtype: torch.dtype | None,
     ) -> tuple[Tensor, Tensor]:
+        """Return the mean and the scatter matrix; `count` is the sum of the weights."""
         with full_precision(points.device):
             # Avoid 0 / 0: the mean of an empty batch is 0.
             count = torch.where(count > 0, count, 1)
-            selected = _select(points, indices)
+            selected = _select_rows(points, indices)
             dtype = torch.promote_types(points.dtype, torch.float32)
-            shift = (_weight(selected, weights).sum(0, dtype=dtype) / count).to(dtype)
+            shift = (_apply_weights(selected, weights).sum(0, dtype=dtype) / count).to(dtype)
             centered = selected - shift
             factors = centered.to(matmul_dtype or dtype)
-            scatter = _matmul(_weight(factors, weights).T, factors, dtype)
+            scatter = _matmul(_apply_weights(factors, weights).T, factors, dtype)
             # `shift` equals the mean only up to rounding; correct the mean and the scatter for the difference.
-            residual = _weight(centered, weights).sum(0)
+            residual = _apply_weights(centered, weights).sum(0)
             offset = residual / count
             mean = shift.to(count.dtype) + offset
             scatter -= torch.outer(residual, offset)
@@ -167,34 +176,37 @@ class _MeanAndScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_mean: Tensor, grad_scatter: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of the points by the formula of `mean_and_scatter`."""
         if ctx.is_rounded and torch.is_grad_enabled():
             raise UserError("products in bfloat16 have no second derivative; use compute='float32'")
         points, indices, weights, count, mean = ctx.saved_tensors
         dtype = torch.promote_types(ctx.dtype, torch.float32)
         with full_precision(points.device):
-            factors = points if ctx.is_rounded else _select(points, indices) - mean.to(dtype)
-            symmetric = (grad_scatter + grad_scatter.T).to(factors.dtype)
+            factors = points if ctx.is_rounded else _select_rows(points, indices) - mean.to(dtype)
+            symmetric_grad = (grad_scatter + grad_scatter.T).to(factors.dtype)
             mean_term = (grad_mean / count).to(dtype)
             if ctx.is_rounded:
-                gradient = _matmul(factors, symmetric, dtype).add_(mean_term)
+                gradient = _matmul(factors, symmetric_grad, dtype).add_(mean_term)
             else:
-                gradient = torch.addmm(mean_term, factors, symmetric)
-            gradient = _weight(gradient, weights).to(ctx.dtype)
+                gradient = torch.addmm(mean_term, factors, symmetric_grad)
+            gradient = _apply_weights(gradient, weights).to(ctx.dtype)
             if indices is not None:
                 gradient = gradient.new_zeros(ctx.shape).index_copy(0, indices, gradient)
         return gradient, None, None, None, None
 
 
-def _select(points: Tensor, indices: Tensor | None) -> Tensor:
+def _select_rows(points: Tensor, indices: Tensor | None) -> Tensor:
+    """Return the rows of the points with these indices; None selects all."""
     return points if indices is None else points.index_select(0, indices)
 
 
-def _weight(points: Tensor, weights: Tensor | None) -> Tensor:
+def _apply_weights(points: Tensor, weights: Tensor | None) -> Tensor:
+    """Multiply each point `(n, d)` by its weight `(n, 1)`; None returns the points."""
     return points if weights is None else points * weights.to(points.dtype)
 
 
 def _matmul(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """Matrix product in `dtype`. The factors may be narrower; on CUDA, their products are also summed in `dtype`."""
+    """Return the matrix product in `dtype`. On CUDA, products of factors of a narrower dtype are also summed in it."""
     if left.dtype != dtype and left.device.type == "cuda":
         return torch.mm(left, right, out_dtype=dtype)
     return (left @ right).to(dtype)
@@ -210,15 +222,15 @@ def fourth_moments(
     on MPS). The gradients of t and F are those of plain autograd, which saves copies of the points.
     """
     count, mean, scatter = mean_and_scatter(points, mask, weights, indices=indices)[:3]
-    points, indices, weights = _flatten(points, mask, weights, indices)
+    points, indices, weights = _flatten_points(points, mask, weights, indices)
     with full_precision(points.device):
-        centered = _select(points, indices) - mean.to(torch.promote_types(points.dtype, torch.float32))
-        third, fourth = _higher_moments(centered, None if weights is None else weights.squeeze(1), mean.dtype)
+        centered = _select_rows(points, indices) - mean.to(torch.promote_types(points.dtype, torch.float32))
+        third, fourth = _third_and_fourth_moments(centered, None if weights is None else weights.squeeze(1), mean.dtype)
     return BatchMoments(count, mean, scatter, third, fourth)
 
 
-def _higher_moments(centered: Tensor, weights: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the third and fourth moment of one batch of centered points, in `dtype`."""
+def _third_and_fourth_moments(centered: Tensor, weights: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the sums of w |y|^2 y, `(d,)`, and of w |y|^4, 0-d, over centered points y with weights w, in `dtype`."""
     squares = centered.square().sum(-1)
     # Divide by the largest square, because fourth powers can overflow float32 where the scatter does not.
     # The smallest positive number stands in for the largest square if all points are equal or there are none.
@@ -240,10 +252,10 @@ def merge_moments(batches: Sequence[BatchMoments]) -> "Moments":
     if len(widths) > 1:
         raise UserError(f"the layers have {widths} dimensions; expected the same in all, so choose other layers")
     if batches[0].fourth is not None:
-        union = FourthMoments(widths[0], batches[0].mean.device)
+        merged = FourthMoments(widths[0], batches[0].mean.device)
         for batch in batches:
-            union._add(batch)
-        return union
+            merged._add_batch(batch)
+        return merged
     counts = torch.stack([batch.size for batch in batches])
     means = torch.stack([batch.mean for batch in batches])
     moments = Moments(widths[0], means.device)
@@ -311,14 +323,16 @@ class Moments:
         if weights is not None and not (weights >= 0).all():
             raise UserError("some weights are negative or NaN; expected how often each point counts")
         if points.numel() > 0:
-            self._add(self._batch_moments(points, mask, weights))
+            self._add_batch(self._compute_batch_moments(points, mask, weights))
         return self
 
     def merge(self, other: Self) -> Self:
         """Add the points of another accumulator of the same dimension. Returns this accumulator."""
         if other.dim != self.dim:
             raise UserError(f"cannot merge moments of {other.dim} dimensions into moments of {self.dim}")
-        self._add(BatchMoments._make(part if part is None else part.to(self.scatter) for part in other.as_batch()))
+        self._add_batch(
+            BatchMoments._make(part if part is None else part.to(self.scatter) for part in other.as_batch())
+        )
         return self
 
     def subtract(self, other: Self) -> Self:
@@ -335,9 +349,9 @@ class Moments:
                 f"cannot subtract {type(other).__name__} of {other.count:g} points of {other.dim} dimensions from "
                 f"{type(self).__name__} of {self.count:g} points of {self.dim} dimensions; expected fewer points"
             )
-        # All of them are sums over points, except the mean.
+        # All moments are sums over points, except the mean.
         negative = BatchMoments._make(part if part is None else -part.to(self.scatter) for part in other.as_batch())
-        self._add(negative._replace(mean=-negative.mean))
+        self._add_batch(negative._replace(mean=-negative.mean))
         return self
 
     def all_reduce(self, group: dist.ProcessGroup | None = None) -> Self:
@@ -351,11 +365,11 @@ class Moments:
             return self
         total = self.count * self.mean
         # Sums about the origin lose digits, but the float64 accumulators have enough of them.
-        second = self.scatter + torch.outer(total, self.mean)
-        packed = sum_over_processes(torch.cat([self.count.reshape(1), total, second.reshape(-1)]), group)
-        self.count, total, second = packed[0], packed[1 : 1 + self.dim], packed[1 + self.dim :]
+        second_moment = self.scatter + torch.outer(total, self.mean)
+        packed = sum_over_processes(torch.cat([self.count.reshape(1), total, second_moment.reshape(-1)]), group)
+        self.count, total, second_moment = packed[0], packed[1 : 1 + self.dim], packed[1 + self.dim :]
         self.mean = total / torch.where(self.count > 0, self.count, 1)
-        self.scatter = second.reshape(self.dim, self.dim) - torch.outer(total, self.mean)
+        self.scatter = second_moment.reshape(self.dim, self.dim) - torch.outer(total, self.mean)
         return self
 
     def covariance(self, correction: int = 1) -> Tensor:
@@ -373,10 +387,12 @@ class Moments:
         """Return the accumulated moments as a tuple."""
         return BatchMoments(self.count, self.mean, self.scatter)
 
-    def _batch_moments(self, points: Tensor, mask: Tensor | None, weights: Tensor | None) -> BatchMoments:
+    def _compute_batch_moments(self, points: Tensor, mask: Tensor | None, weights: Tensor | None) -> BatchMoments:
+        """Return the moments of one batch of points."""
         return mean_and_scatter(points, mask, weights)
 
-    def _add(self, batch: BatchMoments) -> None:
+    def _add_batch(self, batch: BatchMoments) -> None:
+        """Merge the moments of a batch into the accumulated ones."""
         count, mean, scatter = batch[:3]
         total = self.count + count
         share = count / total.clamp(min=torch.finfo(total.dtype).tiny)
@@ -425,23 +441,26 @@ class FourthMoments(Moments):
         """
         if world_size(group) == 1:
             return self
-        before = self.as_batch()
+        local = self.as_batch()
         super().all_reduce(group)
-        recentered = _recenter(before, self.mean)
+        recentered = _recenter(local, self.mean)
         packed = sum_over_processes(torch.cat([part.reshape(-1) for part in recentered]), group)
         self.third, self.fourth = packed[:-1], packed[-1]
         return self
 
     def as_batch(self) -> BatchMoments:
+        """Return the accumulated moments as a tuple, with the third and fourth."""
         return BatchMoments(self.count, self.mean, self.scatter, self.third, self.fourth)
 
-    def _batch_moments(self, points: Tensor, mask: Tensor | None, weights: Tensor | None) -> BatchMoments:
+    def _compute_batch_moments(self, points: Tensor, mask: Tensor | None, weights: Tensor | None) -> BatchMoments:
+        """Return the moments of one batch of points, with the third and fourth."""
         return fourth_moments(points, mask, weights)
 
-    def _add(self, batch: BatchMoments) -> None:
-        before = self.as_batch()
-        super()._add(batch)
-        (third, fourth), (batch_third, batch_fourth) = _recenter(before, self.mean), _recenter(batch, self.mean)
+    def _add_batch(self, batch: BatchMoments) -> None:
+        """Merge the moments of a batch, with the third and fourth, into the accumulated ones."""
+        previous = self.as_batch()
+        super()._add_batch(batch)
+        (third, fourth), (batch_third, batch_fourth) = _recenter(previous, self.mean), _recenter(batch, self.mean)
         self.third, self.fourth = third + batch_third, fourth + batch_fourth
 
 
@@ -451,6 +470,8 @@ def _recenter(batch: BatchMoments, center: Tensor) -> tuple[Tensor, Tensor]:
     assert batch.fourth is not None
     delta = batch.mean - center
     count, scatter = batch.size, batch.scatter.to(delta.dtype)
-    trace, square, product = scatter.trace(), delta @ delta, scatter @ delta
-    third = batch.third + 2 * product + (trace + count * square) * delta
-    return third, batch.fourth + 4 * delta @ (batch.third + product) + square * (2 * trace + count * square)
+    trace, squared_distance, scatter_delta = scatter.trace(), delta @ delta, scatter @ delta
+    third = batch.third + 2 * scatter_delta + (trace + count * squared_distance) * delta
+    return third, batch.fourth + 4 * delta @ (batch.third + scatter_delta) + squared_distance * (
+        2 * trace + count * squared_distance
+    )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from istar.errors import UserError
-from istar.measures.rows import check_finite, row_norms, select_rows, wide_blocks, wide_vector, zero_vector
+from istar.measures.rows import check_finite, row_norms, select_rows, upcast_blocks, upcast_vector, zero_vector
 from istar.measures.spectrum import outlier_dimensions
 
 
@@ -98,8 +98,8 @@ class Norms:
     def __init__(self, dim: int, edges: Sequence[float] = (), device: torch.device | str | None = None) -> None:
         self.total = zero_vector(dim, device)
         edges = tuple(float(edge) for edge in edges)
-        ascending = all(low < high for low, high in itertools.pairwise(edges))
-        if len(edges) == 1 or not ascending or not all(map(math.isfinite, edges)):
+        are_ascending = all(low < high for low, high in itertools.pairwise(edges))
+        if len(edges) == 1 or not are_ascending or not all(map(math.isfinite, edges)):
             raise UserError(f"edges are {list(edges)}; expected at least 2 ascending numbers, or none")
         self.edges = self.total.new_tensor(edges)
         self.count = self.total.new_zeros((), dtype=torch.int64)
@@ -116,7 +116,7 @@ class Norms:
             UserError: if shapes do not match, or the points are not floating.
         """
         rows = select_rows(points, mask, self.total.shape[0])
-        for block in wide_blocks(rows) if len(rows) else ():
+        for block in upcast_blocks(rows) if len(rows) else ():
             self.add_norms(block, row_norms(block))
         return self
 
@@ -133,7 +133,7 @@ class Norms:
         self.smallest = torch.minimum(self.smallest, norms.min())
         self.largest = torch.maximum(self.largest, norms.max())
         if len(self.edges):
-            self.bins += self._histogram(norms)
+            self.bins += self._count_by_bin(norms)
 
     def merge(self, other: "Norms") -> "Norms":
         """Add the sums of another accumulator with the same dimension and edges. Returns this accumulator."""
@@ -178,8 +178,8 @@ class Norms:
             above=above,
         )
 
-    def _histogram(self, norms: Tensor) -> Tensor:
-        """Count the norms in each bin; the first and last count are of those below and above all edges."""
+    def _count_by_bin(self, norms: Tensor) -> Tensor:
+        """Return the number of norms below the first edge, in each bin, and above the last edge."""
         bin_indices = torch.bucketize(norms, self.edges, right=True)
         # The last bin includes its upper edge, as in numpy.histogram.
         bin_indices[norms == self.edges[-1]] -= 1
@@ -199,20 +199,20 @@ def layer_norm_summary(weight: Tensor, bias: Tensor | None = None, k: float = 3.
     Raises:
         UserError: if shapes or dtypes do not match, there are no dimensions, or values are not finite.
     """
-    gain = wide_vector(weight.cpu(), "weight")
-    shift = torch.zeros_like(gain) if bias is None else wide_vector(bias.cpu(), "bias")
+    gain = upcast_vector(weight.cpu(), "weight")
+    bias = torch.zeros_like(gain) if bias is None else upcast_vector(bias.cpu(), "bias")
     check_finite(gain, "the values of weight")
-    check_finite(shift, "the values of bias")
-    if shift.shape != gain.shape:
-        raise UserError(f"bias has shape {tuple(shift.shape)}; expected {tuple(gain.shape)} like the weight")
-    gain_norm, bias_norm = row_norms(torch.stack([gain, shift])) / math.sqrt(len(gain))
+    check_finite(bias, "the values of bias")
+    if bias.shape != gain.shape:
+        raise UserError(f"bias has shape {tuple(bias.shape)}; expected {tuple(gain.shape)} like the weight")
+    gain_norm, bias_norm = row_norms(torch.stack([gain, bias])) / math.sqrt(len(gain))
     is_nonzero = gain != 0
     return LayerNormSummary(
         gain=gain_norm.item(),
         bias=bias_norm.item(),
         ratio=(bias_norm / gain_norm).item(),
-        bias_over_gain=(shift[is_nonzero] / gain[is_nonzero]).sum().item(),
+        bias_over_gain=(bias[is_nonzero] / gain[is_nonzero]).sum().item(),
         zero_gains=int((~is_nonzero).sum()),
         outlier_gains=tuple(outlier_dimensions(gain, k).tolist()),
-        outlier_biases=tuple(outlier_dimensions(shift, k).tolist()),
+        outlier_biases=tuple(outlier_dimensions(bias, k).tolist()),
     )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from istar.errors import UserError
 from istar.measures.moments import full_precision
-from istar.measures.rows import check_matrix, wide_blocks, wide_dtype
+from istar.measures.rows import accumulation_dtype, check_matrix, upcast_blocks
 
 Signs = Literal["as_computed", "both"]
 
@@ -74,34 +74,36 @@ def partition_isotropy(
     if embeddings.device.type == "mps":
         dtype = torch.float32
     with full_precision(embeddings.device):
-        eigenvectors = _eigenvectors(embeddings, dtype)
-        log_z = _log_partition(embeddings, eigenvectors.to(dtype), both=signs == "both")
-    low, high = log_z.min().item(), log_z.max().item()
-    return PartitionIsotropy(math.exp(low - high), signs, low, high)
+        eigenvectors = _gram_eigenvectors(embeddings, dtype)
+        log_z = _log_partition_function(embeddings, eigenvectors.to(dtype), both_signs=signs == "both")
+    log_z_min, log_z_max = log_z.min().item(), log_z.max().item()
+    return PartitionIsotropy(math.exp(log_z_min - log_z_max), signs, log_z_min, log_z_max)
 
 
-def _eigenvectors(embeddings: Tensor, dtype: torch.dtype) -> Tensor:
+def _gram_eigenvectors(embeddings: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the unit eigenvectors of W^T W as the columns of a matrix `(d, d)`."""
     # Scaling keeps the squares of very large or small numbers in range; a power of two adds no rounding error.
-    largest = max(block.abs().amax().item() for block in wide_blocks(embeddings))
+    largest = max(block.abs().amax().item() for block in upcast_blocks(embeddings))
     scale = 2.0 ** -max(-1000, min(1000, math.frexp(largest)[1]))
     dim = embeddings.shape[1]
-    gram = embeddings.new_zeros(dim, dim, dtype=wide_dtype(embeddings.device))
-    for block in wide_blocks(embeddings):
+    gram = embeddings.new_zeros(dim, dim, dtype=accumulation_dtype(embeddings.device))
+    for block in upcast_blocks(embeddings):
         scaled = (block * scale).to(dtype)
         gram += scaled.T @ scaled
     vectors: Tensor = torch.linalg.eigh(gram).eigenvectors
     return vectors
 
 
-def _log_partition(embeddings: Tensor, directions: Tensor, both: bool) -> Tensor:
-    """Return log Z(c) for each column c of `directions`, `(d,)`; with `both`, for all c and then all -c, `(2 d,)`."""
-    wide = wide_dtype(embeddings.device)
-    log_z = torch.full((directions.shape[1] * (2 if both else 1),), -math.inf, dtype=wide, device=embeddings.device)
-    for block in wide_blocks(embeddings, directions.dtype):
-        scores = (block @ directions).to(wide)
-        block_log_z = scores.logsumexp(0)
-        if both:
-            block_log_z = torch.cat([block_log_z, (-scores).logsumexp(0)])
+def _log_partition_function(embeddings: Tensor, directions: Tensor, both_signs: bool) -> Tensor:
+    """Return log Z(c) for each column c of `directions`, `(d,)`; `both_signs` appends log Z(-c), `(2 d,)`."""
+    sums_dtype = accumulation_dtype(embeddings.device)
+    log_z = torch.full(
+        (directions.shape[1] * (2 if both_signs else 1),), -math.inf, dtype=sums_dtype, device=embeddings.device
+    )
+    for block in upcast_blocks(embeddings, directions.dtype):
+        inner_products = (block @ directions).to(sums_dtype)
+        block_log_z = inner_products.logsumexp(0)
+        if both_signs:
+            block_log_z = torch.cat([block_log_z, (-inner_products).logsumexp(0)])
         log_z = torch.logaddexp(log_z, block_log_z)
     return log_z

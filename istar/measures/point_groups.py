@@ -43,7 +43,7 @@ class GroupSummary:
 
 
 def log2_bins(values: Tensor) -> Tensor:
-    """Sort non-negative integers into bins whose size doubles: 0, 1, 2-3, 4-7, 8-15, ...
+    """Return the bin of each non-negative integer, in bins whose size doubles: 0, 1, 2-3, 4-7, 8-15, ...
 
     Bin 0 holds the value 0, and bin b > 0 the values from 2 ** (b - 1) to 2 ** b - 1; see `log2_bin_range`. For
     positions, bin 0 is the first token. For counts c > 0, the bin is floor(log2(c)) + 1.
@@ -141,10 +141,10 @@ class GroupedPoints:
         rows = select_rows(points, mask, self.total.shape[1])
         groups = _check_groups((groups if mask is None else groups[mask.bool()]).reshape(-1), self.groups)
         blocks = split_rows(rows) if len(rows) else ()
-        for block, indices in (
+        for block, block_groups in (
             zip(blocks, groups.split([len(block) for block in blocks]), strict=True) if blocks else ()
         ):
-            self.add_units(*norms_and_units(block.to(self.total.dtype)), indices)
+            self.add_units(*norms_and_units(block.to(self.total.dtype)), block_groups)
         return self
 
     @torch.no_grad()
@@ -191,12 +191,12 @@ class GroupedPoints:
         if groups.shape != self.count.shape:
             raise UserError(f"groups have shape {tuple(groups.shape)}; expected {tuple(self.count.shape)}")
         groups = _check_groups(groups.to(self.count.device), number)
-        result = GroupedPoints(number, self.total.shape[1], self.total.device)
-        result.total.index_add_(0, groups, self.total)
-        result.norm_total.index_add_(0, groups, self.norm_total)
-        result.count.index_add_(0, groups, self.count)
-        result.nonzero.index_add_(0, groups, self.nonzero)
-        return result
+        regrouped = GroupedPoints(number, self.total.shape[1], self.total.device)
+        regrouped.total.index_add_(0, groups, self.total)
+        regrouped.norm_total.index_add_(0, groups, self.norm_total)
+        regrouped.count.index_add_(0, groups, self.count)
+        regrouped.nonzero.index_add_(0, groups, self.nonzero)
+        return regrouped
 
     def compute(self) -> list[GroupSummary]:
         """Return the summary of each group, in the order of the groups. Empty groups have a count of 0.
@@ -222,10 +222,10 @@ class GroupedPoints:
         return ((squares - n) / (n * (n - 1))).masked_fill(n < 2, torch.nan)
 
 
-def _check_groups(groups: Tensor, number: int) -> Tensor:
-    """Return the groups `(n,)` as int64; raise `UserError` unless they are integers from 0 to number - 1."""
+def _check_groups(groups: Tensor, num_groups: int) -> Tensor:
+    """Return the groups `(n,)` as int64; raise `UserError` unless they are integers from 0 to num_groups - 1."""
     if groups.is_floating_point() or groups.is_complex() or groups.dtype == torch.bool:
         raise UserError(f"groups are {groups.dtype}; expected integers")
-    if len(groups) and (groups.min() < 0 or groups.max() >= number):
-        raise UserError(f"groups are {groups.min():d} to {groups.max():d}; expected 0 to {number - 1}")
+    if len(groups) and (groups.min() < 0 or groups.max() >= num_groups):
+        raise UserError(f"groups are {groups.min():d} to {groups.max():d}; expected 0 to {num_groups - 1}")
     return groups.long()

@@ -14,14 +14,16 @@ from torch import Tensor
 
 from istar.errors import UserError
 from istar.measures.moments import full_precision
-from istar.measures.rows import check_matrix, row_norms, split_rows, unit_vectors, wide_blocks, wide_dtype
+from istar.measures.rows import accumulation_dtype, check_matrix, row_norms, split_rows, unit_vectors, upcast_blocks
 
 Variant = Literal["corrected", "published"]
 
 
 @torch.no_grad()
 def centered(embeddings: Tensor) -> Tensor:
-    r"""Subtract the mean :math:`\mu` of the rows from each row, :math:`\tilde w = w - \mu` (equation 9).
+    r"""Subtract the mean :math:`\mu` of the rows from each row, :math:`\tilde w = w - \mu`.
+
+    See *Too Much in Common*, equation 9.
 
     Args:
         embeddings: W, `(n, d)`, any floating dtype and device.
@@ -30,13 +32,13 @@ def centered(embeddings: Tensor) -> Tensor:
         UserError: if W is not a finite floating matrix with rows.
     """
     check_matrix(embeddings, "embeddings")
-    mean = _mean(embeddings)
-    return _rowwise(embeddings, lambda block: block - mean)
+    mean = _mean_row(embeddings)
+    return _transform_by_block(embeddings, lambda block: block - mean)
 
 
 @torch.no_grad()
 def scaled_centered(embeddings: Tensor) -> Tensor:
-    r"""Subtract the mean direction from each row, scaled by the row's norm (section 5.2).
+    r"""Subtract the mean direction from each row, scaled by the row's norm (*Too Much in Common*, section 5.2).
 
     The result is :math:`w' = w - \lVert w \rVert \hat\mu = \lVert w \rVert (\hat w - \hat\mu)`, where
     :math:`\hat\mu` is the mean of the unit vectors :math:`\hat w`. The mean of :math:`w' / \lVert w \rVert` is zero,
@@ -46,9 +48,9 @@ def scaled_centered(embeddings: Tensor) -> Tensor:
     Args and Raises as `centered`.
     """
     check_matrix(embeddings, "embeddings")
-    total = torch.stack([unit_vectors(block)[0].sum(0) for block in wide_blocks(embeddings)]).sum(0)
+    total = torch.stack([unit_vectors(block)[0].sum(0) for block in upcast_blocks(embeddings)]).sum(0)
     mean = total / len(embeddings)
-    return _rowwise(embeddings, lambda block: block - row_norms(block)[:, None] * mean)
+    return _transform_by_block(embeddings, lambda block: block - row_norms(block)[:, None] * mean)
 
 
 @torch.no_grad()
@@ -81,33 +83,35 @@ def all_but_the_top(embeddings: Tensor, components: int | None = None, variant: 
     if not 0 <= components <= dim:
         raise UserError(f"components is {components}; expected 0 to {dim}, the number of dimensions")
     with full_precision(embeddings.device):
-        mean = _mean(embeddings)
-        top = _principal_directions(embeddings, mean)[:, :components]
+        mean = _mean_row(embeddings)
+        top_directions = _principal_directions(embeddings, mean)[:, :components]
 
-        def without_top(block: Tensor) -> Tensor:
-            centered_block = block - mean
-            return centered_block - (centered_block if variant == "corrected" else block) @ top @ top.T
+        def remove_components(block: Tensor) -> Tensor:
+            """Center rows, and subtract their top principal components."""
+            centered = block - mean
+            return centered - (centered if variant == "corrected" else block) @ top_directions @ top_directions.T
 
-        return _rowwise(embeddings, without_top)
+        return _transform_by_block(embeddings, remove_components)
 
 
-def _mean(embeddings: Tensor) -> Tensor:
+def _mean_row(embeddings: Tensor) -> Tensor:
+    """Return the mean of the rows, `(d,)`, in float64 (float32 on MPS)."""
     # The weighted means of the blocks do not overflow where the sum of all rows would.
-    return torch.stack([block.mean(0) * (len(block) / len(embeddings)) for block in wide_blocks(embeddings)]).sum(0)
+    return torch.stack([block.mean(0) * (len(block) / len(embeddings)) for block in upcast_blocks(embeddings)]).sum(0)
 
 
 def _principal_directions(embeddings: Tensor, mean: Tensor) -> Tensor:
     """Return the eigenvectors of the scatter matrix as columns `(d, d)`, largest variance first."""
     scatter = torch.zeros(len(mean), len(mean), dtype=mean.dtype, device=mean.device)
-    for block in wide_blocks(embeddings):
+    for block in upcast_blocks(embeddings):
         scatter += (block - mean).T @ (block - mean)
     vectors: Tensor = torch.linalg.eigh(scatter).eigenvectors
     return vectors.flip(1)
 
 
-def _rowwise(embeddings: Tensor, transform: Callable[[Tensor], Tensor]) -> Tensor:
-    """Apply a function to blocks of rows in float64, and return the results as a new matrix of W's dtype."""
+def _transform_by_block(embeddings: Tensor, transform: Callable[[Tensor], Tensor]) -> Tensor:
+    """Apply a function to blocks of rows in float64, and return the results as a new matrix of the rows' dtype."""
     result = torch.empty_like(embeddings)
     for block, target in zip(split_rows(embeddings), split_rows(result), strict=True):
-        target.copy_(transform(block.to(wide_dtype(embeddings.device))))
+        target.copy_(transform(block.to(accumulation_dtype(embeddings.device))))
     return result

@@ -26,8 +26,11 @@ def sum_over_processes(tensor: Tensor, group: dist.ProcessGroup | None = None) -
 
 
 class _SumOverProcesses(torch.autograd.Function):
+    """Autograd function behind `sum_over_processes`."""
+
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        """Return the sum of the tensors of all processes."""
         ctx.group = group
         total = tensor.clone()
         dist.all_reduce(total, group=group)
@@ -35,6 +38,7 @@ class _SumOverProcesses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Return the sum of the gradients of all processes."""
         return sum_over_processes(grad, ctx.group), None
 
 
@@ -43,7 +47,7 @@ def gather_over_processes(rows: Tensor, group: dist.ProcessGroup | None = None) 
 
     The processes may have different numbers of rows. Gradients are summed over the processes, as in
     `sum_over_processes`: each process gets the gradient of the sum of all processes' losses for its rows. Without an
-    initialized group, or in a group of one process, the tensor itself is returned.
+    initialized group, or in a group of one process, the rows themselves are returned.
     """
     if world_size(group) == 1:
         return rows
@@ -51,6 +55,6 @@ def gather_over_processes(rows: Tensor, group: dist.ProcessGroup | None = None) 
     counts = torch.zeros(world_size(group), dtype=torch.int64, device=rows.device)
     counts[rank] = len(rows)
     dist.all_reduce(counts, group=group)
-    before, after = int(counts[:rank].sum()), int(counts[rank + 1 :].sum())
+    rows_before, rows_after = int(counts[:rank].sum()), int(counts[rank + 1 :].sum())
     # A sum of rows that are padded with zeros is a concatenation.
-    return sum_over_processes(torch.nn.functional.pad(rows, (0, 0, before, after)), group)
+    return sum_over_processes(torch.nn.functional.pad(rows, (0, 0, rows_before, rows_after)), group)

@@ -13,8 +13,8 @@ BLOCK_ON_DEVICES = 2**22
 """Numbers per block on other devices: 32 MiB in float64, because each operation there has a large fixed cost."""
 
 
-def wide_dtype(device: torch.device | str) -> torch.dtype:
-    """Return the widest floating dtype of a device: float64, or float32 on MPS."""
+def accumulation_dtype(device: torch.device | str) -> torch.dtype:
+    """Return the dtype in which sums are accumulated on a device: float64, or float32 on MPS, which has no float64."""
     return torch.float32 if torch.device(device).type == "mps" else torch.float64
 
 
@@ -44,11 +44,11 @@ def check_one_per_point(values: Tensor | None, name: str, points: Tensor) -> Non
 
 
 def zero_vector(dim: int, device: torch.device | str | None) -> Tensor:
-    """Return `(dim,)` zeros in `wide_dtype` on a device, by default the CPU; raise `UserError` if `dim` is below 1."""
+    """Return zeros `(dim,)` for sums on a device, by default the CPU; raise `UserError` if `dim` is below 1."""
     if dim < 1:
         raise UserError(f"points have {dim} dimensions; expected at least 1")
     device = torch.device(device or "cpu")
-    return torch.zeros(dim, dtype=wide_dtype(device), device=device)
+    return torch.zeros(dim, dtype=accumulation_dtype(device), device=device)
 
 
 def check_matrix(points: Tensor, name: str) -> None:
@@ -60,17 +60,17 @@ def check_matrix(points: Tensor, name: str) -> None:
     check_finite(points, name)
 
 
-def wide_vector(values: Tensor, name: str) -> Tensor:
-    """Return floating values `(d,)` in `wide_dtype`; raise `UserError` for other shapes or dtypes."""
+def upcast_vector(values: Tensor, name: str) -> Tensor:
+    """Convert floating values `(d,)` to float64 (float32 on MPS); raise `UserError` for other shapes or dtypes."""
     if values.dim() != 1 or not len(values):
         raise UserError(f"{name} has shape {tuple(values.shape)}; expected (d,)")
     if not values.is_floating_point():
         raise UserError(f"{name} is {values.dtype}; expected a floating dtype")
-    return values.to(wide_dtype(values.device))
+    return values.to(accumulation_dtype(values.device))
 
 
 def check_finite(values: Tensor, name: str) -> None:
-    """Raise `NonFiniteError` for NaN or infinite values, which are searched a block at a time."""
+    """Raise `NonFiniteError` if a tensor contains NaN or infinite values. It is checked a block at a time."""
     # Split along the first dimension: flattening would copy a transposed matrix.
     if not all(block.isfinite().all() for block in split_rows(values.detach())):
         raise NonFiniteError(f"{name} are not finite; look for NaN or infinite values in them")
@@ -83,10 +83,10 @@ def split_rows(rows: Tensor) -> tuple[Tensor, ...]:
     return blocks
 
 
-def wide_blocks(rows: Tensor, dtype: torch.dtype | None = None) -> Iterator[Tensor]:
-    """Yield the blocks of `split_rows` in `dtype`, by default in `wide_dtype`."""
+def upcast_blocks(rows: Tensor, dtype: torch.dtype | None = None) -> Iterator[Tensor]:
+    """Yield blocks of rows one after the other, converted to `dtype`, by default float64 (float32 on MPS)."""
     for block in split_rows(rows):
-        yield block.to(dtype or wide_dtype(rows.device))
+        yield block.to(dtype or accumulation_dtype(rows.device))
 
 
 def unit_vectors(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,7 +106,7 @@ def unit_vectors(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def row_norms(rows: Tensor) -> Tensor:
-    """Return the Euclidean norms `(n,)`, which overflow only if the norm itself is out of range."""
+    """Return the Euclidean norm of each row, `(n,)`. It overflows only if the norm itself is out of range."""
     norms: Tensor = torch.linalg.vector_norm(rows, dim=-1)
     if _squares_are_safe(norms.detach()):
         return norms
@@ -117,7 +117,7 @@ def row_norms(rows: Tensor) -> Tensor:
 
 
 def norms_and_units(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `row_norms` and both results of `unit_vectors`, computed together for accumulators that share them."""
+    """Return the norms `(n,)`, the unit vectors `(n, d)` and the mask `(n,)` of nonzero rows, computed together."""
     norms: Tensor = torch.linalg.vector_norm(rows, dim=-1)
     if _squares_are_safe(norms.detach()):
         return norms, rows / norms[:, None], norms.new_ones(len(rows), dtype=torch.bool)
@@ -125,9 +125,10 @@ def norms_and_units(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 _SAFE_NORMS = {torch.float64: (1e-140, 1e140), torch.float32: (1e-12, 1e12)}
+"""Range of norms, by dtype, whose squares neither overflow nor underflow."""
 
 
 def _squares_are_safe(norms: Tensor) -> bool:
-    """Whether the squares behind all norms were within the dtype's range, which nearly always holds."""
-    smallest, largest = _SAFE_NORMS.get(norms.dtype, (1.0, 0.0))
-    return bool(len(norms) and norms.min() > smallest and norms.max() < largest)
+    """Return whether the squares summed for all norms were within the dtype's range, which nearly always holds."""
+    low, high = _SAFE_NORMS.get(norms.dtype, (1.0, 0.0))
+    return bool(len(norms) and norms.min() > low and norms.max() < high)

@@ -17,7 +17,7 @@ from torch import Tensor
 from istar.errors import UserError
 from istar.measures.jackknife import jackknife_error
 from istar.measures.processes import sum_over_processes, world_size
-from istar.measures.rows import check_finite, check_one_per_point, wide_dtype, zero_vector
+from istar.measures.rows import accumulation_dtype, check_finite, check_one_per_point, zero_vector
 
 
 def isoscore_by_sentence(points: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -41,7 +41,7 @@ def isoscore_by_sentence(points: Tensor, mask: Tensor | None = None) -> Tensor:
     >>> round(isoscore_by_sentence(sentences).item(), 1)
     1.0
     """
-    return _about_mean(points, mask).update(points, mask).score()
+    return _empty_moments_about_mean(points, mask).update(points, mask).score()
 
 
 class ScoreWithError(NamedTuple):
@@ -75,27 +75,27 @@ def isoscore_by_sentence_with_error(
     >>> abs(score - 1) < 3 * error < 0.1
     True
     """
-    total = _about_mean(points, mask)
+    moments = _empty_moments_about_mean(points, mask)
     mask = points.new_ones(points.shape[:2], dtype=torch.bool) if mask is None else mask.bool()
     points, mask = points[mask.any(1)], mask[mask.any(1)]
-    score = total.update(points, mask).score()
+    score = moments.update(points, mask).score()
     groups = len(points) if groups is None else groups
     if not 2 <= groups <= len(points):
         raise UserError(f"groups is {groups}; expected 2 to {len(points)}, the number of sentences with points")
     estimates = []
     for group in range(groups):
-        left_out = slice(group, None, groups)
-        part = SentenceMoments(points.shape[-1], total.origin, points.device)
-        part.update(points[left_out], mask[left_out])
-        estimates.append(copy.copy(total).subtract(part).score().item())
+        group_sentences = slice(group, None, groups)
+        group_moments = SentenceMoments(points.shape[-1], moments.origin, points.device)
+        group_moments.update(points[group_sentences], mask[group_sentences])
+        estimates.append(copy.copy(moments).subtract(group_moments).score().item())
     return ScoreWithError(score.item(), jackknife_error(estimates))
 
 
-def _about_mean(points: Tensor, mask: Tensor | None) -> "SentenceMoments":
-    """Return an empty accumulator whose origin is the mean of the points."""
+def _empty_moments_about_mean(points: Tensor, mask: Tensor | None) -> "SentenceMoments":
+    """Return an accumulator without sentences whose origin is the mean of the points."""
     _check_sentences(points, mask)
-    chosen = points.reshape(-1, points.shape[-1]) if mask is None else points[mask.bool()]
-    origin = chosen.to(wide_dtype(points.device)).mean(0) if len(chosen) else None
+    included = points.reshape(-1, points.shape[-1]) if mask is None else points[mask.bool()]
+    origin = included.to(accumulation_dtype(points.device)).mean(0) if len(included) else None
     return SentenceMoments(points.shape[-1], origin, points.device)
 
 
@@ -224,14 +224,14 @@ class SentenceMoments:
 
     def merge(self, other: Self) -> Self:
         """Add the sentences of another accumulator with the same origin. Returns this accumulator."""
-        return self._combine(other, 1)
+        return self._add_with_sign(other, sign=1)
 
     def subtract(self, other: Self) -> Self:
         """Take away the sentences of another accumulator with the same origin, all of which this one holds.
 
         Returns this accumulator.
         """
-        return self._combine(other, -1)
+        return self._add_with_sign(other, sign=-1)
 
     def all_reduce(self, group: dist.ProcessGroup | None = None) -> Self:
         """Merge the sums of all processes, so that each process holds those of the union of their sentences.
@@ -242,20 +242,21 @@ class SentenceMoments:
         """
         if world_size(group) == 1:
             return self
-        sums = self._sums()
+        sums = self._summed_tensors()
         packed = sum_over_processes(torch.cat([value.reshape(-1) for value in sums.values()]), group)
         for (name, value), part in zip(sums.items(), packed.split([*map(Tensor.numel, sums.values())]), strict=True):
             setattr(self, name, part.view_as(value))
         return self
 
-    def _sums(self) -> dict[str, Tensor]:
-        """Return everything that is added up, by attribute."""
+    def _summed_tensors(self) -> dict[str, Tensor]:
+        """Return all tensors but the origin, by attribute name. Accumulators are merged by adding them."""
         return {name: value for name, value in vars(self).items() if name != "origin"}
 
-    def _combine(self, other: Self, sign: int) -> Self:
+    def _add_with_sign(self, other: Self, sign: int) -> Self:
+        """Add `sign` times the sums of another accumulator with the same origin. Returns this accumulator."""
         if not torch.equal(other.origin.to(self.origin), self.origin):
             raise UserError("cannot merge sums about different origins; give both accumulators the same origin")
-        for name, value in self._sums().items():
+        for name, value in self._summed_tensors().items():
             setattr(self, name, value + sign * getattr(other, name).to(value))
         return self
 
@@ -277,7 +278,7 @@ class SentenceMoments:
         return score
 
     def unchecked_score(self) -> Tensor:
-        """Compute `score` without the checks, which make the host wait for a GPU; NaN replaces errors."""
+        """Compute `score` without checks, so that the host does not wait for a GPU; NaN replaces errors."""
         squared_norm, squared_trace = self.estimates()
         # A smaller norm is a rounding error.
         smallest = 1e-12 * (self.scalars[4] / self.counts[0]).square().detach()
@@ -285,32 +286,33 @@ class SentenceMoments:
         return (squared_trace / squared_norm - 1) / (len(self.origin) - 1)
 
     def estimates(self) -> tuple[Tensor, Tensor]:
-        """Return the unbiased estimates of tr(S^2) and tr(S)^2, 0-d each; defined for at least 4 sentences."""
-        square, form, norm, squared_norm, trace, squared_trace, trace_norm = self.scalars
+        """Return the unbiased estimates of tr(S^2) and tr(S)^2 for the covariance S, 0-d each. Needs 4 sentences."""
+        # Sums over sentences of |G|^2, m^T G m, |m|^2, |m|^4, tr(G), tr(G)^2 and tr(G) |m|^2.
+        g_square, m_g_m, m_square, m_fourth, trace, trace_square, trace_m_square = self.scalars
         total = self.total
         # Sums over tuples of distinct sentences: pairs of sums m, then triples and quadruples with two products.
-        pairs = total.square().sum() - norm
-        repeated_pairs = self.totals_scatter.square().sum() - squared_norm
-        chains = total @ self.totals_scatter @ total - 2 * total @ self.weighted_totals + squared_norm - repeated_pairs
+        pairs = total.square().sum() - m_square
+        repeated_pairs = self.totals_scatter.square().sum() - m_fourth
+        chains = total @ self.totals_scatter @ total - 2 * total @ self.weighted_totals + m_fourth - repeated_pairs
         quadruples = pairs.square() - 4 * chains - 2 * repeated_pairs
-        pairs_of_points = self.scatter.square().sum() - square
-        forms = (
+        squared_products = self.scatter.square().sum() - g_square
+        triples = (
             total @ self.scatter @ total
             - 2 * total @ self.scattered_totals
-            + 2 * form
+            + 2 * m_g_m
             - (self.scatter * self.totals_scatter).sum()
         )
-        traces = trace.square() - squared_trace
-        traces_of_pairs = trace * pairs - 2 * total @ self.trace_weighted_totals + 2 * trace_norm
-        num_pairs, num_triples, num_quadruples = self._numbers_of_tuples()
-        products = quadruples / num_quadruples
+        trace_pairs = trace.square() - trace_square
+        trace_triples = trace * pairs - 2 * total @ self.trace_weighted_totals + 2 * trace_m_square
+        num_pairs, num_triples, num_quadruples = self._count_tuples()
+        quadruple_mean = quadruples / num_quadruples
         return (
-            pairs_of_points / num_pairs - 2 * forms / num_triples + products,
-            traces / num_pairs - 2 * traces_of_pairs / num_triples + products,
+            squared_products / num_pairs - 2 * triples / num_triples + quadruple_mean,
+            trace_pairs / num_pairs - 2 * trace_triples / num_triples + quadruple_mean,
         )
 
-    def _numbers_of_tuples(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the numbers of pairs, triples and quadruples of points of distinct sentences."""
+    def _count_tuples(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the numbers of ordered pairs, triples and quadruples of points of distinct sentences."""
         n, n2, n3, n4 = self.counts
         return (
             n.square() - n2,
@@ -320,6 +322,7 @@ class SentenceMoments:
 
 
 def _check_sentences(points: Tensor, mask: Tensor | None) -> None:
+    """Raise `UserError` unless points are floating, `(sentences, tokens, d)`, and the mask has a value for each."""
     if points.dim() != 3 or points.shape[-1] < 1:
         raise UserError(f"points have shape {tuple(points.shape)}; expected (sentences, tokens, d)")
     if not points.is_floating_point():

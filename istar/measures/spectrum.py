@@ -9,12 +9,12 @@ from torch import Tensor
 from istar.errors import UserError
 from istar.measures.moments import Moments
 from istar.measures.rows import (
+    accumulation_dtype,
     check_finite,
     check_matrix,
     select_rows,
-    wide_blocks,
-    wide_dtype,
-    wide_vector,
+    upcast_blocks,
+    upcast_vector,
     zero_vector,
 )
 
@@ -66,8 +66,8 @@ def singular_values(points: Tensor | Moments, centered: bool = True) -> Tensor:
         squares: Tensor = torch.linalg.eigvalsh(scatter).flip(0).clamp(min=0)
         return squares.sqrt()
     check_matrix(points, "points")
-    wide = points.to(wide_dtype(points.device))
-    values = torch.linalg.svdvals(wide - wide.mean(0) if centered else wide)
+    points = points.to(accumulation_dtype(points.device))
+    values = torch.linalg.svdvals(points - points.mean(0) if centered else points)
     padded: Tensor = torch.nn.functional.pad(values, (0, points.shape[1] - len(values)))
     return padded
 
@@ -225,13 +225,13 @@ def alpha_req(variances: Tensor, first: int = 11, last: int = 100, weights: Powe
         )
     ranks = torch.arange(first, last + 1, dtype=shares.dtype)
     x, y = ranks.log(), shares[first - 1 : last].log()
-    w = ranks.reciprocal() if weights == "inverse_rank" else torch.ones_like(ranks)
-    w = w / w.sum()
-    x, y = x - w @ x, y - w @ y
-    slope, total = (w * x) @ y / ((w * x) @ x), w @ y.square()
+    rank_weights = ranks.reciprocal() if weights == "inverse_rank" else torch.ones_like(ranks)
+    rank_weights = rank_weights / rank_weights.sum()
+    x, y = x - rank_weights @ x, y - rank_weights @ y
+    slope, total_variance = (rank_weights * x) @ y / ((rank_weights * x) @ x), rank_weights @ y.square()
     # A constant spectrum has no variance to explain; rounding leaves some.
-    is_constant = total <= torch.finfo(shares.dtype).eps ** 2 * len(x)
-    r_squared = math.nan if is_constant else float(1 - w @ (y - slope * x).square() / total)
+    is_constant = total_variance <= torch.finfo(shares.dtype).eps ** 2 * len(x)
+    r_squared = math.nan if is_constant else float(1 - rank_weights @ (y - slope * x).square() / total_variance)
     return PowerLaw(-float(slope), r_squared, first, last)
 
 
@@ -258,13 +258,13 @@ def top_share(values: Tensor, k: int = 1) -> Tensor:
     >>> round(top_share(torch.tensor([1.0, 6.0, 2.0, 1.0]), k=2).item(), 6)
     0.8
     """
-    wide = wide_vector(values, "the vector")
-    check_finite(wide, "the values")
-    if not 1 <= k <= len(wide):
-        raise UserError(f"k is {k}; expected 1 to {len(wide)}, the number of values")
+    values = upcast_vector(values, "the vector")
+    check_finite(values, "the values")
+    if not 1 <= k <= len(values):
+        raise UserError(f"k is {k}; expected 1 to {len(values)}, the number of values")
     # Scaling first keeps the sum of very large numbers in range.
-    largest = wide.detach().abs().amax()
-    scaled = wide / largest if largest > 0 else wide
+    largest = values.detach().abs().amax()
+    scaled = values / largest if largest > 0 else values
     total = scaled.sum()
     return scaled.topk(k).values.sum() / torch.where(total > 0, total, torch.nan)
 
@@ -272,21 +272,21 @@ def top_share(values: Tensor, k: int = 1) -> Tensor:
 def variance_shares(variances: Tensor) -> Tensor:
     """Divide each value by their sum; the result is `(d,)` in float64, in the given order.
 
-    For the diagonal of a covariance, these are the shares of the total variance in each dimension; for its eigenvalues,
+    For the diagonal of a covariance, these are the shares of the dimensions in the total variance; for its eigenvalues,
     the shares of the principal components.
 
     Raises:
         UserError: as `effective_rank`.
     """
-    wide = wide_vector(variances, "the vector")
-    check_finite(wide, "the values")
-    if (wide < 0).any():
-        raise UserError(f"the smallest value is {wide.min():g}; expected none below 0")
-    largest = wide.detach().amax()
+    variances = upcast_vector(variances, "the vector")
+    check_finite(variances, "the values")
+    if (variances < 0).any():
+        raise UserError(f"the smallest value is {variances.min():g}; expected none below 0")
+    largest = variances.detach().amax()
     if largest == 0:
         raise UserError("all values are zero: their shares are not defined")
     # Scaling first keeps the sum of very large numbers in range.
-    scaled = wide / largest
+    scaled = variances / largest
     return scaled / scaled.sum()
 
 
@@ -325,21 +325,21 @@ def outlier_dimensions(
         raise UserError(f"rule is {rule!r}; expected one of {', '.join(get_args(OutlierRule))}")
     if not k > 0:
         raise UserError(f"k is {k}; expected a number above 0")
-    wide = wide_vector(values, "the vector")
-    check_finite(wide, "the values")
+    values = upcast_vector(values, "the vector")
+    check_finite(values, "the values")
     if rule == "sigma":
         if reference is not None:
             raise UserError("a reference was given with rule 'sigma'; expected it with 'mean' or 'median' alone")
-        centered = wide - wide.mean()
+        centered = values - values.mean()
         is_outlier = centered.abs() > k * centered.square().mean().sqrt()
         # Equal values are no outliers, though rounding can make them differ from their mean.
-        return (is_outlier & (wide.amax() > wide.amin())).nonzero().squeeze(1)
-    sizes = wide if reference is None else wide_vector(reference, "reference")
-    check_finite(sizes, "the values of reference")
-    if sizes.shape != wide.shape:
-        raise UserError(f"reference has shape {tuple(sizes.shape)}; expected {tuple(wide.shape)} like the values")
-    typical = sizes.abs().mean() if rule == "mean" else sizes.abs().quantile(0.5)
-    return (wide.abs() > k * typical).nonzero().squeeze(1)
+        return (is_outlier & (values.amax() > values.amin())).nonzero().squeeze(1)
+    reference = values if reference is None else upcast_vector(reference, "reference")
+    check_finite(reference, "the values of reference")
+    if reference.shape != values.shape:
+        raise UserError(f"reference has shape {tuple(reference.shape)}; expected {tuple(values.shape)} like the values")
+    typical = reference.abs().mean() if rule == "mean" else reference.abs().quantile(0.5)
+    return (values.abs() > k * typical).nonzero().squeeze(1)
 
 
 class DimensionMoments:
@@ -378,12 +378,12 @@ class DimensionMoments:
             UserError: if shapes do not match, or the points are not floating.
         """
         rows = select_rows(points, mask, self.mean.shape[0])
-        for block in wide_blocks(rows) if len(rows) else ():
+        for block in upcast_blocks(rows) if len(rows) else ():
             mean = block.mean(0)
             centered = block - mean
             squares = centered.square()
             powers = (squares.sum(0), (squares * centered).sum(0), squares.square().sum(0))
-            self._add(mean.new_tensor(len(block)), mean, *powers)
+            self._add_batch(mean.new_tensor(len(block)), mean, *powers)
         return self
 
     def merge(self, other: "DimensionMoments") -> "DimensionMoments":
@@ -392,7 +392,9 @@ class DimensionMoments:
             raise UserError(
                 f"cannot merge moments of {other.mean.shape[0]} dimensions into moments of {self.mean.shape[0]}"
             )
-        return self._add(*(value.to(self.mean) for value in (other.count, other.mean, other.m2, other.m3, other.m4)))
+        return self._add_batch(
+            *(value.to(self.mean) for value in (other.count, other.mean, other.m2, other.m3, other.m4))
+        )
 
     def variance(self, correction: int = 1) -> Tensor:
         """Return M_2 / (n - correction), `(d,)`, in squared units of the points.
@@ -400,7 +402,7 @@ class DimensionMoments:
         Raises:
             UserError: with fewer than `correction + 1` points, or points that are not finite.
         """
-        self._check(correction + 1)
+        self._check_sums(min_count=correction + 1)
         return self.m2 / (self.count - correction)
 
     def deviation(self, correction: int = 1) -> Tensor:
@@ -413,7 +415,7 @@ class DimensionMoments:
         Raises:
             UserError: without points, or with points that are not finite.
         """
-        self._check(1)
+        self._check_sums(min_count=1)
         return self.count.sqrt() * self.m3 / self.m2.pow(1.5)
 
     def kurtosis(self, excess: bool = True) -> Tensor:
@@ -425,10 +427,11 @@ class DimensionMoments:
         Raises:
             UserError: without points, or with points that are not finite.
         """
-        self._check(1)
+        self._check_sums(min_count=1)
         return self.count * self.m4 / self.m2.square() - (3 if excess else 0)
 
-    def _add(self, count: Tensor, mean: Tensor, m2: Tensor, m3: Tensor, m4: Tensor) -> "DimensionMoments":
+    def _add_batch(self, count: Tensor, mean: Tensor, m2: Tensor, m3: Tensor, m4: Tensor) -> "DimensionMoments":
+        """Merge the moments of a batch by the formulas of Pebay (2008). Returns this accumulator."""
         if count == 0:
             return self
         a, b, n = self.count, count, self.count + count
@@ -448,7 +451,8 @@ class DimensionMoments:
         self.count = n
         return self
 
-    def _check(self, min_count: int) -> None:
+    def _check_sums(self, min_count: int) -> None:
+        """Raise `UserError` for fewer than `min_count` points, or for points that are not finite."""
         if self.count < min_count:
             raise UserError(f"{self.count:g} points have no such moment; expected at least {min_count}")
         check_finite(torch.stack([self.mean, self.m4]), "the points, or their fourth powers,")

@@ -101,27 +101,27 @@ class Watch:
         """
         if self.penalty.weight == 0:
             self._reader.discard()
-            return self._zero()
+            return self._zero_loss()
         summaries = self.take()
         loss = self.combine(summaries)
         if summaries and self.points.max_norm_ratio is not None and self.penalty.last is not None:
-            left_out = torch.tensor(float(self._reader.num_left_out), device=loss.device)
+            num_left_out = torch.tensor(float(self._reader.num_left_out), device=loss.device)
             if self.penalty.sync:
-                left_out = sum_over_processes(left_out, self.penalty.group)
-            self.penalty.last = self.penalty.last._replace(left_out=left_out)
+                num_left_out = sum_over_processes(num_left_out, self.penalty.group)
+            self.penalty.last = self.penalty.last._replace(left_out=num_left_out)
         return loss
 
     def take(self) -> list[Any]:
-        """Return the layers' summaries of the latest pass. Lists of several passes can be joined for `combine`."""
+        """Return the layers' summaries of the latest forward pass; `combine` also takes those of several passes."""
         return self._reader.take()
 
     def combine(self, summaries: Sequence[Any]) -> Tensor:
         """Compute the weighted penalty of the union of the layers of one or several passes, given by `take`."""
         if not summaries:
-            return self._zero()
+            return self._zero_loss()
         loss = self.penalty.combine(summaries)
         reason = "nothing before the chosen layers is trainable"
-        self._has_warned = self._has_warned or warn_of_missing_gradient(loss, reason)
+        self._has_warned = self._has_warned or warn_if_no_gradient(loss, reason)
         return loss
 
     def refresh(self, loader: Iterable[Any], num_points: int | None = NUM_POINTS, momentum: float = 0.0) -> int:
@@ -178,15 +178,17 @@ class Watch:
         self.remove()
 
     def _is_active(self) -> bool:
+        """Return whether forward passes are read: with gradients enabled and a weight other than 0."""
         # With weight 0 the penalty is skipped, because 0 times a NaN penalty would be NaN.
         return torch.is_grad_enabled() and self.penalty.weight != 0
 
-    def _zero(self) -> Tensor:
+    def _zero_loss(self) -> Tensor:
+        """Return a 0-d zero on the device of the model."""
         return torch.zeros((), device=next(self._model.parameters()).device)
 
 
-def warn_of_missing_gradient(loss: Tensor, reason: str) -> bool:
-    """Warn if a penalty has no gradient although gradients are enabled; return whether it was warned."""
+def warn_if_no_gradient(loss: Tensor, reason: str) -> bool:
+    """Warn if a penalty has no gradient although gradients are enabled; return whether a warning was given."""
     is_missing = torch.is_grad_enabled() and not loss.requires_grad
     if is_missing:
         warnings.warn(f"the penalty has no gradient: {reason}", UserWarning, stacklevel=4)

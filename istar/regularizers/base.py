@@ -39,7 +39,7 @@ class Terms(NamedTuple):
         return type(self)(self.value.detach(), self.score.detach(), self.points.detach(), *optional)
 
     def named(self, measure: str) -> dict[str, Tensor]:
-        """Return the terms by their names in logs, except for the penalty's value and those that are None."""
+        """Return the terms that are not None by their names in logs, without the penalty's value."""
         terms = {
             measure: self.score,
             "points": self.points,
@@ -81,7 +81,7 @@ class Penalty(nn.Module, ABC):
     measure: str
     """Name of the score in logs."""
     score_range: tuple[float, float] = (-math.inf, math.inf)
-    """The open interval of the target scores that can be asked for."""
+    """The open interval in which a target score must lie."""
     kept_score: Tensor
     kept_batches: Tensor
 
@@ -114,6 +114,7 @@ class Penalty(nn.Module, ABC):
         super().__setattr__(name, value)
 
     def extra_repr(self) -> str:
+        """Return the settings that `repr` shows."""
         set_point = "" if self.set_point is None else f", set_point={self.set_point}"
         return f"weight={self.weight}, layers={self.layers!r}{set_point}"
 
@@ -124,7 +125,7 @@ class Penalty(nn.Module, ABC):
 
     @property
     def factor(self) -> float:
-        """What the penalty's value is multiplied by: lambda, or with a set-point its absolute value."""
+        """The factor of the penalty's value: lambda, or its absolute value with a set-point."""
         return self.weight if self.set_point is None else abs(self.weight)
 
     def forward(
@@ -156,24 +157,25 @@ class Penalty(nn.Module, ABC):
         """Compute the weighted penalty of the union of summarized layers, as `forward` does."""
         terms = self.score(summaries)
         if self.set_point is not None:
-            target = self._target(terms.score)
+            target = self._update_target(terms.score)
             terms = terms._replace(value=self.set_point.penalty(terms.score, target), target=target)
         self.last = terms.detach()
         return self.factor * terms.value
 
-    def _target(self, score: Tensor) -> Tensor:
-        """Return the target score of a loss with this score, which counts for `keep` if it is one of the first."""
+    def _update_target(self, score: Tensor) -> Tensor:
+        """Return the target for this score of a loss. With `keep`, the scores of the first losses update the target."""
         assert self.set_point is not None
         score = score.detach()
         if not self.set_point.is_kept:
             return torch.full_like(score, float(self.set_point.score))
         if torch.is_grad_enabled():
-            before, mean = self.kept_batches.to(score.device), self.kept_score.to(score.device)
-            counts = score.isfinite() & (before < self.set_point.batches)
-            count = torch.where(counts, before + 1, before)
-            updated = torch.where(before > 0, mean + (score.to(mean) - mean) / (before + 1), score.to(mean))
+            previous_count, mean = self.kept_batches.to(score.device), self.kept_score.to(score.device)
+            is_counted = score.isfinite() & (previous_count < self.set_point.batches)
+            count = torch.where(is_counted, previous_count + 1, previous_count)
+            updated_mean = mean + (score.to(mean) - mean) / (previous_count + 1)
+            updated_mean = torch.where(previous_count > 0, updated_mean, score.to(mean))
             # Out of place, so that terms of earlier losses keep their target.
-            self.kept_score, self.kept_batches = torch.where(counts, updated, mean), count
+            self.kept_score, self.kept_batches = torch.where(is_counted, updated_mean, mean), count
         return self.kept_score.to(score)
 
     def summarize(self, hidden_state: Tensor, tokens: Tokens) -> Any:
@@ -193,7 +195,7 @@ class Penalty(nn.Module, ABC):
 
 
 def check_target(target: float, score_range: tuple[float, float], name: str) -> None:
-    """Raise `UserError` unless a target score lies inside of the open interval of a penalty's scores."""
+    """Raise `UserError` unless a target score lies in the open interval `score_range`. The message calls it `name`."""
     low, high = score_range
     if not low < target < high:
         raise UserError(f"{name} is {target:g}; expected a number above {low:g} and below {high:g}, or keep")

@@ -21,7 +21,7 @@ from torch import Tensor
 from istar.errors import UserError
 from istar.measures.moments import full_precision
 from istar.measures.processes import sum_over_processes
-from istar.measures.rows import wide_dtype
+from istar.measures.rows import accumulation_dtype
 from istar.measures.sentences import SentenceMoments, SentenceSums
 from istar.regularizers.points import Tokens
 
@@ -40,21 +40,26 @@ class SentencePoints(NamedTuple):
     indices: Tensor | None
     """Rows that are points, ascending; None if all are."""
     sentences: Tensor
-    """Number of the sentence of each row, ascending from 0 without gaps over the points of the pass, `(n,)`."""
+    """Index of the sentence of each row, `(n,)`, ascending from 0 without gaps over the points of the pass."""
 
 
 class _Layout(NamedTuple):
-    """Where the points of a layer are in a block `(sentences * longest, d)` that is padded with zeros."""
+    """Where the points of a layer are in a block `(num_sentences * max_length, d)` that is padded with zeros."""
 
     indices: Tensor | None
-    places: Tensor
-    sentences: int
-    longest: int
+    """Rows of the hidden state that are points; None if all are."""
+    positions: Tensor
+    """Row of the block for each point."""
+    num_sentences: int
+    """Number of sentences of the forward pass."""
+    max_length: int
+    """Number of points of the longest sentence."""
     counts: Tensor
+    """Number of points of each sentence, `(num_sentences,)`."""
 
 
 def summarize_sentences(hidden_state: Tensor, tokens: Tokens) -> SentencePoints:
-    """Return the points of a hidden state `(batch, tokens, d)` with their sentences; sums follow in `sentence_moments`.
+    """Return the points of a hidden state `(batch, tokens, d)` with their sentences, for `sentence_moments`.
 
     Raises:
         UserError: for hidden states of another shape, which have no sentences, and as `Tokens.indices_of`.
@@ -89,14 +94,14 @@ def sentence_moments(
         raise UserError(f"the layers have {widths} dimensions; expected the same in all, so choose other layers")
     device = layers[0].rows.device
     with full_precision(device):
-        mean = _mean_of_points(layers, sync, group)
+        mean = _compute_mean(layers, sync, group)
         moments = SentenceMoments(widths[0], mean, device)
-        for pass_layers in _by_pass(layers):
-            moments.add(_sums_of_pass(pass_layers, mean))
+        for pass_layers in _group_by_pass(layers):
+            moments.add(_sum_sentences(pass_layers, mean))
     return moments.all_reduce(group) if sync else moments
 
 
-def check_number_of_sentences(moments: SentenceMoments) -> None:
+def check_sentence_count(moments: SentenceMoments) -> None:
     """Raise `UserError` unless there are at least `MIN_SENTENCES` sentences with points."""
     if moments.sentences < MIN_SENTENCES:
         raise UserError(
@@ -106,30 +111,30 @@ def check_number_of_sentences(moments: SentenceMoments) -> None:
         )
 
 
-def _mean_of_points(layers: Sequence[SentencePoints], sync: bool, group: dist.ProcessGroup | None) -> Tensor:
+def _compute_mean(layers: Sequence[SentencePoints], sync: bool, group: dist.ProcessGroup | None) -> Tensor:
     """Return the mean `(d,)` of the points of all layers; 0 without points."""
-    dtype = wide_dtype(layers[0].rows.device)
-    sums = [torch.sum(_chosen(layer.rows, layer.indices), 0, dtype=dtype) for layer in layers]
-    number = sum(len(layer.rows) if layer.indices is None else len(layer.indices) for layer in layers)
-    packed = torch.cat([torch.stack(sums).sum(0), sums[0].new_full((1,), number)])
+    dtype = accumulation_dtype(layers[0].rows.device)
+    sums = [torch.sum(_select_rows(layer.rows, layer.indices), 0, dtype=dtype) for layer in layers]
+    num_points = sum(len(layer.rows) if layer.indices is None else len(layer.indices) for layer in layers)
+    packed = torch.cat([torch.stack(sums).sum(0), sums[0].new_full((1,), num_points)])
     packed = sum_over_processes(packed, group) if sync else packed
     return packed[:-1] / packed[-1].clamp(min=1)
 
 
-def _by_pass(layers: Sequence[SentencePoints]) -> list[list[SentencePoints]]:
-    """Divide the layers by the forward pass that they are of."""
+def _group_by_pass(layers: Sequence[SentencePoints]) -> list[list[SentencePoints]]:
+    """Group the layers by their forward pass."""
     passes: dict[int, list[SentencePoints]] = {}
     for layer in layers:
         passes.setdefault(id(layer.sentences), []).append(layer)
     return list(passes.values())
 
 
-def _sums_of_pass(layers: Sequence[SentencePoints], mean: Tensor) -> SentenceSums:
-    """Return the sums over the points of each sentence of a forward pass."""
+def _sum_sentences(layers: Sequence[SentencePoints], mean: Tensor) -> SentenceSums:
+    """Return the sums over the points of each sentence, about `mean`, of the layers of one forward pass."""
     layouts: list[_Layout] = []
-    for number, layer in enumerate(layers):
-        is_repeated = number > 0 and layer.indices is layers[number - 1].indices
-        layouts.append(layouts[-1] if is_repeated else _layout(layer))
+    for index, layer in enumerate(layers):
+        is_repeated = index > 0 and layer.indices is layers[index - 1].indices
+        layouts.append(layouts[-1] if is_repeated else _make_layout(layer))
     totals, scatters = _TotalsAndScatters.apply(mean, layouts, *(layer.rows for layer in layers))
     return SentenceSums(
         torch.stack([layout.counts for layout in layouts]).sum(0).to(mean),
@@ -142,17 +147,21 @@ def _sums_of_pass(layers: Sequence[SentencePoints], mean: Tensor) -> SentenceSum
     )
 
 
-def _layout(layer: SentencePoints) -> _Layout:
-    numbers = _chosen(layer.sentences, layer.indices)
-    count = int(layer.sentences.max()) + 1 if len(layer.sentences) else 0
-    counts = numbers.new_zeros(count).index_add(0, numbers, torch.ones_like(numbers))
-    longest = int(counts.max()) if count else 0
+def _make_layout(layer: SentencePoints) -> _Layout:
+    """Return the layout of a layer's points in a block with a row of points for each sentence."""
+    sentence_indices = _select_rows(layer.sentences, layer.indices)
+    num_sentences = int(layer.sentences.max()) + 1 if len(layer.sentences) else 0
+    counts = sentence_indices.new_zeros(num_sentences).index_add(0, sentence_indices, torch.ones_like(sentence_indices))
+    max_length = int(counts.max()) if num_sentences else 0
     # The points of a sentence follow each other.
-    position = torch.arange(len(numbers), device=numbers.device) - (counts.cumsum(0) - counts)[numbers]
-    return _Layout(layer.indices, numbers * longest + position, count, longest, counts)
+    starts = (counts.cumsum(0) - counts)[sentence_indices]
+    positions_in_sentence = torch.arange(len(sentence_indices), device=sentence_indices.device) - starts
+    positions = sentence_indices * max_length + positions_in_sentence
+    return _Layout(layer.indices, positions, num_sentences, max_length, counts)
 
 
-def _chosen(rows: Tensor, indices: Tensor | None) -> Tensor:
+def _select_rows(rows: Tensor, indices: Tensor | None) -> Tensor:
+    """Return the rows with these indices; None selects all."""
     return rows if indices is None else rows.index_select(0, indices)
 
 
@@ -161,13 +170,14 @@ class _TotalsAndScatters(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, mean: Tensor, layouts: Sequence[_Layout], *rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sums and the scatter matrices of the union of the layers, whose rows and layouts are given."""
         dtype = torch.promote_types(rows[0].dtype, torch.float32)
-        num_sentences, dim = layouts[0].sentences, len(mean)
+        num_sentences, dim = layouts[0].num_sentences, len(mean)
         totals = torch.zeros(num_sentences, dim, dtype=dtype, device=mean.device)
         scatters = torch.zeros(num_sentences, dim, dim, dtype=dtype, device=mean.device)
         with full_precision(mean.device):
-            for numbers in _parts(layouts, dim):
-                points = torch.cat([_padded(rows[i], mean, layouts[i]) for i in numbers], 1)
+            for layer_indices in _split_layers(layouts, dim):
+                points = torch.cat([_pad_sentences(rows[i], mean, layouts[i]) for i in layer_indices], 1)
                 totals += points.sum(1)
                 scatters.baddbmm_(points.mT, points)
         ctx.save_for_backward(mean, *rows)
@@ -176,18 +186,19 @@ class _TotalsAndScatters(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_totals: Tensor, grad_scatters: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the mean and of the rows of each layer."""
         mean, *rows = ctx.saved_tensors
         symmetric = grad_scatters + grad_scatters.mT
         grad_mean = torch.zeros_like(mean)
         gradients: list[Tensor | None] = []
         with full_precision(mean.device):
-            for numbers in _parts(ctx.layouts, len(mean)):
-                layouts = [ctx.layouts[i] for i in numbers]
-                points = torch.cat([_padded(rows[i], mean, ctx.layouts[i]) for i in numbers], 1)
-                products = points @ symmetric + grad_totals[:, None]
-                parts = products.split([layout.longest for layout in layouts], 1)
-                for i, layout, part in zip(numbers, layouts, parts, strict=True):
-                    gradient = part.flatten(0, 1).index_select(0, layout.places)
+            for layer_indices in _split_layers(ctx.layouts, len(mean)):
+                layouts = [ctx.layouts[i] for i in layer_indices]
+                points = torch.cat([_pad_sentences(rows[i], mean, ctx.layouts[i]) for i in layer_indices], 1)
+                point_gradients = points @ symmetric + grad_totals[:, None]
+                gradients_by_layer = point_gradients.split([layout.max_length for layout in layouts], 1)
+                for i, layout, layer_gradients in zip(layer_indices, layouts, gradients_by_layer, strict=True):
+                    gradient = layer_gradients.flatten(0, 1).index_select(0, layout.positions)
                     grad_mean = grad_mean - gradient.sum(0, dtype=mean.dtype)
                     gradient = gradient.to(rows[i].dtype)
                     if layout.indices is not None:
@@ -196,20 +207,20 @@ class _TotalsAndScatters(torch.autograd.Function):
         return grad_mean, None, *gradients
 
 
-def _parts(layouts: Sequence[_Layout], dim: int) -> Iterator[Sequence[int]]:
-    """Divide the layers so that a part has about as many points of a sentence as dimensions.
+def _split_layers(layouts: Sequence[_Layout], dim: int) -> Iterator[Sequence[int]]:
+    """Yield the indices of the layers in parts that have about as many points of a sentence as dimensions.
 
-    Each product reads or writes all scatter matrices, so that few large products are faster; a copy of all layers at
+    Each product reads or writes all scatter matrices, so that few large products are faster. A copy of all layers at
     once would take too much memory.
     """
-    size = max(1, dim // max([1, *(layout.longest for layout in layouts)]))
-    for start in range(0, len(layouts), size):
-        yield range(start, min(start + size, len(layouts)))
+    layers_per_part = max(1, dim // max([1, *(layout.max_length for layout in layouts)]))
+    for start in range(0, len(layouts), layers_per_part):
+        yield range(start, min(start + layers_per_part, len(layouts)))
 
 
-def _padded(rows: Tensor, mean: Tensor, layout: _Layout) -> Tensor:
-    """Return the points about the mean, `(sentences, longest, d)`, float32 or wider, padded with zeros."""
+def _pad_sentences(rows: Tensor, mean: Tensor, layout: _Layout) -> Tensor:
+    """Return points about the mean, padded with zeros, `(sentences, max_length, d)`, float32 or wider."""
     dtype = torch.promote_types(rows.dtype, torch.float32)
-    points = _chosen(rows, layout.indices).to(dtype) - mean.to(dtype)
-    block = points.new_zeros(layout.sentences * layout.longest, rows.shape[1]).index_copy(0, layout.places, points)
-    return block.view(layout.sentences, layout.longest, rows.shape[1])
+    points = _select_rows(rows, layout.indices).to(dtype) - mean.to(dtype)
+    block = points.new_zeros(layout.num_sentences * layout.max_length, rows.shape[1])
+    return block.index_copy(0, layout.positions, points).view(layout.num_sentences, layout.max_length, rows.shape[1])

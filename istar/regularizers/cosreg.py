@@ -34,6 +34,7 @@ class CosReg(Penalty):
         return torch.cat([units.sum(0), counts])
 
     def score(self, summaries: Sequence[Tensor]) -> Terms:
+        """Compute the penalty of the union of summarized layers; see `Penalty.score`."""
         widths = sorted({len(sums) - 2 for sums in summaries})
         if len(widths) > 1:
             raise UserError(f"the layers have {widths} dimensions; expected the same in all, so choose other layers")

@@ -27,6 +27,7 @@ class Decorrelation(MomentsPenalty):
     score_range = (0.0, 1.0)
 
     def value_and_score(self, moments: Moments, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Compute the sum and the mean of the squared correlations."""
         covariance = covariance_or_nan(moments)
         variances = covariance.diagonal()
         scales = variances.masked_fill(variances == 0, torch.inf).rsqrt()

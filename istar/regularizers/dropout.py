@@ -9,7 +9,7 @@ def set_dropout(model: nn.Module, probability: float) -> None:
     """Set the probability of all dropout modules of a model, also of those in its attention and its head.
 
     Raises:
-        UserError: if the model has no dropout modules, such as Llama.
+        UserError: if the model has no dropout modules, as Llama has none.
     """
     modules = [module for module in model.modules() if isinstance(module, nn.Dropout)]
     if not modules:

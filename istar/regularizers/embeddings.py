@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from istar.errors import UserError
-from istar.regularizers.attach import Watch, attach, warn_of_missing_gradient
+from istar.regularizers.attach import Watch, attach, warn_if_no_gradient
 from istar.regularizers.base import Penalty
 from istar.regularizers.istar import IStar
 from istar.regularizers.model_layers import find_head_model
 from istar.regularizers.points import ALL_POINTS, ALL_TOKENS, Points
 
-HIDDEN_STATES, INPUT, OUTPUT = "hidden_states", "input_embeddings", "output_embeddings"
-TARGETS = (HIDDEN_STATES, INPUT, OUTPUT)
+HIDDEN_STATES, INPUT_EMBEDDINGS, OUTPUT_EMBEDDINGS = "hidden_states", "input_embeddings", "output_embeddings"
+TARGETS = (HIDDEN_STATES, INPUT_EMBEDDINGS, OUTPUT_EMBEDDINGS)
 
 
 def attach_to_target(
@@ -39,7 +39,9 @@ def attach_to_target(
     """
     if target == HIDDEN_STATES:
         if rows is not None:
-            raise UserError(f"rows={rows} needs target={INPUT} or {OUTPUT}; hidden states have none")
+            raise UserError(
+                f"rows={rows} needs target={INPUT_EMBEDDINGS} or {OUTPUT_EMBEDDINGS}; hidden states have none"
+            )
         return attach(model, penalty, modules, points)
     if not points.are_all:
         raise UserError(f"points are tokens, but target={target} has rows; expected points='all' without a ratio")
@@ -52,9 +54,9 @@ class EmbeddingWatch:
     `loss()` needs no forward pass; the training loop adds it to its loss once per micro-batch. Its gradient reaches the
     matrix directly. With tied embeddings, the two targets are one matrix.
 
-    Every process of a distributed training has the same matrix and, if rows are sampled, the same rows. So each
-    computes the whole penalty, nothing is communicated, and the average of the gradients over the processes, as of DDP,
-    is the gradient of the penalty. For this, `penalty.sync` is set to False.
+    In distributed training, all processes have the same matrix and, if rows are sampled, the same rows. Each process
+    therefore computes the whole penalty without communication, and DDP's average of the gradients over the processes is
+    the gradient of the penalty. For this, `penalty.sync` is set to False.
 
     >>> import istar, transformers
     >>> config = transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=50, bos_token_id=0, eos_token_id=0)
@@ -83,10 +85,17 @@ class EmbeddingWatch:
     """
 
     def __init__(
-        self, model: nn.Module, penalty: Penalty, target: str = OUTPUT, rows: int | None = None, seed: int = 0
+        self,
+        model: nn.Module,
+        penalty: Penalty,
+        target: str = OUTPUT_EMBEDDINGS,
+        rows: int | None = None,
+        seed: int = 0,
     ) -> None:
-        if target not in (INPUT, OUTPUT):
-            raise UserError(f"target={target} is not an embedding matrix; expected {INPUT} or {OUTPUT}")
+        if target not in (INPUT_EMBEDDINGS, OUTPUT_EMBEDDINGS):
+            raise UserError(
+                f"target={target} is not an embedding matrix; expected {INPUT_EMBEDDINGS} or {OUTPUT_EMBEDDINGS}"
+            )
         if isinstance(penalty, IStar) and penalty.needs_shrinkage_covariance:
             raise UserError(
                 f"zeta is {penalty.zeta}; target={target} has no shrinkage covariance, since all rows are at hand: "
@@ -94,10 +103,10 @@ class EmbeddingWatch:
             )
         self.penalty = penalty
         self.target = target
-        self._find_matrix = _matrix_of(find_head_model(model), target)
-        number = len(self.matrix)
-        if rows is not None and not 2 <= rows <= number:
-            raise UserError(f"rows={rows}; expected 2 to {number}, the number of rows of the {_words(target)}")
+        self._get_matrix = _make_matrix_getter(find_head_model(model), target)
+        num_rows = len(self.matrix)
+        if rows is not None and not 2 <= rows <= num_rows:
+            raise UserError(f"rows={rows}; expected 2 to {num_rows}, the number of rows of the {_describe(target)}")
         penalty.sync = False
         self._rows = rows
         self._generator = torch.Generator().manual_seed(seed)
@@ -106,7 +115,7 @@ class EmbeddingWatch:
     @property
     def matrix(self) -> Tensor:
         """The embedding matrix, `(V, d)`. It is looked up at each use, because a model may replace it."""
-        matrix: Tensor = self._find_matrix()
+        matrix: Tensor = self._get_matrix()
         return matrix
 
     @property
@@ -122,12 +131,12 @@ class EmbeddingWatch:
             drawn then, too, so that it does not depend on the weights of earlier steps.
         """
         matrix = self.matrix
-        sample = None if self._rows is None else self._sample(len(matrix)).to(matrix.device)
+        sample = None if self._rows is None else self._sample_rows(len(matrix)).to(matrix.device)
         if self.penalty.weight == 0:
             return torch.zeros((), device=matrix.device)
         points = matrix if sample is None else matrix.index_select(0, sample)
         loss = self.penalty.combine([self.penalty.summarize(points, ALL_TOKENS)])
-        self._has_warned = self._has_warned or warn_of_missing_gradient(loss, f"the {_words(self.target)} are frozen")
+        self._has_warned = self._has_warned or warn_if_no_gradient(loss, f"the {_describe(self.target)} are frozen")
         return loss
 
     def refresh(self, loader: Iterable[Any], num_points: int | None = None, momentum: float = 0.0) -> int:
@@ -138,7 +147,7 @@ class EmbeddingWatch:
         """Do nothing: there are no hooks."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the state of the generator that samples rows, for an exact resumption; empty if all rows are used."""
+        """Return the state of the generator that samples rows, to resume exactly; empty if all rows are used."""
         return {} if self._rows is None else {"generator": self._generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -152,29 +161,36 @@ class EmbeddingWatch:
     def __exit__(self, *exception: object) -> None:
         self.remove()
 
-    def _sample(self, number: int) -> Tensor:
-        return torch.randperm(number, generator=self._generator)[: self._rows]
+    def _sample_rows(self, num_rows: int) -> Tensor:
+        """Return the indices of a random sample of the rows, without replacement."""
+        return torch.randperm(num_rows, generator=self._generator)[: self._rows]
 
 
-def _matrix_of(model: Any, target: str) -> Any:
-    """Return a function that returns the embedding matrix of a transformers model; refuse a model without it."""
-    name = "get_input_embeddings" if target == INPUT else "get_output_embeddings"
+def _make_matrix_getter(model: Any, target: str) -> Any:
+    """Return a function that returns the current embedding matrix `target` of a transformers model.
 
-    def find() -> Tensor:
-        module = getattr(model, name)()
+    Raises:
+        UserError: if the model has no such matrix, or a sharded one.
+    """
+    getter_name = "get_input_embeddings" if target == INPUT_EMBEDDINGS else "get_output_embeddings"
+
+    def get_matrix() -> Tensor:
+        """Return the embedding matrix that the model has now."""
+        module = getattr(model, getter_name)()
         weight = getattr(module, "weight", None)
         if not isinstance(weight, Tensor):
             raise UserError(
-                f"{type(model).__name__} has no {_words(target)}, so that target={target} does not fit it; expected a "
-                f"language model, or target={INPUT if target == OUTPUT else HIDDEN_STATES}"
+                f"{type(model).__name__} has no {_describe(target)}, so that target={target} does not fit it; expected "
+                f"a language model, or target={INPUT_EMBEDDINGS if target == OUTPUT_EMBEDDINGS else HIDDEN_STATES}"
             )
         if isinstance(weight, DTensor):
-            raise UserError(f"the {_words(target)} are sharded over processes (FSDP); target={target} needs DDP")
+            raise UserError(f"the {_describe(target)} are sharded over processes (FSDP); target={target} needs DDP")
         return weight
 
-    find()
-    return find
+    get_matrix()
+    return get_matrix
 
 
-def _words(target: str) -> str:
+def _describe(target: str) -> str:
+    """Return the words for a target in messages, such as "output embeddings"."""
     return target.replace("_", " ")

@@ -32,20 +32,22 @@ class Gor(Penalty):
     score_range = (0.0, math.inf)
 
     def summarize_points(self, points: Tensor, indices: Tensor | None) -> BatchMoments:
+        """Return the count, mean and scatter matrix of the unit vectors."""
         return mean_and_scatter(unit_vectors(points, indices))
 
     def score(self, summaries: Sequence[BatchMoments]) -> Terms:
+        """Compute the penalty of the union of summarized layers; see `Penalty.score`."""
         moments = merge_moments(summaries)
         if self.sync:
             moments = moments.all_reduce(self.group)
         n, total = moments.count, moments.count * moments.mean
-        second = moments.scatter + torch.outer(total, moments.mean)
+        second_moment = moments.scatter + torch.outer(total, moments.mean)
         # The number of nonzero points, a constant, as the sum of the squared norms of the unit vectors.
-        num_nonzero = second.trace().detach()
+        num_nonzero = second_moment.trace().detach()
         # Without pairs, 0 / 0 gives NaN.
         num_pairs = n * (n - 1)
         mean_cosine = (total.square().sum() - num_nonzero) / num_pairs
-        mean_square = (second.square().sum() - num_nonzero) / num_pairs
+        mean_square = (second_moment.square().sum() - num_nonzero) / num_pairs
         value = mean_cosine.square() + (mean_square - 1 / moments.dim).clamp(min=0)
         value = value.to(summaries[0].scatter.dtype)
         return Terms(value, value, n)

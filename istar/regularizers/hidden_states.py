@@ -21,6 +21,7 @@ from istar.regularizers.model_layers import find_head_model, find_layers, layers
 from istar.regularizers.points import ALL_POINTS, ALL_TOKENS, Layers, Points, Tokens, layer_numbers
 
 Summarize = Callable[[Tensor, Tokens], Any]
+"""Function that reduces a hidden state `(batch, tokens, d)` and the tokens that count to a summary."""
 
 
 class HiddenStateReader:
@@ -31,8 +32,8 @@ class HiddenStateReader:
             `modules`, any module.
         layers: see `istar.regularizers.points.select_layers`.
         summarize: function of a hidden state `(batch, tokens, d)` and the tokens that count in the pass.
-        is_active: called at the beginning of each pass; returns whether to read the pass. If a pass is not read and has
-            no gradients, the summaries of the previous pass are kept; otherwise they are dropped.
+        is_active: function that is called at the beginning of each pass and returns whether to read the pass. If a pass
+            is not read and has no gradients, the summaries of the previous pass are kept; otherwise they are dropped.
         modules: modules whose outputs, or the first elements of whose outputs, are the hidden states of layers 1 to L.
         points: which tokens count. Labels are read from the call of the model with its head.
         needs_labels: give the labels to `summarize` also if `points` do not need them.
@@ -68,7 +69,7 @@ class HiddenStateReader:
         self.num_left_out = 0
         self._points = points
         self._needs_labels = needs_labels or points.need_labels
-        self._predicts_next = _generates_text(self.head_model)
+        self._predicts_next = _is_causal_language_model(self.head_model)
         self._summarize = summarize
         self._is_active = is_active
         self._argument_names = _argument_names(self.base_model)
@@ -76,10 +77,10 @@ class HiddenStateReader:
         self._labels: Tensor | None = None
         self._reset_pass()
         self._handles = [
-            *self._hooks_on_labels(model),
+            *self._register_label_hooks(model),
             self.base_model.register_forward_pre_hook(self._begin_pass, with_kwargs=True),
             *(
-                module.register_forward_hook(self._layer_hook(position), with_kwargs=True)
+                module.register_forward_hook(self._make_layer_hook(position), with_kwargs=True)
                 for position, module in enumerate(self._layers.modules)
             ),
             self.base_model.register_forward_hook(self._end_pass, always_call=True),
@@ -112,13 +113,13 @@ class HiddenStateReader:
         """Reset everything that is recorded during a single pass."""
         self._is_reading = False
         self._tokens = ALL_TOKENS
-        self._numbers_called: list[int] = []
+        self._called_layers: list[int] = []
         # Layer numbers with summaries, and with hidden states that are summarized at the end of the pass.
         self._layer_summaries: list[tuple[int, Any]] = []
         self._deferred_states: list[tuple[int, Tensor]] = []
 
     def _begin_pass(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Pre-hook of the base model: find the attention mask, and request hidden states if no layers are declared."""
+        """Begin a pass, as a pre-hook of the base model: choose the tokens, and request hidden states if necessary."""
         self._reset_pass()
         self._is_reading = self._is_active()
         if self._is_reading or torch.is_grad_enabled():
@@ -138,8 +139,8 @@ class HiddenStateReader:
             return None
         return args, {**kwargs, "output_hidden_states": True, "return_dict": True}
 
-    def _hooks_on_labels(self, model: nn.Module) -> list[Any]:
-        """Register the hooks that keep the labels of a call while it runs, if they are needed.
+    def _register_label_hooks(self, model: nn.Module) -> list[Any]:
+        """Register hooks that store the labels of a call while it runs, if they are needed; return their handles.
 
         They are on the model, the head model and the modules between, because PEFT's wrappers call `forward` of the
         module that they hold, which skips the hooks of that module.
@@ -147,62 +148,69 @@ class HiddenStateReader:
         if not self._needs_labels:
             return []
 
-        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def store_labels(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            """Store the labels of the call, if it has any."""
             labels = {**dict(zip(_argument_names(module), args, strict=False)), **kwargs}.get("labels")
             self._labels = self._labels if labels is None else labels
 
-        def forget(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        def clear_labels(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            """Forget the labels at the end of the call, even if it failed."""
             self._labels = None
 
-        around = [module for module in model.modules() if any(child is self.head_model for child in module.modules())]
+        enclosing_modules = [
+            module for module in model.modules() if any(child is self.head_model for child in module.modules())
+        ]
         return [
             handle
-            for module in around
+            for module in enclosing_modules
             for handle in (
-                module.register_forward_pre_hook(keep, with_kwargs=True),
-                module.register_forward_hook(forget, always_call=True),
+                module.register_forward_pre_hook(store_labels, with_kwargs=True),
+                module.register_forward_hook(clear_labels, always_call=True),
             )
         ]
 
-    def _layer_hook(self, position: int) -> Callable[..., None]:
-        """Create the forward hook of the module at a position in the list of layer modules."""
+    def _make_layer_hook(self, position: int) -> Callable[..., None]:
+        """Return the forward hook for the module at this position in the list of layer modules."""
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            # Gradient checkpointing calls layers again in the backward pass, when nothing is to be read.
+            """Summarize the selected hidden states that this call of the module reads and returns."""
+            # Gradient checkpointing calls layers again in the backward pass, where nothing is to be read.
             if not self._is_reading:
                 return
-            number = len(self._numbers_called) + 1 if self._layers.is_shared else position + 1
+            layer_number = len(self._called_layers) + 1 if self._layers.is_shared else position + 1
             states: list[tuple[int, Tensor]] = []
-            if not self._numbers_called and 0 in self._selected:
+            if not self._called_layers and 0 in self._selected:
                 states.append((0, args[0] if args else kwargs["hidden_states"]))
-            if number in self._selected and not (self._layers.ends_with_norm and number == self._layers.num_layers):
-                states.append((number, output[0] if isinstance(output, tuple) else output))
-            self._numbers_called.append(number)
-            if self._must_defer(module):
+            if layer_number in self._selected and not (
+                self._layers.ends_with_norm and layer_number == self._layers.num_layers
+            ):
+                states.append((layer_number, output[0] if isinstance(output, tuple) else output))
+            self._called_layers.append(layer_number)
+            if self._must_summarize_later(module):
                 self._deferred_states += states
             else:
                 self._layer_summaries += self._summarize_states(states)
 
         return hook
 
-    def _must_defer(self, module: nn.Module) -> bool:
-        """Whether a layer's hidden state must not be summarized before the end of the pass.
+    def _must_summarize_later(self, module: nn.Module) -> bool:
+        """Return whether the hidden state of a layer must be summarized at the end of the pass, not in its hook.
 
-        Gradient checkpointing would compute a summary again together with the layer; whether a module that the caller
-        named is checkpointed is unknown. With layerdrop, each layer may turn out to be the last one that runs.
+        Gradient checkpointing would compute a summary again together with the layer. For modules that the caller named,
+        it is unknown whether they are checkpointed. With layerdrop, any layer may be the last one that runs.
         """
         is_checkpointed = getattr(module, "gradient_checkpointing", False) and module.training
         return not self._layers.is_transformers or is_checkpointed or self._layers.may_skip()
 
     def _end_pass(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Forward hook of the base model: summarize the remaining hidden states, and store all summaries."""
+        """End a pass, as a forward hook of the base model: summarize the remaining states, and store all summaries."""
         # The output is None if the pass failed.
         if self._is_reading and output is not None:
             if self._layers.modules:
-                self._check_calls()
+                self._check_all_layers_called()
             else:
-                self._deferred_states = self._returned_hidden_states(output)
-            if self._layers.ends_with_norm and self._numbers_called:
+                self._deferred_states = self._select_returned_states(output)
+            if self._layers.ends_with_norm and self._called_layers:
                 self._replace_last_state(output[0])
             summaries = self._layer_summaries + self._summarize_states(self._deferred_states)
             self._summaries = [summary for _, summary in sorted(summaries, key=lambda layer: layer[0])]
@@ -210,49 +218,50 @@ class HiddenStateReader:
         self._reset_pass()
 
     def _replace_last_state(self, last_hidden_state: Tensor) -> None:
-        """Replace the output of the last layer that ran by the output of the final norm, which is hidden state L."""
-        last = self._numbers_called[-1]
-        self._layer_summaries = [layer for layer in self._layer_summaries if layer[0] != last]
-        self._deferred_states = [layer for layer in self._deferred_states if layer[0] != last]
+        """Replace the output of the last layer that ran with the output of the final norm, which is hidden state L."""
+        last_called = self._called_layers[-1]
+        self._layer_summaries = [layer for layer in self._layer_summaries if layer[0] != last_called]
+        self._deferred_states = [layer for layer in self._deferred_states if layer[0] != last_called]
         if self._layers.num_layers in self._selected:
             self._deferred_states.append((self._layers.num_layers, last_hidden_state))
 
     def _summarize_states(self, states: list[tuple[int, Tensor]]) -> list[tuple[int, Any]]:
-        return [(number, self._summarize(state, self._tokens)) for number, state in states]
+        """Return the summaries of hidden states, with their layer numbers."""
+        return [(layer, self._summarize(state, self._tokens)) for layer, state in states]
 
-    def _check_calls(self) -> None:
-        """Check that all layers called their hooks, except those that layerdrop skipped."""
-        calls, num_layers = self._numbers_called, self._layers.num_layers
+    def _check_all_layers_called(self) -> None:
+        """Raise `UserError` unless all layers called their hooks, except those that layerdrop skipped."""
+        called_layers, num_layers = self._called_layers, self._layers.num_layers
         if self._layers.is_transformers:
-            is_complete = len(calls) == num_layers or self._layers.may_skip()
+            is_complete = len(called_layers) == num_layers or self._layers.may_skip()
         else:
-            is_complete = len(set(calls)) == num_layers
+            is_complete = len(set(called_layers)) == num_layers
         if not is_complete:
             raise UserError(
-                f"{type(self.base_model).__name__} called {len(calls)} layers; expected a call of all {num_layers}: "
-                "attach before anything is compiled, or name the layers with modules=[...]"
+                f"{type(self.base_model).__name__} called {len(called_layers)} layers; expected a call of all "
+                f"{num_layers}: attach before anything is compiled, or name the layers with modules=[...]"
             )
 
-    def _returned_hidden_states(self, output: Any) -> list[tuple[int, Tensor]]:
+    def _select_returned_states(self, output: Any) -> list[tuple[int, Tensor]]:
         """Return the selected hidden states from the output of a model with `output_hidden_states=True`."""
-        states, expected = getattr(output, "hidden_states", None), self._layers.num_layers + 1
-        if states is None or len(states) != expected:
-            count = "no" if states is None else len(states)
+        states, num_expected = getattr(output, "hidden_states", None), self._layers.num_layers + 1
+        if states is None or len(states) != num_expected:
+            num_returned = "no" if states is None else len(states)
             raise UserError(
-                f"{type(self.base_model).__name__} returned {count} hidden states; expected {expected}: name the "
-                "modules whose outputs are the hidden states with attach(model, penalty, modules=[...])"
+                f"{type(self.base_model).__name__} returned {num_returned} hidden states; expected {num_expected}: "
+                "name the modules whose outputs are the hidden states with attach(model, penalty, modules=[...])"
             )
         return [(number, states[number]) for number in sorted(self._selected)]
 
 
 def _argument_names(module: nn.Module) -> list[str]:
     """Return the names of the arguments of a module's forward pass that can be given by position."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    positional_kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(module.forward).parameters
-    return [name for name, parameter in parameters.items() if parameter.kind in kinds]
+    return [name for name, parameter in parameters.items() if parameter.kind in positional_kinds]
 
 
-def _generates_text(model: nn.Module) -> bool:
-    """Whether a model is a causal language model, whose output at a token predicts the label of the next token."""
+def _is_causal_language_model(model: nn.Module) -> bool:
+    """Return whether a model is a causal language model, whose output at a token predicts the next label."""
     can_generate = getattr(model, "can_generate", None)
     return can_generate is not None and bool(can_generate())

@@ -29,7 +29,7 @@ from istar.measures.moments import BatchMoments, FourthMoments, Moments, fourth_
 from istar.regularizers.base import Penalty, Terms
 from istar.regularizers.by_sentence import (
     SentencePoints,
-    check_number_of_sentences,
+    check_sentence_count,
     sentence_moments,
     summarize_sentences,
 )
@@ -39,9 +39,9 @@ from istar.regularizers.set_point import SetPoint
 AUTO = "auto"
 BY_SENTENCE = "unbiased_by_sentence"
 ESTIMATORS = ("shrinkage", "unbiased", BY_SENTENCE)
-MEASURES = dict(zip(ESTIMATORS, ("isoscore_star", "isoscore_unbiased", "isoscore_by_sentence"), strict=True))
+SCORE_NAMES = dict(zip(ESTIMATORS, ("isoscore_star", "isoscore_unbiased", "isoscore_by_sentence"), strict=True))
 """Name of the score of each estimator."""
-COMPUTE = ("float32", "bfloat16")
+COMPUTE_DTYPES = ("float32", "bfloat16")
 
 
 class IStar(Penalty):
@@ -120,17 +120,17 @@ class IStar(Penalty):
                 f"include_padding counts padding, which belongs to no sentence; estimator={estimator} needs "
                 "include_padding=False"
             )
-        if compute not in COMPUTE:
-            raise UserError(f"compute is {compute}; expected one of {', '.join(COMPUTE)}")
+        if compute not in COMPUTE_DTYPES:
+            raise UserError(f"compute is {compute}; expected one of {', '.join(COMPUTE_DTYPES)}")
         if compute != "float32" and (estimator != "shrinkage" or zeta == AUTO):
             raise UserError(f"compute is {compute}; the unbiased estimators and zeta {AUTO} need float32")
         check_within(within)
-        _check_one_cloud(within, estimator, zeta)
+        _check_options_of_within(within, estimator, zeta)
         self.zeta = zeta
         self.estimator = estimator
         self.compute = compute
         self.within = within
-        self.measure = MEASURES[estimator]
+        self.measure = SCORE_NAMES[estimator]
         self.register_buffer("shrinkage_covariance", None)
         self.register_load_state_dict_pre_hook(_resize_shrinkage_covariance)
 
@@ -141,11 +141,13 @@ class IStar(Penalty):
         super().__setattr__(name, value)
 
     def extra_repr(self) -> str:
+        """Return the settings that `repr` shows."""
         within = "" if self.within is None else f", within={self.within}"
         return f"{super().extra_repr()}, zeta={self.zeta}, estimator={self.estimator}, compute={self.compute}{within}"
 
     @property
     def needs_labels(self) -> bool:
+        """Whether the penalty depends on the labels of the sequences, as it does with `within`."""
         return self.within is not None
 
     @property
@@ -154,6 +156,7 @@ class IStar(Penalty):
         return self.zeta != 0
 
     def summarize(self, hidden_state: Tensor, tokens: Tokens) -> Any:
+        """Reduce the hidden state of a layer to moments, moments of classes, or the points of sentences."""
         if self.estimator == BY_SENTENCE:
             return summarize_sentences(hidden_state, tokens)
         if self.within is None:
@@ -164,6 +167,7 @@ class IStar(Penalty):
             return self.summarize_classes(hidden_state.flatten(0, -2), labels, classes, indices)
 
     def summarize_points(self, points: Tensor, indices: Tensor | None) -> BatchMoments:
+        """Reduce points `(n, d)` to moments, with the fourth moment if the estimator or zeta needs it."""
         self._check_has_shrinkage_covariance()
         if self.estimator == "unbiased" or self.zeta == AUTO:
             return fourth_moments(points, indices=indices)
@@ -178,13 +182,16 @@ class IStar(Penalty):
 
     @property
     def _matmul_dtype(self) -> torch.dtype | None:
+        """The dtype of the factors in the products with the points; None for that of the points, at least float32."""
         return torch.bfloat16 if self.compute == "bfloat16" else None
 
     def _check_has_shrinkage_covariance(self) -> None:
+        """Raise `UserError` if the score depends on Sigma_S, and it is not set."""
         if self.needs_shrinkage_covariance and self.shrinkage_covariance is None:
             raise UserError("the shrinkage covariance is not set; zeta > 0 needs it before the first step")
 
     def score(self, summaries: Sequence[Any]) -> Terms:
+        """Compute the terms of the union of summarized layers; see `Penalty.score`."""
         if self.estimator == BY_SENTENCE:
             return self._score_by_sentence(summaries)
         moments = merge_moments(summaries) if self.within is None else merge_class_moments(summaries)
@@ -199,13 +206,14 @@ class IStar(Penalty):
         return Terms(value, score, moments.count, zeta)
 
     def _score_by_sentence(self, layers: Sequence[SentencePoints]) -> Terms:
+        """Compute the terms for the estimator `unbiased_by_sentence`."""
         moments = sentence_moments(layers, self.sync, self.group)
-        check_number_of_sentences(moments)
+        check_sentence_count(moments)
         score = moments.unchecked_score().to(torch.promote_types(layers[0].rows.dtype, torch.float32))
         return Terms(1 - score.clamp(max=1), score, moments.counts[0])
 
     def _score_and_zeta(self, moments: Moments | ClassMoments) -> tuple[Tensor, Tensor | None]:
-        """Return the score, and zeta if it is estimated from the points."""
+        """Return the score, and zeta if it is estimated from the points, or else None."""
         if self.estimator == "unbiased":
             assert isinstance(moments, FourthMoments)
             return unchecked_isoscore_unbiased(moments), None
@@ -228,8 +236,8 @@ class IStar(Penalty):
         return unchecked_isoscore((1 - self.zeta) * covariance + self.zeta * shrinkage), None
 
 
-def _check_one_cloud(within: str | None, estimator: str, zeta: float | str) -> None:
-    """Raise `UserError` for `within` with an estimator of the score or of zeta that assumes one cloud."""
+def _check_options_of_within(within: str | None, estimator: str, zeta: float | str) -> None:
+    """Raise `UserError` if `within` is combined with an estimator or a zeta that does not support classes."""
     if within is not None and (estimator != "shrinkage" or zeta == AUTO):
         raise UserError(
             f"within is {within} and estimator {estimator} with zeta {zeta}; within needs estimator shrinkage and a "
@@ -238,7 +246,7 @@ def _check_one_cloud(within: str | None, estimator: str, zeta: float | str) -> N
 
 
 def _resize_shrinkage_covariance(module: IStar, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Give the module a buffer of the saved Sigma_S's shape, or None, because `load_state_dict` only fills buffers."""
+    """Replace Sigma_S by a buffer of the saved shape, or by None, because `load_state_dict` only fills buffers."""
     saved = state_dict.get(f"{prefix}shrinkage_covariance")
     if saved is None:
         module.shrinkage_covariance = None

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from istar.measures.processes import sum_over_processes
-from istar.measures.rows import wide_dtype
+from istar.measures.rows import accumulation_dtype
 from istar.regularizers.base import Penalty, Terms
 from istar.regularizers.points import Layers
 from istar.regularizers.set_point import SetPoint
 
 UNIFORM = SetPoint(1.8)
-"""The paper's target, the kurtosis of a uniform distribution."""
+"""The target of Shkolnik et al. (2020), the kurtosis of a uniform distribution."""
 
 
 class Kurtosis(Penalty):
@@ -60,7 +60,7 @@ class Kurtosis(Penalty):
         """
         points = points if indices is None else points.index_select(0, indices)
         points = points.to(torch.promote_types(points.dtype, torch.float32))
-        dtype = wide_dtype(points.device)
+        dtype = accumulation_dtype(points.device)
         sizes = torch.tensor([len(points), points.numel()], dtype=dtype, device=points.device)
         mean = points.sum(dtype=dtype) / sizes[1].clamp(min=1)
         deviations = points - mean.to(points.dtype)
@@ -68,17 +68,19 @@ class Kurtosis(Penalty):
         return torch.stack([*sizes, mean, *sums]), points.dtype
 
     def score(self, summaries: Sequence[tuple[Tensor, torch.dtype]]) -> Terms:
-        points, count, means, second, third, fourth = torch.stack([sums for sums, _ in summaries], 1)
-        totals = torch.stack([points.sum(), count.sum(), (count * means).sum()])
+        """Compute the kurtosis of the union of summarized layers; see `Penalty.score`."""
+        points, counts, means, second, third, fourth = torch.stack([sums for sums, _ in summaries], 1)
+        totals = torch.stack([points.sum(), counts.sum(), (counts * means).sum()])
         totals = sum_over_processes(totals, self.group) if self.sync else totals
+        num_points, num_coordinates, coordinate_sum = totals
         # Sums of powers of the deviations from the common mean, by the binomial formula.
-        shift = means - totals[2] / totals[1]
+        shift = means - coordinate_sum / num_coordinates
         sums = torch.stack(
             [
-                (second + count * shift**2).sum(),
-                (fourth + 4 * shift * third + 6 * shift**2 * second + count * shift**4).sum(),
+                (second + counts * shift**2).sum(),
+                (fourth + 4 * shift * third + 6 * shift**2 * second + counts * shift**4).sum(),
             ]
         )
-        sums = sum_over_processes(sums, self.group) if self.sync else sums
-        value = (totals[1] * sums[1] / sums[0].square()).to(summaries[0][1])
-        return Terms(value, value, totals[0])
+        squares, fourth_powers = sum_over_processes(sums, self.group) if self.sync else sums
+        value = (num_coordinates * fourth_powers / squares.square()).to(summaries[0][1])
+        return Terms(value, value, num_points)

@@ -36,13 +36,19 @@ class ModelLayers:
         return 0 < len(self.modules) < self.num_layers
 
     def may_skip(self) -> bool:
-        """Whether layerdrop may skip layers in the current training or eval mode."""
-        droppers: list[Any] = [module for module in self.base_model.modules() if hasattr(module, "layerdrop")]
-        return any(module.training and module.layerdrop > 0 for module in droppers)
+        """Return whether layerdrop may skip layers in the current training or eval mode."""
+        modules_with_layerdrop: list[Any] = [
+            module for module in self.base_model.modules() if hasattr(module, "layerdrop")
+        ]
+        return any(module.training and module.layerdrop > 0 for module in modules_with_layerdrop)
 
 
 def find_layers(model: nn.Module) -> ModelLayers:
-    """Return the layers that the transformers model within a module declares; errors are those of `find_base_model`."""
+    """Return the layers that a transformers model declares, which may be inside another module.
+
+    Raises:
+        UserError: as `find_base_model`.
+    """
     base_model = find_base_model(model)
     modules = declared_layers(base_model)
     config: Any = base_model.config
@@ -52,7 +58,7 @@ def find_layers(model: nn.Module) -> ModelLayers:
 
 
 def layers_from_modules(model: nn.Module, modules: Sequence[nn.Module]) -> ModelLayers:
-    """Use the given modules of any model as layers 1 to L; raise `UserError` if a module is given twice."""
+    """Return the given modules of any model as its layers 1 to L; raise `UserError` if a module is given twice."""
     if len(set(modules)) < len(modules):
         raise UserError("a module is named twice among the given modules; its outputs would count twice")
     # Unwrap DDP, because its `forward` does not name the arguments of the model, such as `attention_mask`.
@@ -80,8 +86,7 @@ def find_head_model(model: nn.Module) -> nn.Module:
 def find_base_model(model: nn.Module) -> nn.Module:
     """Return the transformers model within a module, without its head.
 
-    If several transformers models are nested, as OPT's decoder in OPT's model, the innermost one that the head calls is
-    returned.
+    If transformers models are nested, like the decoder inside OPT's model, the innermost one is returned.
 
     Raises:
         UserError: if there is no transformers model, or it is an encoder-decoder or inside of `nn.DataParallel`.
@@ -100,7 +105,7 @@ def find_base_model(model: nn.Module) -> nn.Module:
 
 
 def declared_layers(base_model: nn.Module) -> list[nn.Module]:
-    """Return the layers that a transformers model declares as the source of its hidden states, or an empty list."""
+    """Return the modules that a transformers model declares as the source of its hidden states, or an empty list."""
     declared = getattr(base_model, "can_record_outputs", {}).get("hidden_states")
     layer_class = getattr(declared, "target_class", declared)
     is_plain = getattr(declared, "index", 0) == 0 and getattr(declared, "layer_name", None) is None

@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from istar.errors import UserError
-from istar.measures.classes import number_of_classes
+from istar.measures.classes import count_classes
 from istar.measures.moments import mask_to_indices
 
 Layers = str | Sequence[int]
 
 NAMED_LAYERS = ("all", "last", "with_embeddings")
 POINTS = ("all", "content", "labelled", "last", "completion")
-WITHIN = ("label",)
-"""What may name the classes within which covariances are computed; see `istar.IStar`."""
-IGNORED = -100
+WITHIN_OPTIONS = ("label",)
+"""Values of `within`, the source of the classes within which covariances are computed; see `istar.IStar`."""
+IGNORED_LABEL = -100
 """Label of a token that the task loss leaves out, in torch and transformers."""
 
 
@@ -73,9 +73,9 @@ ALL_POINTS = Points()
 
 
 def check_within(within: str | None) -> None:
-    """Raise `UserError` unless a value is None or one of `WITHIN`."""
-    if within is not None and within not in WITHIN:
-        raise UserError(f"within is {within!r}; expected {WITHIN[0]} or None")
+    """Raise `UserError` unless `within` is None or one of `WITHIN_OPTIONS`."""
+    if within is not None and within not in WITHIN_OPTIONS:
+        raise UserError(f"within is {within!r}; expected {WITHIN_OPTIONS[0]} or None")
 
 
 def unit_vectors(points: Tensor, indices: Tensor | None) -> Tensor:
@@ -112,11 +112,11 @@ def select_layers(hidden_states: Sequence[Tensor], layers: Layers = "all") -> li
         raise UserError(
             f"{len(hidden_states)} hidden states were given; expected the embedding output and one per layer"
         )
-    return [hidden_states[number] for number in layer_numbers(len(hidden_states) - 1, layers)]
+    return [hidden_states[layer] for layer in layer_numbers(len(hidden_states) - 1, layers)]
 
 
 def layer_numbers(num_layers: int, layers: Layers) -> list[int]:
-    """Convert `layers`, see `select_layers`, to ascending layer numbers from 0 to L in a model of L layers."""
+    """Convert `layers`, as `select_layers` accepts it, to ascending layer numbers from 0 to L = `num_layers`."""
     if isinstance(layers, str):
         named = {
             "all": list(range(1, num_layers + 1)),
@@ -127,13 +127,13 @@ def layer_numbers(num_layers: int, layers: Layers) -> list[int]:
             raise UserError(f"layers={layers!r}; expected one of {', '.join(NAMED_LAYERS)} or a list of layer numbers")
         return named[layers]
     selected = set()
-    for number in layers:
-        if not -num_layers - 1 <= number <= num_layers:
+    for layer in layers:
+        if not -num_layers - 1 <= layer <= num_layers:
             raise UserError(
-                f"layer {number} does not exist; expected 0 (embeddings) to {num_layers}, the last layer, or -1 and "
+                f"layer {layer} does not exist; expected 0 (embeddings) to {num_layers}, the last layer, or -1 and "
                 "less to count from the last"
             )
-        selected.add(number % (num_layers + 1))
+        selected.add(layer % (num_layers + 1))
     if not selected:
         raise UserError("layers is an empty list; name at least one layer, or use reg=none")
     return sorted(selected)
@@ -150,7 +150,7 @@ class Tokens:
         input_ids: token ids, `(batch, tokens)`; needed for `content`.
         labels: labels of the tokens, `(batch, tokens)`; needed for `labelled` and `completion`. For `classes_of`, the
             labels of the sequences, `(batch,)`.
-        position_ids: `(batch or 1, tokens)`, which restart at the beginning of each packed document, or None.
+        position_ids: `(batch or 1, tokens)`; they restart at the beginning of each packed document. May be None.
         predicts_next: whether the model predicts the label of the next token, as causal language models do.
 
     Attributes:
@@ -187,18 +187,18 @@ class Tokens:
             UserError: if the hidden state is not floating, a shape does not match, or the call lacks an argument that
                 the points depend on.
         """
-        self._check(hidden_state)
+        self._check_hidden_state(hidden_state)
         if not self._is_selected:
-            self._indices, self._is_selected = mask_to_indices(self._mask(hidden_state)), True
+            self._indices, self._is_selected = mask_to_indices(self._point_mask(hidden_state)), True
         ratio = self.points.max_norm_ratio
         if ratio is None:
             return self._indices
-        kept = within_norm_ratio(hidden_state.flatten(0, -2), self._indices, ratio)
-        if kept is not self._indices:
-            assert kept is not None
-            before = hidden_state.shape[:-1].numel() if self._indices is None else len(self._indices)
-            self.num_left_out += before - len(kept)
-        return kept
+        kept_indices = select_by_norm_ratio(hidden_state.flatten(0, -2), self._indices, ratio)
+        if kept_indices is not self._indices:
+            assert kept_indices is not None
+            num_before = hidden_state.shape[:-1].numel() if self._indices is None else len(self._indices)
+            self.num_left_out += num_before - len(kept_indices)
+        return kept_indices
 
     def classes_of(self, hidden_state: Tensor) -> tuple[Tensor, int]:
         """Return the class of each row of a hidden state flattened to `(n, d)`, `(n,)`, and the number of classes.
@@ -209,28 +209,28 @@ class Tokens:
         Raises:
             UserError: unless the call has one label for each sequence, an integer of at least 0.
         """
-        labels, batch = self.labels, len(hidden_state)
+        labels, batch_size = self.labels, len(hidden_state)
         if labels is None:
             raise UserError(
                 "within='label' needs labels, which this call of the model does not have; pass them to the model, or "
                 "leave out within"
             )
-        if tuple(labels.shape) != (batch,) or labels.is_floating_point():
+        if tuple(labels.shape) != (batch_size,) or labels.is_floating_point():
             raise UserError(
-                f"within='label' needs one class for each sequence, integers of shape ({batch},); the labels are "
+                f"within='label' needs one class for each sequence, integers of shape ({batch_size},); the labels are "
                 f"{labels.dtype} of shape {tuple(labels.shape)}: leave out within for regression and language modelling"
             )
         if self._classes is None:
-            self._classes = number_of_classes(labels)
-        each = labels.to(hidden_state.device).view(batch, *[1] * (hidden_state.dim() - 2))
-        return each.expand(hidden_state.shape[:-1]).reshape(-1), self._classes
+            self._classes = count_classes(labels)
+        class_per_sequence = labels.to(hidden_state.device).view(batch_size, *[1] * (hidden_state.dim() - 2))
+        return class_per_sequence.expand(hidden_state.shape[:-1]).reshape(-1), self._classes
 
     def documents_of(self, hidden_state: Tensor) -> Tensor:
-        """Return the number of the document of each row in a hidden state `(batch, tokens, d)` flattened to `(n, d)`.
+        """Return the document index of each row in a hidden state `(batch, tokens, d)` flattened to `(n, d)`.
 
-        A document is a row of the batch, or one of the documents that are packed into it, see `document_starts`.
-        Documents that have points, apart from `max_norm_ratio`, are numbered from 0 in their order; other rows have
-        arbitrary numbers among these. The numbers are computed once and shared by all layers.
+        A document is a row of the batch, or one of the documents that are packed into it; see `document_starts`.
+        Documents with points, before `max_norm_ratio` is applied, are numbered from 0 in their order. Rows that are no
+        points have arbitrary indices among these. The indices are computed once and shared by all layers.
 
         Returns:
             `(n,)`, int64.
@@ -238,44 +238,45 @@ class Tokens:
         Raises:
             UserError: as `indices_of`.
         """
-        self._check(hidden_state)
+        self._check_hidden_state(hidden_state)
         if self._documents is None:
             shape, device = hidden_state.shape[:2], hidden_state.device
-            real = torch.ones(shape, dtype=torch.bool, device=device)
-            mask = self._mask(hidden_state)
-            points = real.flatten() if mask is None else mask.to(device).flatten() != 0
-            numbers = document_starts(real, self.attention_mask, self.position_ids).flatten().cumsum(0)
+            every_token = torch.ones(shape, dtype=torch.bool, device=device)
+            point_mask = self._point_mask(hidden_state)
+            is_point = every_token.flatten() if point_mask is None else point_mask.to(device).flatten() != 0
+            document_numbers = document_starts(every_token, self.attention_mask, self.position_ids).flatten().cumsum(0)
             # The first point of each document begins a new number.
-            is_first = torch.zeros_like(points)
-            rows = points.nonzero().squeeze(1)
-            is_first[rows[:1]] = True
-            is_first[rows[1:]] = numbers[rows[1:]] != numbers[rows[:-1]]
+            is_first = torch.zeros_like(is_point)
+            point_rows = is_point.nonzero().squeeze(1)
+            is_first[point_rows[:1]] = True
+            is_first[point_rows[1:]] = document_numbers[point_rows[1:]] != document_numbers[point_rows[:-1]]
             self._documents = (is_first.cumsum(0) - 1).clamp(min=0)
         return self._documents
 
-    def _mask(self, hidden_state: Tensor) -> Tensor | None:
-        """Return the mask of the points, except for `max_norm_ratio`; None if all tokens are points."""
-        real = real_tokens(self.attention_mask)
+    def _point_mask(self, hidden_state: Tensor) -> Tensor | None:
+        """Return the mask of the points before `max_norm_ratio` is applied; None if all tokens are points."""
+        is_token = non_padding_mask(self.attention_mask)
         which = self.points.which
         if which == "all":
-            return real
-        real = torch.ones(hidden_state.shape[:-1], device=hidden_state.device) if real is None else real
-        real = real.to(hidden_state.device) != 0
+            return is_token
+        is_token = torch.ones(hidden_state.shape[:-1], device=hidden_state.device) if is_token is None else is_token
+        is_token = is_token.to(hidden_state.device) != 0
         if which == "content":
             assert self.input_ids is not None
-            special = torch.tensor(list(self.points.special_ids), device=self.input_ids.device)
-            return real & ~torch.isin(self.input_ids, special)
+            special_ids = torch.tensor(list(self.points.special_ids), device=self.input_ids.device)
+            return is_token & ~torch.isin(self.input_ids, special_ids)
         if which == "completion":
             assert self.labels is not None
-            return real & (self.labels != IGNORED)
-        starts = document_starts(real, self.attention_mask, self.position_ids)
+            return is_token & (self.labels != IGNORED_LABEL)
+        starts = document_starts(is_token, self.attention_mask, self.position_ids)
         if which == "last":
-            return last_of_documents(real, starts)
+            return last_tokens_of_documents(is_token, starts)
         assert self.labels is not None
-        has_label = self.labels != IGNORED
-        return real & (predicts_a_label(has_label, starts) if self.predicts_next else has_label)
+        has_label = self.labels != IGNORED_LABEL
+        return is_token & (next_token_has_label(has_label, starts) if self.predicts_next else has_label)
 
-    def _check(self, hidden_state: Tensor) -> None:
+    def _check_hidden_state(self, hidden_state: Tensor) -> None:
+        """Raise `UserError` unless a hidden state fits the attention mask and the arguments that the points need."""
         if not hidden_state.is_floating_point():
             raise UserError(f"hidden states are {hidden_state.dtype}; expected a floating dtype")
         shape = tuple(hidden_state.shape)
@@ -285,7 +286,7 @@ class Tokens:
                 f"the attention mask is a {type(mask).__name__}; expected a tensor of shape {shape[:-1]}, 1 for each "
                 "token that counts"
             )
-        if mask is not None and not _fits(mask, shape):
+        if mask is not None and not _mask_fits(mask, shape):
             raise UserError(
                 f"the attention mask has shape {tuple(mask.shape)} and the hidden states have shape {shape}; "
                 f"expected a mask of shape {shape[:-1]}, 1 for each token that counts, or (batch, 1, tokens, tokens)"
@@ -294,7 +295,10 @@ class Tokens:
             self._check_arguments(shape)
 
     def _check_arguments(self, shape: tuple[int, ...]) -> None:
-        """Raise `UserError` unless the call has what the points depend on, for hidden states of this shape."""
+        """Raise `UserError` unless the call of the model had the arguments that the points depend on.
+
+        `shape` is that of a hidden state.
+        """
         which = self.points.which
         if len(shape) != 3:
             raise UserError(f"points={which!r} needs hidden states (batch, tokens, d); these have shape {shape}")
@@ -316,53 +320,53 @@ class Tokens:
 ALL_TOKENS = Tokens()
 
 
-def real_tokens(attention_mask: Tensor | None) -> Tensor | None:
-    """Return the mask `(batch, tokens)` of the tokens that are not padding; see `Tokens` for attention masks."""
+def non_padding_mask(attention_mask: Tensor | None) -> Tensor | None:
+    """Return the mask of the tokens that are not padding, `(batch, tokens)`, or None if there is no padding."""
     if attention_mask is None or attention_mask.dim() != 4:
         return attention_mask
     return _may_attend(attention_mask.diagonal(dim1=-2, dim2=-1))
 
 
-def document_starts(real: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> Tensor:
-    """Return where the documents of packed batches begin: `(batch, tokens)`, bool; true for the first of each row.
+def document_starts(is_token: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> Tensor:
+    """Return the mask of the first tokens of packed documents, `(batch, tokens)`, bool; each row begins a document.
 
-    A document begins where a position is not larger than the one before it, and, with an attention mask of four
-    dimensions, at a token that may not attend to the token before it.
+    A document also begins where the position id does not increase and, with an attention mask of four dimensions, at a
+    token that may not attend to the token before it.
 
     Args:
-        real: mask of the tokens that are not padding, `(batch, tokens)`, bool.
+        is_token: mask of the tokens that are not padding, `(batch, tokens)`, bool.
         attention_mask: see `Tokens`.
-        position_ids: see `Tokens`; positions of other shapes, such as those of images, are not used.
+        position_ids: see `Tokens`; position ids of other shapes, such as those of images, are not used.
     """
-    starts = torch.zeros_like(real)
+    starts = torch.zeros_like(is_token)
     starts[:, 0] = True
-    if position_ids is not None and position_ids.dim() == 2 and position_ids.shape[1] == real.shape[1]:
+    if position_ids is not None and position_ids.dim() == 2 and position_ids.shape[1] == is_token.shape[1]:
         starts[:, 1:] |= position_ids[:, 1:] <= position_ids[:, :-1]
     if attention_mask is not None and attention_mask.dim() == 4:
         starts[:, 1:] |= ~_may_attend(attention_mask.diagonal(offset=-1, dim1=-2, dim2=-1))
     return starts
 
 
-def last_of_documents(real: Tensor, starts: Tensor) -> Tensor:
-    """Return the mask of the last token of each document that is not padding: `(batch, tokens)`, bool."""
-    rows = real.flatten().nonzero().squeeze(1)
-    document = starts.flatten().cumsum(0)[rows]
-    is_last = torch.ones_like(rows, dtype=torch.bool)
-    is_last[:-1] = document[1:] != document[:-1]
-    last = torch.zeros_like(real).flatten()
-    last[rows[is_last]] = True
-    return last.view_as(real)
+def last_tokens_of_documents(is_token: Tensor, starts: Tensor) -> Tensor:
+    """Return the mask of the last token of each document, apart from padding: `(batch, tokens)`, bool."""
+    token_rows = is_token.flatten().nonzero().squeeze(1)
+    document_numbers = starts.flatten().cumsum(0)[token_rows]
+    is_last = torch.ones_like(token_rows, dtype=torch.bool)
+    is_last[:-1] = document_numbers[1:] != document_numbers[:-1]
+    last_mask = torch.zeros_like(is_token).flatten()
+    last_mask[token_rows[is_last]] = True
+    return last_mask.view_as(is_token)
 
 
-def predicts_a_label(has_label: Tensor, starts: Tensor) -> Tensor:
-    """Return the mask of the tokens whose next token has a label and is of the same document: `(batch, tokens)`."""
+def next_token_has_label(has_label: Tensor, starts: Tensor) -> Tensor:
+    """Return the mask of the tokens whose next token has a label and is in the same document, `(batch, tokens)`."""
     predicts = torch.zeros_like(has_label)
     predicts[:, :-1] = has_label[:, 1:] & ~starts[:, 1:]
     return predicts
 
 
-def within_norm_ratio(points: Tensor, indices: Tensor | None, ratio: float) -> Tensor | None:
-    """Return the indices of the points whose norm is at most `ratio` times the median norm of the points.
+def select_by_norm_ratio(points: Tensor, indices: Tensor | None, ratio: float) -> Tensor | None:
+    """Return the row indices of the points whose norm is at most `ratio` times the median norm of the points.
 
     Args:
         points: `(n, d)`.
@@ -370,26 +374,26 @@ def within_norm_ratio(points: Tensor, indices: Tensor | None, ratio: float) -> T
         ratio: a number above 1.
 
     Returns:
-        Row indices; `indices` itself if no point is left out. Norms that are not a number are not left out, so that
-        the penalty is NaN and does not hide them.
+        Row indices; `indices` itself if no point is left out. Points whose norm is NaN are kept, so that the penalty is
+        NaN and does not hide them.
     """
     points = points.detach() if indices is None else points.detach()[indices]
     if not len(points):
         return indices
     norms = torch.linalg.vector_norm(points, dim=-1, dtype=torch.promote_types(points.dtype, torch.float32))
-    kept = (~(norms > ratio * norms.median())).nonzero().squeeze(1)
-    if len(kept) == len(norms):
+    kept_indices = (~(norms > ratio * norms.median())).nonzero().squeeze(1)
+    if len(kept_indices) == len(norms):
         return indices
-    return kept if indices is None else indices[kept]
+    return kept_indices if indices is None else indices[kept_indices]
 
 
 def _may_attend(mask: Tensor) -> Tensor:
-    """Reduce a part of a 4-D attention mask, `(batch, heads, tokens)`, to bool `(batch, tokens)`."""
+    """Return where a diagonal `(batch, heads, tokens)` of an attention mask allows attention in any head, as bool."""
     return (mask == 0 if mask.is_floating_point() else mask != 0).any(1)
 
 
-def _fits(mask: Tensor, shape: tuple[int, ...]) -> bool:
-    """Whether an attention mask, see `Tokens`, fits hidden states of this shape."""
+def _mask_fits(mask: Tensor, shape: tuple[int, ...]) -> bool:
+    """Return whether the shape of an attention mask fits hidden states of this shape; see `Tokens`."""
     if mask.dim() != 4:
         return tuple(mask.shape) == shape[:-1]
     return len(shape) == 3 and (mask.shape[0], *mask.shape[2:]) == (shape[0], shape[1], shape[1])

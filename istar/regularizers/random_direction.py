@@ -54,6 +54,7 @@ class RandomDirection(IStar):
         self._rotation: Tensor | None = None
 
     def summarize(self, hidden_state: Tensor, tokens: Tokens) -> Any:
+        """Summarize a hidden state as `IStar` does, with a rotation of its gradients in the backward pass."""
         dtype = torch.promote_types(hidden_state.dtype, torch.float32)
         d, rotation = hidden_state.shape[-1], self._rotation
         if rotation is None or (len(rotation), rotation.dtype, rotation.device) != (d, dtype, hidden_state.device):
@@ -63,7 +64,7 @@ class RandomDirection(IStar):
 
 
 def random_rotation(d: int, seed: int) -> Tensor:
-    """Return a random orthogonal matrix `(d, d)` of the uniform distribution, float64, on the CPU.
+    """Return a random orthogonal matrix `(d, d)` from the uniform (Haar) distribution, float64, on the CPU.
 
     It is the Q of a QR decomposition of a Gaussian matrix, with the signs that make the diagonal of R positive.
     """
@@ -78,11 +79,13 @@ class _RotateGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, points: Tensor, rotation: Tensor) -> Tensor:
+        """Return the points unchanged."""
         ctx.save_for_backward(rotation)
         return points.view_as(points)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Return the rotated gradient."""
         (rotation,) = ctx.saved_tensors
         with full_precision(gradient.device):
             return (gradient.to(rotation.dtype) @ rotation.T).to(gradient.dtype), None

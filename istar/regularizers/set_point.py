@@ -32,13 +32,13 @@ class SetPoint:
         score: the target t, or `keep` for the score that the model has at the beginning of the training.
         side: `both` penalizes each deviation from the target, `above` only scores above it, that is h(s - t) =
             max(0, s - t), and `below` only scores below it.
-        batches: number of losses whose mean score is the target if `score` is `keep`. While they are computed, the
-            target is their mean so far, so that the first loss is 0. The model is as before the training if no
-            optimizer step is taken in between: with the default, or with at most the number of micro-batches of an
-            optimizer step. Losses that are not finite, or are computed without gradients, do not count.
+        batches: number of first losses whose mean score is the target if `score` is `keep`. While they are computed,
+            the target is their mean so far, so that the first loss is 0. The target is the score of the model before
+            training if no optimizer step falls between these losses: with the default, or with at most the number of
+            micro-batches of an optimizer step. Losses that are not finite, or without gradients, do not count.
 
     Raises:
-        UserError: for a score that is neither a finite number nor `keep`, an unknown side, or fewer batches than 1.
+        UserError: for a score that is neither a finite number nor `keep`, an unknown side, or `batches` below 1.
     """
 
     score: float | str

@@ -20,9 +20,10 @@ from istar.regularizers.hidden_states import HiddenStateReader
 from istar.regularizers.points import ALL_POINTS, ALL_TOKENS, Layers, Points, Tokens, check_within
 
 NUM_POINTS = 250_000
-"""Number of points in Sigma_S in the paper (Section 3)."""
+"""Number of points of Sigma_S in *Stable Anisotropic Regularization*, Section 3."""
 
 LABEL_NAMES = ("labels", "label", "label_ids", "start_positions", "end_positions")
+"""Names of model arguments that hold labels."""
 
 
 def shrinkage_covariance(
@@ -71,7 +72,11 @@ def shrinkage_covariance(
 
 
 def to_covariance(moments: Moments | ClassMoments) -> Tensor:
-    """Return the covariance of the moments in float32; raise `UserError` if it is zero or not finite."""
+    """Return the covariance of the moments, float32, within classes for `ClassMoments`.
+
+    Raises:
+        UserError: if it is zero or not finite.
+    """
     if isinstance(moments, ClassMoments):
         covariance = moments.within_covariance(unbiased=True)
     else:
@@ -92,9 +97,9 @@ def hidden_state_moments(
     points: Points,
     within: str | None = None,
 ) -> Moments | ClassMoments:
-    """Compute the moments of a model's hidden states over batches of data; see `shrinkage_covariance`.
+    """Compute the moments of a model's hidden states over batches of data, by class if `within` is given.
 
-    They are those of the classes if `within` is given.
+    Arguments are as in `shrinkage_covariance`.
 
     With `sync`, all processes run the same number of forward passes, as sharded models require: a process whose loader
     is exhausted repeats its last batch, which is not counted again.
@@ -106,6 +111,7 @@ def hidden_state_moments(
     check_within(within)
 
     def summarize(hidden_state: Tensor, tokens: Tokens) -> Any:
+        """Return the moments of the points of a layer, by class if `within` is given."""
         classes = None if within is None else tokens.classes_of(hidden_state)
         tokens = ALL_TOKENS if include_padding else tokens
         indices = tokens.indices_of(hidden_state)
@@ -114,13 +120,13 @@ def hidden_state_moments(
         return class_means_and_scatter(hidden_state.flatten(0, -2), *classes, indices=indices)
 
     needs_labels = points.need_labels or within is not None
-    merge: Any = merge_moments if within is None else merge_class_moments
-    empty: Any = Moments if within is None else ClassMoments
-    is_alone = not sync or world_size(group) == 1
+    merge_layers: Any = merge_moments if within is None else merge_class_moments
+    moments_class: Any = Moments if within is None else ClassMoments
+    is_single_process = not sync or world_size(group) == 1
     reader = HiddenStateReader(model, layers, summarize, lambda: True, modules, points, needs_labels)
     device = next(model.parameters()).device
-    module = _module_to_call(model, reader.head_model if needs_labels else reader.base_model)
-    ignored = () if needs_labels else LABEL_NAMES
+    called_module = _module_to_call(model, reader.head_model if needs_labels else reader.base_model)
+    ignored_names = () if needs_labels else LABEL_NAMES
     moments: Any = None
     inputs: Any = None
     try:
@@ -131,34 +137,34 @@ def hidden_state_moments(
                 batch = next(batches, None)
                 count = 0.0 if moments is None else float(moments.count)
                 num_active = float(batch is not None)
-                if not is_alone:
+                if not is_single_process:
                     totals = sum_over_processes(torch.tensor([count, num_active], device=device), group)
                     count, num_active = totals.tolist()
                 if num_active == 0 or (num_points is not None and count >= num_points):
                     break
-                inputs = inputs if batch is None else _prepare_inputs(batch, device, ignored)
+                inputs = inputs if batch is None else _prepare_inputs(batch, device, ignored_names)
                 if inputs is None:
                     continue
-                _call(module, inputs)
+                _call_module(called_module, inputs)
                 layer_moments = reader.take()
                 if batch is not None and layer_moments:
-                    batch_moments = merge(layer_moments)
+                    batch_moments = merge_layers(layer_moments)
                     moments = batch_moments if moments is None else moments.merge(batch_moments)
     finally:
         reader.remove()
     result: Moments | ClassMoments
-    if is_alone:
-        result = empty(1) if moments is None else moments
+    if is_single_process:
+        result = moments_class(1) if moments is None else moments
         return result
     # A process without data needs moments of the right width to take part in the all-reduce.
     width = torch.tensor(0 if moments is None else moments.dim, device=device)
     dist.all_reduce(width, dist.ReduceOp.MAX, group=group)
-    result = (empty(int(width), device) if moments is None else moments).all_reduce(group)
+    result = (moments_class(int(width), device) if moments is None else moments).all_reduce(group)
     return result
 
 
 def _module_to_call(model: nn.Module, module: nn.Module) -> nn.Module:
-    """Return the module whose forward pass computes the hidden states: the given part of the model, if possible.
+    """Return the module to call for the hidden states: `module`, a part of the model, or else the whole model.
 
     With FSDP2, only a call of the root module gathers the parameters. With prompt learning (PEFT), the outer model adds
     the prompt's tokens.
@@ -168,7 +174,7 @@ def _module_to_call(model: nn.Module, module: nn.Module) -> nn.Module:
 
 
 def _prepare_inputs(batch: Any, device: torch.device, ignored: Sequence[str]) -> Any:
-    """Return the batch without the arguments that are ignored, with all tensors on the device."""
+    """Return a batch without the arguments whose names are ignored, with all tensors on the device."""
     if isinstance(batch, Mapping):
         return {name: _prepare_inputs(value, device, ignored) for name, value in batch.items() if name not in ignored}
     if isinstance(batch, list | tuple):
@@ -176,7 +182,8 @@ def _prepare_inputs(batch: Any, device: torch.device, ignored: Sequence[str]) ->
     return batch.to(device) if isinstance(batch, Tensor) else batch
 
 
-def _call(module: nn.Module, inputs: Any) -> None:
+def _call_module(module: nn.Module, inputs: Any) -> None:
+    """Call a module with a batch: a mapping of argument names, a list of arguments, or a single argument."""
     if isinstance(inputs, Mapping):
         module(**inputs)
     elif isinstance(inputs, list):
@@ -188,18 +195,21 @@ def _call(module: nn.Module, inputs: Any) -> None:
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
     """Switch all modules to eval mode, and restore the mode of each module at the end."""
-    training = [module for module in model.modules() if module.training]
+    training_modules = [module for module in model.modules() if module.training]
     model.eval()
     try:
         yield
     finally:
-        for module in training:
+        for module in training_modules:
             module.training = True
 
 
 @contextmanager
 def preserve_rng_states(device: torch.device) -> Iterator[None]:
-    """Restore the global random number generators at the end; loaders and collators may draw random numbers."""
+    """Restore the states of the global random number generators at the end of the context.
+
+    Loaders and collators may draw random numbers.
+    """
     state = random.getstate()
     # If numpy is not imported, its generator cannot have been used.
     numpy: Any = sys.modules.get("numpy")

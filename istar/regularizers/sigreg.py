@@ -26,7 +26,7 @@ from istar.regularizers.base import Penalty, Terms
 from istar.regularizers.points import Layers
 from istar.regularizers.set_point import SetPoint
 
-BOUND, NODES = 5.0, 17
+BOUND, NUM_NODES = 5.0, 17
 """The limits of the integral and its number of nodes, as in Algorithm 1."""
 
 
@@ -46,11 +46,11 @@ class SigReg(Penalty):
         layers, include_padding, sync, group, set_point: as in `Penalty`; the score is the unweighted penalty.
 
     Attributes:
-        draws: number of losses so far, 0-d. It is a buffer, which decides on the directions of the next loss together
-            with the seed, so that a resumed training has the same.
+        draws: number of losses so far, 0-d. It is a buffer: together with the seed, it determines the directions of the
+            next loss, so that resumed training has the same ones.
 
     Raises:
-        UserError: for fewer directions than 1.
+        UserError: if `directions` is below 1.
     """
 
     measure = "sigreg"
@@ -82,10 +82,15 @@ class SigReg(Penalty):
         directions = random_directions(points.shape[1], self.directions, self.seed, int(self.draws))
         with full_precision(points.device):
             projections = points @ directions.to(points)
-        sums = [function(t * projections).sum(0) for function in (torch.cos, torch.sin) for t in _nodes().tolist()]
+        sums = [
+            function(t * projections).sum(0)
+            for function in (torch.cos, torch.sin)
+            for t in _nonnegative_nodes().tolist()
+        ]
         return torch.cat([*sums, points.new_tensor([len(points)])])
 
     def score(self, summaries: Sequence[Tensor]) -> Terms:
+        """Compute the penalty of the union of summarized layers; see `Penalty.score`."""
         sums = torch.stack(list(summaries)).sum(0)
         if self.sync:
             sums = sum_over_processes(sums, self.group)
@@ -93,7 +98,7 @@ class SigReg(Penalty):
         count = sums[-1]
         # Without points, 0 / 0 gives NaN.
         real, imaginary = (sums[:-1] / count).view(2, -1, self.directions)
-        nodes = _nodes().to(sums)
+        nodes = _nonnegative_nodes().to(sums)
         normal = torch.exp(-nodes.square() / 2)[:, None]
         distances = ((real - normal).square() + imaginary.square()) * normal
         # The integrand is even, so that the nodes from 0 on give half of the integral.
@@ -101,13 +106,16 @@ class SigReg(Penalty):
         return Terms(value, value, count)
 
 
-def random_directions(d: int, number: int, seed: int, draw: int) -> Tensor:
-    """Return random unit vectors as columns `(d, number)`, uniform on the sphere, float64, on the CPU."""
+def random_directions(dim: int, num_directions: int, seed: int, draw: int) -> Tensor:
+    """Return random unit vectors as columns `(dim, num_directions)`, uniform on the sphere, float64, on the CPU.
+
+    `draw` is the number of losses before; it decides on the directions together with the seed.
+    """
     generator = torch.Generator().manual_seed((seed * 1_000_003 + draw) % 2**63)
-    directions = torch.randn(d, number, generator=generator, dtype=torch.float64)
+    directions = torch.randn(dim, num_directions, generator=generator, dtype=torch.float64)
     return torch.nn.functional.normalize(directions, dim=0)
 
 
-def _nodes() -> Tensor:
-    """Return the nodes of the trapezoidal rule that are not negative."""
-    return torch.linspace(-BOUND, BOUND, NODES, dtype=torch.float64)[NODES // 2 :]
+def _nonnegative_nodes() -> Tensor:
+    """Return the non-negative nodes of the trapezoidal rule, float64; the integrand is even."""
+    return torch.linspace(-BOUND, BOUND, NUM_NODES, dtype=torch.float64)[NUM_NODES // 2 :]

@@ -63,36 +63,41 @@ class SimCtg(Penalty):
         self.margin = margin
 
     def summarize(self, hidden_state: Tensor, tokens: Tokens) -> Any:
+        """Reduce the hidden state of a layer, `(batch, tokens, d)`, to sums over the pairs of each sequence."""
         if hidden_state.dim() != 3:
             shape = tuple(hidden_state.shape)
             raise UserError(f"SimCTG compares the tokens of sequences; expected (batch, tokens, d), not {shape}")
         tokens = ALL_TOKENS if self.include_padding else tokens
         indices = tokens.indices_of(hidden_state)
-        counts = torch.ones(hidden_state.shape[:2], dtype=torch.bool, device=hidden_state.device)
+        is_point = torch.ones(hidden_state.shape[:2], dtype=torch.bool, device=hidden_state.device)
         if indices is not None:
-            counts = torch.zeros_like(counts).flatten().index_fill(0, indices, True).view_as(counts)
+            is_point = torch.zeros_like(is_point).flatten().index_fill(0, indices, True).view_as(is_point)
         with torch.autocast(hidden_state.device.type, enabled=False):
-            return self._summarize_sequences(hidden_state, counts)
+            return self._summarize_sequences(hidden_state, is_point)
 
-    def _summarize_sequences(self, hidden_state: Tensor, counts: Tensor) -> Tensor:
-        """Return the sum over the pairs, the number of pairs and that of the points `(batch, tokens)` that count."""
-        # Points that do not count may be NaN.
-        units = unit_vectors(hidden_state.masked_fill(~counts[..., None], 0), None)
+    def _summarize_sequences(self, hidden_state: Tensor, is_point: Tensor) -> Tensor:
+        """Return the sum over all pairs, the number of pairs and the number of points, `(3,)`.
+
+        `is_point` is the mask of the points, `(batch, tokens)`.
+        """
+        # Other tokens may be NaN.
+        units = unit_vectors(hidden_state.masked_fill(~is_point[..., None], 0), None)
         with full_precision(units.device):
             cosines = units @ units.mT
         excess = (self.margin - cosines.diagonal(dim1=1, dim2=2)[..., None] + cosines).clamp(min=0)
-        is_pair = counts[:, :, None] & counts[:, None, :]
-        is_pair = is_pair & ~torch.eye(counts.shape[1], dtype=torch.bool, device=counts.device)
+        is_pair = is_point[:, :, None] & is_point[:, None, :]
+        is_pair = is_pair & ~torch.eye(is_point.shape[1], dtype=torch.bool, device=is_point.device)
         total = torch.where(is_pair, excess, 0).sum()
-        return torch.stack([total, is_pair.sum().to(total), counts.sum().to(total)])
+        return torch.stack([total, is_pair.sum().to(total), is_point.sum().to(total)])
 
     def summarize_points(self, points: Tensor, indices: Tensor | None) -> Any:
         """Return the sums of points `(n, d)` that are the tokens of a single sequence."""
-        chosen = points if indices is None else points.index_select(0, indices)
-        counts = torch.ones(1, len(chosen), dtype=torch.bool, device=chosen.device)
-        return self._summarize_sequences(chosen[None], counts)
+        selected = points if indices is None else points.index_select(0, indices)
+        is_point = torch.ones(1, len(selected), dtype=torch.bool, device=selected.device)
+        return self._summarize_sequences(selected[None], is_point)
 
     def score(self, summaries: Sequence[Tensor]) -> Terms:
+        """Compute the penalty of the union of summarized layers; see `Penalty.score`."""
         sums = torch.stack(list(summaries)).sum(0)
         if self.sync:
             sums = sum_over_processes(sums, self.group)

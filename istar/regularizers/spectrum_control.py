@@ -71,24 +71,26 @@ class Spectrum(MomentsPenalty):
         self.rate = rate
 
     def value_and_score(self, moments: Moments, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        second = moments.scatter + moments.count * torch.outer(moments.mean, moments.mean)
-        trace = second.trace()
-        has_spectrum = second.isfinite().all() & (trace > 0)
+        """Compute the mean squared deviation of the singular values from the prior, twice: penalty and score."""
+        second_moment = moments.scatter + moments.count * torch.outer(moments.mean, moments.mean)
+        trace = second_moment.trace()
+        has_spectrum = second_moment.isfinite().all() & (trace > 0)
         # An eigendecomposition of NaN raises an error, where the penalty is to be NaN.
-        second = torch.where(has_spectrum, second / trace, torch.eye(moments.dim).to(second))
-        eigenvalues = torch.linalg.eigvalsh(second).flip(0)
-        relative = eigenvalues / eigenvalues[0]
+        second_moment = torch.where(has_spectrum, second_moment / trace, torch.eye(moments.dim).to(second_moment))
+        eigenvalues = torch.linalg.eigvalsh(second_moment).flip(0)
+        relative_eigenvalues = eigenvalues / eigenvalues[0]
         # Smaller values are rounding errors of a matrix without full rank, at which a root has no gradient.
-        is_positive = relative > moments.dim * torch.finfo(dtype).eps
-        singular_values = torch.where(is_positive, relative, 1).sqrt() * is_positive
-        deviation = (singular_values - prior(moments.dim, self.decay, self.rate).to(second)).square().mean()
+        is_positive = relative_eigenvalues > moments.dim * torch.finfo(dtype).eps
+        singular_values = torch.where(is_positive, relative_eigenvalues, 1).sqrt() * is_positive
+        prior = prior_singular_values(moments.dim, self.decay, self.rate).to(second_moment)
+        deviation = (singular_values - prior).square().mean()
         value = torch.where(has_spectrum, deviation, torch.nan)
         return value, value
 
 
-def prior(d: int, decay: str, rate: float) -> Tensor:
+def prior_singular_values(d: int, decay: str, rate: float) -> Tensor:
     """Return the prescribed singular values relative to the largest, `(d,)`, descending from 1, float64."""
-    numbers = torch.arange(d, dtype=torch.float64)
+    indices = torch.arange(d, dtype=torch.float64)
     if decay == "polynomial":
-        return (numbers + 1) ** -rate
-    return torch.exp(-rate * numbers / max(d - 1, 1))
+        return (indices + 1) ** -rate
+    return torch.exp(-rate * indices / max(d - 1, 1))

@@ -62,6 +62,7 @@ class Uniformity(Penalty):
         return unit_vectors(points, indices)
 
     def score(self, summaries: Sequence[Tensor]) -> Terms:
+        """Compute the penalty of the union of summarized layers; see `Penalty.score`."""
         widths = sorted({units.shape[1] for units in summaries})
         if len(widths) > 1:
             raise UserError(f"the layers have {widths} dimensions; expected the same in all, so choose other layers")

@@ -25,7 +25,7 @@ from istar.regularizers.points import Layers
 from istar.regularizers.set_point import SetPoint
 
 EPSILON = 1e-4
-"""The paper's epsilon, which bounds the gradient of the standard deviation."""
+"""The epsilon of the VICReg paper, which bounds the gradient of the standard deviation."""
 
 
 class VicReg(MomentsPenalty):
@@ -74,9 +74,10 @@ class VicReg(MomentsPenalty):
         self.gamma = gamma
 
     def value_and_score(self, moments: Moments, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Compute the weighted variance and covariance terms, twice: penalty and score."""
         covariance = covariance_or_nan(moments)
         deviations = torch.sqrt(covariance.diagonal() + EPSILON)
-        variance = (self.gamma - deviations).clamp(min=0).mean()
-        decorrelation = squared_off_diagonal(covariance) / len(covariance)
-        value = self.variance_weight * variance + self.covariance_weight * decorrelation
+        variance_term = (self.gamma - deviations).clamp(min=0).mean()
+        covariance_term = squared_off_diagonal(covariance) / len(covariance)
+        value = self.variance_weight * variance_term + self.covariance_weight * covariance_term
         return value, value

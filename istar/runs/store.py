@@ -15,7 +15,7 @@ from datasets import Dataset
 from istar import results
 from istar.config import Config, ModelConfig, TaskConfig, TrainerConfig
 from istar.config.schema import to_dict
-from istar.config.trainer_arguments import default_arguments
+from istar.config.trainer_arguments import redundant_arguments
 from istar.errors import UserError, did_you_mean, shorten
 from istar.results import RunRecord
 from istar.runs.resolving import resolve_model
@@ -164,7 +164,7 @@ def _effective_values(config: Config) -> dict[str, Any]:
         trainer["inter_sim_patience"] = TrainerConfig.inter_sim_patience
     # Only the number of devices changes the result, because it multiplies the batch size.
     trainer["devices"] = _device_count(config.trainer)
-    for name in default_arguments(config.trainer.lightning):
+    for name in redundant_arguments(config.trainer.lightning):
         del trainer[name]
     for group, defaults in _LATER_KEYS.items():
         for key, default in defaults.items():

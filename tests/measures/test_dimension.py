@@ -85,7 +85,7 @@ def test_what_does_not_change_it(change):
 def test_blocks_do_not_change_it(monkeypatch, rows):
     points = gaussian(300, 5)
     whole = two_nn(points)
-    monkeypatch.setattr(dimension, "_BLOCK", rows * len(points))
+    monkeypatch.setattr(dimension, "_DISTANCES_PER_BLOCK", rows * len(points))
     assert two_nn(points) == whole
 
 
@@ -117,7 +117,7 @@ NASTY = {
 @pytest.mark.parametrize("rows", [7, 125])
 @pytest.mark.parametrize("points", NASTY.values(), ids=NASTY)
 def test_neighbours_are_those_of_all_distances(monkeypatch, points, rows):
-    monkeypatch.setattr(dimension, "_BLOCK", rows * len(points))
+    monkeypatch.setattr(dimension, "_DISTANCES_PER_BLOCK", rows * len(points))
     distinct = np.unique(points.numpy(), axis=0)
     expected = []
     for number, point in enumerate(distinct):
@@ -134,8 +134,8 @@ def test_the_bound_of_the_matrix_product_holds(name):
     exact = [[Fraction(value) for value in point] for point in points.tolist()]
     centered = points - points.mean(0)
     norms = centered.norm(dim=1)
-    found = dimension._squared_distances(centered, norms, torch.arange(len(points))).tolist()
-    for row, limit, x in zip(found, dimension._product_errors(norms, 5).tolist(), exact, strict=True):
+    found = dimension._squared_distances_by_product(centered, norms, torch.arange(len(points))).tolist()
+    for row, limit, x in zip(found, dimension._product_error_bounds(norms, 5).tolist(), exact, strict=True):
         for value, y in zip(row, exact, strict=True):
             true = sum((a - b) ** 2 for a, b in zip(x, y, strict=True))
             assert abs(Fraction(value) - true) <= Fraction(limit)
@@ -143,7 +143,7 @@ def test_the_bound_of_the_matrix_product_holds(name):
 
 @pytest.mark.parametrize("name", CLOUDS)
 def test_the_matrix_product_is_enough_for_ordinary_clouds(monkeypatch, name):
-    monkeypatch.setattr(dimension, "_nearest_directly", None)
+    monkeypatch.setattr(dimension, "_two_smallest_distances", None)
     assert two_nn(CLOUDS[name](300).float()) > 0
 
 

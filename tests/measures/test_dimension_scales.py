@@ -165,7 +165,7 @@ def test_what_does_not_change_it(change, factor):
 def test_blocks_do_not_change_it(monkeypatch, rows):
     points = gaussian(200, 5)
     whole = gride_scales(points, 16)
-    monkeypatch.setattr("istar.measures.dimension_scales._BLOCK", rows * len(points))
+    monkeypatch.setattr("istar.measures.dimension_scales._DISTANCES_PER_BLOCK", rows * len(points))
     assert gride_scales(points, 16) == whole
 
 

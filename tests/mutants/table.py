@@ -105,7 +105,7 @@ MUTATIONS = [
     Mutation(
         "A causal model's labelled points are the labelled tokens, not those before them.",
         "istar/regularizers/points.py",
-        "(predicts_a_label(has_label, starts) if self.predicts_next else has_label)",
+        "(next_token_has_label(has_label, starts) if self.predicts_next else has_label)",
         "has_label",
         "tests/regularizers/test_tokens_chosen.py::test_all_forms_of_a_batch_have_the_statistics_and_gradients_of_the_sentences_alone",
     ),
@@ -133,8 +133,8 @@ MUTATIONS = [
     Mutation(
         "Labels of a call stay for the next one.",
         "istar/regularizers/hidden_states.py",
-        "            self._labels = None\n\n        around",
-        "            pass\n\n        around",
+        "            self._labels = None\n\n        enclosing_modules",
+        "            pass\n\n        enclosing_modules",
         "tests/regularizers/test_tokens_chosen.py::test_labels_of_one_call_are_not_those_of_the_next",
     ),
     Mutation(
@@ -238,8 +238,8 @@ MUTATIONS = [
     Mutation(
         "The gradient of the scatter matrix is taken about 0, not about the mean.",
         "istar/measures/moments.py",
-        "factors = points if ctx.is_rounded else _select(points, indices) - mean.to(dtype)",
-        "factors = points if ctx.is_rounded else _select(points, indices)",
+        "factors = points if ctx.is_rounded else _select_rows(points, indices) - mean.to(dtype)",
+        "factors = points if ctx.is_rounded else _select_rows(points, indices)",
         "tests/measures/test_moments.py::test_first_and_second_derivatives_are_those_of_finite_differences",
     ),
     Mutation(
@@ -273,7 +273,7 @@ MUTATIONS = [
     Mutation(
         "The target score of keep follows the score of each loss.",
         "istar/regularizers/base.py",
-        "score.isfinite() & (before < self.set_point.batches)",
+        "score.isfinite() & (previous_count < self.set_point.batches)",
         "score.isfinite()",
         "tests/regularizers/test_set_point.py::test_keep_holds_the_score_of_the_first_loss",
     ),
@@ -301,8 +301,8 @@ MUTATIONS = [
     Mutation(
         "SimCTG compares padding.",
         "istar/regularizers/simctg.py",
-        "is_pair = counts[:, :, None] & counts[:, None, :]",
-        "is_pair = counts[:, :, None] | counts[:, None, :]",
+        "is_pair = is_point[:, :, None] & is_point[:, None, :]",
+        "is_pair = is_point[:, :, None] | is_point[:, None, :]",
         "tests/regularizers/test_simctg.py::test_the_formula_of_the_paper",
     ),
     Mutation(
@@ -352,15 +352,15 @@ MUTATIONS = [
     Mutation(
         "I(W) is the ratio of the largest to the smallest value of the partition function.",
         "istar/measures/partition.py",
-        "math.exp(low - high)",
-        "math.exp(high - low)",
+        "math.exp(log_z_min - log_z_max)",
+        "math.exp(log_z_max - log_z_min)",
         "tests/measures/test_partition.py::test_with_both_signs_it_is_the_double_loop_over_numpys_eigenvectors",
     ),
     Mutation(
         "I(W) with both signs takes each eigenvector twice and its negative never.",
         "istar/measures/partition.py",
-        "(-scores).logsumexp(0)",
-        "scores.logsumexp(0)",
+        "(-inner_products).logsumexp(0)",
+        "inner_products.logsumexp(0)",
         "tests/measures/test_partition.py::test_with_both_signs_it_is_the_double_loop_over_numpys_eigenvectors",
     ),
     Mutation(
@@ -380,8 +380,8 @@ MUTATIONS = [
     Mutation(
         "TwoNN trusts candidates that a rounding error of the matrix product may have chosen.",
         "istar/measures/dimension.py",
-        "estimates[:, -1] - errors[rows] <= nearest",
-        "0 * errors[rows] >= 1 + nearest",
+        "estimates[:, -1] - error_bounds[rows] <= two_smallest",
+        "0 * error_bounds[rows] >= 1 + two_smallest",
         "tests/measures/test_dimension.py::test_neighbours_are_those_of_all_distances",
     ),
     # ---- istar measure
