@@ -93,7 +93,7 @@ def _write_page(options: argparse.Namespace) -> None:
     console, progress = make_console(), make_console(stderr=True)
     subjects = []
     for choice in chosen:
-        progress.print(f"measuring {choice.model}", highlight=False, soft_wrap=True, markup=False)
+        progress.print(f"measuring {choice.model_name}", highlight=False, soft_wrap=True, markup=False)
         subjects.append(embed_models.measure(choice, settings, benchmarks, sources))
     words = embed_models.word_frequencies(sources)
     sheets = embed_page.tables(subjects, words)

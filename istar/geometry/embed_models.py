@@ -16,7 +16,7 @@ from istar.config import ModelConfig
 from istar.errors import UserError
 from istar.geometry import embed, wordsim
 from istar.geometry.arrays import summarize_rows
-from istar.geometry.compare import Choice
+from istar.geometry.compare import ModelArgument
 from istar.geometry.corpus import Source
 from istar.geometry.matrix import Which, read_matrix
 from istar.geometry.measure import matrix_measures
@@ -59,7 +59,7 @@ class ModelEmbeddings:
 
 
 def measure(
-    choice: Choice, settings: Settings, benchmarks: Sequence[wordsim.Benchmark] = (), texts: Sequence[Source] = ()
+    choice: ModelArgument, settings: Settings, benchmarks: Sequence[wordsim.Benchmark] = (), texts: Sequence[Source] = ()
 ) -> ModelEmbeddings:
     """Measure the embedding matrix of a model in the forms of Table 1 and in those of the settings.
 
@@ -68,7 +68,7 @@ def measure(
     Raises:
         UserError: if the model or a text cannot be read, or the settings do not fit the matrix.
     """
-    config = ModelConfig(name=choice.model, revision=choice.revision)
+    config = ModelConfig(name=choice.model_name, revision=choice.revision)
     tokenizer = models.load_tokenizer(config)
     matrix = read_matrix(config, settings.matrix)
     tokens = embed.tokens_by_row(tokenizer, len(matrix.values))
@@ -106,7 +106,7 @@ def measure(
     )
 
 
-def check_labels(chosen: Sequence[Choice]) -> None:
+def check_labels(chosen: Sequence[ModelArgument]) -> None:
     """Refuse models that would have the same label.
 
     Raises:

@@ -9,7 +9,7 @@ import pandas as pd
 
 from istar.errors import UserError
 from istar.geometry import embed_figures, embed_tables
-from istar.geometry.compare_page import enumerate_names
+from istar.geometry.compare_page import join_names
 from istar.geometry.embed_models import ModelEmbeddings
 from istar.geometry.spheres import spectra
 from istar.pages import folder
@@ -130,7 +130,7 @@ def _page(subjects: Sequence[ModelEmbeddings], sheets: Mapping[str, Sheet], word
     names = [subject.label for subject in subjects]
     head = ("Models", ", ".join(names), f"measured by istar {version('istar')}")
     rows = sum(subject.figures["raw"]["rows"] for subject in subjects)
-    title = f"Embedding matrices of {enumerate_names(names) if len(names) > 1 else names[0]}"
+    title = f"Embedding matrices of {join_names(names) if len(names) > 1 else names[0]}"
     return Page(title, head, KIND.generator, [(str(len(names)), "models"), (f"{rows:,}", "embeddings")], sections)
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import pandas as pd
 
 from istar.errors import UserError, did_you_mean, shorten
-from istar.geometry.saved_checkpoints import named_step
+from istar.geometry.saved_checkpoints import step_from_name
 from istar.geometry.score_files import read_csv, read_scores
-from istar.geometry.trajectory import KEYS
+from istar.geometry.trajectory import KEY_COLUMNS
 
 POOLED = "all models"
 """Name of the models together."""
@@ -146,8 +146,8 @@ def _check_joinable(cells: pd.DataFrame, path: Path, by: str) -> None:
 
 def _with_keys(cells: pd.DataFrame, by: str) -> pd.DataFrame:
     """Return the cells with all of `KEYS`, empty where the file lacks them, and `point`, the revision or the step."""
-    columns = [str(name) for name in cells if name not in KEYS]
-    keys = cells.reindex(columns=list(KEYS), fill_value="")
+    columns = [str(name) for name in cells if name not in KEY_COLUMNS]
+    keys = cells.reindex(columns=list(KEY_COLUMNS), fill_value="")
     # A folder and a hub id of the same model have the same last part.
     keys["model"] = [Path(model).name for model in keys["model"]]
     keys["point"] = keys["revision"]
@@ -175,7 +175,7 @@ def _long_format(
     if not columns:
         raise UserError(f"{path} has no column of {noun}; expected at least one")
     _check_known("--measure", selected, columns, path)
-    keys = keyed[[*KEYS, "point"]]
+    keys = keyed[[*KEY_COLUMNS, "point"]]
     if {"task", "score"} <= set(columns):
         errors = keyed.get(f"{_VALUE}standard_error", "")
         return keys.assign(name=keyed[f"{_VALUE}task"], text=keyed[f"{_VALUE}score"], standard_error=errors)
@@ -192,11 +192,11 @@ def _given(files: Mapping[Path, pd.DataFrame], names: Sequence[str]) -> dict[str
     first, second = files
     for name in names:
         for path, keyed in files.items():
-            column = name if name in KEYS else _VALUE + name
-            if name in KEYS and not (name == "step" and (keyed["step"] + keyed["revision"] != "").any()):
+            column = name if name in KEY_COLUMNS else _VALUE + name
+            if name in KEY_COLUMNS and not (name == "step" and (keyed["step"] + keyed["revision"] != "").any()):
                 continue
             if column in keyed:
-                rows = keyed[[*KEYS, "point"]].assign(name=name, text=keyed[column])
+                rows = keyed[[*KEY_COLUMNS, "point"]].assign(name=name, text=keyed[column])
                 if name == "step":
                     labels = rows["step"].where(rows["step"] != "", rows["revision"])
                     rows["text"] = [str(_parse_step(label, str(place))) for place, label in labels.items()]
@@ -233,7 +233,7 @@ def _step(label: str) -> int | None:
     try:
         return int(float(label))
     except (ValueError, OverflowError):
-        return named_step(label)
+        return step_from_name(label)
 
 
 def _steps(rows: pd.DataFrame) -> dict[tuple[str, Any], int]:

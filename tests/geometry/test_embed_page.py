@@ -58,7 +58,7 @@ def scores(matrix: np.ndarray, pairs: list[tuple[str, str, float]]) -> tuple[flo
 
 
 def measured(folder: Path, label: str = "tiny", kind: str = "bert", **options: Any) -> embed_models.ModelEmbeddings:
-    choice = compare.Choice(label, str(saved(folder / label, kind)))
+    choice = compare.ModelArgument(label, str(saved(folder / label, kind)))
     texts = corpus.sources([str(folder / "text.txt")]) if (folder / "text.txt").exists() else []
     benchmarks = embed_models.read_benchmarks(options.pop("wordsim", []))
     return embed_models.measure(choice, embed_models.Settings(**options), benchmarks, texts)
