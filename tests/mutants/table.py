@@ -683,7 +683,7 @@ MUTATIONS = [
     Mutation(
         "Blocks of checkpoints are in the order of the scores' file, not of the steps.",
         "istar/geometry/correlate.py",
-        "for point in sorted(common, key=lambda point: joined.steps[model, point])}",
+        "for point in sorted(common, key=lambda point: joined.step_by_point[model, point])}",
         "for point in common}",
         "tests/geometry/test_correlate.py::test_intervals_of_blocks_against_scipy",
     ),
