@@ -106,7 +106,7 @@ def measure_embeddings(
     matrix = read_matrix(config, settings.matrix)
     tokens = tokens_by_row(tokenizer, len(matrix.values))
     processed = FORM_FUNCTIONS[settings.form](matrix.values, settings.components)
-    # The three forms of the papers' tables, and the requested form if it is another one.
+    # The forms of the papers, and the requested form if it is another one.
     measures_by_form = {form: matrix_measures(FORM_FUNCTIONS[form](matrix.values, None)) for form in PAPER_FORMS}
     if settings.components is not None or settings.form not in measures_by_form:
         measures_by_form[settings.form] = matrix_measures(processed)

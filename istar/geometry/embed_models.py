@@ -33,9 +33,7 @@ class EmbeddingSettings:
     """Which matrix of each model is measured, and in which forms."""
 
     matrix: Which = "input"  # input or output embeddings
-    forms: tuple[str, ...] = (
-        WORDSIM_FORMS  # forms for the word similarity, keys of `embed.FORM_FUNCTIONS`; raw is added
-    )
+    forms: tuple[str, ...] = WORDSIM_FORMS  # forms for word similarity, keys of `embed.FORM_FUNCTIONS`; raw is added
     components: int | None = None  # number of directions that the all-but-the-top forms remove; None for their default
     policy: wordsim.Policy = "single_token"  # treatment of words of several tokens; see `wordsim.word_vectors`
 

@@ -236,8 +236,8 @@ def _read_lines(path: Path) -> Iterator[tuple[int, str]]:
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}; expected a word-similarity benchmark") from error
     except UnicodeDecodeError as error:
-        number = path.read_bytes()[: error.start].count(b"\n") + 1
-        raise UserError(f"{path}, line {number}: not UTF-8; convert the file") from error
+        line_number = path.read_bytes()[: error.start].count(b"\n") + 1
+        raise UserError(f"{path}, line {line_number}: not UTF-8; convert the file") from error
     for line_number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             yield line_number, line.rstrip()
