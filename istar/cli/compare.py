@@ -11,7 +11,7 @@ from istar.errors import UserError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from istar.geometry.compare import Choice, Subject
+    from istar.geometry.compare import MeasuredModel, ModelArgument
     from istar.geometry.corpus import Source
     from istar.geometry.similarity import Similarity
 
@@ -39,41 +39,41 @@ def run(options: argparse.Namespace) -> None:
     check_minima(options, documents=0, length=1, max_tokens=1)
     from istar.geometry import compare, compare_page, corpus, trajectory_comparison
 
-    chosen = compare.choices(options.models)
-    if any(map(trajectory_comparison.is_trajectory, chosen)):
+    chosen = compare.parse_compared_models(options.models)
+    if any(map(trajectory_comparison.has_trajectory, chosen)):
         _compare_trainings(options, chosen)
         return
-    compare_page.check(options.out)
+    compare_page.check_output_folder(options.out)
     sources = corpus.sources(options.text)
     console, progress = make_console(), make_console(stderr=True)
     subjects = _measured(chosen, sources, options, progress)
     similarities = _similarities(subjects, sources, options, progress)
-    page = compare_page.write(subjects, options.out, similarities, options.typed)
-    console.print(compare.table(subjects))
-    for sentence in compare.differences(subjects):
+    page = compare_page.write_page(subjects, options.out, similarities, options.typed)
+    console.print(compare.make_terminal_table(subjects))
+    for sentence in compare.describe_differences(subjects):
         console.print(f"warning: {sentence}", highlight=False, soft_wrap=True, markup=False)
-    console.out(f"{page}, and figures, tables, {compare.TABLE} beside it", highlight=False)
+    console.out(f"{page}, and figures, tables, {compare.TABLE_FILE} beside it", highlight=False)
 
 
-def _compare_trainings(options: argparse.Namespace, chosen: Sequence["Choice"]) -> None:
+def _compare_trainings(options: argparse.Namespace, chosen: Sequence["ModelArgument"]) -> None:
     """Print the table of several trajectories, and write their page."""
     from istar.geometry import trajectory_comparison
 
     if options.text:
         raise UserError("--text does not go with folders of trainings, which are measured already; leave it out")
-    trajectory_comparison.check(options.out)
-    trainings = trajectory_comparison.read(chosen)
-    page = trajectory_comparison.write(trainings, options.out, options.typed)
+    trajectory_comparison.check_output_folder(options.out)
+    trainings = trajectory_comparison.read_trainings(chosen)
+    page = trajectory_comparison.write_page(trainings, options.out, options.typed)
     console = make_console()
-    console.print(trajectory_comparison.table(trainings))
-    for sentence in trajectory_comparison.differences(trainings):
+    console.print(trajectory_comparison.make_terminal_table(trainings))
+    for sentence in trajectory_comparison.describe_differences(trainings):
         console.print(f"warning: {sentence}", highlight=False, soft_wrap=True, markup=False)
-    console.out(f"{page}, and figures, tables, {trajectory_comparison.TABLE} beside it", highlight=False)
+    console.out(f"{page}, and figures, tables, {trajectory_comparison.TABLE_FILE} beside it", highlight=False)
 
 
 def _measured(
-    chosen: Sequence["Choice"], sources: Sequence["Source"], options: argparse.Namespace, progress: "Console"
-) -> list["Subject"]:
+    chosen: Sequence["ModelArgument"], sources: Sequence["Source"], options: argparse.Namespace, progress: "Console"
+) -> list["MeasuredModel"]:
     """Read the measures of the finished folders, and measure the other models, each into a folder beside `--out`."""
     from istar.geometry import compare, measure, model_page
     from istar.geometry.stream import Pass
@@ -90,19 +90,19 @@ def _measured(
             measurements.append(measure.read(Path(choice.name) / measure.JSON))
             continue
         out = options.out.with_name(f"{options.out.name}-measures") / choice.default_label
-        model_page.check(out, choice.model, choice.revision)
-        progress.print(f"measuring {choice.model}", highlight=False, soft_wrap=True, markup=False)
+        model_page.check(out, choice.model_name, choice.revision)
+        progress.print(f"measuring {choice.model_name}", highlight=False, soft_wrap=True, markup=False)
         settings = Pass(options.length, limit=options.max_tokens)
         measured = measure.measure(
-            choice.model, sources, settings, out, choice.revision, console=progress, command=options.typed
+            choice.model_name, sources, settings, out, choice.revision, console=progress, command=options.typed
         )
         model_page.write(measured, out)
         measurements.append(measured)
-    return compare.subjects(chosen, measurements)
+    return compare.label_models(chosen, measurements)
 
 
 def _similarities(
-    subjects: Sequence["Subject"], sources: Sequence["Source"], options: argparse.Namespace, progress: "Console"
+    subjects: Sequence["MeasuredModel"], sources: Sequence["Source"], options: argparse.Namespace, progress: "Console"
 ) -> list["Similarity"]:
     """Compute CKA of the layers of each pair of models over documents of the texts; none without texts."""
     if not sources or not options.documents:
@@ -112,7 +112,10 @@ def _similarities(
 
     documents = similarity.first_documents([source.path for source in sources], options.documents)
     models = [
-        (subject.label, ModelConfig(name=subject.measured.model["name"], revision=subject.measured.model["revision"]))
+        (
+            subject.label,
+            ModelConfig(name=subject.measurements.model["name"], revision=subject.measurements.model["revision"]),
+        )
         for subject in subjects
     ]
     return similarity.similarities(models, documents, options.length, progress)

@@ -50,22 +50,27 @@ def run(options: argparse.Namespace) -> None:
         tasks=tuple(options.task),
         omit=tuple(options.omit),
         model=options.model,
-        given=tuple(dict.fromkeys(name.strip() for name in options.given.split(",") if name.strip())),
+        covariates=tuple(dict.fromkeys(name.strip() for name in options.given.split(",") if name.strip())),
         pool=options.pool,
         resamples=options.resamples,
         seed=options.seed,
         block_length=_block_length(options.blocks),
     )
     correlations = correlate.correlate(options.geometry, options.scores, selection)
-    sheet = correlation_tables.sheet(correlations, selection)
+    sheet = correlation_tables.make_sheet(correlations, selection)
     make_folder(options.out)
-    paths = correlation_tables.write(correlations, sheet, options.out)
-    paths += score_figure.write(correlations.scores, options.out)
+    paths = correlation_tables.write_tables(correlations, sheet, options.out)
+    paths += score_figure.write_figure(correlations.scores_by_step, options.out)
     console = make_console()
-    for table in correlation_tables.tables(sheet):
+    for table in correlation_tables.make_terminal_tables(sheet):
         console.print(table)
-    choices = correlation_tables.choices(correlations, selection)
-    for line in (*choices, *correlation_tables.reasons(sheet), *correlations.remarks, ", ".join(map(str, paths))):
+    choices = correlation_tables.describe_shown_rows(correlations, selection)
+    for line in (
+        *choices,
+        *correlation_tables.describe_undefined(sheet),
+        *correlations.remarks,
+        ", ".join(map(str, paths)),
+    ):
         console.out(line, highlight=False)
 
 

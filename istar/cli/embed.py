@@ -57,20 +57,20 @@ def _write_matrix(options: argparse.Namespace) -> None:
     from istar.config import ModelConfig
     from istar.geometry import corpus, embed, embed_page
 
-    embed_page.refuse_page(options.out)
+    embed_page.refuse_page_folder(options.out)
     config = ModelConfig(name=options.models[0], revision=options.revision)
-    choice = embed.Choice(options.matrix, options.form or "raw", options.components, options.policy)
-    embedding = embed.embed(config, choice, options.wordsim, corpus.sources(options.text))
+    choice = embed.MatrixSettings(options.matrix, options.form or "raw", options.components, options.policy)
+    embedding = embed.measure_embeddings(config, choice, options.wordsim, corpus.sources(options.text))
     make_folder(options.out)
-    paths = embed.write(embedding, options.out)
+    paths = embed.write_results(embedding, options.out)
     if options.save == "matrix":
         paths += embed.write_matrix(embedding, options.out)
     elif options.save == "model":
         paths.append(embed.write_model(embedding, config, options.out))
     console = make_console()
-    for table in embed.tables(embedding):
+    for table in embed.make_terminal_tables(embedding):
         console.print(table)
-    for line in (*embed.remarks(embedding), ", ".join(map(str, paths))):
+    for line in (*embed.make_remarks(embedding), ", ".join(map(str, paths))):
         console.out(line, highlight=False)
 
 
@@ -84,23 +84,23 @@ def _write_page(options: argparse.Namespace) -> None:
     forms = options.forms or embed_models.WORDSIM_FORMS
     if options.components is not None and not any(form.startswith("all_but_the_top") for form in forms):
         raise UserError("--components needs an all_but_the_top form, but --forms has none; remove --components")
-    embed_page.check(options.out)
+    embed_page.check_output_folder(options.out)
     chosen = compare.parse_models(options.models)
     embed_models.check_labels(chosen)
     benchmarks = embed_models.read_benchmarks(options.wordsim)
     sources = corpus.sources(options.text)
-    settings = embed_models.Settings(options.matrix, forms, options.components, options.policy)
+    settings = embed_models.EmbeddingSettings(options.matrix, forms, options.components, options.policy)
     console, progress = make_console(), make_console(stderr=True)
     subjects = []
     for choice in chosen:
-        progress.print(f"measuring {choice.model}", highlight=False, soft_wrap=True, markup=False)
-        subjects.append(embed_models.measure(choice, settings, benchmarks, sources))
-    words = embed_models.word_frequencies(sources)
-    sheets = embed_page.tables(subjects, words)
-    page = embed_page.write(subjects, sheets, words, options.out, options.typed)
+        progress.print(f"measuring {choice.model_name}", highlight=False, soft_wrap=True, markup=False)
+        subjects.append(embed_models.measure_model(choice, settings, benchmarks, sources))
+    words = embed_models.count_words(sources)
+    sheets = embed_page.make_tables(subjects, words)
+    page = embed_page.write_page(subjects, sheets, words, options.out, options.typed)
     for name in ("table1", "table2"):
         if name in sheets:
-            console.print(embed_tables.terminal_table(sheets[name]))
+            console.print(embed_tables.make_terminal_table(sheets[name]))
             for note in sheets[name].notes:
                 console.print(note, highlight=False, soft_wrap=True, markup=False)
     console.out(f"{page}, and figures, tables, CSV files and {embed_page.JSON} beside it", highlight=False)

@@ -116,19 +116,21 @@ def _measure_trajectory(options: argparse.Namespace, sources: Sequence["Source"]
         raise UserError(f"--{given[0]} and --{given[1]} do not go together; give one of them")
     steps = None if options.steps is None else saved_checkpoints.read_steps(options.steps)
     if options.checkpoints is not None:
-        stops = saved_checkpoints.checkpoints(options.checkpoints, steps)
+        stops = saved_checkpoints.find_checkpoints(options.checkpoints, steps)
     elif options.model is None:
         raise UserError("--revisions are of a model, which is missing; expected a hub id")
     else:
-        stops = saved_checkpoints.revisions(options.model, options.revisions, steps)
+        stops = saved_checkpoints.parse_revisions(options.model, options.revisions, steps)
     model = options.model or saved_checkpoints.common_name(stops)
-    plan = trajectory.Plan(model, sources, settings, options.out, options.dtype, options.device, options.typed)
-    trajectory_page.check(plan, stops)
+    plan = trajectory.TrajectoryPlan(
+        model, sources, settings, options.out, options.dtype, options.device, options.typed
+    )
+    trajectory_page.check_output_folder(plan, stops)
     make_folder(options.out)
-    followed = trajectory.follow(plan, stops, make_console(stderr=True))
-    if followed.measured:
+    followed = trajectory.measure_checkpoints(plan, stops, make_console(stderr=True))
+    if followed.measurements:
         console = make_console()
-        console.print(trajectory.table(plan, stops, followed))
-        page = trajectory_page.write(plan, stops, followed)
-        console.out(f"{page}, and figures, {trajectory.TABLE} beside it", highlight=False)
-    trajectory.check(followed)
+        console.print(trajectory.make_terminal_table(plan, stops, followed))
+        page = trajectory_page.write_page(plan, stops, followed)
+        console.out(f"{page}, and figures, {trajectory.TABLE_FILE} beside it", highlight=False)
+    trajectory.raise_on_failures(followed)

@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> None:
 
 def _score_embeddings(options: argparse.Namespace) -> None:
     """Score the embeddings of each encoder, print the table and write the page."""
-    from istar.geometry.embed_tables import terminal_table
+    from istar.geometry.embed_tables import make_terminal_table
     from istar.quantization import embedding_scores
 
     for name, default in _NOT_FOR_EMBEDDINGS.items():
@@ -82,13 +82,13 @@ def _score_embeddings(options: argparse.Namespace) -> None:
     table = embedding_scores.build_embedding_sheet(scored, spec)
     page = embedding_scores.write_page(table, options.out, options.typed)
     console = make_console()
-    console.print(terminal_table(table))
+    console.print(make_terminal_table(table))
     console.out(f"{page}, and the table beside it", highlight=False)
 
 
 def _score_models(options: argparse.Namespace) -> None:
     """Score models in each form, print the tables and write the page."""
-    from istar.geometry.embed_tables import terminal_table
+    from istar.geometry.embed_tables import make_terminal_table
     from istar.quantization import form_tables, quantize, quantize_page, saved_runs
     from istar.quantization.controls import FACTOR
 
@@ -118,7 +118,7 @@ def _score_models(options: argparse.Namespace) -> None:
     console = make_console()
     notes = [*content.sheets["methods"].notes] if "methods" in content.sheets else []
     for table in form_tables.build_terminal_sheets(quantized, content.comparisons):
-        console.print(terminal_table(table))
+        console.print(make_terminal_table(table))
         notes += table.notes
     reasons = [f"left out: {path}: {reason}" for path, reason in quantized.exclusion_reasons.items()]
     for line in (*notes, *content.conclusions, *reasons):

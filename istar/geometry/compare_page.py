@@ -12,7 +12,7 @@ import pandas as pd
 
 from istar.figures.plot import Line, Panel, Plot
 from istar.geometry import compare, model_differences
-from istar.geometry.compare import Subject
+from istar.geometry.compare import MeasuredModel
 from istar.geometry.intervals import half_width
 from istar.geometry.model_figures import FORMS, NAMES, bounds_of, column_header, measure_line, panel, tap_name
 from istar.geometry.similarity import Similarity
@@ -21,7 +21,7 @@ from istar.pages.folder import Kind
 from istar.pages.page import Page, Section
 from istar.pages.sheets import Entry, Sheet, number_entry
 
-KIND = Kind("comparison", "istar compare", (compare.TABLE,))
+KIND = Kind("comparison", "istar compare", (compare.TABLE_FILE,))
 _LAYER_PLOTS = {
     "isotropy": (
         "Isotropy by depth",
@@ -64,13 +64,13 @@ _LAYER_PLOTS = {
     ),
 }
 """Title, caption and measures of the plots by relative depth, by the plot's name."""
-_BEYOND = 1.15
+_FINAL_NORM_POSITION = 1.15
 """Position of the final normalization on the axis of the relative depth, beyond the last layer."""
-_SIGNS = {"as_computed": "signs as computed", "both": "both signs"}
-"""Conventions of the signs of I(W)."""
-_EMPTY = {"similarity": "Not computed, because no texts were given (--text)."}
-"""Why a plot may be missing, by its name."""
-_READING = (
+_SIGN_CONVENTIONS = {"as_computed": "signs as computed", "both": "both signs"}
+"""Titles of the sign conventions of I(W)."""
+_MISSING_REASONS = {"similarity": "Not computed, because no texts were given (--text)."}
+"""Reasons why plots are missing, by the plot's name."""
+_READING_NOTES = (
     "The layers of each model are at their relative depth: 0 is the output of the embeddings, 1 that of the last "
     "layer. The states after a final normalization, which some models have behind the last layer, are a separate mark "
     "beyond it.",
@@ -79,169 +79,190 @@ _READING = (
 )
 
 
-_BANDS = (
+_INTERVAL_NOTE = (
     "Bands in the figures, the bar of a single mark, and ± in the tables are 95% intervals of each model by itself: "
     "from the jackknife over groups of documents and Student's distribution (2.26 errors for 10 groups), and for "
     "TwoNN 1.96 errors of points that are independent of each other. A measure without a band has no error."
 )
-_DIFFERENCES = (
+_DIFFERENCE_TEXTS = (
     "Differences from the first model",
     "Measures of each model's last layer, before a final normalization, minus those of the first model, with 95% "
     "intervals from groups of documents. The intervals say how much a difference would change over other documents of "
     "the same kind, not over other training runs. Each is for itself: of many intervals, one in twenty misses the true "
     "difference. Average norms have the units of the states, and ranks depend on the width.",
 )
-"""Title and caption of the differences."""
-_METHODS = {
+"""Title and caption of the plot of differences."""
+_ERROR_METHOD_TEXTS = {
     "paired": "{other} and {first} read the same documents in the same groups, so the errors of their differences are "
     "those of the paired jackknife: of the differences without each group.",
     "independent": "{other} and {first} do not have the same documents in the same groups, or their measures.json does "
     "not hold the values without each group. The error of their differences is therefore the root of the sum of the "
     "squares of both errors, which is rather too large than too small.",
 }
-"""How errors of differences are computed, by `model_differences.Method`."""
-_DIFFERENCE_PANELS = ("isoscore", "inter_sim", "norm_ratio", "isoscore_unbiased", "effective_rank", "average_norm")
+"""How errors of differences are computed, by `model_differences.ErrorMethod`."""
+_PLOTTED_DIFFERENCES = ("isoscore", "inter_sim", "norm_ratio", "isoscore_unbiased", "effective_rank", "average_norm")
 """Measures in the figure of differences; the table has all that have an error."""
 
 
-def check(out: Path) -> None:
-    """Refuse a folder that `write` would refuse, so that the error comes before models are measured.
+def check_output_folder(out: Path) -> None:
+    """Refuse an output folder that holds other files, so that the error comes before models are measured.
 
     Raises:
-        UserError: if the folder holds anything but an earlier comparison.
+        UserError: if the folder holds anything but an earlier comparison of models.
     """
     folder.refuse_foreign(out, KIND)
 
 
-def write(subjects: Sequence[Subject], out: Path, similarities: Sequence[Similarity] = (), command: str = "") -> Path:
-    """Write the page with its figures and tables, and `comparison.csv`; returns the page's path.
+def write_page(
+    models: Sequence[MeasuredModel], out: Path, similarities: Sequence[Similarity] = (), command: str = ""
+) -> Path:
+    """Write the page that compares models, with its figures, tables and `comparison.csv`, and return the page's path.
 
-    The page shows the command line that made it.
+    Args:
+        models: the compared models, of which the first is the reference of the differences.
+        out: output folder, which is replaced.
+        similarities: similarities of the layers of pairs of models.
+        command: command line that made the page, which the page shows.
 
     Raises:
         UserError: if the folder holds anything but an earlier comparison, or cannot be written.
     """
     folder.refuse_foreign(out, KIND)
-    tables = [_models(subjects), _layers(subjects), _difference_table(subjects)]
-    tables += [_similarity_table(similarities)] if similarities else []
+    tables = [_make_model_table(models), _make_layer_table(models), _make_difference_table(models)]
+    tables += [_make_similarity_table(similarities)] if similarities else []
     sheets = {sheet.name: sheet for sheet in tables}
-    contents = folder.files(_page(subjects, similarities, sheets, command), sheets)
-    contents[compare.TABLE] = compare.frame(subjects).to_csv(index=False).encode()
+    contents = folder.files(_make_page(models, similarities, sheets, command), sheets)
+    contents[compare.TABLE_FILE] = compare.make_layer_table(models).to_csv(index=False).encode()
     folder.replace_folder(out, contents, KIND)
     return out / folder.INDEX
 
 
-def _page(
-    subjects: Sequence[Subject], similarities: Sequence[Similarity], sheets: dict[str, Sheet], command: str
+def _make_page(
+    models: Sequence[MeasuredModel], similarities: Sequence[Similarity], sheets: dict[str, Sheet], command: str
 ) -> Page:
-    """Put the page together from its tables and plots."""
+    """Assemble the page that compares models from its tables and plots."""
     sections = [
-        Section("reading", "How to read this", (*_READING, _BANDS, *compare.differences(subjects))),
+        Section(
+            "reading", "How to read this", (*_READING_NOTES, _INTERVAL_NOTE, *compare.describe_differences(models))
+        ),
         Section("table-models", sheets["models"].title, (), sheets["models"], wide=True),
     ]
-    methods = _difference_methods(subjects)
-    for plot in (_difference_plot(subjects), *plots(subjects), similarity_plot(similarities)):
-        empty = "" if plot.panels else _EMPTY.get(plot.name, "Not measured for any of these models.")
+    error_methods = _describe_error_methods(models)
+    for plot in (_make_difference_plot(models), *make_plots(models), make_similarity_plot(similarities)):
+        empty = "" if plot.panels else _MISSING_REASONS.get(plot.name, "Not measured for any of these models.")
         text = [plot.caption]
         if plot.name == "differences":
-            text, empty = ([plot.caption, *methods], "") if plot.panels else ([], " ".join(methods))
+            text, empty = ([plot.caption, *error_methods], "") if plot.panels else ([], " ".join(error_methods))
         sections.append(Section(plot.name, plot.title, text, sheets.get(plot.name), folder.draw(plot), empty))
     sections.append(Section("table-layers", sheets["layers"].title, (), sheets["layers"], wide=True))
     if command:
         sections.append(Section("reproduce", "This page", ("This page and its files:",), commands=[command]))
-    names = [subject.label for subject in subjects]
-    about = ("Models", ", ".join(names), f"compared by istar {version('istar')}")
-    tokens = sorted({int(subject.last_layer["tokens"]) for subject in subjects})
-    counted = f"{tokens[0]:,}" if len(tokens) == 1 else f"{tokens[0]:,} to {tokens[-1]:,}"
-    summary = [(str(len(names)), "models"), (counted, "tokens")]
-    return Page(f"Geometry of {enumerate_names(names)}", about, KIND.generator, summary, sections)
+    labels = [model.label for model in models]
+    head = ("Models", ", ".join(labels), f"compared by istar {version('istar')}")
+    token_counts = sorted({int(model.last_layer_measures["tokens"]) for model in models})
+    tokens = f"{token_counts[0]:,}" + (f" to {token_counts[-1]:,}" if len(token_counts) > 1 else "")
+    summary = [(str(len(labels)), "models"), (tokens, "tokens")]
+    return Page(f"Geometry of {join_names(labels)}", head, KIND.generator, summary, sections)
 
 
-def enumerate_names(names: Sequence[str]) -> str:
-    """Join names as in a sentence; of more than three, the first two and the number of the others."""
+def join_names(names: Sequence[str]) -> str:
+    """Join names as in a sentence: all of up to three names, otherwise the first two and the number of the others."""
     if len(names) > 3:
         return f"{names[0]}, {names[1]} and {len(names) - 2} others"
     return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def plots(subjects: Sequence[Subject]) -> list[Plot]:
-    """Return the plots of the measures in the order of the page; a model has the same colour in each."""
-    results = [
-        *(_layer_plot(subjects, name) for name in _LAYER_PLOTS),
-        _spectra(subjects),
-        _state_norms(subjects),
-        _partition(subjects),
-        _final_norm(subjects),
+def make_plots(models: Sequence[MeasuredModel]) -> list[Plot]:
+    """Return the plots of all measures in the order of the page; a model has the same colour in each plot."""
+    all_plots = [
+        *(_make_layer_plot(models, name) for name in _LAYER_PLOTS),
+        _make_spectrum_plot(models),
+        _make_norm_distribution_plot(models),
+        _make_partition_plot(models),
+        _make_final_norm_plot(models),
     ]
-    return [_with_colours(plot, subjects) for plot in results]
+    return [_with_model_colours(plot, models) for plot in all_plots]
 
 
-def _with_colours(plot: Plot, subjects: Sequence[Subject]) -> Plot:
-    """Give each model the colour of its place among the models, also where a model before it has no line.
+def _with_model_colours(plot: Plot, models: Sequence[MeasuredModel]) -> Plot:
+    """Return the plot with a fixed colour for each model, which does not depend on which models have a line in it.
 
-    No label is drawn in black, because black stands for runs without a penalty and not for a model.
+    No model is drawn in black, because black stands for runs without a penalty.
     """
-    return replace(plot, labels=tuple(subject.label for subject in subjects), ink="")
+    return replace(plot, labels=tuple(model.label for model in models), ink="")
 
 
-def _layer_plot(subjects: Sequence[Subject], name: str) -> Plot:
-    """Plot measures by relative depth, with a line for each model, and a mark after its final normalization."""
-    title, caption, keys = _LAYER_PLOTS[name]
+def _make_layer_plot(models: Sequence[MeasuredModel], name: str) -> Plot:
+    """Return a plot of measures by relative depth, with a line for each model and a mark for its final normalization.
+
+    `name` is a key of `_LAYER_PLOTS`.
+    """
+    title, caption, measures = _LAYER_PLOTS[name]
     panels = []
-    for key in keys:
+    for measure in measures:
         lines = []
-        for subject in subjects:
-            lines.append(measure_line(subject.label, subject.relative_depths, subject.layers, key, subject.groups))
-            if subject.final_norm is not None:
-                lines.append(measure_line(subject.label, (_BEYOND,), [subject.final_norm], key, subject.groups))
+        for model in models:
+            depths, num_groups = model.relative_depths, model.num_groups
+            lines.append(measure_line(model.label, depths, model.layer_measures, measure, num_groups))
+            if (final := model.final_norm_measures) is not None:
+                lines.append(measure_line(model.label, (_FINAL_NORM_POSITION,), [final], measure, num_groups))
         if lines := [line for line in lines if any(map(math.isfinite, line.y))]:
-            bounds = bounds_of(key, [subject.measured for subject in subjects])
-            panels.append(panel(NAMES[key], lines, bounds=bounds))
-    has_norm = any(subject.final_norm is not None for subject in subjects)
-    ticks = {0.0: "0", 0.25: "0.25", 0.5: "0.5", 0.75: "0.75", 1.0: "1", _BEYOND: "final\nnorm"} if has_norm else {}
-    return Plot(name, title, caption, "line", "relative depth", tuple(panels), x_names=ticks)
+            bounds = bounds_of(measure, [model.measurements for model in models])
+            panels.append(panel(NAMES[measure], lines, bounds=bounds))
+    ticks = {0.0: "0", 0.25: "0.25", 0.5: "0.5", 0.75: "0.75", 1.0: "1", _FINAL_NORM_POSITION: "final\nnorm"}
+    has_final_norm = any(model.final_norm_measures is not None for model in models)
+    tick_names = ticks if has_final_norm else {}
+    return Plot(name, title, caption, "line", "relative depth", tuple(panels), x_names=tick_names)
 
 
-def _difference_methods(subjects: Sequence[Subject]) -> list[str]:
-    """Return, for each model but the first, why it has no differences, or how their errors are computed."""
-    first, *others = subjects
-    return [
-        model_differences.refusal(first, other)
-        or _METHODS[model_differences.method(first, other)].format(first=first.label, other=other.label)
-        for other in others
-    ]
+def _describe_error_methods(models: Sequence[MeasuredModel]) -> list[str]:
+    """Return a sentence for each model but the first: how the errors of its differences from the first are computed.
+
+    For a model that cannot be compared with the first, the sentence says why.
+    """
+    first, *others = models
+    sentences = []
+    for other in others:
+        reason = model_differences.explain_no_differences(first, other)
+        text = _ERROR_METHOD_TEXTS[model_differences.choose_error_method(first, other)]
+        sentences.append(reason or text.format(first=first.label, other=other.label))
+    return sentences
 
 
-def _difference_plot(subjects: Sequence[Subject]) -> Plot:
-    """Plot the differences of each model's last layer from the first model, with their 95% intervals."""
-    first, *others = subjects
-    rows = {(row["model"], row["measure"]): row for row in model_differences.rows(subjects) if row["is_last"]}
+def _make_difference_plot(models: Sequence[MeasuredModel]) -> Plot:
+    """Return a plot of the differences of each model's last layer from that of the first model, with 95% intervals."""
+    first, *others = models
+    differences = filter(itemgetter("is_last"), model_differences.compute_all_differences(models))
+    difference_by_key = {(row["model"], row["measure"]): row for row in differences}
     panels = []
-    for name in _DIFFERENCE_PANELS:
-        if not any(measure == name for _, measure in rows):
+    for measure in _PLOTTED_DIFFERENCES:
+        if not any(compared == measure for _, compared in difference_by_key):
             continue
         # A point at 0 stands for the first model, so that the legend names all models.
         lines = [Line(first.label, (0.0,), (0.0,))]
-        for number, other in enumerate(others, start=1):
-            if row := rows.get((other.label, name)):
+        for position, other in enumerate(others, start=1):
+            if row := difference_by_key.get((other.label, measure)):
                 half_length = (row["high"] - row["low"]) / 2
-                lines.append(Line(other.label, (float(number),), (row["difference"],), y_error=(half_length,)))
-        panels.append(replace(panel(f"difference of {NAMES[name]}", lines), level=(0.0, "no difference")))
-    title, caption = _DIFFERENCES
-    positions = {float(number): "" for number in range(len(subjects))}
-    plot = Plot("differences", title, caption, "points", "", tuple(panels), x_names=positions)
-    return _with_colours(plot, subjects)
+                lines.append(Line(other.label, (float(position),), (row["difference"],), y_error=(half_length,)))
+        panels.append(replace(panel(f"difference of {NAMES[measure]}", lines), level=(0.0, "no difference")))
+    title, caption = _DIFFERENCE_TEXTS
+    tick_names = {float(position): "" for position in range(len(models))}
+    plot = Plot("differences", title, caption, "points", "", tuple(panels), x_names=tick_names)
+    return _with_model_colours(plot, models)
 
 
-def _difference_table(subjects: Sequence[Subject]) -> Sheet:
-    """Return the table of differences; the page shows the last layers, the CSV all layers that are compared."""
-    rows = model_differences.rows(subjects)
+def _make_difference_table(models: Sequence[MeasuredModel]) -> Sheet:
+    """Return the table of differences from the first model.
+
+    The page shows those of the last layers, and the CSV file those of all compared layers.
+    """
+    rows = model_differences.compute_all_differences(models)
     groups: dict[str, list[list[Entry]]] = {}
     for row in filter(itemgetter("is_last"), rows):
         numbers = [row[name] for name in ("value", "value_of_first", "difference", "low", "high")]
         entries = [Entry(NAMES[row["measure"]]), *map(number_entry, numbers), Entry(row["method"])]
         groups.setdefault(row["model"], []).append(entries)
-    title, _ = _DIFFERENCES
+    title, _ = _DIFFERENCE_TEXTS
     return Sheet(
         "differences",
         title,
@@ -254,19 +275,19 @@ def _difference_table(subjects: Sequence[Subject]) -> Sheet:
     )
 
 
-def _spectra(subjects: Sequence[Subject]) -> Plot:
-    """Plot the singular values of each model's last layer, raw and centered."""
+def _make_spectrum_plot(models: Sequence[MeasuredModel]) -> Plot:
+    """Return a plot of the singular values of each model's last layer, raw and centered."""
     panels = []
     for form in ("raw", "centered"):
         lines = []
-        for subject in subjects:
-            spectra = subject.measured.spectra.get(subject.measured.combined_key, {})
-            values = spectra.get(_last_tap(subject), {}).get(form, [])
+        for model in models:
+            spectrum_by_layer = model.measurements.spectra.get(model.measurements.combined_key, {})
+            values = spectrum_by_layer.get(_last_layer_name(model), {}).get(form, [])
             # Divided by the root of the number of tokens, a singular value is the root mean square along its direction.
-            scale = math.sqrt(subject.last_layer["tokens"])
+            scale = math.sqrt(model.last_layer_measures["tokens"])
             positive = [value / scale for value in values if value > 1e-4 * max(values)]
             if positive:
-                lines.append(Line(subject.label, tuple(map(float, range(1, len(positive) + 1))), tuple(positive)))
+                lines.append(Line(model.label, tuple(map(float, range(1, len(positive) + 1))), tuple(positive)))
         if lines:
             panels.append(panel("root mean square", lines, FORMS[form]))
     return Plot(
@@ -284,17 +305,18 @@ def _spectra(subjects: Sequence[Subject]) -> Plot:
     )
 
 
-def _state_norms(subjects: Sequence[Subject]) -> Plot:
-    """Plot the distribution functions of the norms of each model's last layer."""
+def _make_norm_distribution_plot(models: Sequence[MeasuredModel]) -> Plot:
+    """Return a plot of the cumulative distribution of the norms of the states in each model's last layer."""
     lines = []
-    for subject in subjects:
-        histograms = subject.measured.norms.get(subject.measured.combined_key, {})
-        histogram = histograms.get(_last_tap(subject))
+    for model in models:
+        histogram_by_layer = model.measurements.norms.get(model.measurements.combined_key, {})
+        histogram = histogram_by_layer.get(_last_layer_name(model))
         if histogram and histogram["counts"]:
             below, above = histogram.get("outside", (0, 0))
-            totals = list(itertools.accumulate(histogram["counts"], initial=below))
-            whole = totals[-1] + above
-            lines.append(Line(subject.label, tuple(histogram["edges"]), tuple(100 * total / whole for total in totals)))
+            cumulative = list(itertools.accumulate(histogram["counts"], initial=below))
+            num_tokens = cumulative[-1] + above
+            percentages = tuple(100 * count / num_tokens for count in cumulative)
+            lines.append(Line(model.label, tuple(histogram["edges"]), percentages))
     return Plot(
         "state_norms",
         "Norms of the last layer",
@@ -306,23 +328,23 @@ def _state_norms(subjects: Sequence[Subject]) -> Plot:
     )
 
 
-def _last_tap(subject: Subject) -> str:
-    """Return the name of the last layer's output."""
-    return list(subject.measured.all_texts)[len(subject.layers) - 1]
+def _last_layer_name(model: MeasuredModel) -> str:
+    """Return the name under which the measures of the last layer's output are stored, such as `layer_12`."""
+    return list(model.measurements.all_texts)[len(model.layer_measures) - 1]
 
 
-def _partition(subjects: Sequence[Subject]) -> Plot:
-    """Plot I(W) of the embedding matrices by form and convention of the signs, with a bar for each model."""
+def _make_partition_plot(models: Sequence[MeasuredModel]) -> Plot:
+    """Return a plot of I(W) of the embedding matrices by form and sign convention, with a bar for each model."""
     panels = []
-    for which, (signs, name) in itertools.product(("input", "output"), _SIGNS.items()):
+    for matrix, (signs, sign_title) in itertools.product(("input", "output"), _SIGN_CONVENTIONS.items()):
         lines = []
-        for subject in subjects:
-            forms = subject.measured.matrices.get(which)
-            if forms:
-                values = tuple(figures[f"partition_isotropy_{signs}"] for figures in forms.values())
-                lines.append(Line(subject.label, tuple(map(float, range(len(forms)))), values))
+        for model in models:
+            measures_by_form = model.measurements.matrices.get(matrix)
+            if measures_by_form:
+                values = tuple(measures[f"partition_isotropy_{signs}"] for measures in measures_by_form.values())
+                lines.append(Line(model.label, tuple(map(float, range(len(values)))), values))
         if lines:
-            panels.append(panel(f"I(W), {name}", lines, f"{which} embeddings"))
+            panels.append(panel(f"I(W), {sign_title}", lines, f"{matrix} embeddings"))
     return Plot(
         "partition",
         "I(W) of the embedding matrices",
@@ -333,17 +355,17 @@ def _partition(subjects: Sequence[Subject]) -> Plot:
         "columns",
         "",
         tuple(panels),
-        x_names={float(number): name for number, name in enumerate(FORMS.values())},
+        x_names={float(position): form for position, form in enumerate(FORMS.values())},
     )
 
 
-def _final_norm(subjects: Sequence[Subject]) -> Plot:
-    """Plot the norms of the gain and the bias of the final normalization, with a bar for each model."""
+def _make_final_norm_plot(models: Sequence[MeasuredModel]) -> Plot:
+    """Return a plot of the norms of the final normalization's gain and bias, with a bar for each model."""
     lines = []
-    for subject in subjects:
-        norm = subject.measured.final_norm
-        if norm is not None:
-            lines.append(Line(subject.label, (0.0, 1.0), (norm["gain"], norm["bias"])))
+    for model in models:
+        final_norm = model.measurements.final_norm
+        if final_norm is not None:
+            lines.append(Line(model.label, (0.0, 1.0), (final_norm["gain"], final_norm["bias"])))
     return Plot(
         "final_norm",
         "The final normalization",
@@ -356,19 +378,19 @@ def _final_norm(subjects: Sequence[Subject]) -> Plot:
     )
 
 
-def similarity_plot(similarities: Sequence[Similarity]) -> Plot:
-    """Plot CKA of the layers of each pair of models, with a panel for each pair."""
+def make_similarity_plot(similarities: Sequence[Similarity]) -> Plot:
+    """Return heatmaps of CKA between the layers of two models, with a panel for each pair of models."""
     panels = []
     for pair in similarities:
         rows = zip(pair.first_taps, pair.values, strict=True)
         lines = [Line(tap_name(tap), tuple(map(float, range(len(values)))), values) for tap, values in rows]
         columns = tuple(map(tap_name, pair.second_taps))
         panels.append(Panel("", f"{pair.second} (columns)", tuple(lines), "", f"{pair.first} (rows)", columns=columns))
-    number = f"{similarities[0].documents:,}" if similarities else "some"
+    documents = f"{similarities[0].documents:,}" if similarities else "some"
     return Plot(
         "similarity",
         "Similarity of the layers (CKA)",
-        f"Debiased linear CKA of the layers of two models: the mean states of {number} documents at a place in one "
+        f"Debiased linear CKA of the layers of two models: the mean states of {documents} documents at a place in one "
         "model (rows) and in the other (columns, named in the title). 1: equal but for rotation, translation and "
         "scale; 0: unrelated, and slightly negative by chance.",
         "heatmap",
@@ -377,9 +399,9 @@ def similarity_plot(similarities: Sequence[Similarity]) -> Plot:
     )
 
 
-def _similarity_table(similarities: Sequence[Similarity]) -> Sheet:
+def _make_similarity_table(similarities: Sequence[Similarity]) -> Sheet:
     """Return the table that names, for each layer of one model, the most similar layer of the other."""
-    pairs = [
+    layer_pairs = [
         {
             "first": pair.first,
             "second": pair.second,
@@ -392,9 +414,9 @@ def _similarity_table(similarities: Sequence[Similarity]) -> Sheet:
         for first_tap, values in zip(pair.first_taps, pair.values, strict=True)
         for second_tap, value in zip(pair.second_taps, values, strict=True)
     ]
-    frame = pd.DataFrame(pairs)
+    frame = pd.DataFrame(layer_pairs)
     shown = frame[frame["is_best"]].drop(columns="is_best")
-    entries = [[_entry(value) for value in row] for row in shown.itertuples(index=False)]
+    entries = [[_make_cell(value) for value in row] for row in shown.itertuples(index=False)]
     header = ("first", "second", "layer of the first", "most similar of the second", "CKA")
     caption = "For each layer of a model, the layer of the other model with the largest CKA; the CSV has all pairs."
     return Sheet("similarity", "Most similar layers", caption, header, {"": entries}, frame.drop(columns="is_best"))
@@ -410,9 +432,9 @@ _MODEL_HEADERS = {
 }
 
 
-def _models(subjects: Sequence[Subject]) -> Sheet:
-    """Return the table with a row for each model."""
-    summary = compare.summary(subjects)
+def _make_model_table(models: Sequence[MeasuredModel]) -> Sheet:
+    """Return the table of all models, with measures of their last layers in a row for each model."""
+    summary = compare.summarize_models(models)
     shown = summary.drop(columns="weights")
     return Sheet(
         "models",
@@ -421,7 +443,7 @@ def _models(subjects: Sequence[Subject]) -> Sheet:
         "ratio of the embedding matrix nearest to the prediction; norms of the final normalization's gain and bias. A "
         "dash marks what a model does not have.",
         tuple(_MODEL_HEADERS.get(name, NAMES.get(name, name)) for name in map(str, shown)),
-        {"": [[_entry(value) for value in row] for row in shown.itertuples(index=False)]},
+        {"": [[_make_cell(value) for value in row] for row in shown.itertuples(index=False)]},
         summary,
     )
 
@@ -429,27 +451,27 @@ def _models(subjects: Sequence[Subject]) -> Sheet:
 _LAYER_COLUMNS = ("layer", "relative_depth", "tokens")
 
 
-def _layers(subjects: Sequence[Subject]) -> Sheet:
-    """Return the table with a row for each layer of each model."""
-    frame = compare.frame(subjects)
-    names = [name for name in NAMES if name in frame]
+def _make_layer_table(models: Sequence[MeasuredModel]) -> Sheet:
+    """Return the table of all layers, with a row for each layer of each model."""
+    frame = compare.make_layer_table(models)
+    measures = [name for name in NAMES if name in frame]
     groups = {
-        subject.label: [
+        model.label: [
             [
-                *(_entry(row[column]) for column in _LAYER_COLUMNS),
-                *(number_entry(row.get(name, math.nan), half_width(row, name, subject.groups)) for name in names),
+                *(_make_cell(row[column]) for column in _LAYER_COLUMNS),
+                *(number_entry(row.get(name, math.nan), half_width(row, name, model.num_groups)) for name in measures),
             ]
-            for row in compare.rows([subject])
+            for row in compare.make_layer_rows([model])
         ]
-        for subject in subjects
+        for model in models
     }
-    header = tuple(map(column_header, (*_LAYER_COLUMNS, *names)))
+    header = tuple(map(column_header, (*_LAYER_COLUMNS, *measures)))
     caption = "Measures of the hidden states of each layer over all texts; the CSV has the standard errors."
     return Sheet("layers", "All layers", caption, header, groups, frame)
 
 
-def _entry(value: object) -> Entry:
-    """Return a cell: a number as `number_entry` does, a text with spaces for underscores."""
+def _make_cell(value: object) -> Entry:
+    """Return a table cell for a number, or for a text, whose underscores become spaces."""
     if isinstance(value, str):
         return Entry(value.replace("_", " "))
     assert isinstance(value, int | float)

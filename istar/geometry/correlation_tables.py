@@ -11,7 +11,7 @@ import pandas as pd
 from rich.table import Table
 
 from istar.files import write_text
-from istar.geometry.correlate import LEVEL, PARTIAL, STATISTICS, CorrelationResults
+from istar.geometry.correlate import CONFIDENCE_LEVEL, PARTIAL_METHODS, STATISTICS, CorrelationResults
 from istar.geometry.score_join import Selection
 from istar.pages import sheets
 from istar.pages.sheets import Entry, Sheet
@@ -22,189 +22,198 @@ _MEASURE_TITLES = {
 }
 
 
-def write(results: CorrelationResults, table: Sheet, out: Path) -> list[Path]:
-    """Write all rows to `correlation.csv` and the table's rows to `table.csv` and `table.md`; returns the paths."""
-    texts = {
+def write_tables(results: CorrelationResults, table: Sheet, out: Path) -> list[Path]:
+    """Write all correlations and the shown table as `correlation.csv`, `table.csv` and `table.md`; return the paths."""
+    text_by_name = {
         "correlation.csv": pd.DataFrame(results.rows).to_csv(index=False),
         "table.csv": sheets.csv(table),
         "table.md": sheets.markdown(table),
     }
-    for name, text in texts.items():
+    for name, text in text_by_name.items():
         write_text(out / name, text)
-    return [out / name for name in texts]
+    return [out / name for name in text_by_name]
 
 
-def sheet(results: CorrelationResults, selection: Selection) -> Sheet:
-    """Return the selected rows in the form of the paper's Table 1.
+def make_sheet(results: CorrelationResults, selection: Selection) -> Sheet:
+    """Return the table of correlations, in the form of Table 1 of *Anisotropy is Not Inherent to Transformers*.
 
-    Without a selection, these are for each model the measures that the paper reports, see `choices`, or else all of
-    its rows. The paper's I(W) has the signs as computed; the table has the one over both signs.
+    If the user has selected no measures, layers or sources, the table has for each model the measures that the paper
+    reports, or all measures if the model has none of these. The paper's I(W) has the signs as computed; the table has
+    the one over both signs.
     """
     rows = results.rows
-    if not selection.has_rows:
-        rows = [row for group in _by_model(results).values() for row in _headline_rows(group) or group]
-    first_columns = ["task", "model", *STATISTICS, "source", "layer", "measure", "n"]
+    if not selection.has_row_filter:
+        rows = [row for group in _group_by_model(results).values() for row in _select_headline_rows(group) or group]
+    leading_columns = ["task", "model", *STATISTICS, "source", "layer", "measure", "n"]
     frame = pd.DataFrame(rows)
-    frame = frame[[*first_columns, *frame.columns.difference(first_columns, sort=False)]]
-    statistics = [*STATISTICS, *(f"partial_{name}" for name in PARTIAL if selection.given)]
-    has_notes = any(_note(row) for row in rows)
-    header = ["task", "measure", "layer", "n", *(_statistic_title(name) for name in statistics)]
+    frame = frame[[*leading_columns, *frame.columns.difference(leading_columns, sort=False)]]
+    statistics = [*STATISTICS, *(f"partial_{name}" for name in PARTIAL_METHODS if selection.covariates)]
+    has_notes = any(_join_notes(row) for row in rows)
+    header = ["task", "measure", "layer", "n", *(_make_statistic_title(name) for name in statistics)]
     header += ["note"] if has_notes else []
     groups: dict[str, list[list[Entry]]] = {}
     for row in rows:
-        notes = [Entry(_note(row))] if has_notes else []
-        groups.setdefault(row["model"], []).append([*_entries(row, statistics), *notes])
+        note_cells = [Entry(_join_notes(row))] if has_notes else []
+        groups.setdefault(row["model"], []).append([*_make_cells(row, statistics), *note_cells])
     return Sheet(
         "correlation",
         "Geometry and tasks",
-        _caption(selection),
+        _make_caption(selection),
         tuple(header),
         groups,
         frame,
-        (*choices(results, selection), *results.remarks),
+        (*describe_shown_rows(results, selection), *results.remarks),
     )
 
 
 @dataclass(frozen=True)
-class Headline:
-    """Where a model's measures in the table are taken, as (source, layer); None if the model has no such place."""
+class HeadlinePlaces:
+    """Source and layer of the measures of a model that the table shows; None if the model has no such place."""
 
     matrix: tuple[str, str] | None  # output embeddings if they are not tied to the input embeddings, otherwise these
-    last: tuple[str, str] | None  # final normalization, or else the last layer
+    last_layer: tuple[str, str] | None  # final normalization, or else the last layer
 
 
-def headline(rows: Sequence[Mapping[str, Any]]) -> Headline:
-    """Choose the places of one model. Of several texts, all together count, otherwise the first one."""
-    locations = list(dict.fromkeys((row["source"], row["layer"]) for row in rows))
-    matrix = next((key for which in ("output", "input") for key in locations if key[1] == f"{which}_embeddings"), None)
-    numbers = {key: number for key in locations if (number := _layer_number(key[1])) is not None}
-    sources = list(dict.fromkeys(source for source, _ in numbers))
+def choose_headline_places(rows: Sequence[Mapping[str, Any]]) -> HeadlinePlaces:
+    """Choose the embedding matrix and the layer of one model whose measures the table shows.
+
+    If the layers were measured over several texts, those over all texts together are chosen, otherwise those over the
+    first text.
+    """
+    places = list(dict.fromkeys((row["source"], row["layer"]) for row in rows))
+    matrices = [place for name in ("output", "input") for place in places if place[1] == f"{name}_embeddings"]
+    positions = {place: position for place in places if (position := _layer_position(place[1])) is not None}
+    sources = list(dict.fromkeys(source for source, _ in positions))
     source = "combined" if "combined" in sources else next(iter(sources), "")
-    of_source = {key: number for key, number in numbers.items() if key[0] == source}
-    return Headline(matrix, max(of_source, key=lambda key: of_source[key], default=None))
+    layers = [place for place in positions if place[0] == source]
+    last_layer = max(layers, key=lambda place: positions[place], default=None)
+    return HeadlinePlaces(next(iter(matrices), None), last_layer)
 
 
-def _layer_number(layer: str) -> float | None:
-    """Return the position of a layer; infinity for the final normalization, and None for anything else."""
+def _layer_position(layer: str) -> float | None:
+    """Return the position of a layer in the model: infinity for the final normalization, None if it is no layer."""
     if layer == "final_norm":
         return math.inf
     match = re.fullmatch(r"layer_(\d+)", layer)
     return int(match[1]) if match else None
 
 
-def _headline_rows(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Select a model's I(W) over both signs, and IsoScore, InterSim and IntraSim of its last layer.
+def _select_headline_rows(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Return a model's rows of I(W) over both signs, and of IsoScore, InterSim and IntraSim of its last layer.
 
-    The value over both signs can be compared between matrices, which the one with the signs as computed cannot.
+    I(W) over both signs of the eigenvectors can be compared between matrices; with the signs as computed it cannot.
     """
-    places = headline(rows)
-    chosen = {(places.matrix, "partition_isotropy_both")}
-    chosen |= {(places.last, measure) for measure in ("isoscore", "inter_sim", "intra_sim")}
-    return [row for row in rows if ((row["source"], row["layer"]), row["measure"]) in chosen]
+    places = choose_headline_places(rows)
+    selected = {(places.matrix, "partition_isotropy_both")}
+    selected |= {(places.last_layer, measure) for measure in ("isoscore", "inter_sim", "intra_sim")}
+    return [row for row in rows if ((row["source"], row["layer"]), row["measure"]) in selected]
 
 
-def _by_model(results: CorrelationResults) -> dict[str, list[dict[str, Any]]]:
-    """Group the rows by model, in order of appearance."""
-    groups: dict[str, list[dict[str, Any]]] = {}
+def _group_by_model(results: CorrelationResults) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of each model, with the models in order of appearance."""
+    rows_by_model: dict[str, list[dict[str, Any]]] = {}
     for row in results.rows:
-        groups.setdefault(row["model"], []).append(row)
-    return groups
+        rows_by_model.setdefault(row["model"], []).append(row)
+    return rows_by_model
 
 
-def choices(results: CorrelationResults, selection: Selection) -> list[str]:
-    """Say for each model which of its rows the table shows; empty with a selection by the user."""
-    if selection.has_rows:
+def describe_shown_rows(results: CorrelationResults, selection: Selection) -> list[str]:
+    """Return a sentence for each model that says which of its measures the table shows.
+
+    The list is empty if the user has selected measures, layers or sources.
+    """
+    if selection.has_row_filter:
         return []
-    lines = []
-    for model, rows in _by_model(results).items():
-        measures: dict[tuple[str, str], list[str]] = {}
-        for row in _headline_rows(rows):
-            names = measures.setdefault((row["source"], row["layer"]), [])
-            if row["measure"] not in names:
-                names.append(row["measure"])
+    sentences = []
+    for model, rows in _group_by_model(results).items():
+        measures_by_place: dict[tuple[str, str], list[str]] = {}
+        for row in _select_headline_rows(rows):
+            measures = measures_by_place.setdefault((row["source"], row["layer"]), [])
+            if row["measure"] not in measures:
+                measures.append(row["measure"])
         parts = [
-            f"{', '.join(map(_measure_title, names))} of {_readable(layer)}{f' over {source}' * bool(source)}"
-            for (source, layer), names in measures.items()
+            f"{', '.join(map(_make_measure_title, measures))} of {_with_spaces(layer)}"
+            f"{f' over {source}' * bool(source)}"
+            for (source, layer), measures in measures_by_place.items()
         ]
-        chosen = "; ".join(parts) or "all measures, because it has none of an embedding matrix or a numbered layer"
-        lines.append(f"{model or 'the model'}: {chosen}")
-    return lines
+        shown = "; ".join(parts) or "all measures, because it has none of an embedding matrix or a numbered layer"
+        sentences.append(f"{model or 'the model'}: {shown}")
+    return sentences
 
 
-def _measure_title(measure: str) -> str:
-    return _readable(_MEASURE_TITLES.get(measure, measure))
+def _make_measure_title(measure: str) -> str:
+    """Return the title of a measure in the table."""
+    return _with_spaces(_MEASURE_TITLES.get(measure, measure))
 
 
-def _readable(name: str) -> str:
+def _with_spaces(name: str) -> str:
+    """Return a name with spaces for underscores."""
     return name.replace("_", " ")
 
 
-def _entries(row: Mapping[str, Any], statistics: Sequence[str]) -> list[Entry]:
-    """Return the cells of one row; undefined statistics are dashes."""
-    names = (row["task"], _measure_title(row["measure"]), row["layer"])
-    return [
-        *(Entry(_readable(name)) for name in names),
-        *(Entry(text, number=True) for text in (str(row["n"]), *(_with_interval(row, name) for name in statistics))),
-    ]
+def _make_cells(row: Mapping[str, Any], statistics: Sequence[str]) -> list[Entry]:
+    """Return the cells of one row of correlations; undefined statistics are dashes."""
+    names = (row["task"], _make_measure_title(row["measure"]), row["layer"])
+    numbers = (str(row["n"]), *(_format_with_interval(row, name) for name in statistics))
+    return [*(Entry(_with_spaces(name)) for name in names), *(Entry(text, number=True) for text in numbers)]
 
 
-def _with_interval(row: Mapping[str, Any], name: str) -> str:
-    """Return a statistic and its interval, if it has one."""
+def _format_with_interval(row: Mapping[str, Any], name: str) -> str:
+    """Return a statistic of a row as text, with its interval if it has one; a dash if it is undefined."""
     value, low, high = (row[f"{name}{end}"] for end in ("", "_low", "_high"))
     if math.isnan(value):
         return "-"
     return f"{value:.2f}" if math.isnan(low) else f"{value:.2f} [{low:.2f}, {high:.2f}]"
 
 
-def _note(row: Mapping[Any, Any]) -> str:
-    """Return why statistics of a row are undefined, those with columns held constant included."""
-    partial = row.get("partial_note", "")
-    return (
-        row["note"] if partial in ("", row["note"]) else "; ".join(filter(None, (row["note"], f"partial: {partial}")))
-    )
+def _join_notes(row: Mapping[Any, Any]) -> str:
+    """Return why statistics of a row are undefined, including the partial correlations; empty if all are defined."""
+    note, partial_note = row["note"], row.get("partial_note", "")
+    return note if partial_note in ("", note) else "; ".join(filter(None, (note, f"partial: {partial_note}")))
 
 
-def _statistic_title(name: str) -> str:
+def _make_statistic_title(name: str) -> str:
+    """Return the title of a statistic, such as `partial Pearson`."""
     method = name.removeprefix("partial_")
     return method.capitalize() if method == name else f"partial {method.capitalize()}"
 
 
-def _caption(selection: Selection) -> str:
-    """Return the caption: what the intervals are, and what is held constant."""
+def _make_caption(selection: Selection) -> str:
+    """Return the caption of the table, which says what the intervals are and what is held constant."""
     blocks = "" if selection.block_length is None else " of blocks of neighbouring checkpoints"
     caption = (
-        f"Correlation of measures with scores over n points of the training, with {LEVEL:.0%} intervals from "
-        f"{selection.resamples} bootstrap resamples{blocks}."
+        f"Correlation of measures with scores over n points of the training, with {CONFIDENCE_LEVEL:.0%} intervals "
+        f"from {selection.resamples} bootstrap resamples{blocks}."
     )
-    if selection.given:
+    if selection.covariates:
         caption += (
-            f" Partial: with {', '.join(map(_readable, selection.given))} held constant, and Fisher's intervals, which "
-            "assume independent points."
+            f" Partial: with {', '.join(map(_with_spaces, selection.covariates))} held constant, and Fisher's "
+            "intervals, which assume independent points."
         )
     return caption
 
 
-def tables(table: Sheet) -> list[Table]:
-    """Return one terminal table for each model, without the notes."""
-    results = []
-    for model, rows in table.groups.items():
-        result = Table(title=f"{model or table.title}: {table.caption}", title_justify="left")
-        for name in ("task", "measure"):
-            result.add_column(name, overflow="fold")
-        result.add_column("n", justify="right", overflow="fold")
-        names = [name for name in table.header[4:] if name != "note"]
-        for name in names:
-            result.add_column(name, justify="right", overflow="fold", min_width=13)
+def make_terminal_tables(sheet: Sheet) -> list[Table]:
+    """Return a table of correlations for the terminal for each model, without the notes."""
+    tables = []
+    for model, rows in sheet.groups.items():
+        table = Table(title=f"{model or sheet.title}: {sheet.caption}", title_justify="left")
+        for header in ("task", "measure"):
+            table.add_column(header, overflow="fold")
+        table.add_column("n", justify="right", overflow="fold")
+        statistic_headers = [header for header in sheet.header[4:] if header != "note"]
+        for header in statistic_headers:
+            table.add_column(header, justify="right", overflow="fold", min_width=13)
         for row in rows:
-            task, measure, layer, n, *statistics = [entry.text for entry in row[: 4 + len(names)]]
+            task, measure, layer, n, *statistics = [entry.text for entry in row[: 4 + len(statistic_headers)]]
             # The interval stands below the statistic.
-            result.add_row(task, f"{measure}\n{layer}".strip(), n, *(text.replace(" ", "\n", 1) for text in statistics))
-        results.append(result)
-    return results
+            table.add_row(task, f"{measure}\n{layer}".strip(), n, *(text.replace(" ", "\n", 1) for text in statistics))
+        tables.append(table)
+    return tables
 
 
-def reasons(table: Sheet) -> list[str]:
+def describe_undefined(sheet: Sheet) -> list[str]:
     """Return why statistics of the table are undefined: at most five reasons, and how many more there are."""
-    noted = [row for row in table.frame.to_dict("records") if _note(row)]
-    lines = list(dict.fromkeys(f"{row['task']} with {row['measure']}: {_note(row)}" for row in noted))
-    return lines[:5] + ([f"... and {len(lines) - 5} more; see table.md"] if len(lines) > 5 else [])
+    noted_rows = [row for row in sheet.frame.to_dict("records") if _join_notes(row)]
+    reasons = list(dict.fromkeys(f"{row['task']} with {row['measure']}: {_join_notes(row)}" for row in noted_rows))
+    return reasons[:5] + ([f"... and {len(reasons) - 5} more; see table.md"] if len(reasons) > 5 else [])

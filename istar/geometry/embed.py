@@ -32,20 +32,22 @@ from istar.measures.rows import unit_vectors, upcast_blocks
 from istar.tasks.documents import read_documents
 from istar.tasks.tokenizing import tokenize
 
-FORMS: dict[str, Callable[[Tensor, int | None], Tensor]] = {
+FORM_FUNCTIONS: dict[str, Callable[[Tensor, int | None], Tensor]] = {
     "raw": lambda matrix, _: matrix,
     "centered": lambda matrix, _: centered(matrix),
     "scaled_centered": lambda matrix, _: scaled_centered(matrix),
     "all_but_the_top": all_but_the_top,
     "all_but_the_top_published": lambda matrix, components: all_but_the_top(matrix, components, "published"),
 }
+"""Post-processing of an embedding matrix by the name of its form, as a function of the matrix and of the number of
+components that are removed, which only the all-but-the-top forms use; None for their default."""
 PAPER_FORMS = ("raw", "centered", "all_but_the_top")
 """The forms whose isotropy the papers' tables have."""
-BIN = 1_000
-"""Tokens in a bin, as in Figure 3 of *Too Much in Common*."""
-SHARES = (0.3, 0.5, 0.98)
-"""Shares of a text whose tokens *Too Much in Common* counts, in section 2.2."""
-_COLUMNS = {
+BIN_SIZE = 1_000
+"""Number of tokens in a bin, as in Figure 3 of *Too Much in Common*."""
+TEXT_SHARES = (0.3, 0.5, 0.98)
+"""Shares of a text for which *Too Much in Common* counts the tokens that make them up, in section 2.2."""
+_TERMINAL_HEADERS = {
     # Forms are compared by the first; the second is the papers' convention, which depends on the eigensolver.
     "partition_isotropy_both": "I(W), both signs",
     "partition_isotropy_as_computed": "as computed",
@@ -57,11 +59,11 @@ _COLUMNS = {
 
 
 @dataclass(frozen=True)
-class Choice:
+class MatrixSettings:
     """Which matrix is measured, and how it is processed."""
 
     matrix: Which = "input"  # input or output embeddings
-    form: str = "raw"  # post-processing of the matrix, a key of `FORMS`; see `istar.measures.postprocess`
+    form: str = "raw"  # post-processing of the matrix, a key of `FORM_FUNCTIONS`; see `istar.measures.postprocess`
     components: int | None = None  # number of directions that the all-but-the-top forms remove; None for their default
     policy: wordsim.Policy = "single_token"  # treatment of words of several tokens; see `wordsim.word_vectors`
 
@@ -70,54 +72,62 @@ class Choice:
 class EmbeddingResults:
     """Measures of an embedding matrix, and the matrix."""
 
-    raw: Matrix  # the matrix as it is stored
+    matrix: Matrix  # the matrix as it is stored
     processed: Tensor  # the matrix in the requested form
     tokens: list[str | None]  # token of each row; None for rows without a token
-    about: dict[str, Any]  # model, tensor and form, as `embeddings.json` has them
-    figures: dict[str, dict[str, Any]]  # measures by form
-    similarity: pd.DataFrame  # word similarity, with a row for each benchmark and form
+    metadata: dict[str, Any]  # model, tensor and form, as `embeddings.json` has them
+    measures_by_form: dict[str, dict[str, Any]]
+    word_similarity: pd.DataFrame  # correlations with human ratings, with a row for each benchmark and form
     notes: list[str]  # why benchmarks are left out, one line each
-    unused: pd.DataFrame  # cosine of unused tokens with the other tokens, by bins of tokens; see `unused_similarity`
-    frequency: pd.DataFrame  # tokens of the texts, the most frequent first
+    unused_similarity: pd.DataFrame  # cosine of unused tokens with others by bins; see `measure_unused_similarity`
+    token_frequencies: pd.DataFrame  # tokens of the texts, the most frequent first
 
 
-def embed(
-    config: ModelConfig, choice: Choice, benchmarks: Sequence[Path] = (), texts: Sequence[Source] = ()
+def measure_embeddings(
+    config: ModelConfig, settings: MatrixSettings, benchmarks: Sequence[Path] = (), texts: Sequence[Source] = ()
 ) -> EmbeddingResults:
     """Measure an embedding matrix raw, centered, without its top directions, and in the requested form.
+
+    Args:
+        config: the model that has the matrix.
+        settings: which of its matrices is measured, and in which form.
+        benchmarks: files of word similarity benchmarks.
+        texts: texts in which tokens are counted.
 
     Raises:
         UserError: if the model, a benchmark or a text cannot be read, or an option does not fit the others.
     """
-    if choice.components is not None and not choice.form.startswith("all_but_the_top"):
-        raise UserError(f"--components needs an all_but_the_top form, but --form is {choice.form}; remove --components")
-    read_benchmarks = [wordsim.read_benchmark(path) for path in benchmarks]
+    if settings.components is not None and not settings.form.startswith("all_but_the_top"):
+        raise UserError(
+            f"--components needs an all_but_the_top form, but --form is {settings.form}; remove --components"
+        )
+    loaded_benchmarks = [wordsim.read_benchmark(path) for path in benchmarks]
     tokenizer = models.load_tokenizer(config)
-    matrix = read_matrix(config, choice.matrix)
+    matrix = read_matrix(config, settings.matrix)
     tokens = tokens_by_row(tokenizer, len(matrix.values))
-    processed = FORMS[choice.form](matrix.values, choice.components)
-    # The three forms of the papers' tables, and the requested form if it is another one.
-    figures = {form: matrix_measures(FORMS[form](matrix.values, None)) for form in PAPER_FORMS}
-    if choice.components is not None or choice.form not in figures:
-        figures[choice.form] = matrix_measures(processed)
-    forms = {"raw": matrix.values, choice.form: processed}
+    processed = FORM_FUNCTIONS[settings.form](matrix.values, settings.components)
+    # The forms of the papers, and the requested form if it is another one.
+    measures_by_form = {form: matrix_measures(FORM_FUNCTIONS[form](matrix.values, None)) for form in PAPER_FORMS}
+    if settings.components is not None or settings.form not in measures_by_form:
+        measures_by_form[settings.form] = matrix_measures(processed)
+    matrix_by_form = {"raw": matrix.values, settings.form: processed}
     counts = count_tokens(texts, tokenizer, len(tokens)) if texts else None
-    similarity, notes = word_similarity(read_benchmarks, forms, tokenizer, choice.policy)
+    similarity, notes = measure_word_similarity(loaded_benchmarks, matrix_by_form, tokenizer, settings.policy)
     return EmbeddingResults(
         matrix,
         processed,
         tokens,
-        {**describe(config, matrix), "form": choice.form, "components": choice.components},
-        figures,
+        {**make_metadata(config, matrix), "form": settings.form, "components": settings.components},
+        measures_by_form,
         similarity,
         notes,
-        unused_similarity(forms, tokens, set(tokenizer.all_special_ids), counts),
-        pd.DataFrame() if counts is None else frequencies(counts, tokens),
+        measure_unused_similarity(matrix_by_form, tokens, set(tokenizer.all_special_ids), counts),
+        pd.DataFrame() if counts is None else make_frequency_table(counts, tokens),
     )
 
 
-def describe(config: ModelConfig, matrix: Matrix) -> dict[str, Any]:
-    """Return the model, its revision, the hash of the matrix, and where the matrix was found."""
+def make_metadata(config: ModelConfig, matrix: Matrix) -> dict[str, Any]:
+    """Return the model's name and revision, the hash of the embedding matrix, and the tensor that holds the matrix."""
     return {
         "model": config.name,
         "revision": config.revision,
@@ -130,28 +140,38 @@ def describe(config: ModelConfig, matrix: Matrix) -> dict[str, Any]:
 
 
 def tokens_by_row(tokenizer: PreTrainedTokenizerBase, rows: int) -> list[str | None]:
-    """Return the token of each row; embeddings often have more rows than the vocabulary has tokens."""
-    tokens = {number: token for token, number in tokenizer.get_vocab().items()}
-    highest = max(tokens)
-    if highest >= rows:
+    """Return the token of each row of an embedding matrix, or None for a row without a token.
+
+    Embeddings often have more rows than the vocabulary has tokens.
+
+    Raises:
+        UserError: if a token of the tokenizer has no row.
+    """
+    token_by_id = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
+    largest_id = max(token_by_id)
+    if largest_id >= rows:
         raise UserError(
-            f"the tokenizer has token {highest}, but the embeddings have {rows} rows; expected more rows; "
+            f"the tokenizer has token {largest_id}, but the embeddings have {rows} rows; expected more rows; "
             "the two are not of one model"
         )
-    return [tokens.get(number) for number in range(rows)]
+    return [token_by_id.get(token_id) for token_id in range(rows)]
 
 
-def word_similarity(
+def measure_word_similarity(
     benchmarks: Iterable[wordsim.Benchmark],
-    forms: Mapping[str, Tensor],
+    matrix_by_form: Mapping[str, Tensor],
     tokenizer: PreTrainedTokenizerBase,
     policy: wordsim.Policy,
 ) -> tuple[pd.DataFrame, list[str]]:
-    """Return a row for each benchmark and form, and a note for each benchmark with too few known words."""
+    """Correlate the similarities of word embeddings with human ratings, for each benchmark and form of the matrix.
+
+    Returns:
+        A row for each benchmark and form, and a note for each benchmark of which too few words have a vector.
+    """
     rows: list[dict[str, Any]] = []
     notes: list[str] = []
     for benchmark in benchmarks:
-        for form, matrix in forms.items():
+        for form, matrix in matrix_by_form.items():
             vectors = wordsim.word_vectors(benchmark.words(), tokenizer, matrix, policy)
             try:
                 result = wordsim.similarity(vectors, benchmark)
@@ -178,7 +198,7 @@ def word_similarity(
 
 
 def count_tokens(texts: Iterable[Source], tokenizer: PreTrainedTokenizerBase, rows: int) -> np.ndarray:
-    """Count how often each token occurs, `(rows,)`; the special tokens around a text are not counted.
+    """Count how often each token occurs in texts, `(rows,)`; the special tokens around a text are not counted.
 
     Raises:
         UserError: if a file cannot be read, or the texts have no tokens.
@@ -192,106 +212,121 @@ def count_tokens(texts: Iterable[Source], tokenizer: PreTrainedTokenizerBase, ro
     return counts
 
 
-def frequencies(counts: np.ndarray, tokens: Sequence[str | None]) -> pd.DataFrame:
-    """Return a row for each token that occurs, the most frequent first, with its share and the cumulative share."""
-    ids = _by_frequency(counts)
+def make_frequency_table(counts: np.ndarray, tokens: Sequence[str | None]) -> pd.DataFrame:
+    """Return a row for each token that occurs, the most frequent first, with its share and the cumulative share.
+
+    Args:
+        counts: number of occurrences by token id.
+        tokens: tokens by token id.
+    """
+    ids = _sort_by_frequency(counts)
     shares = counts[ids] / counts.sum()
     return pd.DataFrame({
         "rank": np.arange(1, len(ids) + 1),
         "id": ids,
-        "token": [json.dumps(tokens[number]) for number in ids],
+        "token": [json.dumps(tokens[token_id]) for token_id in ids],
         "count": counts[ids],
         "share": shares,
         "cumulative_share": shares.cumsum(),
     })  # fmt: skip
 
 
-def needed(cumulative_share: pd.Series, share: float) -> int:
+def count_needed(cumulative_share: pd.Series, share: float) -> int:
     """Return how many of the most frequent tokens or words make up at least this share of a text."""
     # The tolerance allows for rounding errors in the cumulative sum.
     return int(cumulative_share.to_numpy().searchsorted(share * (1 - 1e-12))) + 1
 
 
-def _by_frequency(counts: np.ndarray) -> np.ndarray:
-    """Return the ids that occur, the most frequent first; of equally frequent ids the smaller one comes first."""
+def _sort_by_frequency(counts: np.ndarray) -> np.ndarray:
+    """Return the indices of the counts that are not 0, the largest count first; equal counts keep their order."""
     order = np.argsort(-counts, kind="stable")
     return order[: np.count_nonzero(counts)]
 
 
-def unused_tokens(tokens: Sequence[str | None]) -> list[int]:
+def find_unused_tokens(tokens: Sequence[str | None]) -> list[int]:
     """Return the ids of placeholder tokens such as BERT's `[unused0]`, which no text contains.
 
-    Without placeholders these are the last 1,000 tokens, as in the paper, or none of fewer than 2,000.
+    A vocabulary without placeholders is represented by its last 1,000 tokens, as in *Too Much in Common*. If it has
+    fewer than 2,000 tokens, the result is empty.
     """
     pattern = re.compile(r"[\[<]unused_?\d+[\]>]")
-    placeholders = [number for number, token in enumerate(tokens) if token and pattern.fullmatch(token)]
-    known = [number for number, token in enumerate(tokens) if token is not None]
-    return placeholders or (known[-BIN:] if len(known) >= 2 * BIN else [])
+    placeholders = [token_id for token_id, token in enumerate(tokens) if token and pattern.fullmatch(token)]
+    known = [token_id for token_id, token in enumerate(tokens) if token is not None]
+    return placeholders or (known[-BIN_SIZE:] if len(known) >= 2 * BIN_SIZE else [])
 
 
-def unused_similarity(
-    forms: Mapping[str, Tensor], tokens: Sequence[str | None], special: set[int], counts: np.ndarray | None
+def measure_unused_similarity(
+    matrix_by_form: Mapping[str, Tensor], tokens: Sequence[str | None], special_ids: set[int], counts: np.ndarray | None
 ) -> pd.DataFrame:
     """Compute the mean cosine of unused tokens with the others, in bins of 1,000 (*Too Much in Common*, Figure 3).
 
-    The bins are by token id, as in the paper: vocabularies such as BERT's are ordered by frequency. If tokens were
-    counted, there are also bins by rank of frequency, and one bin of the tokens that do not occur.
+    The bins are by token id, as in the paper: vocabularies such as BERT's are ordered by frequency. If `counts` is
+    given, there are also bins by rank of frequency, and one bin of the tokens that do not occur.
 
     Args:
-        forms: matrices `(rows, d)` by form.
-        tokens: token of each row.
-        special: ids to leave out.
+        matrix_by_form: matrices `(rows, d)` by form.
+        tokens: token of each row; None for rows without a token.
+        special_ids: ids of special tokens, which are left out.
         counts: number of occurrences of each token, `(rows,)`; None if unknown.
+
+    Returns:
+        A row for each bin that has tokens; no rows if there are no unused tokens.
     """
-    unused = unused_tokens(tokens)
-    if not unused:
+    unused_ids = find_unused_tokens(tokens)
+    if not unused_ids:
         return pd.DataFrame()
-    excluded = special.union(unused)
-    others = np.array([i for i, token in enumerate(tokens) if token is not None and i not in excluded], dtype=int)
-    cosines: dict[str, np.ndarray] = {}
-    for form, matrix in forms.items():
-        mean_direction = unit_vectors(matrix[unused].double())[0].mean(0)
-        cosines[f"cosine_{form}"] = torch.cat([
+    excluded = special_ids.union(unused_ids)
+    used_ids = np.array([i for i, token in enumerate(tokens) if token is not None and i not in excluded], dtype=int)
+    cosines_by_column: dict[str, np.ndarray] = {}
+    for form, matrix in matrix_by_form.items():
+        mean_direction = unit_vectors(matrix[unused_ids].double())[0].mean(0)
+        cosines_by_column[f"cosine_{form}"] = torch.cat([
             unit_vectors(block)[0] @ mean_direction for block in upcast_blocks(matrix)
         ]).numpy()  # fmt: skip
     rows: list[dict[str, Any]] = []
-    for order, first, last, ids in _bins(others, counts):
+    for order, first, last, ids in _iterate_bins(used_ids, counts):
         if len(ids):
             occurrences = None if counts is None else int(counts[ids].sum())
             row = {"order": order, "first": first, "last": last, "tokens": len(ids), "occurrences": occurrences}
-            rows.append({**row, **{name: values[ids].mean() for name, values in cosines.items()}})
+            rows.append({**row, **{name: cosines[ids].mean() for name, cosines in cosines_by_column.items()}})
     return pd.DataFrame(rows)
 
 
-def _bins(others: np.ndarray, counts: np.ndarray | None) -> Iterator[tuple[str, int | None, int | None, np.ndarray]]:
-    """Yield for each bin the order, its first and last position in that order, and its ids."""
-    for start in range(0, int(others.max(initial=-1)) + 1, BIN):
-        yield "index", start, start + BIN - 1, others[(others >= start) & (others < start + BIN)]
+def _iterate_bins(
+    ids: np.ndarray, counts: np.ndarray | None
+) -> Iterator[tuple[str, int | None, int | None, np.ndarray]]:
+    """Divide token ids into bins by id and, if `counts` is given, also by rank of frequency.
+
+    Yields:
+        For each bin: what it is ordered by, its first and last position in that order, and its token ids.
+    """
+    for start in range(0, int(ids.max(initial=-1)) + 1, BIN_SIZE):
+        yield "index", start, start + BIN_SIZE - 1, ids[(ids >= start) & (ids < start + BIN_SIZE)]
     if counts is None:
         return
-    ranked = others[_by_frequency(counts[others])]
-    for start in range(0, len(ranked), BIN):
-        yield "frequency", start + 1, min(start + BIN, len(ranked)), ranked[start : start + BIN]
-    yield "not in the text", None, None, others[counts[others] == 0]
+    ranked_ids = ids[_sort_by_frequency(counts[ids])]
+    for start in range(0, len(ranked_ids), BIN_SIZE):
+        yield "frequency", start + 1, min(start + BIN_SIZE, len(ranked_ids)), ranked_ids[start : start + BIN_SIZE]
+    yield "not in the text", None, None, ids[counts[ids] == 0]
 
 
-def write(results: EmbeddingResults, out: Path) -> list[Path]:
-    """Write `embeddings.json` and the CSV tables that have rows; returns their paths.
+def write_results(results: EmbeddingResults, out: Path) -> list[Path]:
+    """Write the measures to `embeddings.json` and to CSV files, and return the paths of the written files.
 
-    All files of an earlier call for the same model are removed.
+    A table without rows is not written. Files that an earlier call has written for the same model are removed.
 
     Raises:
         UserError: if the folder holds the measures of another model.
     """
-    _remove_earlier(results, out)
-    text = json.dumps({**results.about, "figures": results.figures}, indent=1)
+    _remove_earlier_results(results, out)
+    text = json.dumps({**results.metadata, "figures": results.measures_by_form}, indent=1)
     write_text(out / "embeddings.json", text + "\n")
-    rows = [{**results.about, "form": form, **figures} for form, figures in results.figures.items()]
+    rows = [{**results.metadata, "form": form, **measures} for form, measures in results.measures_by_form.items()]
     tables = {
         "embeddings": pd.DataFrame(rows).drop(columns="singular_values"),
-        "wordsim": results.similarity,
-        "unused": results.unused,
-        "frequency": results.frequency,
+        "wordsim": results.word_similarity,
+        "unused": results.unused_similarity,
+        "frequency": results.token_frequencies,
     }
     written = [out / "embeddings.json"]
     for name, table in tables.items():
@@ -304,37 +339,42 @@ def write(results: EmbeddingResults, out: Path) -> list[Path]:
     return written
 
 
-def _remove_earlier(results: EmbeddingResults, out: Path) -> None:
-    """Remove the matrix and the model that an earlier call has saved; refuse a folder of another model."""
+def _remove_earlier_results(results: EmbeddingResults, out: Path) -> None:
+    """Remove the matrix and the model that an earlier call has saved in the output folder.
+
+    Raises:
+        UserError: if the folder holds the measures of another model, or the model that is measured.
+    """
     try:
         earlier = json.loads((out / "embeddings.json").read_text(encoding="utf-8"))
-        model, weights = ModelName(earlier["model"], earlier["revision"]), earlier.get("weights")
+        earlier_model, earlier_weights = ModelName(earlier["model"], earlier["revision"]), earlier.get("weights")
     except (OSError, ValueError, TypeError, KeyError):  # missing or foreign
         return
-    about = results.about
-    refuse_other_model(out, model, ModelName(about["model"], about["revision"]), lambda: weights == about["weights"])
-    if Path(about["model"]).is_dir() and Path(about["model"]).resolve().is_relative_to(out.resolve()):
-        raise UserError(f"--out {out} contains the model {about['model']}; expected another folder: --out <folder>")
-    for name in ("embeddings.safetensors", "tokens.txt"):
-        (out / name).unlink(missing_ok=True)
+    name, weights = results.metadata["model"], results.metadata["weights"]
+    model = ModelName(name, results.metadata["revision"])
+    refuse_other_model(out, earlier_model, model, lambda: earlier_weights == weights)
+    if Path(name).is_dir() and Path(name).resolve().is_relative_to(out.resolve()):
+        raise UserError(f"--out {out} contains the model {name}; expected another folder: --out <folder>")
+    for file_name in ("embeddings.safetensors", "tokens.txt"):
+        (out / file_name).unlink(missing_ok=True)
     shutil.rmtree(out / "model", ignore_errors=True)
 
 
 def write_matrix(results: EmbeddingResults, out: Path) -> list[Path]:
-    """Write the processed matrix to `embeddings.safetensors`, and its rows' tokens to `tokens.txt`.
+    """Write the processed matrix to `embeddings.safetensors` and its rows' tokens to `tokens.txt`; return both paths.
 
-    Each line of `tokens.txt` is a token as a JSON string, or `null` for a row without a token. Returns both paths.
+    Each line of `tokens.txt` is a token as a JSON string, or `null` for a row without a token.
     """
-    tensor = f"{results.about['matrix']}_embeddings"
-    metadata = {name: str(value) for name, value in results.about.items() if value is not None}
+    tensor_name = f"{results.metadata['matrix']}_embeddings"
+    metadata = {name: str(value) for name, value in results.metadata.items() if value is not None}
     with atomic_write(out / "embeddings.safetensors") as file:
-        file.write(save({tensor: results.processed.contiguous()}, metadata))
+        file.write(save({tensor_name: results.processed.contiguous()}, metadata))
     write_text(out / "tokens.txt", "".join(json.dumps(token) + "\n" for token in results.tokens))
     return [out / "embeddings.safetensors", out / "tokens.txt"]
 
 
 def write_model(results: EmbeddingResults, config: ModelConfig, out: Path) -> Path:
-    """Save the whole model with the processed matrix to the folder `model`; returns the folder.
+    """Save the whole model with the processed matrix to the folder `model` in `out`, and return that folder.
 
     Tied output embeddings stay tied, so that they are processed too.
 
@@ -342,53 +382,55 @@ def write_model(results: EmbeddingResults, config: ModelConfig, out: Path) -> Pa
         UserError: if the model cannot be loaded or written.
     """
     model = models.load_pretrained(config, type(models.build_meta_model(models.load_pretrained(config, AutoConfig))))
-    layer = model.get_input_embeddings() if results.raw.which == "input" else model.get_output_embeddings()
+    layer = model.get_input_embeddings() if results.matrix.which == "input" else model.get_output_embeddings()
     with torch.no_grad():
         layer.weight.copy_(results.processed)
-    draft, folder = out / ".model", out / "model"
-    for leftover in (draft, folder):
+    temporary_folder, folder = out / ".model", out / "model"
+    for leftover in (temporary_folder, folder):
         shutil.rmtree(leftover, ignore_errors=True)
     try:
-        draft.mkdir(parents=True)
-        models.save(model, models.load_tokenizer(config), draft)
-        draft.rename(folder)
+        temporary_folder.mkdir(parents=True)
+        models.save(model, models.load_tokenizer(config), temporary_folder)
+        temporary_folder.rename(folder)
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {shorten(error)}") from error
     return folder
 
 
-def tables(results: EmbeddingResults) -> list[Table]:
-    """Return the terminal tables: measures by form, and word similarity times 100, as in the paper."""
-    about = results.about
-    file = about["file"] or "the whole model"
-    title = f"{Path(about['model']).name}: {about['matrix']} embeddings, {about['tensor']} of {file}"
-    rows = {form: [figures[name] for name in _COLUMNS] for form, figures in results.figures.items()}
-    measures = number_table(title, "form", _COLUMNS.values(), rows)
-    if results.similarity.empty:
-        return [measures]
-    policy = results.similarity["policy"][0].replace("_", " ")
+def make_terminal_tables(results: EmbeddingResults) -> list[Table]:
+    """Return tables for the terminal: the measures by form and, with benchmarks, the word similarity times 100."""
+    metadata = results.metadata
+    file = metadata["file"] or "the whole model"
+    title = f"{Path(metadata['model']).name}: {metadata['matrix']} embeddings, {metadata['tensor']} of {file}"
+    values_by_form = {
+        form: [measures[name] for name in _TERMINAL_HEADERS] for form, measures in results.measures_by_form.items()
+    }
+    measure_table = number_table(title, "form", _TERMINAL_HEADERS.values(), values_by_form)
+    if results.word_similarity.empty:
+        return [measure_table]
+    policy = results.word_similarity["policy"][0].replace("_", " ")
     title = f"word similarity: Pearson's r and Spearman's rho with the ratings, x 100; {policy}"
-    similarity = Table(title=title, title_justify="left")
+    similarity_table = Table(title=title, title_justify="left")
     for name in ("benchmark", "form"):
-        similarity.add_column(name, overflow="fold")
+        similarity_table.add_column(name, overflow="fold")
     for name in ("pairs", "cosine r", "cosine rho", "product r", "product rho"):
-        similarity.add_column(name, justify="right", overflow="fold")
-    for benchmark, form, _, pairs, kept, *scores, _ in results.similarity.itertuples(index=False):
-        texts = ("-" if math.isnan(score) else f"{100 * score:.2f}" for score in scores)
-        similarity.add_row(benchmark, form, f"{kept}/{pairs}", *texts)
-    return [measures, similarity]
+        similarity_table.add_column(name, justify="right", overflow="fold")
+    for benchmark, form, _, pairs, kept, *correlations, _ in results.word_similarity.itertuples(index=False):
+        cells = ("-" if math.isnan(value) else f"{100 * value:.2f}" for value in correlations)
+        similarity_table.add_row(benchmark, form, f"{kept}/{pairs}", *cells)
+    return [measure_table, similarity_table]
 
 
-def remarks(results: EmbeddingResults) -> list[str]:
-    """Return notes for the user, one line each."""
-    lines = list(results.notes)
-    if not results.similarity.empty:
-        noted = results.similarity[results.similarity["note"] != ""]
-        lines += [f"undefined: {row.benchmark}, {row.form}: {row.note}" for row in noted.itertuples()]
-    if results.about["tied"]:
-        lines.append("the output embeddings are tied to the input embeddings: processing one processes both")
-    if not results.frequency.empty:
-        cumulative = results.frequency["cumulative_share"]
-        ranks = [f"{needed(cumulative, share):,} for {share:.0%}" for share in SHARES]
-        lines.append(f"most frequent tokens needed to cover the text: {', '.join(ranks)}")
-    return lines
+def make_remarks(results: EmbeddingResults) -> list[str]:
+    """Return remarks on the results for the user, one line each, such as the benchmarks that are left out and why."""
+    remarks = list(results.notes)
+    if not results.word_similarity.empty:
+        undefined = results.word_similarity[results.word_similarity["note"] != ""]
+        remarks += [f"undefined: {row.benchmark}, {row.form}: {row.note}" for row in undefined.itertuples()]
+    if results.metadata["tied"]:
+        remarks.append("the output embeddings are tied to the input embeddings: processing one processes both")
+    if not results.token_frequencies.empty:
+        cumulative_share = results.token_frequencies["cumulative_share"]
+        counts = [f"{count_needed(cumulative_share, share):,} for {share:.0%}" for share in TEXT_SHARES]
+        remarks.append(f"most frequent tokens needed to cover the text: {', '.join(counts)}")
+    return remarks

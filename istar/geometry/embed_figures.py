@@ -14,34 +14,44 @@ from istar.geometry.embed_models import ModelEmbeddings
 from istar.geometry.model_figures import MATRIX_ROUNDING, decay, panel, projection_panels
 from istar.geometry.spheres import POINTS, Spectrum
 
-_MAX_RANKS = 200
-"""Most points of a line over ranks."""
+_MAX_RANK_POINTS = 200
+"""Largest number of points of a line over ranks."""
 _RANK_BINS = 30
-_BEFORE, _AFTER = "before centering", "after centering"
+"""Largest number of bins in the plot of norms by rank of frequency."""
+_BEFORE_CENTERING, _AFTER_CENTERING = "before centering", "after centering"
 
 
-def plots(subjects: Sequence[ModelEmbeddings], words: pd.DataFrame, spheres: Sequence[Spectrum]) -> list[Plot]:
-    """Return all plots in the order of the paper."""
+def make_plots(models: Sequence[ModelEmbeddings], words: pd.DataFrame, spheres: Sequence[Spectrum]) -> list[Plot]:
+    """Return the plots of Figures 1 to 6 of *Too Much in Common*, and of norms by frequency.
+
+    Args:
+        models: the measured embedding matrices.
+        words: frequencies of the texts' words; empty without texts.
+        spheres: spheres at several distances from the origin.
+    """
     return [
-        projection(subjects),
-        singular_values(subjects),
-        sphere_points(spheres),
-        sphere_spectra(spheres),
-        unused(subjects),
-        frequencies(subjects, words),
-        norms(subjects),
-        centering(subjects),
-        frequency_norms(subjects),
+        make_projection_plot(models),
+        make_singular_value_plot(models),
+        make_sphere_plot(spheres),
+        make_sphere_spectrum_plot(spheres),
+        make_unused_plot(models),
+        make_frequency_plot(models, words),
+        make_norm_plot(models),
+        make_centering_plot(models),
+        make_frequency_norm_plot(models),
     ]
 
 
-def projection(subjects: Sequence[ModelEmbeddings]) -> Plot:
-    """Plot rows of each matrix along its first two singular directions, raw and centered (Figure 1, a, b, d, e)."""
+def make_projection_plot(models: Sequence[ModelEmbeddings]) -> Plot:
+    """Return a plot of each matrix's rows along its first two singular directions, raw and centered.
+
+    It is Figure 1 (a, b, d, e) of *Too Much in Common*.
+    """
     panels: list[Panel] = []
-    for subject in subjects:
-        added, explanation = projection_panels(subject.rows, subject.label)
-        panels += [replace(panel, model=subject.label, held=explanation.removesuffix(".")) for panel in added[:1]]
-        panels += [replace(panel, model=subject.label) for panel in added[1:]]
+    for model in models:
+        model_panels, explanation = projection_panels(model.projected_rows, model.label)
+        panels += [replace(panel, model=model.label, held=explanation.removesuffix(".")) for panel in model_panels[:1]]
+        panels += [replace(panel, model=model.label) for panel in model_panels[1:]]
     return Plot(
         "figure1_projection",
         "Figure 1, projections",
@@ -54,15 +64,18 @@ def projection(subjects: Sequence[ModelEmbeddings]) -> Plot:
     )
 
 
-def singular_values(subjects: Sequence[ModelEmbeddings]) -> Plot:
-    """Plot the singular values of each matrix before and after centering (Figure 1, c and f)."""
+def make_singular_value_plot(models: Sequence[ModelEmbeddings]) -> Plot:
+    """Return a plot of the singular values of each matrix before and after centering.
+
+    It is Figure 1 (c, f) of *Too Much in Common*.
+    """
     panels = []
-    for subject in subjects:
+    for model in models:
         lines = [
-            decay(label, subject.figures[form]["singular_values"], MATRIX_ROUNDING)
-            for label, form in ((_BEFORE, "raw"), (_AFTER, "centered"))
+            decay(label, model.measures_by_form[form]["singular_values"], MATRIX_ROUNDING)
+            for label, form in ((_BEFORE_CENTERING, "raw"), (_AFTER_CENTERING, "centered"))
         ]
-        panels.append(panel("singular value", lines, subject.label))
+        panels.append(panel("singular value", lines, model.label))
     return Plot(
         "figure1_singular_values",
         "Figure 1, singular values",
@@ -75,9 +88,12 @@ def singular_values(subjects: Sequence[ModelEmbeddings]) -> Plot:
     )
 
 
-def sphere_points(spheres: Sequence[Spectrum]) -> Plot:
-    """Plot the points of spheres at several distances from the origin (Figure 2, a)."""
-    lines = [Line(_center(sphere), sphere.x, sphere.y) for sphere in spheres]
+def make_sphere_plot(spheres: Sequence[Spectrum]) -> Plot:
+    """Return a plot of the points of spheres at several distances from the origin.
+
+    It is Figure 2 (a) of *Too Much in Common*.
+    """
+    lines = [Line(_sphere_label(sphere), sphere.x, sphere.y) for sphere in spheres]
     return Plot(
         "figure2_spheres",
         "Figure 2, spheres",
@@ -89,10 +105,12 @@ def sphere_points(spheres: Sequence[Spectrum]) -> Plot:
     )
 
 
-def sphere_spectra(spheres: Sequence[Spectrum]) -> Plot:
-    """Plot the singular values of these points (Figure 2, b)."""
-    numbers = tuple(float(number) for number in range(1, 4))
-    lines = [Line(_center(sphere), numbers, sphere.singular_values) for sphere in spheres]
+def make_sphere_spectrum_plot(spheres: Sequence[Spectrum]) -> Plot:
+    """Return a plot of the singular values of the points of spheres at several distances from the origin.
+
+    It is Figure 2 (b) of *Too Much in Common*.
+    """
+    lines = [Line(_sphere_label(sphere), (1.0, 2.0, 3.0), sphere.singular_values) for sphere in spheres]
     return Plot(
         "figure2_singular_values",
         "Figure 2, singular values",
@@ -105,21 +123,24 @@ def sphere_spectra(spheres: Sequence[Spectrum]) -> Plot:
     )
 
 
-def unused(subjects: Sequence[ModelEmbeddings]) -> Plot:
-    """Plot the mean cosine of unused tokens with the other tokens (Figure 3)."""
-    orders = {"index": "by token id", "frequency": "by frequency in the texts"}
+def make_unused_plot(models: Sequence[ModelEmbeddings]) -> Plot:
+    """Return a plot of the mean cosine of unused tokens with the other tokens, by bins of tokens.
+
+    It is Figure 3 of *Too Much in Common*.
+    """
+    title_by_order = {"index": "by token id", "frequency": "by frequency in the texts"}
     panels = []
-    for order, title in orders.items():
+    for order, title in title_by_order.items():
         lines = []
-        for subject in subjects:
-            if not subject.unused.empty:
-                bins = subject.unused[subject.unused["order"] == order]
+        for model in models:
+            if not model.unused_similarity.empty:
+                bins = model.unused_similarity[model.unused_similarity["order"] == order]
                 if len(bins):
-                    numbers = tuple((bins["first"].astype(int) // embed.BIN).astype(float))
-                    lines.append(Line(subject.label, numbers, tuple(bins["cosine_raw"])))
+                    indices = tuple((bins["first"].astype(int) // embed.BIN_SIZE).astype(float))
+                    lines.append(Line(model.label, indices, tuple(bins["cosine_raw"])))
         if lines:
-            single = _only_label(lines)
-            panels.append(panel("mean cosine", lines, f"{single}, {title}" if single else title))
+            label = _only_label(lines)
+            panels.append(panel("mean cosine", lines, f"{label}, {title}" if label else title))
     return Plot(
         "figure3_unused",
         "Figure 3, unused tokens",
@@ -127,20 +148,23 @@ def unused(subjects: Sequence[ModelEmbeddings]) -> Plot:
         "such as BERT's stands for the rank by frequency, and by frequency in the texts. Unused tokens are "
         "placeholders such as [unused0] or, in vocabularies without them, the last 1,000 tokens.",
         "line",
-        f"number of the bin of {embed.BIN:,} tokens",
+        f"number of the bin of {embed.BIN_SIZE:,} tokens",
         tuple(panels),
     )
 
 
-def frequencies(subjects: Sequence[ModelEmbeddings], words: pd.DataFrame) -> Plot:
-    """Plot the share of words and tokens in the texts by their rank (Figure 4)."""
-    frames = {"words": words} | {f"tokens of {subject.label}": subject.frequency for subject in subjects}
+def make_frequency_plot(models: Sequence[ModelEmbeddings], words: pd.DataFrame) -> Plot:
+    """Return a plot of the share of words and tokens in the texts by their rank of frequency.
+
+    It is Figure 4 of *Too Much in Common*.
+    """
+    frequencies_by_label = {"words": words} | {f"tokens of {model.label}": model.token_frequencies for model in models}
     lines = []
-    for label, frame in frames.items():
-        if not frame.empty:
-            ranks = _spread_ranks(len(frame))
-            shares = 100 * frame["share"].to_numpy()
-            lines.append(Line(label, tuple(map(float, ranks)), tuple(shares[ranks - 1])))
+    for label, frequencies in frequencies_by_label.items():
+        if not frequencies.empty:
+            ranks = _spread_ranks(len(frequencies))
+            percentages = 100 * frequencies["share"].to_numpy()
+            lines.append(Line(label, tuple(map(float, ranks)), tuple(percentages[ranks - 1])))
     return Plot(
         "figure4_frequencies",
         "Figure 4, frequencies of words and tokens",
@@ -155,9 +179,9 @@ def frequencies(subjects: Sequence[ModelEmbeddings], words: pd.DataFrame) -> Plo
     )
 
 
-def norms(subjects: Sequence[ModelEmbeddings]) -> Plot:
-    """Plot the density of the norms of each matrix's rows (Figure 5)."""
-    lines = [line for subject in subjects if (line := _density_line(subject.label, subject.norms["raw"]))]
+def make_norm_plot(models: Sequence[ModelEmbeddings]) -> Plot:
+    """Return a plot of the density of the norms of each matrix's rows (Figure 5 of *Too Much in Common*)."""
+    lines = [line for model in models if (line := _make_density_line(model.label, model.row_norms["raw"]))]
     return Plot(
         "figure5_norms",
         "Figure 5, norms",
@@ -169,14 +193,17 @@ def norms(subjects: Sequence[ModelEmbeddings]) -> Plot:
     )
 
 
-def centering(subjects: Sequence[ModelEmbeddings]) -> Plot:
-    """Plot the density of the norms before and after centering (Figure 6)."""
+def make_centering_plot(models: Sequence[ModelEmbeddings]) -> Plot:
+    """Return a plot of the density of the norms of each matrix's rows before and after centering.
+
+    It is Figure 6 of *Too Much in Common*.
+    """
     panels = []
-    for subject in subjects:
-        pairs = ((_BEFORE, "raw"), (_AFTER, "centered"))
-        lines = [line for label, form in pairs if (line := _density_line(label, subject.norms[form]))]
+    for model in models:
+        labels = ((_BEFORE_CENTERING, "raw"), (_AFTER_CENTERING, "centered"))
+        lines = [line for label, form in labels if (line := _make_density_line(label, model.row_norms[form]))]
         if lines:
-            panels.append(panel("density", lines, subject.label))
+            panels.append(panel("density", lines, model.label))
     return Plot(
         "figure6_centering",
         "Figure 6, norms before and after centering",
@@ -188,16 +215,20 @@ def centering(subjects: Sequence[ModelEmbeddings]) -> Plot:
     )
 
 
-def frequency_norms(subjects: Sequence[ModelEmbeddings]) -> Plot:
-    """Plot the average norm of the tokens' rows by rank of frequency, which section 5.2 describes without a figure."""
+def make_frequency_norm_plot(models: Sequence[ModelEmbeddings]) -> Plot:
+    """Return a plot of the average norm of the tokens' rows by rank of frequency.
+
+    Section 5.2 of *Too Much in Common* describes it without a figure.
+    """
     lines = []
-    for subject in subjects:
-        if not subject.frequency.empty:
-            values = subject.frequency["norm"].to_numpy()
-            edges = np.unique(np.geomspace(1, len(values) + 1, _RANK_BINS + 1).round().astype(int))
+    for model in models:
+        if not model.token_frequencies.empty:
+            norms = model.token_frequencies["norm"].to_numpy()
+            edges = np.unique(np.geomspace(1, len(norms) + 1, _RANK_BINS + 1).round().astype(int))
             bins = list(itertools.pairwise(edges))
-            xs = tuple(float(np.sqrt(low * (high - 1))) for low, high in bins)
-            lines.append(Line(subject.label, xs, tuple(float(values[low - 1 : high - 1].mean()) for low, high in bins)))
+            middles = tuple(float(np.sqrt(low * (high - 1))) for low, high in bins)
+            means = tuple(float(norms[low - 1 : high - 1].mean()) for low, high in bins)
+            lines.append(Line(model.label, middles, means))
     return Plot(
         "frequency_norms",
         "Norms by frequency",
@@ -211,21 +242,22 @@ def frequency_norms(subjects: Sequence[ModelEmbeddings]) -> Plot:
     )
 
 
-def _center(sphere: Spectrum) -> str:
+def _sphere_label(sphere: Spectrum) -> str:
+    """Return the label of a sphere, which states how far its center is from the origin."""
     return f"center at {sphere.shift:g}"
 
 
 def _only_label(lines: Sequence[Line]) -> str:
-    """Return the label of a single line, which has no legend; empty for several lines."""
+    """Return the label of a line that is the only one and so has no legend; empty for several lines."""
     return lines[0].label if len(lines) == 1 else ""
 
 
 def _spread_ranks(count: int) -> np.ndarray:
-    """Return at most `_MAX_RANKS` of the ranks 1 to `count`, with equal ratios as far as whole numbers allow."""
-    return np.unique(np.geomspace(1, count, _MAX_RANKS).round().astype(int))
+    """Return at most 200 of the ranks 1 to `count`, evenly spaced on a logarithmic axis up to rounding."""
+    return np.unique(np.geomspace(1, count, _MAX_RANK_POINTS).round().astype(int))
 
 
-def _density_line(label: str, values: np.ndarray) -> Line | None:
-    """Return the density of norms as a line; None if all norms are equal."""
-    estimate = density(values)
+def _make_density_line(label: str, norms: np.ndarray) -> Line | None:
+    """Return a line with the kernel density estimate of norms, or None if all norms are equal."""
+    estimate = density(norms)
     return None if estimate is None else Line(label, tuple(estimate[0].tolist()), tuple(estimate[1].tolist()))

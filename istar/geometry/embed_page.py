@@ -9,7 +9,7 @@ import pandas as pd
 
 from istar.errors import UserError
 from istar.geometry import embed_figures, embed_tables
-from istar.geometry.compare_page import enumerate_names
+from istar.geometry.compare_page import join_names
 from istar.geometry.embed_models import ModelEmbeddings
 from istar.geometry.spheres import spectra
 from istar.pages import folder
@@ -24,7 +24,7 @@ KIND = Kind(
     (JSON, "embeddings.csv", "wordsim.csv", "unused.csv", "frequency.csv", "words.csv"),
 )
 _NO_TEXTS = "Not computed, because no texts were given (--text)."
-_EMPTY = {
+_MISSING_REASONS = {
     "table2": "Not computed, because no benchmarks were given (--wordsim), or no model has enough of their words.",
     "figure1_projection": "Matrices of one dimension have no projection.",
     "figure3_unused": "No model has unused tokens, or 2,000 tokens, of which the last 1,000 would stand for them.",
@@ -33,26 +33,26 @@ _EMPTY = {
     "figure6_centering": "The rows of each matrix have equal norms.",
     "frequency_norms": _NO_TEXTS,
 }
-"""Why a table or figure may be missing, by its name."""
-_READING = (
+"""Reasons why tables and figures are missing, by their names."""
+_READING_NOTES = (
     "The tables and figures are those of Too Much in Common (Bis et al., NAACL 2021), computed from these models. The "
     "paper's numbers stand beside a model whose label, or the last part of whose name, is that of one of the paper's "
     "models.",
 )
 
 
-def check(out: Path) -> None:
-    """Refuse a folder that `write` would refuse, so that the error comes before the models are measured.
+def check_output_folder(out: Path) -> None:
+    """Refuse an output folder that holds other files, so that the error comes before the models are measured.
 
     Raises:
-        UserError: if the folder holds anything but an earlier page.
+        UserError: if the folder holds anything but an earlier page of `istar embed`.
     """
     folder.refuse_foreign(out, KIND)
     if (out / JSON).exists() and not folder.has_generator(out / folder.INDEX, KIND):
         raise UserError(f"--out {out} holds the measures of a single matrix; expected another folder: --out <folder>")
 
 
-def refuse_page(out: Path) -> None:
+def refuse_page_folder(out: Path) -> None:
     """Refuse to write the measures of a single matrix into the folder of a page.
 
     Raises:
@@ -62,14 +62,14 @@ def refuse_page(out: Path) -> None:
         raise UserError(f"--out {out} holds a page of several matrices; expected another folder: --out <folder>")
 
 
-def write(
-    subjects: Sequence[ModelEmbeddings], sheets: Mapping[str, Sheet], words: pd.DataFrame, out: Path, command: str = ""
+def write_page(
+    models: Sequence[ModelEmbeddings], sheets: Mapping[str, Sheet], words: pd.DataFrame, out: Path, command: str = ""
 ) -> Path:
-    """Write the page with its figures and tables, `embeddings.json` and the CSV files; returns the page's path.
+    """Write the page of embedding matrices with its figures, tables and data files, and return the page's path.
 
     Args:
-        subjects: the measured matrices.
-        sheets: tables by name; see `tables`.
+        models: the measured matrices.
+        sheets: tables by name; see `make_tables`.
         words: frequencies of the texts' words; empty without texts.
         out: output folder.
         command: command line that made the page, which the page shows.
@@ -77,71 +77,85 @@ def write(
     Raises:
         UserError: if the folder holds anything but an earlier page, or cannot be written.
     """
-    check(out)
-    contents = folder.files(_page(subjects, sheets, words, command), sheets)
-    records = [{"label": subject.label, **subject.about, "figures": subject.figures} for subject in subjects]
+    check_output_folder(out)
+    contents = folder.files(_make_page(models, sheets, words, command), sheets)
+    records = [{"label": model.label, **model.metadata, "figures": model.measures_by_form} for model in models]
     contents[JSON] = (json.dumps({"models": records}, indent=1) + "\n").encode()
-    for name, table in _csv_tables(subjects, words).items():
+    for name, table in _make_csv_tables(models, words).items():
         if not table.empty:
             contents[f"{name}.csv"] = table.convert_dtypes().to_csv(index=False).encode()
     folder.replace_folder(out, contents, KIND)
     return out / folder.INDEX
 
 
-def tables(subjects: Sequence[ModelEmbeddings], words: pd.DataFrame) -> dict[str, Sheet]:
-    """Return the tables that have rows, by name."""
-    sheets = [embed_tables.table1(subjects)]
-    if any(not subject.similarity.empty for subject in subjects):
-        sheets += [embed_tables.table2(subjects), embed_tables.table3(subjects)]
+def make_tables(models: Sequence[ModelEmbeddings], words: pd.DataFrame) -> dict[str, Sheet]:
+    """Return the page's tables that have rows, by name.
+
+    Args:
+        models: the measured matrices.
+        words: frequencies of the texts' words; empty without texts.
+    """
+    sheets = [embed_tables.make_table1(models)]
+    if any(not model.word_similarity.empty for model in models):
+        sheets += [embed_tables.make_table2(models), embed_tables.make_table3(models)]
     if not words.empty:
-        sheets.append(embed_tables.coverage(subjects, words))
+        sheets.append(embed_tables.make_coverage_table(models, words))
     return {sheet.name: sheet for sheet in sheets}
 
 
-def _csv_tables(subjects: Sequence[ModelEmbeddings], words: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """Return the files that `istar embed` writes for one matrix, here with the label of each row's model."""
-    measures = [
-        {"label": subject.label, **subject.about, "form": form, **figures}
-        for subject in subjects
-        for form, figures in subject.figures.items()
+def _make_csv_tables(models: Sequence[ModelEmbeddings], words: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Return the content of the CSV files by their names, without suffix.
+
+    Apart from the words, they are the files of a single matrix for all models, with a column for the model's label.
+    """
+    rows = [
+        {"label": model.label, **model.metadata, "form": form, **measures}
+        for model in models
+        for form, measures in model.measures_by_form.items()
     ]
-    frames: dict[str, list[pd.DataFrame]] = {"wordsim": [], "unused": [], "frequency": []}
-    for subject in subjects:
-        parts = {"wordsim": subject.similarity, "unused": subject.unused, "frequency": subject.frequency}
-        for name, part in parts.items():
-            if not part.empty:
-                labelled = part.copy()
-                labelled.insert(0, "label", subject.label)
-                frames[name].append(labelled)
-    joined = {name: pd.concat(parts, ignore_index=True) if parts else pd.DataFrame() for name, parts in frames.items()}
-    return {"embeddings": pd.DataFrame(measures).drop(columns="singular_values"), **joined, "words": words}
+    tables_by_name: dict[str, list[pd.DataFrame]] = {"wordsim": [], "unused": [], "frequency": []}
+    for model in models:
+        tables = (model.word_similarity, model.unused_similarity, model.token_frequencies)
+        for name, table in zip(tables_by_name, tables, strict=True):
+            if not table.empty:
+                labelled = table.copy()
+                labelled.insert(0, "label", model.label)
+                tables_by_name[name].append(labelled)
+    joined = {
+        name: pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
+        for name, tables in tables_by_name.items()
+    }
+    return {"embeddings": pd.DataFrame(rows).drop(columns="singular_values"), **joined, "words": words}
 
 
-def _page(subjects: Sequence[ModelEmbeddings], sheets: Mapping[str, Sheet], words: pd.DataFrame, command: str) -> Page:
-    """Put the page together from its tables and plots."""
-    sections = [Section("reading", "How to read this", _READING)]
-    sections += [_table(sheets, name, title) for name, title in _TABLES.items()]
-    for plot in embed_figures.plots(subjects, words, spectra()):
-        empty = "" if plot.panels else _EMPTY[plot.name]
+def _make_page(
+    models: Sequence[ModelEmbeddings], sheets: Mapping[str, Sheet], words: pd.DataFrame, command: str
+) -> Page:
+    """Assemble the page of embedding matrices from its tables and plots."""
+    sections = [Section("reading", "How to read this", _READING_NOTES)]
+    sections += [_make_table_section(sheets, name, title) for name, title in _TABLE_TITLES.items()]
+    for plot in embed_figures.make_plots(models, words, spectra()):
+        empty = "" if plot.panels else _MISSING_REASONS[plot.name]
         coverage = sheets.get("figure4_coverage") if plot.name == "figure4_frequencies" else None
         sections.append(Section(plot.name, plot.title, [plot.caption], coverage, folder.draw(plot), empty))
     if command:
         sections.append(Section("reproduce", "This page", ("This page and its files:",), commands=[command]))
-    names = [subject.label for subject in subjects]
-    head = ("Models", ", ".join(names), f"measured by istar {version('istar')}")
-    rows = sum(subject.figures["raw"]["rows"] for subject in subjects)
-    title = f"Embedding matrices of {enumerate_names(names) if len(names) > 1 else names[0]}"
-    return Page(title, head, KIND.generator, [(str(len(names)), "models"), (f"{rows:,}", "embeddings")], sections)
+    labels = [model.label for model in models]
+    head = ("Models", ", ".join(labels), f"measured by istar {version('istar')}")
+    num_rows = sum(model.measures_by_form["raw"]["rows"] for model in models)
+    title = f"Embedding matrices of {join_names(labels) if len(labels) > 1 else labels[0]}"
+    summary = [(str(len(labels)), "models"), (f"{num_rows:,}", "embeddings")]
+    return Page(title, head, KIND.generator, summary, sections)
 
 
-_TABLES = {
+_TABLE_TITLES = {
     "table1": "Table 1: isotropy and norms",
     "table2": "Table 2: average word similarity",
     "table3": "Table 3: word similarity by benchmark",
 }
 
 
-def _table(sheets: Mapping[str, Sheet], name: str, title: str) -> Section:
-    """Return the section of a table, or of the reason why it is missing."""
+def _make_table_section(sheets: Mapping[str, Sheet], name: str, title: str) -> Section:
+    """Return the section with the table of this name, or with the reason why the table is missing."""
     sheet = sheets.get(name)
-    return Section(name, title, (), sheet, empty="" if sheet else _EMPTY["table2"], wide=True)
+    return Section(name, title, (), sheet, empty="" if sheet else _MISSING_REASONS["table2"], wide=True)

@@ -10,10 +10,10 @@ from rich.table import Table
 
 from istar.geometry import embed, published_embeddings
 from istar.geometry.embed_models import ModelEmbeddings
-from istar.geometry.published_embeddings import BENCHMARKS
+from istar.geometry.published_embeddings import BENCHMARK_TITLES
 from istar.pages.sheets import Entry, Sheet
 
-_ISTAR, _BOTH, _PAPER, _DIFFERENCE = "istar", "both signs", "paper", "difference"
+_MEASURED, _BOTH_SIGNS, _PUBLISHED, _DIFFERENCE = "istar", "both signs", "paper", "difference"
 _FORM_NAMES = {
     "raw": "raw",
     "centered": "centered",
@@ -22,35 +22,38 @@ _FORM_NAMES = {
     "all_but_the_top_published": "post-processed, as published in 2018",
 }
 """Names of the forms in tables, after those of the paper."""
-_ISOTROPY = {
+_ISOTROPY_COLUMNS = {
     "isotropy_raw": ("I(W)\nraw", "raw"),
     "isotropy_centered": ("I(W)\ncentered", "centered"),
     "isotropy_post_processed": ("I(W), top\nremoved", "all_but_the_top"),
 }
-"""Header and form of the columns of Table 1 with I(W), by the name of the column in the paper's CSV file."""
-_NORMS = {
+"""Header and form of the I(W) columns of Table 1, by the column's name in the CSV file with the paper's numbers."""
+_NORM_COLUMNS = {
     "average_norm": ("average\nnorm", "average_norm"),
     "mean_vector_norm": ("norm of\nthe mean", "mean_vector_norm"),
     "mean_to_average_norm": ("ratio", "norm_ratio"),
 }
-"""Header of the other columns of Table 1 and name of the measure, by the name of the column in the paper's CSV file."""
-_SCORES = {"cosine": "cosine", "inner_product": "inner\nproduct"}
+"""Header and measure of the other columns of Table 1, by the column's name in the CSV file with the paper's numbers."""
+_SCORE_HEADERS = {"cosine": "cosine", "inner_product": "inner\nproduct"}
 
 
 @dataclass(frozen=True)
 class _Row:
-    """A row of a table: numbers by column, of istar or of the paper."""
+    """A row of a table: numbers by column, measured or published."""
 
-    model: str
-    form: str  # empty in Table 1
-    source: str
+    model: str  # label of the model
+    form: str  # form of the matrix; empty in Table 1
+    source: str  # where the numbers are from, such as `istar` or `paper`
     values: Mapping[str, float]
 
 
-def table1(subjects: Sequence[ModelEmbeddings]) -> Sheet:
-    """Return the table of isotropy and norms, with up to four rows for each model."""
-    rows = [row for subject in subjects for row in _isotropy_rows(subject)]
-    headers = {name: header for name, (header, _) in (_ISOTROPY | _NORMS).items()}
+def make_table1(models: Sequence[ModelEmbeddings]) -> Sheet:
+    """Return Table 1 of *Too Much in Common*: isotropy and norms of the embedding matrix of each model.
+
+    A model has rows of measured numbers and, if the paper has the model, of published numbers and of the differences.
+    """
+    rows = [row for model in models for row in _make_isotropy_rows(model)]
+    headers = {name: header for name, (header, _) in (_ISOTROPY_COLUMNS | _NORM_COLUMNS).items()}
     caption = (
         "I(W) of the embedding matrices raw, centered, and without the first principal components; average norm of the "
         "rows, norm of their mean, and the ratio of the two. I(W) depends on the signs of the eigenvectors: the row "
@@ -58,32 +61,37 @@ def table1(subjects: Sequence[ModelEmbeddings]) -> Sheet:
         "with both signs."
     )
     title = "Table 1: isotropy and norms"
-    return _sheet("table1", title, caption, rows, headers, lambda value: f"{value:.3f}", _correlation_note(subjects))
+    notes = _describe_norm_correlation(models)
+    return _make_sheet("table1", title, caption, rows, headers, lambda value: f"{value:.3f}", notes)
 
 
-def table2(subjects: Sequence[ModelEmbeddings]) -> Sheet:
-    """Return the table of the average word similarity, with a row for each model and form, and its gain over raw."""
-    rows = [row for subject in subjects for row in _average_rows(subject)]
+def make_table2(models: Sequence[ModelEmbeddings]) -> Sheet:
+    """Return Table 2 of *Too Much in Common*: the average word similarity of each model and form.
+
+    The table also has the difference of each form from the raw matrix, and the published numbers.
+    """
+    rows = [row for model in models for row in _make_average_rows(model)]
     headers: dict[str, str] = {}
-    for score, name in _SCORES.items():
-        headers |= {score: name, f"{score}_gain": f"{name.split()[-1]}\nminus raw"}
+    for score, header in _SCORE_HEADERS.items():
+        headers |= {score: header, f"{score}_gain": f"{header.split()[-1]}\nminus raw"}
     headers["benchmarks"] = "benchmarks"
     caption = (
         "Average over the benchmarks of Pearson's r with the ratings, times 100, and its difference to the raw matrix. "
         "Bold: the best form of each model. The paper's averages are shown where all five of its benchmarks were given."
     )
-    sheet = _sheet("table2", "Table 2: average word similarity", caption, rows, headers, _score, _left_out(subjects))
-    return _with_best(sheet, rows, list(headers))
+    title = "Table 2: average word similarity"
+    sheet = _make_sheet("table2", title, caption, rows, headers, _format_score, _describe_left_out(models))
+    return _mark_best(sheet, rows, list(headers))
 
 
-def table3(subjects: Sequence[ModelEmbeddings]) -> Sheet:
-    """Return the table of the word similarity on each benchmark, with a row for each model and form."""
-    rows = [row for subject in subjects for row in _benchmark_rows(subject)]
-    used = {column.partition("/")[0] for row in rows for column in row.values}
-    names = [name for name in BENCHMARKS if name in used]
-    names += sorted(used.difference(names))
+def make_table3(models: Sequence[ModelEmbeddings]) -> Sheet:
+    """Return Table 3 of *Too Much in Common*: the word similarity of each model and form on each benchmark."""
+    rows = [row for model in models for row in _make_benchmark_rows(model)]
+    used_benchmarks = {column.partition("/")[0] for row in rows for column in row.values}
+    names = [name for name in BENCHMARK_TITLES if name in used_benchmarks]
+    names += sorted(used_benchmarks.difference(names))
     headers = {
-        f"{name}/{score}": f"{BENCHMARKS.get(name, name)}\n{_SCORES[score].replace(chr(10), ' ')}"
+        f"{name}/{score}": f"{BENCHMARK_TITLES.get(name, name)}\n{_SCORE_HEADERS[score].replace(chr(10), ' ')}"
         for name in names
         for score in ("inner_product", "cosine")
     }
@@ -92,21 +100,26 @@ def table3(subjects: Sequence[ModelEmbeddings]) -> Sheet:
         "left out, so that models with other tokenizers are not comparable. The paper's table has no centered form."
     )
     title = "Table 3: word similarity by benchmark"
-    return _sheet("table3", title, caption, rows, headers, _score, _kept_pairs(subjects))
+    return _make_sheet("table3", title, caption, rows, headers, _format_score, _describe_kept_pairs(models))
 
 
-def coverage(subjects: Sequence[ModelEmbeddings], words: pd.DataFrame) -> Sheet:
-    """Return the numbers of words and tokens that make up given shares of the texts (section 2.2)."""
-    units = {"words": words, **{f"tokens of {subject.label}": subject.frequency for subject in subjects}}
+def make_coverage_table(models: Sequence[ModelEmbeddings], words: pd.DataFrame) -> Sheet:
+    """Return the table of how many of the most frequent words or tokens make up given shares of the texts.
+
+    Section 2.2 of *Too Much in Common* has such numbers, which the last row shows.
+    """
+    frequencies_by_unit = {"words": words, **{f"tokens of {model.label}": model.token_frequencies for model in models}}
     rows = []
-    for unit, frame in units.items():
-        ranks = {str(share): embed.needed(frame["cumulative_share"], share) for share in embed.SHARES}
-        rows.append({"unit": unit, "different": len(frame), "occurrences": int(frame["count"].sum()), **ranks})
+    for unit, frequencies in frequencies_by_unit.items():
+        cumulative_share = frequencies["cumulative_share"]
+        counts = {str(share): embed.count_needed(cumulative_share, share) for share in embed.TEXT_SHARES}
+        occurrences = int(frequencies["count"].sum())
+        rows.append({"unit": unit, "different": len(frequencies), "occurrences": occurrences, **counts})
     rows.append({"unit": "WordPiece tokens of the CNN corpus, as published"}
-                | {str(share): count for share, count in published_embeddings.COVERAGE.items()})  # fmt: skip
+                | {str(share): count for share, count in published_embeddings.TOKENS_BY_SHARE.items()})  # fmt: skip
     frame = pd.DataFrame(rows)
-    entries = [[Entry(str(unit)), *map(_count, numbers)] for unit, *numbers in frame.itertuples(index=False)]
-    header = ("unit", "different", "occurrences", *(f"for {share:.0%}\nof the text" for share in embed.SHARES))
+    entries = [[Entry(str(unit)), *map(_make_count_cell, counts)] for unit, *counts in frame.itertuples(index=False)]
+    header = ("unit", "different", "occurrences", *(f"for {share:.0%}\nof the text" for share in embed.TEXT_SHARES))
     caption = (
         "How many of the most frequent words or tokens make up 30%, 50% and 98% of the texts. The paper's last number "
         "is approximate."
@@ -114,169 +127,192 @@ def coverage(subjects: Sequence[ModelEmbeddings], words: pd.DataFrame) -> Sheet:
     return Sheet("figure4_coverage", "Coverage of the texts", caption, header, {"": entries}, frame)
 
 
-def terminal_table(sheet: Sheet) -> Table:
-    """Return a table for the terminal."""
+def make_terminal_table(sheet: Sheet) -> Table:
+    """Return the terminal table of a sheet; if the sheet has groups, their names are in the first column."""
     has_groups = any(sheet.groups)
     table = Table(title=sheet.title, title_justify="left", padding=(0, 0, 0, 1))
-    for number, name in enumerate((sheet.grouped_by, *sheet.header) if has_groups else sheet.header):
-        is_text = number < sheet.row_headers + has_groups
+    for column, name in enumerate((sheet.grouped_by, *sheet.header) if has_groups else sheet.header):
+        is_text = column < sheet.row_headers + has_groups
         table.add_column(
             name, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text or name == "source"
         )
     for group, rows in sheet.groups.items():
-        for number, row in enumerate(rows):
-            texts = [entry.text for entry in row]
-            last = number == len(rows) - 1
-            table.add_row(*([group if number == 0 else "", *texts] if has_groups else texts), end_section=last)
+        for index, row in enumerate(rows):
+            cells = [entry.text for entry in row]
+            is_last = index == len(rows) - 1
+            table.add_row(*([group if index == 0 else "", *cells] if has_groups else cells), end_section=is_last)
     return table
 
 
-def _isotropy_rows(subject: ModelEmbeddings) -> Iterator[_Row]:
-    """Yield the rows of a model in Table 1."""
+def _make_isotropy_rows(model: ModelEmbeddings) -> Iterator[_Row]:
+    """Yield the rows of a model in the table of isotropy and norms, measured and published."""
 
-    def isotropy(signs: str) -> dict[str, float]:
-        return {name: subject.figures[form][f"partition_isotropy_{signs}"] for name, (_, form) in _ISOTROPY.items()}
+    def isotropy_values(signs: str) -> dict[str, float]:
+        """Return I(W) of each form by the column's name, for a sign convention."""
+        measure = f"partition_isotropy_{signs}"
+        return {column: model.measures_by_form[form][measure] for column, (_, form) in _ISOTROPY_COLUMNS.items()}
 
-    measured = isotropy("as_computed")
-    measured |= {name: subject.figures["raw"][measure] for name, (_, measure) in _NORMS.items()}
-    yield _Row(subject.label, "", _ISTAR, measured)
-    yield _Row(subject.label, "", _BOTH, isotropy("both"))
-    model = _paper_model(subject)
-    if model is not None:
-        published = dict(published_embeddings.measures(model))
-        if subject.about["components"] is not None:
+    measured = isotropy_values("as_computed")
+    measured |= {column: model.measures_by_form["raw"][measure] for column, (_, measure) in _NORM_COLUMNS.items()}
+    yield _Row(model.label, form="", source=_MEASURED, values=measured)
+    yield _Row(model.label, form="", source=_BOTH_SIGNS, values=isotropy_values("both"))
+    paper_model = _find_paper_model(model)
+    if paper_model is not None:
+        published = dict(published_embeddings.read_isotropy_and_norms(paper_model))
+        if model.metadata["components"] is not None:
             del published["isotropy_post_processed"]
-        yield from _comparison(subject.label, "", measured, published)
+        yield from _make_published_rows(model.label, form="", measured=measured, published=published)
 
 
-def _average_rows(subject: ModelEmbeddings) -> Iterator[_Row]:
-    """Yield the rows of a model in Table 2."""
-    scores = subject.similarity
-    if scores.empty:
+def _make_average_rows(model: ModelEmbeddings) -> Iterator[_Row]:
+    """Yield the rows of a model in the table of average word similarity, measured and published."""
+    similarity = model.word_similarity
+    if similarity.empty:
         return
-    has_all = set(scores["benchmark"]) == set(BENCHMARKS)
+    has_all_benchmarks = set(similarity["benchmark"]) == set(BENCHMARK_TITLES)
     raw: dict[str, float] = {}
     published_raw: Mapping[str, float] = {}
-    for form, group in scores.groupby("form", sort=False):
+    for form, group in similarity.groupby("form", sort=False):
         # A benchmark whose correlation is undefined makes the average undefined.
-        means = {score: 100 * float(group[f"{score}_pearson"].mean(skipna=False)) for score in _SCORES}
+        means = {score: 100 * float(group[f"{score}_pearson"].mean(skipna=False)) for score in _SCORE_HEADERS}
         raw = raw or means
         measured = _with_gains(means, raw) | {"benchmarks": float(len(group))}
-        yield _Row(subject.label, str(form), _ISTAR, measured)
-        published = published_embeddings.average(_word_model(subject, str(form)), str(form)) if has_all else {}
+        yield _Row(model.label, str(form), _MEASURED, measured)
+        paper_model = _find_wordsim_paper_model(model, str(form))
+        published = published_embeddings.read_average_similarity(paper_model, str(form)) if has_all_benchmarks else {}
         if published:
             published_raw = published_raw or published
-            yield from _comparison(subject.label, str(form), measured, _with_gains(published, published_raw))
+            yield from _make_published_rows(model.label, str(form), measured, _with_gains(published, published_raw))
 
 
-def _benchmark_rows(subject: ModelEmbeddings) -> Iterator[_Row]:
-    """Yield the rows of a model in Table 3."""
-    if subject.similarity.empty:
+def _make_benchmark_rows(model: ModelEmbeddings) -> Iterator[_Row]:
+    """Yield the rows of a model in the table of word similarity by benchmark, measured and published."""
+    if model.word_similarity.empty:
         return
-    for form, group in subject.similarity.groupby("form", sort=False):
+    for form, group in model.word_similarity.groupby("form", sort=False):
         measured: dict[str, float] = {}
         published: dict[str, float] = {}
-        model = _word_model(subject, str(form))
+        paper_model = _find_wordsim_paper_model(model, str(form))
         for row in group.to_dict("records"):
-            entry = published_embeddings.benchmark(model, str(form), str(row["benchmark"]))
-            for score in _SCORES:
+            paper_scores = published_embeddings.read_benchmark_similarity(paper_model, str(form), str(row["benchmark"]))
+            for score in _SCORE_HEADERS:
                 column = f"{row['benchmark']}/{score}"
                 measured[column] = 100 * row[f"{score}_pearson"]
-                if entry:
-                    published[column] = entry[score]
-        yield _Row(subject.label, str(form), _ISTAR, measured)
+                if paper_scores:
+                    published[column] = paper_scores[score]
+        yield _Row(model.label, str(form), _MEASURED, measured)
         if published:
-            yield from _comparison(subject.label, str(form), measured, published)
+            yield from _make_published_rows(model.label, str(form), measured, published)
 
 
 def _with_gains(scores: Mapping[str, float], raw: Mapping[str, float]) -> dict[str, float]:
-    """Return the scores and their differences to those of the raw matrix."""
-    return {**scores, **{f"{score}_gain": scores[score] - raw[score] for score in _SCORES}}
+    """Return scores together with their differences from the scores of the raw matrix."""
+    return {**scores, **{f"{score}_gain": scores[score] - raw[score] for score in _SCORE_HEADERS}}
 
 
-def _comparison(
-    model: str, form: str, measured: Mapping[str, float], published: Mapping[str, float]
+def _make_published_rows(
+    model_label: str, form: str, measured: Mapping[str, float], published: Mapping[str, float]
 ) -> tuple[_Row, _Row]:
-    """Return the row of the paper and that of the differences."""
-    differences = {name: measured[name] - value for name, value in published.items()}
-    return _Row(model, form, _PAPER, published), _Row(model, form, _DIFFERENCE, differences)
+    """Return the row of published numbers, and the row of the measured numbers minus the published ones."""
+    differences = {column: measured[column] - value for column, value in published.items()}
+    return _Row(model_label, form, _PUBLISHED, published), _Row(model_label, form, _DIFFERENCE, differences)
 
 
-def _paper_model(subject: ModelEmbeddings) -> str | None:
-    """Return the paper's name of the model; None if it is another one, or another matrix than the paper's."""
-    about = subject.about
-    is_same_matrix = about["matrix"] == "input" or about["tied"]
-    return published_embeddings.model_name(subject.label, about["model"]) if is_same_matrix else None
+def _find_paper_model(model: ModelEmbeddings) -> str | None:
+    """Return the model's name in *Too Much in Common*, or None if the paper does not have its embedding matrix."""
+    metadata = model.metadata
+    is_same_matrix = metadata["matrix"] == "input" or metadata["tied"]
+    return published_embeddings.find_paper_model(model.label, metadata["model"]) if is_same_matrix else None
 
 
-def _word_model(subject: ModelEmbeddings, form: str) -> str:
-    """Return the paper's name of the model if its word similarity was measured as in the paper, else an empty name."""
-    policies = set(subject.similarity["policy"])
-    has_other_components = form == "all_but_the_top" and subject.about["components"] is not None
-    return "" if has_other_components or policies != {"single_token"} else _paper_model(subject) or ""
+def _find_wordsim_paper_model(model: ModelEmbeddings, form: str) -> str:
+    """Return the model's name in *Too Much in Common* if its word similarity can be compared with the published one.
+
+    The name is empty if the paper does not have the matrix, or if words of several tokens or the components that are
+    removed were treated differently.
+    """
+    policies = set(model.word_similarity["policy"])
+    has_other_components = form == "all_but_the_top" and model.metadata["components"] is not None
+    return "" if has_other_components or policies != {"single_token"} else _find_paper_model(model) or ""
 
 
-def _correlation_note(subjects: Sequence[ModelEmbeddings]) -> tuple[str, ...]:
-    """Return a sentence on the correlation of average norm and I(W) over the models (appendix C); none for few."""
-    pairs = [(subject.figures["raw"]["average_norm"], subject.figures["raw"]["partition_isotropy_as_computed"])
-             for subject in subjects]  # fmt: skip
-    norms, isotropy = zip(*pairs, strict=True)
-    if len(pairs) < 3 or len(set(norms)) == 1 or len(set(isotropy)) == 1:
+def _describe_norm_correlation(models: Sequence[ModelEmbeddings]) -> tuple[str, ...]:
+    """Return a sentence on the correlation of average norm and I(W) over the models, as in appendix C of the paper.
+
+    The tuple is empty for fewer than three models, and if the norms or the isotropies are all equal.
+    """
+    raw_measures = [model.measures_by_form["raw"] for model in models]
+    norms = [measures["average_norm"] for measures in raw_measures]
+    isotropies = [measures["partition_isotropy_as_computed"] for measures in raw_measures]
+    if len(models) < 3 or len(set(norms)) == 1 or len(set(isotropies)) == 1:
         return ()
-    value = scipy.stats.pearsonr(norms, isotropy).statistic
+    correlation = scipy.stats.pearsonr(norms, isotropies).statistic
     return (
-        f"The correlation of average norm and raw I(W), with the signs as computed, over these {len(pairs)} models is "
-        f"{value:.2f}; the paper has {published_embeddings.NORM_CORRELATION} over its eight.",
+        f"The correlation of average norm and raw I(W), with the signs as computed, over these {len(models)} models is "
+        f"{correlation:.2f}; the paper has {published_embeddings.NORM_CORRELATION} over its eight.",
     )
 
 
-def _left_out(subjects: Sequence[ModelEmbeddings]) -> tuple[str, ...]:
-    """Return sentences that name the benchmarks that a model has too few words for, and undefined correlations."""
-    notes = [f"{subject.label}: {note}" for subject in subjects for note in subject.notes]
-    for subject in subjects:
-        if not subject.similarity.empty:
-            noted = subject.similarity[subject.similarity["note"] != ""]
-            notes += [f"{subject.label}: {row.benchmark}, {row.form}: {row.note}" for row in noted.itertuples()]
+def _describe_left_out(models: Sequence[ModelEmbeddings]) -> tuple[str, ...]:
+    """Return notes on the benchmarks of which a model has too few words, and on undefined correlations."""
+    notes = [f"{model.label}: {note}" for model in models for note in model.notes]
+    for model in models:
+        if not model.word_similarity.empty:
+            undefined = model.word_similarity[model.word_similarity["note"] != ""]
+            notes += [f"{model.label}: {row.benchmark}, {row.form}: {row.note}" for row in undefined.itertuples()]
     return tuple(notes)
 
 
-def _kept_pairs(subjects: Sequence[ModelEmbeddings]) -> tuple[str, ...]:
-    """Return for each model a sentence with the number of pairs that were correlated."""
+def _describe_kept_pairs(models: Sequence[ModelEmbeddings]) -> tuple[str, ...]:
+    """Return a sentence for each model with the number of word pairs of each benchmark that were correlated."""
     sentences = []
-    for subject in subjects:
-        if not subject.similarity.empty:
-            first = subject.similarity.drop_duplicates("benchmark")
-            rows = zip(*(first[name].tolist() for name in ("benchmark", "kept", "pairs")), strict=True)
-            texts = [f"{BENCHMARKS.get(name, name)} {kept:,} of {pairs:,}" for name, kept, pairs in rows]
-            sentences.append(f"Pairs of {subject.label}: {'; '.join(texts)}.")
+    for model in models:
+        if not model.word_similarity.empty:
+            benchmarks = model.word_similarity.drop_duplicates("benchmark")
+            rows = zip(*(benchmarks[column].tolist() for column in ("benchmark", "kept", "pairs")), strict=True)
+            counts = [f"{BENCHMARK_TITLES.get(name, name)} {kept:,} of {pairs:,}" for name, kept, pairs in rows]
+            sentences.append(f"Pairs of {model.label}: {'; '.join(counts)}.")
     return tuple(sentences)
 
 
-def _sheet(
+def _make_sheet(
     name: str,
     title: str,
     caption: str,
     rows: Sequence[_Row],
     headers: Mapping[str, str],
-    text: Callable[[float], str],
+    format_number: Callable[[float], str],
     notes: tuple[str, ...],
 ) -> Sheet:
-    """Return a table with a group for each model; the column `form` is left out if no row has one."""
+    """Return a table with a group for each model, and a column `form` if any row has a form.
+
+    Args:
+        name: name of the table's files.
+        title: title of the table.
+        caption: caption of the table.
+        rows: rows of the table, with the numbers by column.
+        headers: headers of the columns by their names.
+        format_number: function that formats a number.
+        notes: sentences below the table.
+    """
     has_forms = any(row.form for row in rows)
     groups: dict[str, list[list[Entry]]] = {}
     records = []
     for row in rows:
         keys = {"form": row.form, "source": row.source} if has_forms else {"source": row.source}
-        records.append({"model": row.model, **keys, **{name: row.values.get(name, math.nan) for name in headers}})
-        leading = [Entry(_FORM_NAMES[row.form])] if has_forms else []
-        entries = [_number(row, column, text) for column in headers]
-        groups.setdefault(row.model, []).append([*leading, Entry(row.source), *entries])
+        records.append({"model": row.model, **keys, **{column: row.values.get(column, math.nan) for column in headers}})
+        form_cells = [Entry(_FORM_NAMES[row.form])] if has_forms else []
+        number_cells = [_make_number_cell(row, column, format_number) for column in headers]
+        groups.setdefault(row.model, []).append([*form_cells, Entry(row.source), *number_cells])
     header = (*(("form",) if has_forms else ()), "source", *headers.values())
     return Sheet(name, title, caption, header, groups, pd.DataFrame(records), notes, row_headers=1 + has_forms)
 
 
-def _number(row: _Row, column: str, text: Callable[[float], str]) -> Entry:
-    """Return the cell of a number; differences have a sign, and an empty cell is a number that does not exist."""
+def _make_number_cell(row: _Row, column: str, format_number: Callable[[float], str]) -> Entry:
+    """Return the cell of a row in a column: empty if the row has no number there, a dash if the number is undefined.
+
+    Positive differences and gains have a plus sign.
+    """
     value = row.values.get(column)
     if value is None:
         return Entry("", number=True)
@@ -285,30 +321,39 @@ def _number(row: _Row, column: str, text: Callable[[float], str]) -> Entry:
     if column == "benchmarks":
         return Entry(f"{value:.0f}", number=True)
     is_signed = row.source == _DIFFERENCE or column.endswith("_gain")
-    return Entry(f"+{text(value)}" if is_signed and value > 0 else text(value), number=True)
+    text = format_number(value)
+    return Entry(f"+{text}" if is_signed and value > 0 else text, number=True)
 
 
-def _with_best(sheet: Sheet, rows: Sequence[_Row], columns: list[str]) -> Sheet:
-    """Mark the best form of each model in bold, by each score, among the numbers of istar and of the paper."""
-    first = len(sheet.header) - len(columns)
+def _mark_best(sheet: Sheet, rows: Sequence[_Row], columns: list[str]) -> Sheet:
+    """Return the table with the best form of each model in bold, for each score of the measured and published numbers.
+
+    Args:
+        sheet: the table, with a group for each model.
+        rows: rows of the table.
+        columns: names of the table's number columns, which are its last ones.
+    """
+    num_leading_columns = len(sheet.header) - len(columns)
     marked: dict[str, list[list[Entry]]] = {}
-    for group, entries in sheet.groups.items():
-        model_rows = [row for row in rows if row.model == group]
-        marked[group] = [list(row) for row in entries]
-        for source in (_ISTAR, _PAPER):
-            for score in _SCORES:
+    for model_label, cells in sheet.groups.items():
+        model_rows = [row for row in rows if row.model == model_label]
+        marked[model_label] = [list(row) for row in cells]
+        for source in (_MEASURED, _PUBLISHED):
+            for score in _SCORE_HEADERS:
                 values = [row.values.get(score, math.nan) if row.source == source else math.nan for row in model_rows]
                 best = max((value for value in values if not math.isnan(value)), default=None)
-                for number, value in enumerate(values):
+                for index, value in enumerate(values):
                     if value == best:
-                        column = first + columns.index(score)
-                        marked[group][number][column] = Entry(entries[number][column].text, bold=True, number=True)
+                        column = num_leading_columns + columns.index(score)
+                        marked[model_label][index][column] = Entry(cells[index][column].text, bold=True, number=True)
     return Sheet(**{**vars(sheet), "groups": marked})
 
 
-def _score(value: float) -> str:
+def _format_score(value: float) -> str:
+    """Return a score with two decimals."""
     return f"{value:.2f}"
 
 
-def _count(value: float) -> Entry:
+def _make_count_cell(value: float) -> Entry:
+    """Return the cell of a count, which is empty for NaN."""
     return Entry("" if math.isnan(value) else f"{value:,.0f}", number=True)

@@ -8,50 +8,64 @@ from typing import Any
 
 import pandas as pd
 
-FORMS = {
+PAPER_FORM_NAMES = {
     "raw": "raw",
     "centered": "centered",
     "scaled_centered": "centered_scaled",
     "all_but_the_top": "post_processed",
 }
-"""The paper's forms: name in `istar.geometry.embed.FORMS` -> name in the paper's tables."""
-BENCHMARKS = {
+"""Name of a form in the paper's tables, by its name in `istar.geometry.embed.FORM_FUNCTIONS`."""
+BENCHMARK_TITLES = {
     "men": "MEN",
     "rw": "RW",
     "simlex999": "SimLex-999",
     "wordsim_similarity": "WordSim similarity",
     "wordsim_relatedness": "WordSim relatedness",
 }
-"""The benchmarks of Table 3 in its order: name of `wordsim.Benchmark` -> name to print."""
+"""Title of each benchmark of Table 3, in its order, by its name in `wordsim.Benchmark`."""
 NORM_CORRELATION = -0.61
 """Correlation of the average norm with I(W) over the paper's models (appendix C)."""
-COVERAGE = {0.3: 13, 0.5: 85, 0.98: 15_000}
+TOKENS_BY_SHARE = {0.3: 13, 0.5: 85, 0.98: 15_000}
 """Number of WordPiece tokens that make up a share of the CNN corpus (section 2.2); the last is "nearly 15000"."""
 
 
-def model_name(label: str, name: str) -> str | None:
-    """Return the paper's name of a model, which is its label or the last part of its name; None for another model."""
+def find_paper_model(label: str, name: str) -> str | None:
+    """Return the name of a model in *Too Much in Common*, or None if the paper does not have the model.
+
+    The paper's name is either the model's label or the last part of its hub id or path.
+    """
     known = _read_table("table1", "model")
     return next((candidate for candidate in (label, PurePath(name).name) if candidate in known), None)
 
 
-def measures(model: str) -> Mapping[str, float]:
-    """Return the row of Table 1 of one of the paper's models, with I(W) for the signs as computed."""
+def read_isotropy_and_norms(model: str) -> Mapping[str, float]:
+    """Return the isotropy and norms that *Too Much in Common* has of a model (Table 1).
+
+    I(W) has the signs of the eigenvectors as computed.
+    """
     return _read_table("table1", "model")[model]
 
 
-def average(model: str, form: str) -> Mapping[str, float]:
-    """Return `cosine` and `inner_product` of Table 2, Pearson's r x 100; empty if the table has no such row."""
-    return _read_table("table2", "model", "variant").get((model, FORMS.get(form)), {})
+def read_average_similarity(model: str, form: str) -> Mapping[str, float]:
+    """Return the average word similarity that *Too Much in Common* has of a model and form of the matrix (Table 2).
+
+    The keys are `cosine` and `inner_product`; the values are Pearson's r x 100. The mapping is empty if the paper has
+    none.
+    """
+    return _read_table("table2", "model", "variant").get((model, PAPER_FORM_NAMES.get(form)), {})
 
 
-def benchmark(model: str, form: str, name: str) -> Mapping[str, float]:
-    """Return `cosine` and `inner_product` of Table 3, Pearson's r x 100; empty if the table has no such entry."""
-    return _read_table("table3", "model", "variant", "benchmark").get((model, FORMS.get(form), name), {})
+def read_benchmark_similarity(model: str, form: str, name: str) -> Mapping[str, float]:
+    """Return the word similarity on one benchmark that *Too Much in Common* has of a model and form (Table 3).
+
+    The keys are `cosine` and `inner_product`; the values are Pearson's r x 100. The mapping is empty if the paper has
+    none.
+    """
+    return _read_table("table3", "model", "variant", "benchmark").get((model, PAPER_FORM_NAMES.get(form), name), {})
 
 
 @cache
 def _read_table(name: str, *index: str) -> dict[Any, dict[str, float]]:
-    """Read a table of the paper; returns its rows by the values of their columns `index`."""
+    """Return the rows of one of the tables of *Too Much in Common* by the values of the columns `index`."""
     with files("istar.geometry").joinpath("paper", f"{name}.csv").open(encoding="utf-8") as file:
         return pd.read_csv(file, index_col=list(index)).astype(float).to_dict("index")  # type: ignore[return-value]

@@ -19,16 +19,16 @@ STEP_FILE = "training_step.json"
 """File in a folder of a model that records the optimizer step of its training, as `{"global_step": 512}`."""
 KEPT_MODELS = "models"
 """Folder of a run of train.py with the models that it has kept, `step-<n>/` for the model after step n."""
-_CHECKPOINTS = "checkpoints"
+_CHECKPOINT_FOLDER = "checkpoints"
 """Folder of a run of train.py with its `.ckpt` files."""
-_TRAINER_STATE = "trainer_state.json"
+_TRAINER_STATE_FILE = "trainer_state.json"
 """File in which the Trainer of transformers records the step of a checkpoint."""
-_RESULT, _CONFIG = "result.json", "config.yaml"
+_RESULT_FILE, _CONFIG_FILE = "result.json", "config.yaml"
 """Record and configuration of a run of train.py."""
-_STEP = re.compile(r"(?<![A-Za-z])step[-_]?(\d+)(?!\d)")
-_SHAPE = ("model_type", "hidden_size", "n_embd", "d_model", "dim", "num_hidden_layers", "n_layer", "n_layers")
-"""Keys of a model's configuration that are equal for all checkpoints of a training, as far as it has them."""
-_RESERVED = (".", "..", "trajectory.csv", "index.html", "figures")
+_STEP_PATTERN = re.compile(r"(?<![A-Za-z])step[-_]?(\d+)(?!\d)")
+_SHAPE_KEYS = ("model_type", "hidden_size", "n_embd", "d_model", "dim", "num_hidden_layers", "n_layer", "n_layers")
+"""Keys of a model's configuration that must be equal for all checkpoints of a training; models have only some."""
+_RESERVED_NAMES = (".", "..", "trajectory.csv", "index.html", "figures")
 """Names in the output folder that no checkpoint's folder may have."""
 
 
@@ -39,7 +39,7 @@ class Checkpoint:
     label: str  # the revision, or the part of the checkpoint's path that differs from the other checkpoints
     name: str  # hub id, folder, or `.ckpt` file
     revision: str | None = None  # revision on the hub; None for a folder or a file
-    step: int | None = None  # optimizer step of the training; None if none is recorded
+    step: int | None = None  # optimizer step at which it was saved; None if none is recorded
 
     @property
     def folder(self) -> str:
@@ -48,29 +48,29 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class _Source:
-    """A checkpoint on disk before it has a label."""
+class _FoundCheckpoint:
+    """A checkpoint that was found on disk, before it has a label."""
 
-    path: Path  # path that the pattern has matched
+    path: Path  # path that matches the pattern
     model: Path  # folder of the model, or `.ckpt` file
     training: Path  # folder of the training that the checkpoint belongs to
-    step: int | None  # step that the checkpoint records
+    step: int | None  # step that the checkpoint records; None if it records none
     is_readable: bool = True  # False for a damaged `.ckpt` file, whose error is reported when it is measured
 
 
-def named_step(label: str) -> int | None:
-    """Return the n of `step<n>` in the name of a revision, such as `step1000`; None without it or with several."""
-    numbers = set(_STEP.findall(label))
-    return int(numbers.pop()) if len(numbers) == 1 else None
+def step_from_name(label: str) -> int | None:
+    """Return the step that the name of a revision such as `step1000` states, or None if it states none or several."""
+    steps = set(_STEP_PATTERN.findall(label))
+    return int(steps.pop()) if len(steps) == 1 else None
 
 
 def record_step(folder: Path, step: int) -> None:
-    """Record the optimizer step of a model in its folder, for `checkpoints`."""
+    """Write the optimizer step at which a model was saved to a JSON file in its folder, for `find_checkpoints`."""
     write_text(folder / STEP_FILE, json.dumps({"global_step": step}) + "\n")
 
 
 def read_steps(path: Path) -> dict[str, int]:
-    """Read a CSV table with the columns `checkpoint` and `step`; returns the step by checkpoint.
+    """Read a CSV file with the columns `checkpoint` and `step`, and return the step of each checkpoint.
 
     Raises:
         UserError: if the file cannot be read, lacks a column, has a checkpoint twice, or a step is no whole number.
@@ -94,196 +94,227 @@ def read_steps(path: Path) -> dict[str, int]:
     return steps
 
 
-def revisions(model: str, names: str, steps: Mapping[str, int] | None = None) -> list[Checkpoint]:
-    """Return the checkpoints of a model on the hub, in the given order, from names that are separated by commas.
+def parse_revisions(model: str, names: str, steps: Mapping[str, int] | None = None) -> list[Checkpoint]:
+    """Return the checkpoints of a model on the hub, in the given order, from revisions separated by commas.
 
-    Their steps are those of the table `steps`, otherwise the n of `step<n>` in the name, otherwise unknown.
+    If `steps` is given, it has the step of each revision. Otherwise the step is the one that the revision's name
+    states, such as `step1000`, or None if it states none.
 
     Raises:
-        UserError: if there are no names, the model is a folder, or the table names other revisions.
+        UserError: if there are no revisions, the model is a folder, or `steps` names other revisions.
     """
     if Path(model).is_dir():
         raise UserError(f"--revisions needs a model on the hub, but {model} is a folder; use --checkpoints for folders")
     labels = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
     if not labels:
         raise UserError("--revisions is empty; expected names separated by commas, such as step1000,step2000")
-    by_label = {label: named_step(label) for label in labels} if steps is None else _from_table(steps, labels, labels)
-    return _check_folders([Checkpoint(label, model, label, by_label[label]) for label in labels])
+    if steps is None:
+        step_by_label = {label: step_from_name(label) for label in labels}
+    else:
+        step_by_label = _match_steps(steps, labels, paths=labels)
+    return _check_folder_names([Checkpoint(label, model, label, step_by_label[label]) for label in labels])
 
 
-def checkpoints(pattern: str, steps: Mapping[str, int] | None = None) -> list[Checkpoint]:
-    """Find the checkpoints of one training, and sort them by step.
+def find_checkpoints(pattern: str, steps: Mapping[str, int] | None = None) -> list[Checkpoint]:
+    """Find the checkpoints of one training that match a glob pattern, and sort them by step.
 
     They are folders of `save_pretrained`, among them checkpoints of transformers' Trainer and the models that a run of
     train.py has kept, or `.ckpt` files of such a run. A pattern that matches a single folder stands for the models in
-    it: for a run, for those that it has kept in `models/`, or else for its final model.
+    it. For a run, these are the models that it has kept in `models/`, or else its final model.
 
     The step of a checkpoint is the one that it records: `global_step` in a `.ckpt` file, in `trainer_state.json` or in
-    `training_step.json`, and for the final model of a run the step of its best epoch. A table `steps` by label, path or
-    last part of the path replaces these, and then states that the checkpoints belong together.
+    `training_step.json`, and for the final model of a run the step of its best epoch. If `steps` is given, by label,
+    path or last part of the path, it replaces these steps, and the checkpoints are taken to be of one training.
 
     Raises:
         UserError: if the pattern matches no model, or checkpoints of different trainings or models, or if a step is not
             known, or if the table and the checkpoints do not match.
     """
     paths = [Path(path) for path in sorted(glob.glob(pattern))]  # noqa: PTH207 (Path.glob refuses absolute patterns)
-    paths = _models_inside(paths[0]) or paths if len(paths) == 1 else paths
-    sources = [source for path in paths if (source := _source(path)) is not None]
-    if not sources:
+    paths = _find_models_in(paths[0]) or paths if len(paths) == 1 else paths
+    found = [checkpoint for path in paths if (checkpoint := _inspect_path(path)) is not None]
+    if not found:
         raise UserError(
             f"--checkpoints {pattern} matches no model; expected folders that save_pretrained wrote, runs of "
             "train.py, or their models/ or checkpoints/*.ckpt"
         )
-    common = os.path.commonpath([source.path.parent for source in sources])
-    labels = [source.path.relative_to(common).as_posix().removesuffix(".ckpt") for source in sources]
+    common_folder = os.path.commonpath([checkpoint.path.parent for checkpoint in found])
+    labels = [checkpoint.path.relative_to(common_folder).as_posix().removesuffix(".ckpt") for checkpoint in found]
     if steps is None:
-        _check_one_training(pattern, sources)
-        known = {label: source.step for label, source in zip(labels, sources, strict=True)}
+        _check_same_training(pattern, found)
+        step_by_label = {label: checkpoint.step for label, checkpoint in zip(labels, found, strict=True)}
     else:
-        known = _from_table(steps, labels, [str(source.path) for source in sources])
-    _check_one_shape(pattern, sources)
-    results = [
-        Checkpoint(label, str(source.model), step=known[label]) for label, source in zip(labels, sources, strict=True)
+        step_by_label = _match_steps(steps, labels, [str(checkpoint.path) for checkpoint in found])
+    _check_same_shape(pattern, found)
+    checkpoints = [
+        Checkpoint(label, str(checkpoint.model), step=step_by_label[label])
+        for label, checkpoint in zip(labels, found, strict=True)
     ]
-    results.sort(key=lambda checkpoint: (checkpoint.step is None, checkpoint.step, checkpoint.label))
-    return _check_folders(results)
+    checkpoints.sort(key=lambda checkpoint: (checkpoint.step is None, checkpoint.step, checkpoint.label))
+    return _check_folder_names(checkpoints)
 
 
 def common_name(checkpoints: Sequence[Checkpoint]) -> str:
-    """Return a name for the model of checkpoints on disk: the name of the deepest folder that holds them all.
+    """Return a name for the model of checkpoints on disk: that of the deepest folder that holds them all.
 
-    For the models that a run has kept in `models/`, and for its `checkpoints/`, this is the name of the run.
+    For checkpoints in the folder `models/` or `checkpoints/` of a run, this is the name of the run.
     """
     folder = Path(os.path.commonpath([Path(checkpoint.name).absolute().parent for checkpoint in checkpoints]))
-    return folder.parent.name if folder.name in (KEPT_MODELS, _CHECKPOINTS) else folder.name
+    return folder.parent.name if folder.name in (KEPT_MODELS, _CHECKPOINT_FOLDER) else folder.name
 
 
-def _from_table(steps: Mapping[str, int], labels: Sequence[str], paths: Sequence[str]) -> dict[str, int | None]:
-    """Return the steps of a table by label. A row names its checkpoint by label, path or last part of the path."""
-    names = {label: (label, path, Path(path).name, Path(path).stem) for label, path in zip(labels, paths, strict=True)}
-    by_row = {row: [label for label in labels if row in names[label]] for row in steps}
-    for row, matches in by_row.items():
+def _match_steps(steps: Mapping[str, int], labels: Sequence[str], paths: Sequence[str]) -> dict[str, int | None]:
+    """Return the step of each checkpoint by its label.
+
+    The keys of `steps` name the checkpoints by label, path or last part of the path.
+
+    Raises:
+        UserError: if a name matches no checkpoint or several, or if a checkpoint has no step.
+    """
+    aliases = {
+        label: (label, path, Path(path).name, Path(path).stem) for label, path in zip(labels, paths, strict=True)
+    }
+    matches_by_name = {name: [label for label in labels if name in aliases[label]] for name in steps}
+    for name, matches in matches_by_name.items():
         if len(matches) != 1:
             reason = "no checkpoint" if not matches else f"{len(matches)} checkpoints"
-            raise UserError(f"--steps: {row} names {reason}; expected one of {', '.join(labels[:5])}")
-    known: dict[str, int | None] = {matches[0]: steps[row] for row, matches in by_row.items()}
+            raise UserError(f"--steps: {name} names {reason}; expected one of {', '.join(labels[:5])}")
+    step_by_label: dict[str, int | None] = {matches[0]: steps[name] for name, matches in matches_by_name.items()}
     for label in labels:
-        if label not in known:
+        if label not in step_by_label:
             raise UserError(f"--steps has no row for {label}; expected a step for each checkpoint")
-    return known
+    return step_by_label
 
 
-def _models_inside(folder: Path) -> list[Path]:
-    """Return the models that a run has kept, or else the models in a folder that is no run and no model itself."""
-    if kept := _subfolders_with_models(folder / KEPT_MODELS):
+def _find_models_in(folder: Path) -> list[Path]:
+    """Return the folders of the models that a run has kept, or of the models in a folder of models.
+
+    The result is empty for a run that has kept none, and for a folder that is a model itself.
+    """
+    if kept := _find_model_subfolders(folder / KEPT_MODELS):
         return kept
     is_model = any((path / "config.json").is_file() for path in (folder, folder / "model"))
-    return [] if is_model else _subfolders_with_models(folder)
+    return [] if is_model else _find_model_subfolders(folder)
 
 
-def _subfolders_with_models(folder: Path) -> list[Path]:
-    # Names with a dot are those of folders that are being written.
+def _find_model_subfolders(folder: Path) -> list[Path]:
+    """Return the subfolders that hold a model, sorted by name."""
+    # Folders whose names begin with a dot are still being written.
     return [path.parent for path in sorted(folder.glob("[!.]*/config.json"))]
 
 
-def _source(path: Path) -> _Source | None:
-    """Describe the checkpoint at a path; None if there is none."""
+def _inspect_path(path: Path) -> _FoundCheckpoint | None:
+    """Return the checkpoint at a path with the step that it records, or None if there is no checkpoint."""
     if path.suffix == ".ckpt":
-        run = path.parent.parent if path.parent.name == _CHECKPOINTS else path.parent
+        run = path.parent.parent if path.parent.name == _CHECKPOINT_FOLDER else path.parent
         try:
             # The tensors are mapped, not read.
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except Exception:  # a damaged file can raise any exception
-            return _Source(path, path, run, None, is_readable=False)
-        return _Source(path, path, run, _to_step(state, "global_step"))
+            return _FoundCheckpoint(path, path, run, None, is_readable=False)
+        return _FoundCheckpoint(path, path, run, _get_step(state, "global_step"))
     if (path / "model" / "config.json").is_file():  # a run of train.py
-        return _Source(path, path / "model", path, _best_step(path))
+        return _FoundCheckpoint(path, path / "model", path, _read_best_step(path))
     if not (path / "config.json").is_file():
         return None
     if (path / STEP_FILE).is_file():
         parent = path.parent
         training = parent.parent if parent.name == KEPT_MODELS else parent
-        return _Source(path, path, training, _to_step(_read_json(path / STEP_FILE), "global_step"))
-    if (path / _TRAINER_STATE).is_file():
-        step = _to_step(_read_json(path / _TRAINER_STATE), "global_step")
+        return _FoundCheckpoint(path, path, training, _get_step(_read_json(path / STEP_FILE), "global_step"))
+    if (path / _TRAINER_STATE_FILE).is_file():
+        step = _get_step(_read_json(path / _TRAINER_STATE_FILE), "global_step")
         # The output folder of a Trainer has a state too, and is a training of its own.
-        return _Source(path, path, path.parent if path.name == f"checkpoint-{step}" else path, step)
+        return _FoundCheckpoint(path, path, path.parent if path.name == f"checkpoint-{step}" else path, step)
     if _is_kept_by_run(path):
-        return _Source(path, path, path.parent.parent, int(path.name.removeprefix("step-")))
-    return _Source(path, path, path.parent, None)
+        return _FoundCheckpoint(path, path, path.parent.parent, int(path.name.removeprefix("step-")))
+    return _FoundCheckpoint(path, path, path.parent, None)
 
 
 def _is_kept_by_run(path: Path) -> bool:
-    """Return whether a run of train.py has kept this model, in a folder that names the step and records none."""
-    is_in_run = any((path.parent.parent / name).is_file() for name in (_RESULT, _CONFIG))
+    """Return whether this is a model that a run of train.py has kept, in a folder whose name alone states the step."""
+    is_in_run = any((path.parent.parent / name).is_file() for name in (_RESULT_FILE, _CONFIG_FILE))
     return is_in_run and path.parent.name == KEPT_MODELS and re.fullmatch(r"step-\d+", path.name) is not None
 
 
-def _best_step(run: Path) -> int | None:
-    """Return the step of a run's best epoch, whose model the run has saved; None if `result.json` has none."""
-    values = _read_json(run / _RESULT)
+def _read_best_step(run: Path) -> int | None:
+    """Return the step of a run's best epoch, whose model the run has saved, or None if `result.json` has none."""
+    result = _read_json(run / _RESULT_FILE)
     try:
-        best = values["headline"]["epoch"]
-        return next(_to_step(entry, "step") for entry in values["epochs"] if entry["epoch"] == best)
+        best_epoch = result["headline"]["epoch"]
+        return next(_get_step(record, "step") for record in result["epochs"] if record["epoch"] == best_epoch)
     except (KeyError, TypeError, StopIteration):
         return None
 
 
 def _read_json(path: Path) -> Any:
-    """Return the content of a JSON file; None if it cannot be read."""
+    """Return the content of a JSON file, or None if it cannot be read."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
 
 
-def _to_step(values: Any, key: str) -> int | None:
-    step = values.get(key) if isinstance(values, Mapping) else None
+def _get_step(record: Any, key: str) -> int | None:
+    """Return the step under a key of a record that was read from a file, or None if it is missing or damaged."""
+    step = record.get(key) if isinstance(record, Mapping) else None
     return step if isinstance(step, int) else None
 
 
-def _check_one_training(pattern: str, sources: Sequence[_Source]) -> None:
-    """Refuse checkpoints of several trainings, and several checkpoints of which one has no recorded step."""
-    trainings = [str(training) for training in dict.fromkeys(source.training for source in sources)]
+def _check_same_training(pattern: str, found: Sequence[_FoundCheckpoint]) -> None:
+    """Refuse checkpoints of several trainings, and several checkpoints of which one records no step.
+
+    Raises:
+        UserError: if the checkpoints that match the glob pattern are such checkpoints.
+    """
+    trainings = [str(training) for training in dict.fromkeys(checkpoint.training for checkpoint in found)]
     if len(trainings) > 1:
         raise UserError(
-            f"--checkpoints {pattern} matches {len(trainings)} trainings: {_first(trainings)}; expected checkpoints of "
-            f"one, such as --checkpoints {trainings[0]}; measure final models separately: istar measure <folder>"
+            f"--checkpoints {pattern} matches {len(trainings)} trainings: {_join_first(trainings)}; expected "
+            f"checkpoints of one, such as --checkpoints {trainings[0]}; measure final models separately: istar measure "
+            "<folder>"
         )
-    unknown = [str(source.path) for source in sources if source.step is None and source.is_readable]
-    if unknown and len(sources) > 1:
+    unknown = [str(checkpoint.path) for checkpoint in found if checkpoint.step is None and checkpoint.is_readable]
+    if unknown and len(found) > 1:
         raise UserError(
-            f"--checkpoints {pattern}: no training step is recorded in {_first(unknown)}; give the steps in a table: "
-            "--steps steps.csv, with the columns checkpoint and step"
+            f"--checkpoints {pattern}: no training step is recorded in {_join_first(unknown)}; give the steps in a "
+            "table: --steps steps.csv, with the columns checkpoint and step"
         )
 
 
-def _check_one_shape(pattern: str, sources: Sequence[_Source]) -> None:
-    """Refuse checkpoints of models of different types or sizes."""
-    shapes: dict[str, Path] = {}
-    for source in sources:
-        folder = source.model if source.model.is_dir() else source.training / "model"
-        values = _read_json(folder / "config.json")
-        if isinstance(values, Mapping):
-            shape = ", ".join(f"{key} {values[key]}" for key in _SHAPE if key in values)
-            shapes.setdefault(shape, source.path)
-    if len(shapes) > 1:
-        (first_shape, first), (other_shape, other) = list(shapes.items())[:2]
+def _check_same_shape(pattern: str, found: Sequence[_FoundCheckpoint]) -> None:
+    """Refuse checkpoints of models of different types or sizes.
+
+    Raises:
+        UserError: if the models that match the glob pattern differ.
+    """
+    path_by_shape: dict[str, Path] = {}
+    for checkpoint in found:
+        model_folder = checkpoint.model if checkpoint.model.is_dir() else checkpoint.training / "model"
+        config = _read_json(model_folder / "config.json")
+        if isinstance(config, Mapping):
+            shape = ", ".join(f"{key} {config[key]}" for key in _SHAPE_KEYS if key in config)
+            path_by_shape.setdefault(shape, checkpoint.path)
+    if len(path_by_shape) > 1:
+        (first_shape, first), (other_shape, other) = list(path_by_shape.items())[:2]
         raise UserError(
             f"--checkpoints {pattern} matches different models: {first} ({first_shape}) and {other} ({other_shape}); "
             "expected checkpoints of one training"
         )
 
 
-def _first(names: Sequence[str]) -> str:
-    """Join at most three names."""
+def _join_first(names: Sequence[str]) -> str:
+    """Join the first three names with commas, and add the number of the others."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _check_folders(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
-    """Return the checkpoints; refuse labels that cannot name distinct folders."""
+def _check_folder_names(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
+    """Return the checkpoints if their labels can name distinct folders for their measures.
+
+    Raises:
+        UserError: if two labels stand for the same folder, or a label is the name of another file in the output folder.
+    """
     folders = [checkpoint.folder for checkpoint in checkpoints]
     for checkpoint in checkpoints:
-        if folders.count(checkpoint.folder) > 1 or checkpoint.folder in _RESERVED:
+        if folders.count(checkpoint.folder) > 1 or checkpoint.folder in _RESERVED_NAMES:
             raise UserError(f"{checkpoint.label} cannot name a folder for its results; measure it separately")
     return checkpoints

@@ -12,36 +12,41 @@ from istar.geometry.intervals import NORMAL_QUANTILE
 from istar.pages.folder import FIGURES
 
 
-def write(scores: pd.DataFrame, out: Path) -> list[Path]:
-    """Write the figure as SVG, PDF and PNG to `figures/` in the folder; returns the paths.
+def write_figure(scores: pd.DataFrame, out: Path) -> list[Path]:
+    """Write the figure of task scores as SVG, PDF and PNG to `figures/` in the folder, and return the paths.
 
-    Without scores, the figure of an earlier call is deleted.
+    If there are no scores, the figure of an earlier call is deleted, and the result is empty.
     """
-    figure = plot(scores)
+    plot = make_plot(scores)
     paths = [out / FIGURES / f"scores.{suffix}" for suffix in drawing.SUFFIXES]
-    if figure is None:
+    if plot is None:
         for path in paths:
             path.unlink(missing_ok=True)
         return []
-    for path, content in zip(paths, drawing.render(figure).values(), strict=True):
+    for path, content in zip(paths, drawing.render(plot).values(), strict=True):
         with atomic_write(path) as file:
             file.write(content)
     return paths
 
 
-def plot(scores: pd.DataFrame) -> Plot | None:
-    """Return a figure with a panel for each task and a line for each model; None without scores.
+def make_plot(scores: pd.DataFrame) -> Plot | None:
+    """Return a plot of scores by step with a panel for each task and a line for each model, or None without scores.
 
     Args:
-        scores: `istar.geometry.score_join.Joined.scores_by_step`.
+        scores: table of scores as in `istar.geometry.score_join.JoinedData.scores_by_step`.
     """
     if scores.empty:
         return None
     panels = tuple(
-        Panel("", str(task), tuple(_line(str(model), rows) for model, rows in of_task.groupby("model", sort=False)),
-              "", "score")
-        for task, of_task in scores.groupby("task", sort=False)
-    )  # fmt: skip
+        Panel(
+            "",
+            str(task),
+            tuple(_make_line(str(model), rows) for model, rows in task_scores.groupby("model", sort=False)),
+            "",
+            "score",
+        )
+        for task, task_scores in scores.groupby("task", sort=False)
+    )
     return Plot(
         "scores",
         "Scores over the training",
@@ -54,7 +59,8 @@ def plot(scores: pd.DataFrame) -> Plot | None:
     )
 
 
-def _line(model: str, rows: pd.DataFrame) -> Line:
-    """Return the scores of a model on a task."""
-    errors = NORMAL_QUANTILE * rows["standard_error"]
-    return Line(model, tuple(rows["step"]), tuple(rows["score"]), y_error=tuple(errors) if errors.notna().all() else ())
+def _make_line(model: str, scores: pd.DataFrame) -> Line:
+    """Return the line of a model's scores on one task, with 95% intervals if all standard errors are known."""
+    half_widths = NORMAL_QUANTILE * scores["standard_error"]
+    y_error = tuple(half_widths) if half_widths.notna().all() else ()
+    return Line(model, tuple(scores["step"]), tuple(scores["score"]), y_error=y_error)

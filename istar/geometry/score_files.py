@@ -12,10 +12,10 @@ import pandas as pd
 
 from istar.errors import UserError, shorten
 
-_MODEL_META = "model_meta.json"
-"""File of MTEB with the model of the result files in its folder."""
-_NO_REVISIONS = ("", "None", "no_revision_available", "external")
-"""What MTEB writes for a model without a revision."""
+_MODEL_FILE = "model_meta.json"
+"""File in which MTEB names the model of the result files in the same folder."""
+_MISSING_REVISIONS = ("", "None", "no_revision_available", "external")
+"""Values that MTEB writes for a model without a revision."""
 _DEFAULT_REVISION = "main"
 
 
@@ -32,39 +32,45 @@ class Score:
 
 
 def read_scores(path: Path) -> tuple[pd.DataFrame, list[str]]:
-    """Read scores as stripped strings, and remarks for the user, one line each. The index says where each row is.
+    """Read task scores from a CSV file, a result file of lm-evaluation-harness or MTEB, or a folder of result files.
 
-    - A `.json` file: a result file of lm-evaluation-harness or MTEB, see `harness_scores` and `mteb_scores`.
-    - A folder: the `.json` files in it and in its subfolders, of which a remark counts those that are no result files.
-    - Another file: CSV, see `read_csv`.
+    - A `.json` file is a result file; see `parse_harness_scores` and `parse_mteb_scores`.
+    - A folder stands for the `.json` files in it and in its subfolders. A remark counts those that are no result files.
+    - Any other file is a CSV file; see `read_csv_as_text`.
 
-    Result files have the columns `model`, `revision`, `task`, `score` and `standard_error`, which may be empty. If none
-    of them states a revision, each is of another checkpoint of the same model: the last part of the model's name is
-    then the revision. Otherwise a file without a revision is of revision `main`.
+    The table of result files has the columns `model`, `revision`, `task`, `score` and `standard_error`, which may be
+    empty. If no file states a revision, each file is taken to be of another checkpoint of the same model, and the last
+    part of the model's name is its revision. Otherwise a file without a revision is of revision `main`.
+
+    Returns:
+        A table of stripped strings, whose index says where each row is from, and remarks for the user, one line each.
 
     Raises:
         UserError: if the path cannot be read, or holds no scores in these formats.
     """
     if not path.is_dir() and path.suffix != ".json":
-        return read_csv(path), []
-    files = sorted(file for file in path.rglob("*.json") if file.name != _MODEL_META) if path.is_dir() else [path]
-    by_file = {file: _result_scores(file) for file in files}
-    scores = [score for found in by_file.values() if found is not None for score in found]
-    foreign = [str(file) for file, found in by_file.items() if found is None]
+        return read_csv_as_text(path), []
+    files = sorted(file for file in path.rglob("*.json") if file.name != _MODEL_FILE) if path.is_dir() else [path]
+    scores_by_file = {file: _read_result_file(file) for file in files}
+    scores = [score for found in scores_by_file.values() if found is not None for score in found]
+    other_files = [str(file) for file, found in scores_by_file.items() if found is None]
     if not scores:
         raise UserError(
             f"{path} holds no scores of lm-evaluation-harness (results by task) or MTEB (task_name, and scores with "
             "main_score); expected such a .json file, a folder of such files, or a CSV file"
         )
     remarks = []
-    if foreign:
-        others = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
-        remarks.append(f"left out: {foreign[0]}{others}, which hold no scores of lm-evaluation-harness or MTEB")
-    return _to_cells(scores), remarks
+    if other_files:
+        more = f" and {len(other_files) - 1} more" if len(other_files) > 1 else ""
+        remarks.append(f"left out: {other_files[0]}{more}, which hold no scores of lm-evaluation-harness or MTEB")
+    return _to_table(scores), remarks
 
 
-def _to_cells(scores: Sequence[Score]) -> pd.DataFrame:
-    """Return a row of strings for each score; see `read_scores` for the revisions."""
+def _to_table(scores: Sequence[Score]) -> pd.DataFrame:
+    """Return a table of strings with a row for each score.
+
+    Missing revisions are filled in as `read_scores` describes.
+    """
     has_revisions = any(score.revision for score in scores)
     rows = []
     for score in scores:
@@ -76,89 +82,108 @@ def _to_cells(scores: Sequence[Score]) -> pd.DataFrame:
     return pd.DataFrame(rows, index=[score.location for score in scores], columns=columns)
 
 
-def _result_scores(path: Path) -> list[Score] | None:
-    """Read a result file; None if it has another format."""
+def _read_result_file(path: Path) -> list[Score] | None:
+    """Return the scores of a result file of lm-evaluation-harness or MTEB, or None if it has another format.
+
+    Raises:
+        UserError: if the file is no JSON file.
+    """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {shorten(error)}; expected a JSON file") from error
-    if not isinstance(values, dict):
+    if not isinstance(content, dict):
         return None
-    results = values.get("results")
-    if isinstance(results, dict) and results and all(isinstance(figures, dict) for figures in results.values()):
-        return list(harness_scores(values, str(path)))
-    scores = values.get("scores")
-    if isinstance(values.get("task_name"), str) and isinstance(scores, dict):
-        return list(mteb_scores(values, path))
+    results = content.get("results")
+    if isinstance(results, dict) and results and all(isinstance(metrics, dict) for metrics in results.values()):
+        return list(parse_harness_scores(content, str(path)))
+    scores = content.get("scores")
+    if isinstance(content.get("task_name"), str) and isinstance(scores, dict):
+        return list(parse_mteb_scores(content, path))
     return None
 
 
-def harness_scores(values: Mapping[str, Any], location: str) -> Iterator[Score]:
+def parse_harness_scores(content: Mapping[str, Any], location: str) -> Iterator[Score]:
     """Yield the scores of a file that lm-evaluation-harness wrote (`results_<date>.json`, or `--output_path`).
 
     `results` has the metrics by task, as `acc,none` (metric and filter) or, in files of versions before 0.4, as `acc`,
-    and their standard errors as `acc_stderr,none` or `acc_stderr`. A task is called `sciq acc`, or
-    `gsm8k exact_match strict-match` with a filter. The model and its revision are those of `model_args` in `config`, a
-    text such as `pretrained=<name>,revision=<name>` or a table; without a name there, the model is `model_name`.
+    and their standard errors as `acc_stderr,none` or `acc_stderr`. A score is named by its task, metric and filter, as
+    in `sciq acc` or `gsm8k exact_match strict-match`. The model and its revision are those of `model_args` in `config`,
+    either a string such as `pretrained=<name>,revision=<name>` or a mapping; without a name there, the model is
+    `model_name`.
+
+    Args:
+        content: content of the file.
+        location: path of the file, for error messages.
     """
-    arguments = values.get("config", {}).get("model_args") if isinstance(values.get("config"), dict) else None
+    arguments = content.get("config", {}).get("model_args") if isinstance(content.get("config"), dict) else None
     if isinstance(arguments, str):
         pairs = (part.partition("=") for part in arguments.split(","))
         arguments = {key.strip(): value.strip() for key, _, value in pairs}
     arguments = arguments if isinstance(arguments, dict) else {}
-    model = arguments.get("pretrained") or values.get("model_name") or ""
+    model = arguments.get("pretrained") or content.get("model_name") or ""
     revision = str(arguments.get("revision") or "")
-    for task, figures in values["results"].items():
-        # Versions since 0.4 have a filter in the name of each metric, and numbers of another kind without one.
-        has_filters = any("," in key for key in figures)
-        for key, value in figures.items():
-            metric, _, filtered = key.partition(",")
-            if metric.endswith("_stderr") or not _is_number(value) or (has_filters and not filtered):
+    for task, metrics in content["results"].items():
+        # Since version 0.4 the name of each metric ends in a filter; numbers without a filter are not metrics.
+        has_filters = any("," in key for key in metrics)
+        for key, value in metrics.items():
+            metric, _, filter_name = key.partition(",")
+            if metric.endswith("_stderr") or not _is_finite_number(value) or (has_filters and not filter_name):
                 continue
-            name = f"{task} {metric}" if filtered in ("", "none") else f"{task} {metric} {filtered}"
-            error = figures.get(f"{metric}_stderr,{filtered}" if has_filters else f"{metric}_stderr")
+            name = f"{task} {metric}" if filter_name in ("", "none") else f"{task} {metric} {filter_name}"
+            error = metrics.get(f"{metric}_stderr,{filter_name}" if has_filters else f"{metric}_stderr")
             yield Score(
-                location, str(model), revision, name, float(value), float(error) if _is_number(error) else math.nan
+                location,
+                str(model),
+                revision,
+                name,
+                float(value),
+                float(error) if _is_finite_number(error) else math.nan,
             )
 
 
-def mteb_scores(values: Mapping[str, Any], path: Path) -> Iterator[Score]:
+def parse_mteb_scores(content: Mapping[str, Any], path: Path) -> Iterator[Score]:
     """Yield the main scores of a file `<task>.json` that MTEB wrote, of version 1.11 or later.
 
-    `scores` has a list for each split, with an entry for each subset of the data. A score is called by the task alone,
-    for another split than `test` and another subset than `default` with their names. The model and its revision are
-    those of `model_meta.json` in the same folder or, without that file, those that the folders
-    `<model>/<revision>/<task>.json` name.
+    `scores` has a list for each split, with an entry for each subset of the data. A score is named by its task, and by
+    its split and subset unless they are `test` and `default`. The model and its revision are those of
+    `model_meta.json` in the same folder or, without that file, those that the folders `<model>/<revision>/<task>.json`
+    name.
+
+    Args:
+        content: content of the file.
+        path: path of the file.
     """
     try:
-        meta = json.loads((path.parent / _MODEL_META).read_text(encoding="utf-8"))
+        metadata = json.loads((path.parent / _MODEL_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        meta = {"name": path.absolute().parent.parent.name, "revision": path.absolute().parent.name}
-    meta = meta if isinstance(meta, dict) else {}
+        metadata = {"name": path.absolute().parent.parent.name, "revision": path.absolute().parent.name}
+    metadata = metadata if isinstance(metadata, dict) else {}
     # The names of the folders have two underscores in place of a slash.
-    model = str(meta.get("name") or "").replace("__", "/")
-    revision = str(meta.get("revision") or "")
-    revision = "" if revision in _NO_REVISIONS else revision
-    for split, entries in values["scores"].items():
-        for entry in entries if isinstance(entries, list) else ():
-            value: Any = entry.get("main_score") if isinstance(entry, dict) else None
-            if _is_number(value):
-                parts = (split if split != "test" else "", entry.get("hf_subset", "default"))
-                extra = [str(part) for part in parts if part not in ("", "default")]
-                yield Score(str(path), model, revision, " ".join([values["task_name"], *extra]), float(value))
+    model = str(metadata.get("name") or "").replace("__", "/")
+    revision = str(metadata.get("revision") or "")
+    revision = "" if revision in _MISSING_REVISIONS else revision
+    for split, subsets in content["scores"].items():
+        for subset in subsets if isinstance(subsets, list) else ():
+            value: Any = subset.get("main_score") if isinstance(subset, dict) else None
+            if _is_finite_number(value):
+                names = (split if split != "test" else "", subset.get("hf_subset", "default"))
+                suffixes = [str(name) for name in names if name not in ("", "default")]
+                yield Score(str(path), model, revision, " ".join([content["task_name"], *suffixes]), float(value))
 
 
-def _is_number(value: object) -> bool:
+def _is_finite_number(value: object) -> bool:
+    """Return whether a value from a JSON file is a finite number; booleans are no numbers."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def read_csv(path: Path) -> pd.DataFrame:
-    """Read a CSV file as stripped strings. The index says where each row is, for messages.
+def read_csv_as_text(path: Path) -> pd.DataFrame:
+    """Read a CSV file as stripped strings; the index says in which line each row is, for messages.
 
     Raises:
         UserError: if the file cannot be read, has no rows, two equal columns, or a row of another length.
     """
-    # `pandas.read_csv` accepts short rows silently, and has no line numbers behind empty lines.
+    # `pandas.read_csv` accepts short rows silently, and does not tell the line numbers of rows after empty lines.
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.reader(file)

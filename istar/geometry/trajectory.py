@@ -23,22 +23,22 @@ from istar.geometry.same_model import ModelName, refuse_other_model, saved_weigh
 from istar.geometry.saved_checkpoints import Checkpoint
 from istar.geometry.stream import Pass
 
-TABLE = "trajectory.csv"
-KEYS = ("model", "revision", "step", "weights", "source", "layer")
-"""Columns of the table that identify a row; all other columns are measures."""
-_FINGERPRINT = ".asked"
+TABLE_FILE = "trajectory.csv"
+KEY_COLUMNS = ("model", "revision", "step", "weights", "source", "layer")
+"""Columns of `trajectory.csv` that identify a row; all other columns are measures."""
+_FINGERPRINT_FILE = ".asked"
 """File in a checkpoint's folder with the hash of the settings and texts that its measures were taken with."""
 
 
 class PartialFailure(UserError):  # noqa: N818
-    """Some checkpoints could not be measured; the others were."""
+    """Raised at the end if some checkpoints could not be measured; the others were."""
 
     exit_code = 1
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Settings that all checkpoints of a trajectory share; see `measure.measure`."""
+class TrajectoryPlan:
+    """What to measure at each checkpoint of a training, and where to write the results; see `measure.measure`."""
 
     model: str  # name of the model in the table
     texts: Sequence[Source]  # texts to measure the model over
@@ -51,50 +51,51 @@ class Plan:
 
 @dataclass
 class Trajectory:
-    """Measurements and error messages by the checkpoints' labels."""
+    """Measurements of checkpoints, and error messages of those that could not be measured, by checkpoint label."""
 
-    measured: dict[str, Measurements] = field(default_factory=dict)
+    measurements: dict[str, Measurements] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
 
 
-def follow(plan: Plan, checkpoints: Sequence[Checkpoint], console: Console) -> Trajectory:
-    """Measure each checkpoint into a folder of its own, and write the table after each one.
+def measure_checkpoints(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint], console: Console) -> Trajectory:
+    """Measure each checkpoint into a folder of its own, and write `trajectory.csv` after each one.
 
     A checkpoint that an earlier call has measured with the same texts, settings and weights is read from its folder. A
-    checkpoint with the weights of an earlier one gets a copy of its measurements. An error at one checkpoint is
+    checkpoint with the same weights as an earlier one gets a copy of its measurements. An error at one checkpoint is
     recorded, and the next one is measured. The console shows progress, warnings and errors.
     """
     trajectory = Trajectory()
-    names = [source.name for source in plan.texts]
-    fingerprint = stream.identity(plan.settings, plan.dtype, names, *(source.path for source in plan.texts))
-    for number, checkpoint in enumerate(checkpoints, start=1):
-        _print_line(console, f"{number} of {len(checkpoints)}: {checkpoint.label}")
+    text_names = [source.name for source in plan.texts]
+    fingerprint = stream.identity(plan.settings, plan.dtype, text_names, *(source.path for source in plan.texts))
+    for position, checkpoint in enumerate(checkpoints, start=1):
+        _print_line(console, f"{position} of {len(checkpoints)}: {checkpoint.label}")
         try:
-            measured, message = _measure(checkpoint, plan, fingerprint, trajectory)
+            measured, message = _measure_checkpoint(checkpoint, plan, fingerprint, trajectory)
         # Running out of memory is a RuntimeError; the next checkpoint may be smaller.
         except (UserError, OSError, RuntimeError) as error:
             trajectory.failures[checkpoint.label] = shorten(error)
             _print_line(console, f"not measured: {checkpoint.label}: {shorten(error)}")
             continue
         _print_line(console, message)
-        trajectory.measured[checkpoint.label] = measured
-        write(plan, checkpoints, trajectory)
+        trajectory.measurements[checkpoint.label] = measured
+        write_table(plan, checkpoints, trajectory)
     return trajectory
 
 
 def _print_line(console: Console, line: str) -> None:
-    """Print a line as it is, if it is not empty."""
+    """Print a line without wrapping or highlighting it; print nothing if it is empty."""
     if line:
         console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
-def refuse_other_checkpoints(plan: Plan, checkpoints: Sequence[Checkpoint]) -> None:
-    """Refuse to replace the table of another model, or the measures of checkpoints from elsewhere with other weights.
+def refuse_other_checkpoints(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint]) -> None:
+    """Refuse an output folder that holds the measures of another model or of other checkpoints.
 
     Raises:
-        UserError: if `plan.out` holds such a table or such measures.
+        UserError: if `plan.out` holds the table of another model, or measures of a checkpoint that has the same label
+            but comes from another place and has other weights.
     """
-    path = plan.out / TABLE
+    path = plan.out / TABLE_FILE
     if path.is_file():
         try:
             models = pd.read_csv(path, usecols=["model"], dtype=str)["model"].unique()
@@ -107,41 +108,48 @@ def refuse_other_checkpoints(plan: Plan, checkpoints: Sequence[Checkpoint]) -> N
             earlier = measure.read(plan.out / checkpoint.folder / measure.JSON)
         except UserError:  # missing or damaged
             continue
-        names = [
+        earlier_name, name = (
             ModelName(str(Path(name).absolute()) if revision is None else name, revision)
             for name, revision in (
                 (earlier.model["name"], earlier.model["revision"]),
                 (checkpoint.name, checkpoint.revision),
             )
-        ]
-        refuse_other_model(plan.out, names[0], names[1], lambda: _has_weights(checkpoint, plan, earlier))  # noqa: B023
+        )
+        refuse_other_model(plan.out, earlier_name, name, lambda: _has_same_weights(checkpoint, plan, earlier))  # noqa: B023
 
 
-def _has_weights(checkpoint: Checkpoint, plan: Plan, earlier: Measurements) -> bool:
-    """Return whether a checkpoint has the weights that were measured earlier; True if it cannot be loaded."""
+def _has_same_weights(checkpoint: Checkpoint, plan: TrajectoryPlan, earlier: Measurements) -> bool:
+    """Return whether a checkpoint has the weights that earlier measurements are of; True if it cannot be loaded."""
     try:
-        with _loadable(checkpoint, plan.out / checkpoint.folder) as name:
+        with _loadable_model(checkpoint, plan.out / checkpoint.folder) as name:
             weights = saved_weights_hash(ModelName(name, checkpoint.revision), earlier.model["dtype"])
     except (UserError, OSError, RuntimeError):  # reported when it is measured
         return True
     return weights == earlier.weights
 
 
-def _measure(checkpoint: Checkpoint, plan: Plan, fingerprint: str, earlier: Trajectory) -> tuple[Measurements, str]:
-    """Read, copy or take the measurements of a checkpoint, and write them to its folder.
+def _measure_checkpoint(
+    checkpoint: Checkpoint, plan: TrajectoryPlan, fingerprint: str, earlier: Trajectory
+) -> tuple[Measurements, str]:
+    """Return the measurements of a checkpoint, and write them to its folder.
 
-    The second value is a message for the user, which may be empty.
+    They are read from the folder if an earlier call has measured the checkpoint with the same fingerprint, and copied
+    if another checkpoint in `earlier` has the same weights.
+
+    Returns:
+        The measurements, and a message for the user, which may be empty.
     """
     folder = plan.out / checkpoint.folder
-    with _loadable(checkpoint, folder) as name:
+    with _loadable_model(checkpoint, folder) as name:
         weights = saved_weights_hash(ModelName(name, checkpoint.revision), plan.dtype)
-        twin = next((label for label, other in earlier.measured.items() if other.weights == weights), None)
-        message = "" if twin is None else f"warning: {checkpoint.label} has the same weights as {twin}"
+        same_weights = (label for label, other in earlier.measurements.items() if other.weights == weights)
+        duplicate = next(same_weights, None)
+        message = "" if duplicate is None else f"warning: {checkpoint.label} has the same weights as {duplicate}"
         cached = _read_cached(folder, fingerprint)
         if cached is not None and cached.weights == weights:
             return cached, message or "measured before"
-        if twin is not None:
-            measured, message = earlier.measured[twin], f"{message}; its figures are copied"
+        if duplicate is not None:
+            measured, message = earlier.measurements[duplicate], f"{message}; its figures are copied"
         else:
             progress = Console(stderr=True)
             measured = measure.measure(
@@ -149,41 +157,47 @@ def _measure(checkpoint: Checkpoint, plan: Plan, fingerprint: str, earlier: Traj
                 plan.command,
             )  # fmt: skip
     measured = replace(measured, model={**measured.model, "name": checkpoint.name, "revision": checkpoint.revision})
-    # The fingerprint is written last: after a call that is killed before, the checkpoint is measured again.
-    (folder / _FINGERPRINT).unlink(missing_ok=True)
+    # The fingerprint is written last: if the call is killed before that, the next call measures the checkpoint again.
+    (folder / _FINGERPRINT_FILE).unlink(missing_ok=True)
     measure.write(measured, folder)
-    write_text(folder / _FINGERPRINT, fingerprint)
+    write_text(folder / _FINGERPRINT_FILE, fingerprint)
     return measured, message
 
 
 def _read_cached(folder: Path, fingerprint: str) -> Measurements | None:
-    """Return the measurements of an earlier call with the same fingerprint, if there are any."""
+    """Return the measurements of an earlier call with the same fingerprint, or None if there are none."""
     try:
-        is_same = (folder / _FINGERPRINT).read_text(encoding="utf-8") == fingerprint
+        is_same = (folder / _FINGERPRINT_FILE).read_text(encoding="utf-8") == fingerprint
         return measure.read(folder / measure.JSON) if is_same else None
     except (OSError, ValueError, UserError):  # missing or damaged
         return None
 
 
 @contextmanager
-def _loadable(checkpoint: Checkpoint, folder: Path) -> Iterator[str]:
-    """Yield a name that from_pretrained accepts; a `.ckpt` file is unpacked for as long as the block runs."""
+def _loadable_model(checkpoint: Checkpoint, folder: Path) -> Iterator[str]:
+    """Yield a name that from_pretrained accepts.
+
+    A `.ckpt` file is converted to a model in a subfolder of `folder`, which is deleted when the block ends.
+    """
     if Path(checkpoint.name).suffix != ".ckpt":
         yield checkpoint.name
         return
-    unpacked = folder / ".weights"
-    shutil.rmtree(unpacked, ignore_errors=True)
+    converted = folder / ".weights"
+    shutil.rmtree(converted, ignore_errors=True)
     try:
-        _unpack(Path(checkpoint.name), unpacked)
-        yield str(unpacked)
+        _convert_checkpoint(Path(checkpoint.name), converted)
+        yield str(converted)
     finally:
-        shutil.rmtree(unpacked, ignore_errors=True)
+        shutil.rmtree(converted, ignore_errors=True)
 
 
-def _unpack(path: Path, folder: Path) -> None:
-    """Convert a checkpoint of train.py to a folder of save_pretrained, with the config and tokenizer of its run."""
-    model = path.parent.parent / "model"
-    if not (model / "config.json").is_file():
+def _convert_checkpoint(path: Path, folder: Path) -> None:
+    """Convert a `.ckpt` file of train.py to a model folder that from_pretrained loads.
+
+    The configuration and the tokenizer are those of the run.
+    """
+    model_folder = path.parent.parent / "model"
+    if not (model_folder / "config.json").is_file():
         raise UserError(f"{path}: its run has no model folder; expected one with the config and the tokenizer")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
@@ -195,31 +209,38 @@ def _unpack(path: Path, folder: Path) -> None:
         }
     except Exception as error:  # a damaged file can raise any exception
         raise UserError(f"{path} is not a readable checkpoint: {shorten(error)}") from error
-    shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors", "*.safetensors.index.json", "*.bin"))
+    ignored = shutil.ignore_patterns("*.safetensors", "*.safetensors.index.json", "*.bin")
+    shutil.copytree(model_folder, folder, ignore=ignored)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
-def write(plan: Plan, checkpoints: Sequence[Checkpoint], trajectory: Trajectory) -> None:
-    """Write `trajectory.csv`: for each checkpoint one row per source and layer and one per embedding matrix."""
+def write_table(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint], trajectory: Trajectory) -> None:
+    """Write `trajectory.csv` with the measures of all checkpoints that were measured.
+
+    Each has one row per text and layer, one per embedding matrix, and one for a final normalization.
+    """
     rows = []
     for checkpoint in checkpoints:
-        if checkpoint.label in trajectory.measured:
-            measured = trajectory.measured[checkpoint.label]
+        if checkpoint.label in trajectory.measurements:
+            measured = trajectory.measurements[checkpoint.label]
             keys = {"model": plan.model, "revision": checkpoint.label, "step": checkpoint.step}
-            rows += [{**keys, "weights": measured.weights, **row} for row in table_rows(measured)]
-    write_text(plan.out / TABLE, pd.DataFrame(rows).convert_dtypes().to_csv(index=False))
+            rows += [{**keys, "weights": measured.weights, **row} for row in make_rows(measured)]
+    write_text(plan.out / TABLE_FILE, pd.DataFrame(rows).convert_dtypes().to_csv(index=False))
 
 
-def table_rows(measured: Measurements) -> Iterator[dict[str, Any]]:
-    """Yield the table's rows of one checkpoint: layers, embedding matrices, and the final normalization."""
-    for source, taps in measured.sources.items():
-        for tap, figures in taps.items():
-            yield {"source": source, "layer": tap, **figures}
-    for which, forms in measured.matrices.items():
-        row: dict[str, Any] = {"source": None, "layer": f"{which}_embeddings"}
-        for form, figures in forms.items():
+def make_rows(measured: Measurements) -> Iterator[dict[str, Any]]:
+    """Yield one checkpoint's rows of `trajectory.csv`: layers by text, embedding matrices, and the final normalization.
+
+    The columns that identify the checkpoint are left out.
+    """
+    for source, measures_by_layer in measured.sources.items():
+        for layer, measures in measures_by_layer.items():
+            yield {"source": source, "layer": layer, **measures}
+    for matrix, measures_by_form in measured.matrices.items():
+        row: dict[str, Any] = {"source": None, "layer": f"{matrix}_embeddings"}
+        for form, measures in measures_by_form.items():
             prefix = "" if form == "raw" else f"{form}_"
-            row |= {f"{prefix}{name}": value for name, value in figures.items() if isinstance(value, float)}
+            row |= {f"{prefix}{name}": value for name, value in measures.items() if isinstance(value, float)}
         yield row
     if measured.final_norm is not None:
         names = ("gain", "bias", "ratio", "bias_over_gain")
@@ -227,29 +248,30 @@ def table_rows(measured: Measurements) -> Iterator[dict[str, Any]]:
         yield {"source": None, "layer": "final_norm_parameters", **columns}
 
 
-def table(plan: Plan, checkpoints: Sequence[Checkpoint], trajectory: Trajectory) -> Table:
-    """Return the terminal table: the last layer over all texts, and I(W) of the matrix nearest to the output.
+def make_terminal_table(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint], trajectory: Trajectory) -> Table:
+    """Return a table for the terminal, with measures of the last layer and I(W) in a row for each checkpoint.
 
-    I(W) is over both signs of the eigenvectors.
+    The measures are over all texts. I(W) is over both signs of the eigenvectors of the embedding matrix nearest to the
+    output. Checkpoints that were not measured have a row without numbers.
     """
     measures = ("isoscore", "inter_sim", "intra_sim", "two_nn", "effective_rank")
-    rows = {}
+    values_by_label = {}
     for checkpoint in checkpoints:
-        rows[checkpoint.label] = [math.nan] * (len(measures) + 1)
-        if checkpoint.label in trajectory.measured:
-            measured = trajectory.measured[checkpoint.label]
+        values_by_label[checkpoint.label] = [math.nan] * (len(measures) + 1)
+        if checkpoint.label in trajectory.measurements:
+            measured = trajectory.measurements[checkpoint.label]
             last_layer = list(measured.all_texts.values())[-1]
             matrix = measured.matrices.get("output") or measured.matrices["input"]
-            numbers = [last_layer.get(name, math.nan) for name in measures]
+            layer_values = [last_layer.get(name, math.nan) for name in measures]
             # The value over both signs can be compared between matrices; the papers' depends on the eigensolver.
-            rows[checkpoint.label] = [*numbers, matrix["raw"]["partition_isotropy_both"]]
-    columns = [name.replace("_", " ") for name in (*measures, "I(W), both signs")]
-    return measure.number_table(f"{plan.model}: the last layer, and I(W)", "revision", columns, rows)
+            values_by_label[checkpoint.label] = [*layer_values, matrix["raw"]["partition_isotropy_both"]]
+    headers = [name.replace("_", " ") for name in (*measures, "I(W), both signs")]
+    return measure.number_table(f"{plan.model}: the last layer, and I(W)", "revision", headers, values_by_label)
 
 
-def check(trajectory: Trajectory) -> None:
+def raise_on_failures(trajectory: Trajectory) -> None:
     """Raise `PartialFailure` if a checkpoint could not be measured."""
     if trajectory.failures:
         failures = "; ".join(f"{label} ({reason})" for label, reason in trajectory.failures.items())
-        total = len(trajectory.failures) + len(trajectory.measured)
+        total = len(trajectory.failures) + len(trajectory.measurements)
         raise PartialFailure(f"{len(trajectory.failures)} of {total} not measured: {shorten(failures, 500)}")

@@ -15,8 +15,8 @@ from rich.table import Table
 from istar.errors import UserError, shorten
 from istar.figures.plot import Line, Panel, Plot
 from istar.geometry import compare, measure, trajectory
-from istar.geometry.compare import Choice, Subject
-from istar.geometry.compare_page import enumerate_names
+from istar.geometry.compare import MeasuredModel, ModelArgument
+from istar.geometry.compare_page import join_names
 from istar.geometry.corpus import COMBINED
 from istar.geometry.model_figures import NAMES, panel
 from istar.geometry.saved_checkpoints import Checkpoint
@@ -26,8 +26,8 @@ from istar.pages.folder import Kind
 from istar.pages.page import Page, Section
 from istar.pages.sheets import Entry, Sheet, number_entry
 
-TABLE = "trajectories.csv"
-KIND = Kind("comparison of trainings", "istar compare, over trainings", (TABLE,))
+TABLE_FILE = "trajectories.csv"
+KIND = Kind("comparison of trainings", "istar compare, over trainings", (TABLE_FILE,))
 _LAYER_PLOTS = {
     "directions": (
         "Cosines over the training",
@@ -42,262 +42,295 @@ _LAYER_PLOTS = {
         ("isoscore", "two_nn"),
     ),
 }
-"""Title, caption and measures of the plots of the last layer, by the plot's name."""
-_READING = (
+"""Title, caption and measures of the plots of the last layer and the final normalization, by the plot's name."""
+_READING_NOTES = (
     "Each model has a line with a point for each of its checkpoints, in the same colour in all figures. The axis of "
     "the steps is logarithmic, and linear from step 0 to the first other step. The measures of the last layer and of "
     "the final normalization, if the model has one, are over all texts together.",
     "IsoScore and TwoNN depend on the number of tokens and on the width. Compare models over the same texts.",
 )
-_STEPS = "step (logarithmic)"
+_STEP_AXIS_LABEL = "step (logarithmic)"
 
 
 @dataclass(frozen=True)
-class Training:
-    """The measures of a model over its training."""
+class MeasuredTraining:
+    """A model's measures at the checkpoints of its training."""
 
     label: str  # name on the page, distinct among the trainings
-    folder: Path  # folder of the trajectory
-    rows: pd.DataFrame  # rows of `trajectory.csv`, by ascending step
+    folder: Path  # folder that `istar measure` wrote
+    measures: pd.DataFrame  # rows of `trajectory.csv`: one per checkpoint, text and layer, by ascending step
 
     @property
     def steps(self) -> list[int]:
-        """Steps of the checkpoints, in ascending order."""
-        return sorted(map(int, self.rows["step"].unique()))
+        """Optimizer steps of the checkpoints, in ascending order."""
+        return sorted(map(int, self.measures["step"].unique()))
 
     @property
     def last_layer(self) -> str:
-        """Name of the last layer, before a final normalization; empty if the table has no layer."""
-        numbers = self.rows["layer"].str.extract(r"^layer_(\d+)$", expand=False).dropna().astype(int)
-        return f"layer_{numbers.max()}" if len(numbers) else ""
+        """Name of the last layer, before a final normalization; empty if no layer was measured."""
+        indices = self.measures["layer"].str.extract(r"^layer_(\d+)$", expand=False).dropna().astype(int)
+        return f"layer_{indices.max()}" if len(indices) else ""
 
-    def series(self, layer: str, column: str) -> list[float]:
-        """Return a column at each of `steps`, over all texts together; NaN where the table has no number."""
-        if column not in self.rows:
+    def values_by_step(self, layer: str, measure_name: str) -> list[float]:
+        """Return the values of a measure of a layer at each step, over all texts together; NaN where there is none."""
+        if measure_name not in self.measures:
             return [math.nan] * len(self.steps)
-        sources = self.rows["source"]
+        sources = self.measures["source"]
         texts = sources.dropna().unique()
         source = COMBINED if COMBINED in texts else next(iter(texts), None)
         # Embedding matrices and the gain of the final normalization do not depend on a text.
-        rows = self.rows[(self.rows["layer"] == layer) & (sources.isna() | (sources == source))]
-        values = dict(zip(rows["step"], rows[column], strict=True))
-        return [float(values.get(step, math.nan)) for step in self.steps]
+        rows = self.measures[(self.measures["layer"] == layer) & (sources.isna() | (sources == source))]
+        value_by_step = dict(zip(rows["step"], rows[measure_name], strict=True))
+        return [float(value_by_step.get(step, math.nan)) for step in self.steps]
 
 
-def is_trajectory(choice: Choice) -> bool:
-    """Return whether this is a folder of `istar measure --revisions` or `--checkpoints`."""
-    return (Path(choice.name) / trajectory.TABLE).is_file()
+def has_trajectory(argument: ModelArgument) -> bool:
+    """Return whether a folder named on the command line holds the measures of a training.
+
+    `istar measure --revisions` and `istar measure --checkpoints` write such folders.
+    """
+    return (Path(argument.name) / trajectory.TABLE_FILE).is_file()
 
 
-def read(chosen: Sequence[Choice]) -> list[Training]:
-    """Read the trajectories that the command line names.
+def read_trainings(arguments: Sequence[ModelArgument]) -> list[MeasuredTraining]:
+    """Read the measures of several trainings from the folders that the command line names.
 
-    A training without a name of its own has that of its model; trainings of the same model then have the name of their
-    folder.
+    A training without a label on the command line is labelled by its model. If several trainings are of the same model,
+    the folder's name is added.
 
     Raises:
-        UserError: if a folder holds no trajectory, a checkpoint has no step, or two trainings have the same name.
+        UserError: if a folder holds no measures of a training, if a checkpoint has no step, or if two trainings have
+            the same label.
     """
-    tables = [_read_table(choice) for choice in chosen]
-    models = [Path(table["model"].iloc[0]).name for table in tables]
+    tables = [_read_trajectory(argument) for argument in arguments]
+    model_names = [Path(table["model"].iloc[0]).name for table in tables]
     labels = []
-    for choice, model in zip(chosen, models, strict=True):
-        labels.append(choice.label or (model if models.count(model) == 1 else f"{model} ({Path(choice.name).name})"))
+    for argument, name in zip(arguments, model_names, strict=True):
+        default_label = name if model_names.count(name) == 1 else f"{name} ({Path(argument.name).name})"
+        labels.append(argument.label or default_label)
     for label in labels:
         if labels.count(label) > 1:
             raise UserError(f"several trainings are called {label}; give them names, as in first=<folder>")
-    parts = zip(labels, chosen, tables, strict=True)
-    return [Training(label, Path(choice.name), table) for label, choice, table in parts]
+    parts = zip(labels, arguments, tables, strict=True)
+    return [MeasuredTraining(label, Path(argument.name), table) for label, argument, table in parts]
 
 
-def _read_table(choice: Choice) -> pd.DataFrame:
-    """Read the rows of a `trajectory.csv`, sorted by step."""
-    path = Path(choice.name) / trajectory.TABLE
+def _read_trajectory(argument: ModelArgument) -> pd.DataFrame:
+    """Read the `trajectory.csv` of a folder, and return its rows sorted by step.
+
+    Raises:
+        UserError: if the file is missing or damaged, has several models, or a checkpoint has no step.
+    """
+    path = Path(argument.name) / trajectory.TABLE_FILE
     if not path.is_file():
         raise UserError(
-            f"{choice.name} holds no {trajectory.TABLE}; expected folders of istar measure --revisions or "
+            f"{argument.name} holds no {trajectory.TABLE_FILE}; expected folders of istar measure --revisions or "
             "--checkpoints alone, or models alone"
         )
     try:
         rows = pd.read_csv(path, dtype=str, keep_default_na=False, na_values=[""])
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {shorten(error)}; measure the training again") from error
-    missing = [name for name in trajectory.KEYS if name not in rows]
-    if missing or rows.empty:
-        lacks = f"has no column {missing[0]}" if missing else "has no rows"
-        raise UserError(f"{path} {lacks}; expected the table of istar measure --revisions or --checkpoints")
+    missing_columns = [name for name in trajectory.KEY_COLUMNS if name not in rows]
+    if missing_columns or rows.empty:
+        problem = f"has no column {missing_columns[0]}" if missing_columns else "has no rows"
+        raise UserError(f"{path} {problem}; expected the table of istar measure --revisions or --checkpoints")
     if rows["model"].nunique(dropna=False) > 1:
         raise UserError(f"{path} has several models; expected the table of one training")
     for name in map(str, rows):
-        if name not in trajectory.KEYS or name == "step":
+        if name not in trajectory.KEY_COLUMNS or name == "step":
             rows[name] = pd.to_numeric(rows[name], errors="coerce")
-    unknown = rows.loc[rows["step"].isna(), "revision"]
-    if len(unknown):
+    without_step = rows.loc[rows["step"].isna(), "revision"]
+    if len(without_step):
         raise UserError(
-            f"{path}: {unknown.iloc[0]} has no step; measure the training with --steps, a table of the steps"
+            f"{path}: {without_step.iloc[0]} has no step; measure the training with --steps, a table of the steps"
         )
     return rows.sort_values("step", kind="stable")
 
 
-def differences(trainings: Sequence[Training]) -> list[str]:
-    """Return sentences on what makes the figures of these trainings incomparable: other texts or other settings.
+def describe_differences(trainings: Sequence[MeasuredTraining]) -> list[str]:
+    """Return a sentence for each training that was measured over other texts or with other settings than the first.
 
-    They compare the last checkpoints of the trainings. Without the measures of a checkpoint, whose folder may have been
-    deleted, nothing is said.
+    The values of such trainings cannot be compared. Texts and settings are those of the last checkpoints. The list is
+    empty if the folder of one of these checkpoints has been deleted.
     """
-    subjects = []
+    last_models = []
     for training in trainings:
-        last = Checkpoint(str(training.rows["revision"].iloc[-1]), "")
+        last = Checkpoint(str(training.measures["revision"].iloc[-1]), name="")
         try:
-            subjects.append(Subject(training.label, measure.read(training.folder / last.folder / measure.JSON)))
+            measurements = measure.read(training.folder / last.folder / measure.JSON)
         except UserError:
             return []
-    return compare.differences(subjects)
+        last_models.append(MeasuredModel(training.label, measurements))
+    return compare.describe_differences(last_models)
 
 
-def check(out: Path) -> None:
-    """Refuse a folder that holds anything but an earlier comparison of trainings.
+def check_output_folder(out: Path) -> None:
+    """Refuse an output folder that holds anything but an earlier comparison of trainings.
 
     Raises:
-        UserError: if the folder does.
+        UserError: if the folder holds other files.
     """
     folder.refuse_foreign(out, KIND)
 
 
-def write(trainings: Sequence[Training], out: Path, command: str = "") -> Path:
-    """Write the page with its figures and table, and `trajectories.csv`; returns the page's path.
+def write_page(trainings: Sequence[MeasuredTraining], out: Path, command: str = "") -> Path:
+    """Write the page that compares trainings, with its figures and `trajectories.csv`, and return the page's path.
 
-    The page shows the command line that made it.
+    Args:
+        trainings: the compared trainings.
+        out: output folder, which is replaced.
+        command: command line that made the page, which the page shows.
 
     Raises:
         UserError: if the folder holds anything but an earlier comparison of trainings, or cannot be written.
     """
     folder.refuse_foreign(out, KIND)
-    sheet = _sheet(trainings)
-    contents = folder.files(_page(trainings, sheet, command), {sheet.name: sheet})
-    rows = pd.concat([training.rows.assign(model=training.label) for training in trainings])
-    contents[TABLE] = rows.to_csv(index=False).encode()
+    model_table = _make_model_table(trainings)
+    contents = folder.files(_make_page(trainings, model_table, command), {model_table.name: model_table})
+    all_measures = pd.concat([training.measures.assign(model=training.label) for training in trainings])
+    contents[TABLE_FILE] = all_measures.to_csv(index=False).encode()
     folder.replace_folder(out, contents, KIND)
     return out / folder.INDEX
 
 
-def _page(trainings: Sequence[Training], sheet: Sheet, command: str) -> Page:
-    """Put the page together from its table and plots."""
+def _make_page(trainings: Sequence[MeasuredTraining], model_table: Sheet, command: str) -> Page:
+    """Assemble the page that compares trainings from its table and plots."""
     sections = [
-        Section("reading", "How to read this", (*_READING, *differences(trainings))),
-        Section("table-models", sheet.title, (), sheet, wide=True),
+        Section("reading", "How to read this", (*_READING_NOTES, *describe_differences(trainings))),
+        Section("table-models", model_table.title, sheet=model_table, wide=True),
     ]
-    for plot in plots(trainings):
+    for plot in make_plots(trainings):
         empty = "" if plot.panels else "Not measured for any of these models."
         sections.append(Section(plot.name, plot.title, [plot.caption], pictures=folder.draw(plot), empty=empty))
     if command:
         sections.append(Section("reproduce", "This page", ("This page and its files:",), commands=[command]))
-    names = [training.label for training in trainings]
-    about = ("Models", ", ".join(names), f"over their training, compared by istar {version('istar')}")
-    checkpoints = sum(len(training.steps) for training in trainings)
-    summary = [(str(len(names)), "models"), (f"{checkpoints:,}", "checkpoints")]
-    return Page(f"Geometry of {enumerate_names(names)} over their training", about, KIND.generator, summary, sections)
+    labels = [training.label for training in trainings]
+    head = ("Models", ", ".join(labels), f"over their training, compared by istar {version('istar')}")
+    num_checkpoints = sum(len(training.steps) for training in trainings)
+    summary = [(str(len(labels)), "models"), (f"{num_checkpoints:,}", "checkpoints")]
+    return Page(f"Geometry of {join_names(labels)} over their training", head, KIND.generator, summary, sections)
 
 
-def plots(trainings: Sequence[Training]) -> list[Plot]:
-    """Return all plots of the page in their order, with a line for each training that has the measure."""
-    results = []
+def make_plots(trainings: Sequence[MeasuredTraining]) -> list[Plot]:
+    """Return plots of the measures by training step, with a line for each training that has the measure.
+
+    The plots are in the order in which the page shows them.
+    """
+    all_plots = []
     for name, (title, caption, measures) in _LAYER_PLOTS.items():
-        panels: list[Panel] = []
-        for key in measures:
-            panels += _panel(trainings, NAMES[key], "last layer", "", key)
-            panels += _panel(trainings, NAMES[key], "final normalization", FINAL_NORM, key)
-        results.append(_plot(name, title, caption, panels, trainings))
-    partition: list[Panel] = []
-    for signs, words in (("as_computed", "signs as computed"), ("both", "both signs")):
-        for which in ("input", "output"):
-            title = f"{which} embeddings, {words}"
-            partition += _panel(trainings, "I(W)", title, f"{which}_embeddings", f"partition_isotropy_{signs}")
-    results.append(
-        _plot(
+        layer_panels: list[Panel] = []
+        for measure_name in measures:
+            y_label = NAMES[measure_name]
+            layer_panels += _make_panels(trainings, y_label, "last layer", None, measure_name)
+            layer_panels += _make_panels(trainings, y_label, "final normalization", FINAL_NORM, measure_name)
+        all_plots.append(_make_plot(name, title, caption, layer_panels, trainings))
+    partition_panels: list[Panel] = []
+    for signs, sign_title in (("as_computed", "signs as computed"), ("both", "both signs")):
+        for matrix in ("input", "output"):
+            title, measure_name = f"{matrix} embeddings, {sign_title}", f"partition_isotropy_{signs}"
+            partition_panels += _make_panels(trainings, "I(W)", title, f"{matrix}_embeddings", measure_name)
+    all_plots.append(
+        _make_plot(
             "partition",
             "I(W) of the embedding matrices over the training",
             "I(W) of the raw matrices; 1 is isotropic. The papers' convention is the signs of the eigenvectors as "
             "computed, which depend on the eigensolver's build. Both signs are reproducible and meant for comparisons. "
             "Models without output embeddings of their own have the input embeddings there.",
-            partition,
+            partition_panels,
             trainings,
         )
     )
-    norms: list[Panel] = []
+    norm_panels: list[Panel] = []
     for name in ("gain", "bias"):
-        norms += _panel(trainings, "norm", name, "final_norm_parameters", f"layer_norm_{name}")
+        norm_panels += _make_panels(trainings, "norm", name, "final_norm_parameters", f"layer_norm_{name}")
+    title = "The final normalization over the training"
     caption = "Norms of the gain and the bias of the final normalization, divided by the square root of the width."
-    results.append(_plot("final_norm", "The final normalization over the training", caption, norms, trainings))
-    return results
+    all_plots.append(_make_plot("final_norm", title, caption, norm_panels, trainings))
+    return all_plots
 
 
-def _plot(name: str, title: str, caption: str, panels: Sequence[Panel], trainings: Sequence[Training]) -> Plot:
+def _make_plot(
+    name: str, title: str, caption: str, panels: Sequence[Panel], trainings: Sequence[MeasuredTraining]
+) -> Plot:
+    """Return a line plot over the training steps, in which each training has its colour even without a line."""
     labels = tuple(training.label for training in trainings)
-    return Plot(name, title, caption, "line", _STEPS, tuple(panels), log_x=True, labels=labels)
+    return Plot(name, title, caption, "line", _STEP_AXIS_LABEL, tuple(panels), log_x=True, labels=labels)
 
 
-def _panel(trainings: Sequence[Training], y_label: str, title: str, layer: str, column: str) -> list[Panel]:
-    """Return a panel with a line for each training in which the column is finite at some step; none without a line.
+def _make_panels(
+    trainings: Sequence[MeasuredTraining], y_label: str, title: str, layer: str | None, measure_name: str
+) -> list[Panel]:
+    """Return a panel with the values of a measure by step, or an empty list if no training has a finite value.
 
-    An empty layer stands for the last one of each model.
+    The panel has a line for each training with a finite value. If `layer` is None, it is the last layer of each model.
     """
     lines = []
     for training in trainings:
-        xs = tuple(map(float, training.steps))
-        place = layer or training.last_layer
-        ys, errors = (tuple(training.series(place, name)) for name in (column, f"{column}_error"))
-        if any(map(math.isfinite, ys)):
-            lines.append(Line(training.label, xs, ys, y_error=errors if any(map(math.isfinite, errors)) else ()))
+        steps = tuple(map(float, training.steps))
+        layer_name = layer or training.last_layer
+        values = tuple(training.values_by_step(layer_name, measure_name))
+        errors = tuple(training.values_by_step(layer_name, f"{measure_name}_error"))
+        if any(map(math.isfinite, values)):
+            has_errors = any(map(math.isfinite, errors))
+            lines.append(Line(training.label, steps, values, y_error=errors if has_errors else ()))
     return [panel(y_label, lines, title)] if lines else []
 
 
-_COLUMNS = {
-    "InterSim": ("inter_sim", ""),
-    "IntraSim": ("intra_sim", ""),
-    "IsoScore": ("isoscore", ""),
-    "TwoNN": ("two_nn", ""),
+_SUMMARY_COLUMNS = {
+    "InterSim": ("inter_sim", None),
+    "IntraSim": ("intra_sim", None),
+    "IsoScore": ("isoscore", None),
+    "TwoNN": ("two_nn", None),
     "I(W), input": ("partition_isotropy_both", "input_embeddings"),
     "I(W), output": ("partition_isotropy_both", "output_embeddings"),
     "final gain": ("layer_norm_gain", "final_norm_parameters"),
     "final bias": ("layer_norm_bias", "final_norm_parameters"),
 }
-"""Column and layer of the measures in the table of all models, by their header; no layer stands for the last one."""
+"""Measure and layer of each column of the table of all models, by its header; None stands for the last layer."""
 
 
-def summary(trainings: Sequence[Training]) -> pd.DataFrame:
-    """Return one row for each training: its checkpoints, and measures at the last of them; I(W) is by both signs."""
+def summarize_trainings(trainings: Sequence[MeasuredTraining]) -> pd.DataFrame:
+    """Return one row for each training: its number of checkpoints, its steps, and measures at the last checkpoint.
+
+    I(W) is taken over both signs of the eigenvectors.
+    """
     rows = []
     for training in trainings:
         steps = training.steps
-        values = {
-            name: training.series(layer or training.last_layer, column)[-1]
-            for name, (column, layer) in _COLUMNS.items()
+        last_values = {
+            header: training.values_by_step(layer or training.last_layer, measure_name)[-1]
+            for header, (measure_name, layer) in _SUMMARY_COLUMNS.items()
         }
-        row = {"model": training.label, "checkpoints": len(steps), "first step": steps[0], "last step": steps[-1]}
-        rows.append({**row, **values})
+        keys = {"model": training.label, "checkpoints": len(steps), "first step": steps[0], "last step": steps[-1]}
+        rows.append({**keys, **last_values})
     return pd.DataFrame(rows)
 
 
-def _sheet(trainings: Sequence[Training]) -> Sheet:
-    frame = summary(trainings)
+def _make_model_table(trainings: Sequence[MeasuredTraining]) -> Sheet:
+    """Return the page's table of measures at the last checkpoints, with a row for each training."""
+    summary = summarize_trainings(trainings)
     entries = [
-        [Entry(str(row[0])), *(number_entry(value) for value in row[1:])] for row in frame.itertuples(index=False)
+        [Entry(str(label)), *(number_entry(value) for value in values)]
+        for label, *values in summary.itertuples(index=False)
     ]
     return Sheet(
         "models",
         "At the end of the training",
         "Measures at the last checkpoint: of the last layer, over all texts; I(W) by both signs of the embedding "
         "matrices; norms of the final normalization's gain and bias. A dash marks what a model does not have.",
-        tuple(map(str, frame)),
+        tuple(map(str, summary)),
         {"": entries},
-        frame,
+        summary,
     )
 
 
-def table(trainings: Sequence[Training]) -> Table:
-    """Return the terminal table: the measures of `summary`."""
-    frame = summary(trainings)
-    numbers = frame[list(_COLUMNS)].to_numpy()
-    rows = {str(label): list(map(float, values)) for label, values in zip(frame["model"], numbers, strict=True)}
-    return measure.number_table("At the last checkpoint of each training", "model", _COLUMNS, rows)
+def make_terminal_table(trainings: Sequence[MeasuredTraining]) -> Table:
+    """Return a table for the terminal, with measures at the last checkpoint of each training."""
+    summary = summarize_trainings(trainings)
+    numbers = summary[list(_SUMMARY_COLUMNS)].to_numpy()
+    values_by_model = {
+        str(name): list(map(float, values)) for name, values in zip(summary["model"], numbers, strict=True)
+    }
+    title = "At the last checkpoint of each training"
+    return measure.number_table(title, "model", _SUMMARY_COLUMNS, values_by_model)

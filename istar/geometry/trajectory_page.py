@@ -14,13 +14,13 @@ from istar.geometry import measure
 from istar.geometry.measure import Measurements
 from istar.geometry.model_figures import NAMES, groups, measure_line, panel, tap_name
 from istar.geometry.saved_checkpoints import Checkpoint
-from istar.geometry.trajectory import Plan, Trajectory, refuse_other_checkpoints, table_rows
+from istar.geometry.trajectory import Trajectory, TrajectoryPlan, make_rows, refuse_other_checkpoints
 from istar.pages import folder
 from istar.pages.folder import Kind
 from istar.pages.page import Page, Section
 
 KIND = Kind("trajectory", "istar measure, over a training")
-_TEXTS = {
+_PLOT_TEXTS = {
     "isotropy": (
         "Isotropy of the layers",
         "IsoScore, InterSim, IntraSim and TwoNN of the hidden states of some layers. Bands: 95% intervals, "
@@ -36,14 +36,14 @@ _TEXTS = {
 """Title and caption of each plot, by the plot's name."""
 
 
-def check(plan: Plan, checkpoints: Sequence[Checkpoint]) -> None:
-    """Refuse an output folder with another page or another model, before anything is measured.
+def check_output_folder(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint]) -> None:
+    """Refuse an output folder that holds another page or another model, before anything is measured.
 
-    The measurements of other checkpoints of the same model may be there. They are kept, so that they need not be taken
+    It may hold measurements of further checkpoints of the same model. They are kept, so that they need not be measured
     again.
 
     Raises:
-        UserError: if the folder is such a folder.
+        UserError: if the folder holds another page or another model.
     """
     index = plan.out / folder.INDEX
     if (plan.out / measure.JSON).exists() or (index.exists() and not folder.has_generator(index, KIND)):
@@ -53,19 +53,22 @@ def check(plan: Plan, checkpoints: Sequence[Checkpoint]) -> None:
     refuse_other_checkpoints(plan, checkpoints)
 
 
-def write(plan: Plan, checkpoints: Sequence[Checkpoint], trajectory: Trajectory) -> Path:
-    """Write `index.html` and `figures/` beside `trajectory.csv`, without earlier figures; returns the page's path."""
+def write_page(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint], trajectory: Trajectory) -> Path:
+    """Write the page of a training, `index.html`, with its figures beside `trajectory.csv`, and return the page's path.
+
+    Figures of an earlier page are deleted.
+    """
     sections = []
-    for plot in plots(checkpoints, trajectory.measured):
+    for plot in make_plots(checkpoints, trajectory.measurements):
         empty = "" if plot.panels else "This model does not have it, or it is not defined."
         sections.append(Section(plot.name, plot.title, [plot.caption], pictures=folder.draw(plot), empty=empty))
     if trajectory.failures:
         failures = [f"{label}: {reason}" for label, reason in trajectory.failures.items()]
         sections.append(Section("left-out", "Not measured", failures))
     sections.append(Section("reproduce", "This page", ("This page and its files:",), commands=[plan.command]))
-    summary = [(str(len(trajectory.measured)), "checkpoints"), (str(len(plan.texts)), "texts")]
-    about = ("Model", plan.model, f"over its training, measured by istar {version('istar')}")
-    page = Page(f"Geometry of {Path(plan.model).name} over its training", about, KIND.generator, summary, sections)
+    summary = [(str(len(trajectory.measurements)), "checkpoints"), (str(len(plan.texts)), "texts")]
+    head = ("Model", plan.model, f"over its training, measured by istar {version('istar')}")
+    page = Page(f"Geometry of {Path(plan.model).name} over its training", head, KIND.generator, summary, sections)
     contents = folder.files(page, {})
     for name, content in contents.items():
         with atomic_write(plan.out / name) as file:
@@ -76,46 +79,52 @@ def write(plan: Plan, checkpoints: Sequence[Checkpoint], trajectory: Trajectory)
     return plan.out / folder.INDEX
 
 
-def plots(checkpoints: Sequence[Checkpoint], measured: Mapping[str, Measurements]) -> list[Plot]:
-    """Return the figures of layers, embedding matrices and the final normalization over the training.
+def make_plots(checkpoints: Sequence[Checkpoint], measurements_by_label: Mapping[str, Measurements]) -> list[Plot]:
+    """Return plots of the layers, the embedding matrices and the final normalization during training.
 
-    The layers' figures are over all texts together. The x axis is the step if that of every checkpoint is known,
-    otherwise the checkpoint's position. It is logarithmic if the steps are. Checkpoints without measurements are left
-    out.
+    Measures of layers are over all texts together. The x axis is the step if that of every checkpoint is known,
+    otherwise the checkpoint's position. It is logarithmic if the steps are spaced logarithmically. Checkpoints without
+    measurements are left out.
     """
-    checkpoints = [checkpoint for checkpoint in checkpoints if checkpoint.label in measured]
-    measurements = [measured[checkpoint.label] for checkpoint in checkpoints]
+    checkpoints = [checkpoint for checkpoint in checkpoints if checkpoint.label in measurements_by_label]
+    measurements = [measurements_by_label[checkpoint.label] for checkpoint in checkpoints]
     steps = [checkpoint.step for checkpoint in checkpoints if checkpoint.step is not None]
     has_steps = len(steps) == len(checkpoints)
     x_label = "step" if has_steps else "checkpoint, in the given order"
     xs = tuple(steps) if has_steps else tuple(range(1, len(checkpoints) + 1))
-    # Rows of each checkpoint in trajectory.csv, over all texts together, by layer.
-    tables = [
-        {row["layer"]: row for row in table_rows(result) if row["source"] in (result.combined_key, None)}
-        for result in measurements
+    # Rows of trajectory.csv over all texts together, by layer, for each checkpoint.
+    rows_by_layer = [
+        {row["layer"]: row for row in make_rows(measured) if row["source"] in (measured.combined_key, None)}
+        for measured in measurements
     ]
+    num_groups = groups(measurements[0])
 
-    def column_panel(y_label: str, columns: Mapping[str, tuple[str, str]]) -> list[Panel]:
-        """Return a panel with a line for each label's (layer, column) of the table; none without a finite value."""
+    def make_panels(y_label: str, column_by_label: Mapping[str, tuple[str, str]]) -> list[Panel]:
+        """Return a panel with a line for each label, or an empty list if no line has a finite value.
+
+        `column_by_label` has the layer and the column of `trajectory.csv` that each line shows.
+        """
         lines = []
-        for label, (layer, column) in columns.items():
-            line = measure_line(label, xs, [table.get(layer, {}) for table in tables], column, groups(measurements[0]))
+        for label, (layer, column) in column_by_label.items():
+            line = measure_line(label, xs, [rows.get(layer, {}) for rows in rows_by_layer], column, num_groups)
             if any(map(math.isfinite, line.y)):
                 lines.append(line)
         return [panel(y_label, lines)] if lines else []
 
-    taps = evenly_spaced(list(measurements[0].all_texts))
-    isotropy: list[Panel] = []
-    for key in ("isoscore", "inter_sim", "intra_sim", "two_nn"):
-        isotropy += column_panel(NAMES[key], {tap_name(tap): (tap, key) for tap in taps})
-    matrices = {
-        f"{which} embeddings": (f"{which}_embeddings", "partition_isotropy_both") for which in ("input", "output")
+    layers = evenly_spaced(list(measurements[0].all_texts))
+    isotropy_panels: list[Panel] = []
+    for measure_name in ("isoscore", "inter_sim", "intra_sim", "two_nn"):
+        isotropy_panels += make_panels(
+            NAMES[measure_name], {tap_name(layer): (layer, measure_name) for layer in layers}
+        )
+    matrix_columns = {
+        f"{matrix} embeddings": (f"{matrix}_embeddings", "partition_isotropy_both") for matrix in ("input", "output")
     }
-    norms = {name: ("final_norm_parameters", f"layer_norm_{name}") for name in ("gain", "bias")}
-    panels = {
-        "isotropy": isotropy,
-        "partition": column_panel("I(W), both signs", matrices),
-        "final_norm": column_panel("norm", norms),
+    norm_columns = {name: ("final_norm_parameters", f"layer_norm_{name}") for name in ("gain", "bias")}
+    panels_by_plot = {
+        "isotropy": isotropy_panels,
+        "partition": make_panels("I(W), both signs", matrix_columns),
+        "final_norm": make_panels("norm", norm_columns),
     }
     return [
         Plot(
@@ -124,9 +133,9 @@ def plots(checkpoints: Sequence[Checkpoint], measured: Mapping[str, Measurements
             caption,
             "line",
             x_label,
-            tuple(panels[name]),
+            tuple(panels_by_plot[name]),
             log_x=has_steps and are_log_spaced(steps),
             ordered=name == "isotropy",
         )
-        for name, (title, caption) in _TEXTS.items()
+        for name, (title, caption) in _PLOT_TEXTS.items()
     ]

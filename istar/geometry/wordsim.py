@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Policy = Literal["single_token", "mean"]
+"""Treatment of words of several tokens; see `word_vectors`."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +86,10 @@ class _Format:
     """The line format of a benchmark."""
 
     separator: str  # separator of the columns
-    rating: int  # index of the rating's column
-    columns: tuple[int, int]  # smallest and largest number of columns
-    highest: float  # largest rating; the smallest is 0
-    example: str  # a line, for error messages
+    rating_column: int  # index of the rating's column
+    column_range: tuple[int, int]  # smallest and largest number of columns
+    max_rating: float  # largest rating; the smallest is 0
+    example_line: str  # a line, for error messages
     header: str = ""  # start of the header line; empty if the format has none
     third_column: str = ".*"  # pattern that the third column of the first line matches
 
@@ -96,24 +97,35 @@ class _Format:
 FORMATS = {
     "simlex999": _Format(
         "\t",
-        rating=3,
-        columns=(4, 10),
-        highest=10,
-        example="old TAB new TAB A TAB 1.58",
+        rating_column=3,
+        column_range=(4, 10),
+        max_rating=10,
+        example_line="old TAB new TAB A TAB 1.58",
         header="word1\tword2\tPOS",
         third_column="[ANV]",
     ),
-    "men": _Format(" ", rating=2, columns=(3, 3), highest=50, example="sun-n sunlight-n 50.0"),
+    "men": _Format(" ", rating_column=2, column_range=(3, 3), max_rating=50, example_line="sun-n sunlight-n 50.0"),
     "wordsim353": _Format(
-        "\t", rating=2, columns=(3, 3), highest=10, example="tiger TAB cat TAB 7.35", header="Word 1\t"
+        "\t",
+        rating_column=2,
+        column_range=(3, 3),
+        max_rating=10,
+        example_line="tiger TAB cat TAB 7.35",
+        header="Word 1\t",
     ),
-    "rw": _Format("\t", rating=2, columns=(4, 13), highest=10, example="squishing TAB squirt TAB 5.88 TAB 7 TAB 7"),
+    "rw": _Format(
+        "\t",
+        rating_column=2,
+        column_range=(4, 13),
+        max_rating=10,
+        example_line="squishing TAB squirt TAB 5.88 TAB 7 TAB 7",
+    ),
 }
-"""Known formats, in the order in which they are tried on the first line of a file."""
+"""Known file formats by name, in the order in which they are tried on the first line of a file."""
 
 
 def read_benchmark(path: str | Path, format: str | None = None) -> Benchmark:
-    """Read the pairs of a benchmark's file.
+    """Read the word pairs and ratings of a word similarity benchmark from a file in its authors' format.
 
     - simlex999: tab-separated, the word class in column 3, the rating (0 to 10) in column 4; with or without header.
     - men: space-separated, the rating (0 to 50) last; words or lemmas (`sun-n`), whose word class is dropped.
@@ -126,21 +138,21 @@ def read_benchmark(path: str | Path, format: str | None = None) -> Benchmark:
         UserError: if the file cannot be read, its format is unknown, or a line is malformed.
     """
     path = Path(path)
-    lines = list(_lines(path))
+    lines = list(_read_lines(path))
     if not lines:
         raise UserError(f"{path}: the file is empty; expected pairs of words with ratings")
     if format is None:
-        format = _detect(path, lines)
+        format = _detect_format(path, lines)
     elif format not in FORMATS:
         raise UserError(f"format is {format!r}; expected one of {', '.join(FORMATS)}")
     spec = FORMATS[format]
     if spec.header and lines[0][1].startswith(spec.header):
         lines = lines[1:]
-    pairs = tuple(_parse_pair(path, number, line, spec) for number, line in lines)
+    pairs = tuple(_parse_pair(path, line_number, line, spec) for line_number, line in lines)
     if not pairs:
         raise UserError(f"{path}: no lines follow the header; expected pairs of words with ratings")
     if format == "men":
-        pairs = _without_classes(pairs)
+        pairs = _strip_word_classes(pairs)
     # Only the file's name tells the two parts of WordSim-353 apart.
     for part in ("similarity", "relatedness"):
         if format == "wordsim353" and part in path.name.lower():
@@ -153,8 +165,8 @@ def word_vectors(
 ) -> WordVectors:
     """Look up the vectors of words in an embedding matrix, with the tokens that the words have inside a sentence.
 
-    Byte-level BPE and SentencePiece tokenize a word behind a space differently from the first word of a text. Each word
-    is therefore tokenized behind another word, whose tokens are removed. Letter case is left to the tokenizer.
+    Byte-level BPE and SentencePiece tokenize a word after a space differently from the first word of a text. Each word
+    is therefore tokenized after another word, whose tokens are removed. Letter case is left to the tokenizer.
 
     Args:
         words: words to look up.
@@ -189,93 +201,107 @@ def similarity(vectors: WordVectors, benchmark: Benchmark) -> WordSimilarity:
     Raises:
         UserError: if fewer than 2 pairs have vectors for both words.
     """
-    by_word = vectors.vectors
-    kept = tuple(pair for pair in benchmark.pairs if pair.first in by_word and pair.second in by_word)
-    left_out = tuple(pair for pair in benchmark.pairs if pair.first not in by_word or pair.second not in by_word)
+    vector_by_word = vectors.vectors
+    has_vectors = [pair.first in vector_by_word and pair.second in vector_by_word for pair in benchmark.pairs]
+    kept = tuple(pair for pair, is_kept in zip(benchmark.pairs, has_vectors, strict=True) if is_kept)
+    left_out = tuple(pair for pair, is_kept in zip(benchmark.pairs, has_vectors, strict=True) if not is_kept)
     if len(kept) < 2:
         raise UserError(
             f"{benchmark.name}: {len(kept)} of {len(benchmark.pairs)} pairs have vectors for both words "
             f"(policy {vectors.policy}); a correlation needs at least 2"
         )
-    first = torch.stack([by_word[pair.first] for pair in kept])
-    second = torch.stack([by_word[pair.second] for pair in kept])
+    first = torch.stack([vector_by_word[pair.first] for pair in kept])
+    second = torch.stack([vector_by_word[pair.second] for pair in kept])
     ratings = np.array([pair.rating for pair in kept])
     cosines = (unit_vectors(first)[0] * unit_vectors(second)[0]).sum(1)
     return WordSimilarity(
         benchmark.name,
         vectors.policy,
-        cosine=_correlation(cosines, ratings),
-        inner_product=_correlation((first * second).sum(1), ratings),
+        cosine=_correlate(cosines, ratings),
+        inner_product=_correlate((first * second).sum(1), ratings),
         kept=kept,
         left_out=left_out,
     )
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the number and the text of each line that is not empty."""
+def _read_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the line number and the text of each line of a file that is not empty.
+
+    Raises:
+        UserError: if the file cannot be read or is not UTF-8.
+    """
     try:
         # Split at "\n" below: `str.splitlines` also splits at other control characters.
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}; expected a word-similarity benchmark") from error
     except UnicodeDecodeError as error:
-        number = path.read_bytes()[: error.start].count(b"\n") + 1
-        raise UserError(f"{path}, line {number}: not UTF-8; convert the file") from error
-    for number, line in enumerate(text.split("\n"), 1):
+        line_number = path.read_bytes()[: error.start].count(b"\n") + 1
+        raise UserError(f"{path}, line {line_number}: not UTF-8; convert the file") from error
+    for line_number, line in enumerate(text.split("\n"), 1):
         if line.strip():
-            yield number, line.rstrip()
+            yield line_number, line.rstrip()
 
 
-def _detect(path: Path, lines: Sequence[tuple[int, str]]) -> str:
-    """Return the name of the first format that the first line fits."""
-    number, first = lines[0]
+def _detect_format(path: Path, lines: Sequence[tuple[int, str]]) -> str:
+    """Return the name of the first known format that fits the first line of a file.
+
+    Raises:
+        UserError: if no format fits.
+    """
+    line_number, first_line = lines[0]
     for name, spec in FORMATS.items():
-        columns = first.split(spec.separator)
-        least, most = spec.columns
-        if spec.header and first.startswith(spec.header):
+        columns = first_line.split(spec.separator)
+        min_columns, max_columns = spec.column_range
+        if spec.header and first_line.startswith(spec.header):
             return name
         if (
-            least <= len(columns) <= most
-            and math.isfinite(_parse_number(columns[spec.rating]))
+            min_columns <= len(columns) <= max_columns
+            and math.isfinite(_parse_number(columns[spec.rating_column]))
             and re.fullmatch(spec.third_column, columns[2])
         ):
             return name
-    examples = "; ".join(f"{name}: {spec.example}" for name, spec in FORMATS.items())
+    examples = "; ".join(f"{name}: {spec.example_line}" for name, spec in FORMATS.items())
     raise UserError(
-        f"{path}, line {number}: {shorten(first, 60)!r} is not a line of a known benchmark; expected one of {examples}"
+        f"{path}, line {line_number}: {shorten(first_line, 60)!r} is not a line of a known benchmark; expected one of "
+        f"{examples}"
     )
 
 
-def _parse_pair(path: Path, number: int, line: str, spec: _Format) -> Pair:
-    """Parse a line of a benchmark into two words and their rating."""
-    location = f"{path}, line {number}"
+def _parse_pair(path: Path, line_number: int, line: str, spec: _Format) -> Pair:
+    """Parse a line of a benchmark into two words and their rating.
+
+    Raises:
+        UserError: if the line does not have the format, or the rating is out of range.
+    """
+    location = f"{path}, line {line_number}"
     columns = line.split(spec.separator)
-    least, most = spec.columns
-    if not least <= len(columns) <= most:
-        expected = str(least) if least == most else f"{least} to {most}"
+    min_columns, max_columns = spec.column_range
+    if not min_columns <= len(columns) <= max_columns:
+        expected = str(min_columns) if min_columns == max_columns else f"{min_columns} to {max_columns}"
         raise UserError(
-            f"{location}: {shorten(line, 60)!r} has {len(columns)} columns; expected {expected}: {spec.example}"
+            f"{location}: {shorten(line, 60)!r} has {len(columns)} columns; expected {expected}: {spec.example_line}"
         )
-    first, second, rating = columns[0].strip(), columns[1].strip(), columns[spec.rating]
-    if not 0 <= _parse_number(rating) <= spec.highest:
+    first, second, rating = columns[0].strip(), columns[1].strip(), columns[spec.rating_column]
+    if not 0 <= _parse_number(rating) <= spec.max_rating:
         raise UserError(
-            f"{location}: the rating is {shorten(rating, 60)!r}; expected a number from 0 to {spec.highest:g}"
+            f"{location}: the rating is {shorten(rating, 60)!r}; expected a number from 0 to {spec.max_rating:g}"
         )
     if not first or not second:
-        raise UserError(f"{location}: a word is empty; expected two words and a rating: {spec.example}")
+        raise UserError(f"{location}: a word is empty; expected two words and a rating: {spec.example_line}")
     return Pair(first, second, _parse_number(rating))
 
 
 def _parse_number(text: str) -> float:
-    """Parse a number; anything else is NaN."""
+    """Return the number that a text states, or NaN if it states none."""
     try:
         return float(text)
     except ValueError:
         return math.nan
 
 
-def _without_classes(pairs: tuple[Pair, ...]) -> tuple[Pair, ...]:
-    """Drop MEN's word classes (`-n`, `-v`, `-j`) if all words have one; natural forms are kept as they are."""
+def _strip_word_classes(pairs: tuple[Pair, ...]) -> tuple[Pair, ...]:
+    """Return the pairs of MEN without word classes (`-n`, `-v`, `-j`), or unchanged if some word has none."""
     stripped = []
     for pair in pairs:
         first, second = (re.fullmatch(r"(.+)-[nvj]", word) for word in (pair.first, pair.second))
@@ -286,7 +312,11 @@ def _without_classes(pairs: tuple[Pair, ...]) -> tuple[Pair, ...]:
 
 
 def _tokenize_words(words: Sequence[str], tokenizer: "PreTrainedTokenizerBase") -> list[list[int]]:
-    """Return the token ids of each word behind another word."""
+    """Return the token ids of each word as it is tokenized after another word.
+
+    Raises:
+        UserError: if the tokenizer joins the two words.
+    """
     context = "the"
     texts = [context, *(f"{context} {word}" for word in words)]
     prefix, *ids = tokenizer(texts, add_special_tokens=False, padding=False, truncation=False)["input_ids"]
@@ -296,12 +326,13 @@ def _tokenize_words(words: Sequence[str], tokenizer: "PreTrainedTokenizerBase") 
     return [tokens[len(prefix) :] for tokens in ids]
 
 
-def _correlation(scores: Tensor, ratings: np.ndarray) -> Correlation:
-    """Correlate scores with ratings, by Pearson and by Spearman; undefined if either is constant."""
-    values = scores.cpu().double().numpy()
-    for name, series in (("score", values), ("rating", ratings)):
-        if is_constant(series):
-            return Correlation(math.nan, math.nan, f"the {name} is constant")
+def _correlate(scores: Tensor, ratings: np.ndarray) -> Correlation:
+    """Return Pearson's and Spearman's correlations of scores with ratings; NaN if either are constant."""
+    score_values = scores.cpu().double().numpy()
+    for name, values in (("score", score_values), ("rating", ratings)):
+        if is_constant(values):
+            return Correlation(math.nan, math.nan, note=f"the {name} is constant")
     return Correlation(
-        float(scipy.stats.pearsonr(values, ratings).statistic), float(scipy.stats.spearmanr(values, ratings).statistic)
+        pearson=float(scipy.stats.pearsonr(score_values, ratings).statistic),
+        spearman=float(scipy.stats.spearmanr(score_values, ratings).statistic),
     )

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 
 from istar.errors import UserError
-from istar.integrations.loaders import second_pass
+from istar.integrations.loaders import iterate_in_new_order
 from istar.measures.processes import world_size
 from istar.regularizers import EmbeddingWatch, IStar, Penalty, Points, Watch, attach_to_target
 from istar.regularizers.embeddings import HIDDEN_STATES
@@ -109,9 +109,10 @@ class PenaltyCallback(L.Callback):
         self.target = target
         self.rows = rows
         self.seed = seed
+        # Reads the hidden states and computes the penalty; None while the penalty is attached to no model.
         self._watch: Watch | EmbeddingWatch | None = None
-        # State of the generator that samples rows, while no model is attached.
-        self._rows_state: dict[str, Tensor] = {}
+        # State of the generator that samples rows, while the penalty is attached to no model.
+        self._row_sampler_state: dict[str, Tensor] = {}
         self._last_refresh_step: int | None = None
 
     def loss(self) -> Tensor:
@@ -130,31 +131,39 @@ class PenaltyCallback(L.Callback):
         return self._watch.loss()
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._remove()
+        """Attach the penalty to the model of the LightningModule."""
+        self._detach()
         self._last_refresh_step = None
         modules = None if self.modules is None else self.modules(pl_module)
         model = self._find_model(pl_module)
         self._watch = attach_to_target(model, self.penalty, self.target, self.points, self.rows, self.seed, modules)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Move the penalty to the model's device, and restore the state of the generator that samples rows."""
         # A Sigma_S that was loaded from a checkpoint is on the CPU.
         self.penalty.to(pl_module.device)
         if isinstance(self._watch, EmbeddingWatch):
-            self._watch.load_state_dict(self._rows_state)
+            self._watch.load_state_dict(self._row_sampler_state)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        """Set the penalty's weight by the schedule, and compute Sigma_S if it is due before this batch."""
         step = trainer.global_step
         if self.weight_schedule is not None:
             self.penalty.weight = self.weight_schedule(step)
         if self._is_refresh_due(step, batch_idx):
             self._last_refresh_step = step
-            self._refresh(trainer)
+            self._refresh_covariance(trainer)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        """Log the penalty and its terms.
+
+        Raises:
+            UserError: if `training_step` did not add the penalty to its loss.
+        """
         if self.weight_schedule is not None:
             pl_module.log("train/lambda", self.penalty.weight)
         if self.penalty.weight == 0:
@@ -163,21 +172,31 @@ class PenaltyCallback(L.Callback):
         if terms is None:
             raise UserError("training_step did not call loss() of the PenaltyCallback; add it to the task loss")
         # Log tensors rather than numbers, so that the host does not wait for the device in each step.
-        values = {"penalty": self.penalty.factor * terms.value, **terms.named(self.penalty.measure)}
-        pl_module.log_dict({f"train/{name}": value for name, value in values.items()})
+        logs = {"penalty": self.penalty.factor * terms.value, **terms.named(self.penalty.measure)}
+        pl_module.log_dict({f"train/{name}": value for name, value in logs.items()})
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the penalty's state for a checkpoint, of each process if their states differ.
+
+        The state includes that of the generator that samples rows of an embedding matrix.
+        """
         state = {name: value.cpu() for name, value in self.penalty.state_dict().items()}
         states: list[Any] = [state]
         is_per_process = world_size() > 1 and (not self.penalty.sync or self.penalty.group is not None)
         if is_per_process:
             states = [None] * world_size()
             dist.all_gather_object(states, state)
-        rows = self._watch.state_dict() if isinstance(self._watch, EmbeddingWatch) else self._rows_state
-        return {"penalties": states, "rows": rows}
+        watch = self._watch
+        row_sampler_state = watch.state_dict() if isinstance(watch, EmbeddingWatch) else self._row_sampler_state
+        return {"penalties": states, "rows": row_sampler_state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._rows_state = state_dict.get("rows", {})
+        """Load the penalty's state from a checkpoint.
+
+        Raises:
+            UserError: if the checkpoint was saved with a different number of processes and has a state for each.
+        """
+        self._row_sampler_state = state_dict.get("rows", {})
         states = state_dict["penalties"]
         if len(states) not in (1, world_size()):
             raise UserError(
@@ -187,13 +206,19 @@ class PenaltyCallback(L.Callback):
         self.penalty.load_state_dict(states[0] if len(states) == 1 else states[dist.get_rank()])
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._remove()
+        """Remove the penalty's hooks from the model."""
+        self._detach()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._remove()
+        """Remove the penalty's hooks from the model."""
+        self._detach()
 
     def _find_model(self, pl_module: L.LightningModule) -> nn.Module:
-        """Return the module that the penalty is attached to."""
+        """Return the model within the LightningModule that the penalty is attached to.
+
+        Raises:
+            UserError: if the LightningModule has no module of the given name.
+        """
         if not isinstance(self.model, str):
             return self.model(pl_module)
         try:
@@ -217,22 +242,28 @@ class PenaltyCallback(L.Callback):
         # All micro-batches of an optimizer step have the same step number; refresh before the first one only.
         return step % int(self.refresh) == 0 and step != self._last_refresh_step
 
-    def _refresh(self, trainer: L.Trainer) -> None:
+    def _refresh_covariance(self, trainer: L.Trainer) -> None:
+        """Compute Sigma_S in the precision of the training."""
         assert self._watch is not None
         with trainer.precision_plugin.train_step_context():
-            self._watch.refresh(self._batches(trainer), self.num_points, self.momentum)
+            self._watch.refresh(self._covariance_batches(trainer), self.num_points, self.momentum)
 
-    def _batches(self, trainer: L.Trainer) -> Iterator[Any]:
-        """Yield the batches for Sigma_S in the precision of the training."""
+    def _covariance_batches(self, trainer: L.Trainer) -> Iterator[Any]:
+        """Yield the batches for Sigma_S, converted to the precision of the training.
+
+        Raises:
+            UserError: if there are several train dataloaders and `loader` does not choose one.
+        """
         loader = trainer.train_dataloader if self.loader is None else self.loader
         if self.loader is None and isinstance(loader, Mapping | list | tuple | CombinedLoader):
             raise UserError("there are several train dataloaders; name one for Sigma_S: PenaltyCallback(loader=...)")
-        for batch in second_pass(loader, trainer.global_step):
+        for batch in iterate_in_new_order(loader, trainer.global_step):
             yield trainer.precision_plugin.convert_input(batch)
 
-    def _remove(self) -> None:
+    def _detach(self) -> None:
+        """Remove the hooks from the model, if there are any, and keep the state of the generator that samples rows."""
         if isinstance(self._watch, EmbeddingWatch):
-            self._rows_state = self._watch.state_dict()
+            self._row_sampler_state = self._watch.state_dict()
         if self._watch is not None:
             self._watch.remove()
             self._watch = None

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 
-def second_pass(loader: Any, seed: int) -> Iterator[Any]:
+def iterate_in_new_order(loader: Any, seed: int) -> Iterator[Any]:
     """Yield the batches of a loader in a different order, without side effects on the loader.
 
     Trainers use this generator for `istar.Watch.refresh`. Two iterators of one DataLoader are not independent: they
@@ -32,10 +32,13 @@ def second_pass(loader: Any, seed: int) -> Iterator[Any]:
 
 
 def _independent_copy(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
-    """Copy a DataLoader with its samplers and generator, but without its dataset, and seed the copies."""
+    """Return a copy of a DataLoader with copies of its samplers and generator, which are seeded.
+
+    The copy shares the dataset.
+    """
     # Samplers often refer to the dataset; this memo keeps deepcopy from copying it.
     memo: dict[int, Any] = {id(loader.dataset): loader.dataset}
-    settings: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "collate_fn": loader.collate_fn,
         "num_workers": loader.num_workers,
         "worker_init_fn": loader.worker_init_fn,
@@ -43,22 +46,22 @@ def _independent_copy(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
         "generator": copy.deepcopy(loader.generator, memo),
     }
     if isinstance(loader.dataset, IterableDataset):
-        settings |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+        arguments |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
     elif loader.batch_sampler is None:
-        settings |= {"batch_size": None, "sampler": copy.deepcopy(loader.sampler, memo)}
+        arguments |= {"batch_size": None, "sampler": copy.deepcopy(loader.sampler, memo)}
     else:
-        settings |= {"batch_sampler": copy.deepcopy(loader.batch_sampler, memo)}
-    copied = DataLoader(loader.dataset, **settings)
+        arguments |= {"batch_sampler": copy.deepcopy(loader.batch_sampler, memo)}
+    copied = DataLoader(loader.dataset, **arguments)
     _seed_samplers(copied, seed)
     return copied
 
 
-def _seed_samplers(source: Any, seed: int) -> None:
+def _seed_samplers(loader_or_sampler: Any, seed: int) -> None:
     """Seed the generator and set the epoch of a loader or sampler and, recursively, of its samplers."""
-    if isinstance(getattr(source, "generator", None), torch.Generator):
-        source.generator.manual_seed(seed)
-    if hasattr(source, "set_epoch"):
-        source.set_epoch(seed)
+    if isinstance(getattr(loader_or_sampler, "generator", None), torch.Generator):
+        loader_or_sampler.generator.manual_seed(seed)
+    if hasattr(loader_or_sampler, "set_epoch"):
+        loader_or_sampler.set_epoch(seed)
     for name in ("batch_sampler", "sampler"):
-        if getattr(source, name, None) is not None:
-            _seed_samplers(getattr(source, name), seed)
+        if getattr(loader_or_sampler, name, None) is not None:
+            _seed_samplers(getattr(loader_or_sampler, name), seed)

@@ -12,17 +12,18 @@ from istar.files import atomic_write
 from istar.regularizers.base import Penalty
 from istar.regularizers.embeddings import EmbeddingWatch
 
-_ROWS = "embedding_rows."
+_ROW_SAMPLER_PREFIX = "embedding_rows."
+"""Prefix of the keys that hold the state of the generator that samples rows."""
 
 
 def save_penalty(penalty: Penalty, path: Path, watch: object = None) -> None:
     """Save the penalty's `state_dict` to a safetensors file atomically; write no file if the state is empty.
 
-    If `watch` is an `EmbeddingWatch`, the file holds its state, too.
+    If `watch` is an `EmbeddingWatch`, the file also holds the state of the generator that samples rows.
     """
     state = dict(penalty.state_dict())
     if isinstance(watch, EmbeddingWatch):
-        state |= {f"{_ROWS}{name}": value for name, value in watch.state_dict().items()}
+        state |= {f"{_ROW_SAMPLER_PREFIX}{name}": value for name, value in watch.state_dict().items()}
     if not state:
         return
     with atomic_write(path) as file:
@@ -30,9 +31,10 @@ def save_penalty(penalty: Penalty, path: Path, watch: object = None) -> None:
 
 
 def load_penalty(penalty: Penalty, path: Path, device: torch.device, watch: object = None) -> None:
-    """Load the state that `save_penalty` saved, and move the penalty to the device."""
+    """Load the state that `save_penalty` saved into the penalty and the watch, and move the penalty to the device."""
     state = load_file(path)
+    row_sampler_names = [name for name in state if name.startswith(_ROW_SAMPLER_PREFIX)]
     if isinstance(watch, EmbeddingWatch):
-        watch.load_state_dict({n.removeprefix(_ROWS): value for n, value in state.items() if n.startswith(_ROWS)})
-    penalty.load_state_dict({name: value for name, value in state.items() if not name.startswith(_ROWS)})
+        watch.load_state_dict({name.removeprefix(_ROW_SAMPLER_PREFIX): state[name] for name in row_sampler_names})
+    penalty.load_state_dict({name: value for name, value in state.items() if name not in row_sampler_names})
     penalty.to(device)

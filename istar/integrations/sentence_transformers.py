@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from istar.errors import UserError
-from istar.integrations.loaders import second_pass
+from istar.integrations.loaders import iterate_in_new_order
 from istar.integrations.penalty_file import load_penalty, save_penalty
 from istar.regularizers import IStar, Penalty, attach, select_layers
 from istar.regularizers.model_layers import find_base_model
@@ -78,11 +78,11 @@ class PenaltyLoss(nn.Module):
         self.on = on
         # The tuple keeps this reference from being a submodule, which the trainer would replace, too.
         self._unwrapped = (model,)
-        self._is_reading = False
-        # Summaries of all forward passes of the current loss; None before the first one.
-        self._summaries: list[Any] | None = None
+        self._collects_points = False
+        # Penalty summaries of the points of all forward passes of the current loss; None before the first one.
+        self._point_summaries: list[Any] | None = None
         if on == "pooled":
-            model[-1].register_forward_hook(self._read_sentence_embeddings)
+            model[-1].register_forward_hook(self._collect_sentence_embeddings)
             return
         base_model = find_base_model(model)
         self._argument_names = set(inspect.signature(base_model.forward).parameters)
@@ -91,7 +91,7 @@ class PenaltyLoss(nn.Module):
             raise UserError(f"the model has {len(transformers)} transformers; expected 1, or use on='pooled'")
         # This module calls `forward` of the transformers model directly, which skips the hooks of `istar.attach`.
         transformers[0].register_forward_pre_hook(self._request_hidden_states)
-        transformers[0].register_forward_hook(self._read_hidden_states, always_call=True)
+        transformers[0].register_forward_hook(self._collect_hidden_states, always_call=True)
 
     def forward(
         self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None
@@ -101,13 +101,13 @@ class PenaltyLoss(nn.Module):
         Raises:
             UserError: if the wrapped loss did not run the model with gradients.
         """
-        self._is_reading = torch.is_grad_enabled() and self.penalty.weight != 0
-        self._summaries = None
+        self._collects_points = torch.is_grad_enabled() and self.penalty.weight != 0
+        self._point_summaries = None
         try:
             loss = self.loss(sentence_features, labels)
         finally:
-            is_penalized, self._is_reading = self._is_reading, False
-            summaries, self._summaries = self._summaries, None
+            is_penalized, self._collects_points = self._collects_points, False
+            summaries, self._point_summaries = self._point_summaries, None
         components = dict(loss) if isinstance(loss, Mapping) else {"task_loss": loss}
         if not is_penalized:
             return components
@@ -128,36 +128,41 @@ class PenaltyLoss(nn.Module):
         if self.on == "tokens":
             watch = attach(model, self.penalty)
         else:
-            pooled = _Pooled(model)
-            watch = attach(pooled, self.penalty, [pooled.embeddings])
+            pooled_model = _SentenceEmbeddingModel(model)
+            watch = attach(pooled_model, self.penalty, [pooled_model.embeddings])
         with watch:
-            return watch.refresh(self._column_inputs(loader), num_points, momentum)
+            return watch.refresh(self._inputs_by_column(loader), num_points, momentum)
 
-    def _is_active(self) -> bool:
-        return self._is_reading and torch.is_grad_enabled()
+    def _should_collect(self) -> bool:
+        """Return whether the current forward pass belongs to a penalized loss, so that its points are collected."""
+        return self._collects_points and torch.is_grad_enabled()
 
     def _request_hidden_states(self, module: Transformer, args: Any) -> None:
-        self._config_before = module.model.config.output_hidden_states
-        if self._is_active():
+        """Make the transformers model return its hidden states, as a hook before its forward pass."""
+        self._previous_output_hidden_states = module.model.config.output_hidden_states
+        if self._should_collect():
             module.model.config.output_hidden_states = True
 
-    def _read_hidden_states(self, module: Transformer, args: Any, output: dict[str, Any] | None) -> None:
-        module.model.config.output_hidden_states = self._config_before
+    def _collect_hidden_states(self, module: Transformer, args: Any, output: dict[str, Any] | None) -> None:
+        """Collect the hidden states of the penalty's layers, as a hook after the transformers model's forward pass."""
+        module.model.config.output_hidden_states = self._previous_output_hidden_states
         # The output is None if the pass failed.
-        if self._is_active() and output is not None:
+        if self._should_collect() and output is not None:
             for state in select_layers(output["all_layer_embeddings"], self.penalty.layers):
-                self._summarize(state, output.get("attention_mask"))
+                self._add_summary(state, output.get("attention_mask"))
 
-    def _read_sentence_embeddings(self, module: nn.Module, args: Any, output: dict[str, Any]) -> None:
-        if self._is_active():
-            self._summarize(output["sentence_embedding"], None)
+    def _collect_sentence_embeddings(self, module: nn.Module, args: Any, output: dict[str, Any]) -> None:
+        """Collect the sentence embeddings, as a hook after the forward pass of the model's last module."""
+        if self._should_collect():
+            self._add_summary(output["sentence_embedding"], None)
 
-    def _summarize(self, points: Tensor, mask: Tensor | None) -> None:
+    def _add_summary(self, points: Tensor, mask: Tensor | None) -> None:
+        """Add the penalty's summary of the points that the attention mask selects to those of the current loss."""
         # Append, because a loss may call the model once per column.
-        self._summaries = [*(self._summaries or []), self.penalty.summarize(points, Tokens(mask))]
+        self._point_summaries = [*(self._point_summaries or []), self.penalty.summarize(points, Tokens(mask))]
 
-    def _column_inputs(self, loader: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
-        """Yield the model's inputs for each text column.
+    def _inputs_by_column(self, loader: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
+        """Yield the model's inputs for each text column of each batch.
 
         The trainer's batches contain all columns in one mapping, with the column's name as a prefix of each key.
         """
@@ -171,7 +176,7 @@ class PenaltyLoss(nn.Module):
                     yield [features]
 
 
-class _Pooled(nn.Module):
+class _SentenceEmbeddingModel(nn.Module):
     """A wrapper whose submodule `embeddings` outputs the sentence embeddings, so that `attach` can read them."""
 
     def __init__(self, model: SentenceTransformer) -> None:
@@ -180,6 +185,7 @@ class _Pooled(nn.Module):
         self.embeddings = nn.Identity()
 
     def forward(self, features: dict[str, Any]) -> Tensor:
+        """Return the sentence embeddings of a batch of tokenized texts."""
         embeddings: Tensor = self.embeddings(self.model(features)["sentence_embedding"])
         return embeddings
 
@@ -204,6 +210,7 @@ class RefreshCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        """Load the penalty's state if training resumes from a checkpoint."""
         path = self._penalty_path(args, state)
         if state.global_step > 0 and path.exists():
             load_penalty(self.loss.penalty, path, args.device)
@@ -211,6 +218,7 @@ class RefreshCallback(TrainerCallback):
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        """Compute Sigma_S in the precision of the training, unless one was loaded for the rest of this epoch."""
         penalty = self.loss.penalty
         if not isinstance(penalty, IStar) or penalty.weight == 0:
             return
@@ -220,14 +228,18 @@ class RefreshCallback(TrainerCallback):
             return
         dtype = torch.bfloat16 if args.bf16 else torch.float16
         with torch.autocast(args.device.type, dtype, enabled=args.bf16 or args.fp16):
-            batches = second_pass(kwargs["train_dataloader"], state.global_step)
+            batches = iterate_in_new_order(kwargs["train_dataloader"], state.global_step)
             self.loss.refresh(batches, self.num_points, self.momentum)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Save the penalty's state in the folder of the checkpoint."""
         save_penalty(self.loss.penalty, self._penalty_path(args, state))
 
     def _penalty_path(self, args: TrainingArguments, state: TrainerState) -> Path:
-        """Return the path of this process; with `sync=False`, each process has a different Sigma_S."""
+        """Return the path of the penalty's state in the current checkpoint's folder.
+
+        Each process has a file of its own, because with `sync=False` each has a different Sigma_S.
+        """
         assert args.output_dir is not None
         return Path(
             args.output_dir, f"checkpoint-{state.global_step}", f"istar_penalty_rank{args.process_index}.safetensors"

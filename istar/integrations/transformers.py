@@ -12,7 +12,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from istar.errors import UserError
-from istar.integrations.loaders import second_pass
+from istar.integrations.loaders import iterate_in_new_order
 from istar.integrations.penalty_file import load_penalty, save_penalty
 from istar.regularizers.attach import Watch
 from istar.regularizers.base import Penalty
@@ -22,12 +22,12 @@ from istar.regularizers.points import ALL_POINTS, Points
 from istar.regularizers.shrinkage import NUM_POINTS, eval_mode, preserve_rng_states
 
 if TYPE_CHECKING:
-    _Base = Trainer
+    _TrainerBase = Trainer
 else:
-    _Base = object
+    _TrainerBase = object
 
 
-class PenaltyMixin(_Base):
+class PenaltyMixin(_TrainerBase):
     """Adds a penalty on hidden states to the loss of a `Trainer`: `class MyTrainer(PenaltyMixin, Trainer)`.
 
     The mixin comes first among the base classes. It works with any trainer whose `compute_loss` calls the model once
@@ -114,18 +114,19 @@ class PenaltyMixin(_Base):
         self.points = points
         self.target = target
         self.rows = rows
+        # Reads the hidden states and computes the penalty; None while the penalty is attached to no model.
         self._watch: Watch | EmbeddingWatch | None = None
-        self._checkpoint: Path | None = None
-        # Factor that compensates the average over processes, for a task loss that is not normalized.
-        self._process_factor = 1
+        self._resumed_checkpoint: Path | None = None
+        # Factor of the penalty that compensates for averaging over processes, if the task loss is not normalized.
+        self._unnormalized_loss_factor = 1
         self._term_sums: dict[str, Tensor] | None = None
-        self._num_terms = 0
+        self._num_penalties = 0
         self.add_callback(_PenaltyCallback(self))
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Call `Trainer.train`, and remove the hooks from the model at the end."""
         folder = get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
-        self._checkpoint = Path(folder) if folder else None
+        self._resumed_checkpoint = Path(folder) if folder else None
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
@@ -145,7 +146,7 @@ class PenaltyMixin(_Base):
         if self._watch is not None:
             self._watch.remove()
         self._watch = self._term_sums = None
-        self._num_terms = 0
+        self._num_penalties = 0
 
     def compute_loss(
         self,
@@ -164,13 +165,13 @@ class PenaltyMixin(_Base):
         loss, outputs = result if return_outputs else (result, None)
         self.penalty.last = None
         loss = loss + scale * self._watch.loss().to(loss.device)
-        self._add_terms()
+        self._accumulate_terms()
         return (loss, outputs) if return_outputs else loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Call `Trainer.log`, with the means of the penalty's terms added to logs of the training loss."""
         if "loss" in logs:
-            logs.update(self._mean_terms())
+            logs.update(self._pop_mean_terms())
             if self.weight_schedule is not None and self._watch is not None:
                 logs["lambda"] = self.penalty.weight
         super().log(logs, *args, **kwargs)
@@ -180,13 +181,13 @@ class PenaltyMixin(_Base):
         super().save_model(output_dir, *args, **kwargs)
         if self._watch is not None and (self.args.should_save or not self.penalty.sync):
             folder = self.args.output_dir if output_dir is None else output_dir
-            save_penalty(self.penalty, self._penalty_file(Path(str(folder))), self._watch)
+            save_penalty(self.penalty, self._penalty_path(Path(str(folder))), self._watch)
 
     def load_penalty(self) -> bool:
         """Load the penalty's state from the checkpoint that training resumes from; return whether it has one."""
-        if self._checkpoint is None:
+        if self._resumed_checkpoint is None:
             return False
-        path = self._penalty_file(self._checkpoint)
+        path = self._penalty_path(self._resumed_checkpoint)
         if path.exists():
             load_penalty(self.penalty, path, self.args.device, self._watch)
         elif isinstance(self.penalty, IStar) and self.penalty.needs_shrinkage_covariance:
@@ -203,67 +204,80 @@ class PenaltyMixin(_Base):
         """Compute Sigma_S from batches of the training data, see `istar.Watch.refresh`; return the number of points."""
         assert self._watch is not None
         # The seed depends on the step, so that resuming gives the same batches as without the interruption.
-        batches = second_pass(self.callback_handler.train_dataloader, self.args.seed + self.state.global_step)
+        batches = iterate_in_new_order(self.callback_handler.train_dataloader, self.args.seed + self.state.global_step)
         with self.accelerator.autocast():
             return self._watch.refresh(batches, self.num_points, self.momentum)
 
-    def _penalty_file(self, folder: Path) -> Path:
+    def _penalty_path(self, folder: Path) -> Path:
+        """Return the path of the penalty's state in a folder; with `sync=False`, each process has a file of its own."""
         name = "istar_penalty" if self.penalty.sync else f"istar_penalty_rank{self.args.process_index}"
         return folder / f"{name}.safetensors"
 
     def _penalty_scale(self, model: nn.Module, inputs: dict[str, Any], num_items: Tensor | int | None) -> float:
-        """Return the factor of the penalty, by the conditions under which `Trainer.training_step` divides the loss."""
-        steps = self.current_gradient_accumulation_steps
+        """Return the factor by which the penalty is scaled before it is added to the task loss of a micro-batch.
+
+        It follows the conditions under which `Trainer.training_step` divides the loss by the number of micro-batches.
+        """
+        num_micro_batches = self.current_gradient_accumulation_steps
         # Trainer has this attribute since transformers 5.19; older versions ignore a model's setting.
         is_declared_scaled = self.loss_is_scaled_for_ga if hasattr(Trainer, "loss_is_scaled_for_ga") else None
         if is_declared_scaled is not None:
-            return 1 / steps if is_declared_scaled else 1.0
+            return 1 / num_micro_batches if is_declared_scaled else 1.0
         if num_items is None or not (self.model_accepts_loss_kwargs or self.compute_loss_func is not None):
             # Trainer divides the total loss, or sums an unnormalized task loss, with which the penalty is summed.
             return 1.0
-        if steps == 1 and self.args.world_size == 1:
+        if num_micro_batches == 1 and self.args.world_size == 1:
             return 1.0
         if self.task_loss_is_normalized is None:
             self._detect_normalization(model, inputs, num_items)
-        return float(self._process_factor) if self.task_loss_is_normalized is False else 1 / steps
+        if self.task_loss_is_normalized is False:
+            return float(self._unnormalized_loss_factor)
+        return 1 / num_micro_batches
 
     def _detect_normalization(self, model: nn.Module, inputs: dict[str, Any], num_items: Tensor | int) -> None:
-        """Detect whether `compute_loss` divides the task loss by the number of items, from its values for two numbers.
+        """Detect whether `compute_loss` divides the task loss by the number of items in the batch.
 
-        If it does not divide, the ratio of the task losses with and without a number gives the factor that compensates
-        the average over processes. If the task loss is 0 or not finite, the next micro-batch is tried.
+        The task loss is computed for the true number of items and for twice that number. If it does not change, the
+        ratio of the task losses with and without a number gives the factor that compensates for averaging over
+        processes. If the task loss is 0 or not finite, the next micro-batch is tried.
         """
 
-        def total_loss(number: Tensor | int | None) -> float:
-            loss: Any = super(PenaltyMixin, self).compute_loss(model, dict(inputs), num_items_in_batch=number)
+        def total_loss(num_items_in_batch: Tensor | int | None) -> float:
+            """Return the task loss for a given number of items, summed over all processes."""
+            loss: Any = super(PenaltyMixin, self).compute_loss(
+                model, dict(inputs), num_items_in_batch=num_items_in_batch
+            )
             return float(self.accelerator.reduce(loss.detach().to(self.args.device, torch.float32), "sum"))
 
         with preserve_rng_states(self.args.device), eval_mode(model), torch.no_grad():
-            single, double = total_loss(num_items), total_loss(2 * num_items)
-            if single == 0 or not (math.isfinite(single) and math.isfinite(double)):
+            loss, loss_of_double = total_loss(num_items), total_loss(2 * num_items)
+            if loss == 0 or not (math.isfinite(loss) and math.isfinite(loss_of_double)):
                 return
-            self.task_loss_is_normalized = double / single < 0.75
+            self.task_loss_is_normalized = loss_of_double / loss < 0.75
             if not self.task_loss_is_normalized:
-                self._process_factor = max(round(single / total_loss(None)), 1)
+                self._unnormalized_loss_factor = max(round(loss / total_loss(None)), 1)
 
-    def _add_terms(self) -> None:
+    def _accumulate_terms(self) -> None:
         """Add the terms of the latest penalty to the sums for the next log, without making the host wait for a GPU."""
         terms = self.penalty.last
         if terms is not None:
             values = {"penalty": self.penalty.factor * terms.value, **terms.named(self.penalty.measure)}
             sums = self._term_sums or {}
             self._term_sums = {name: sums.get(name, 0.0) + value.float() for name, value in values.items()}
-            self._num_terms += 1
+            self._num_penalties += 1
 
-    def _mean_terms(self) -> dict[str, float]:
-        """Return the means of the terms since the last call; without `sync`, also averaged over the processes."""
+    def _pop_mean_terms(self) -> dict[str, float]:
+        """Return the means of the penalty's terms since the last call, and reset their sums.
+
+        Without `sync`, the means are also averaged over the processes.
+        """
         if self._term_sums is None:
             return {}
         names = list(self._term_sums)
-        means = torch.stack([self._term_sums[name].to(self.args.device) for name in names]) / self._num_terms
+        means = torch.stack([self._term_sums[name].to(self.args.device) for name in names]) / self._num_penalties
         if not self.penalty.sync:
             means = self.accelerator.reduce(means, "mean")
-        self._term_sums, self._num_terms = None, 0
+        self._term_sums, self._num_penalties = None, 0
         return dict(zip(names, means.tolist(), strict=True))
 
 
@@ -301,25 +315,28 @@ class _PenaltyCallback(TrainerCallback):
 
     def __init__(self, trainer: PenaltyMixin) -> None:
         self.trainer = trainer
-        # Whether the penalty has a Sigma_S that is used until the next refresh is due.
-        self.is_loaded = False
+        # Whether the penalty has a Sigma_S that it uses until the next refresh is due.
+        self.has_current_covariance = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Attach the penalty to the model, and load its state if training resumes from a checkpoint."""
         self.trainer.attach_penalty()
-        self.is_loaded = self.trainer.load_penalty()
+        self.has_current_covariance = self.trainer.load_penalty()
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Compute Sigma_S if it is due before each epoch."""
         if self.trainer.refresh == "epoch":
             # Training that resumes within an epoch continues with the Sigma_S of that epoch.
-            if not self.is_loaded or float(state.epoch).is_integer():
+            if not self.has_current_covariance or float(state.epoch).is_integer():
                 self.trainer.refresh_penalty()
-            self.is_loaded = False
+            self.has_current_covariance = False
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Set the penalty's weight by the schedule, and compute Sigma_S if it is due before this optimizer step."""
         trainer = self.trainer
         if trainer.weight_schedule is not None:
             trainer.penalty.weight = trainer.weight_schedule(state.global_step / state.max_steps)
         if isinstance(trainer.refresh, int):
-            if not self.is_loaded or state.global_step % trainer.refresh == 0:
+            if not self.has_current_covariance or state.global_step % trainer.refresh == 0:
                 trainer.refresh_penalty()
-            self.is_loaded = True
+            self.has_current_covariance = True

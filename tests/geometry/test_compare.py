@@ -15,7 +15,7 @@ from istar.cli.main import main
 from istar.errors import UserError
 from istar.figures import drawing
 from istar.geometry import compare, compare_page, measure
-from istar.geometry.compare import Subject
+from istar.geometry.compare import MeasuredModel
 from istar.geometry.corpus import Source
 from istar.geometry.measure import Measurements
 from istar.geometry.stream import Pass
@@ -50,10 +50,10 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Measurements
     return results
 
 
-def read(arguments: list[str]) -> list[Subject]:
+def read(arguments: list[str]) -> list[MeasuredModel]:
     """Read finished folders as the command does."""
-    chosen = compare.choices(arguments)
-    return compare.subjects(chosen, [measure.read(Path(choice.name) / measure.JSON) for choice in chosen])
+    chosen = compare.parse_compared_models(arguments)
+    return compare.label_models(chosen, [measure.read(Path(choice.name) / measure.JSON) for choice in chosen])
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def folders(measured: dict[str, Measurements], tmp_path: Path) -> list[str]:
 def test_tables_hold_the_measures_of_each_model(measured: dict[str, Measurements], folders: list[str]) -> None:
     subjects = read(folders)
     assert [subject.label for subject in subjects] == ["encoder", "decoder"]
-    frame = compare.frame(subjects)
+    frame = compare.make_layer_table(subjects)
     layers = {model: group["layer"].tolist() for model, group in frame.groupby("model")}
     assert layers == {
         "encoder": ["embeddings", "layer_1", "layer_2"],
@@ -80,7 +80,7 @@ def test_tables_hold_the_measures_of_each_model(measured: dict[str, Measurements
         columns = frame[frame["model"] == name].set_index("layer")
         for tap, figures in result.all_texts.items():
             assert columns.loc[tap, "inter_sim"] == pytest.approx(figures["inter_sim"], rel=1e-12)
-    summary = compare.summary(subjects).set_index("model")
+    summary = compare.summarize_models(subjects).set_index("model")
     assert summary.loc["decoder", "matrix"] == "output"
     raw = measured["decoder"].matrices["output"]["raw"]
     assert summary.loc["decoder", "partition_raw"] == pytest.approx(raw["partition_isotropy_both"], rel=1e-12)
@@ -89,7 +89,7 @@ def test_tables_hold_the_measures_of_each_model(measured: dict[str, Measurements
 
 
 def test_plots_have_a_line_for_each_model(folders: list[str]) -> None:
-    plots = {plot.name: plot for plot in compare_page.plots(read(folders))}
+    plots = {plot.name: plot for plot in compare_page.make_plots(read(folders))}
     for name in ("spectra", "state_norms"):
         for panel in plots[name].panels:
             assert [line.label for line in panel.lines] == ["encoder", "decoder"], name
@@ -109,7 +109,7 @@ def test_plots_have_a_line_for_each_model(folders: list[str]) -> None:
 
 
 def test_the_final_norm_is_a_mark_beyond_the_last_layer(measured: dict[str, Measurements], folders: list[str]) -> None:
-    plot = {plot.name: plot for plot in compare_page.plots(read(folders))}["directions"]
+    plot = {plot.name: plot for plot in compare_page.make_plots(read(folders))}["directions"]
     for key, panel in zip(("inter_sim", "intra_sim", "adjusted_intra_sim"), plot.panels, strict=True):
         _, layers, mark = panel.lines
         figures = measured["decoder"].all_texts
@@ -122,8 +122,8 @@ def test_the_final_norm_is_a_mark_beyond_the_last_layer(measured: dict[str, Meas
     error = measured["decoder"].all_texts["final_norm"]["inter_sim_error"]
     assert inter_sim.lines[2].y_error == pytest.approx((scipy.stats.t.ppf(0.975, 9) * error,), rel=1e-12)
     # Without a final normalization, the axis has plain numbers.
-    encoders = [Subject(name, measured["encoder"]) for name in "ab"]
-    assert {plot.name: plot for plot in compare_page.plots(encoders)}["directions"].x_names == {}
+    encoders = [MeasuredModel(name, measured["encoder"]) for name in "ab"]
+    assert {plot.name: plot for plot in compare_page.make_plots(encoders)}["directions"].x_names == {}
 
 
 def test_a_model_has_the_same_colour_in_all_figures(measured: dict[str, Measurements]) -> None:
@@ -132,8 +132,10 @@ def test_a_model_has_the_same_colour_in_all_figures(measured: dict[str, Measurem
     `Base` is the label of runs without a penalty, which the figures of runs draw in black; a model is none.
     """
     names = ("small", "encoder", "Base", "large")
-    subjects = [Subject(name, measured["encoder" if name == "encoder" else "decoder"]) for name in names]
-    plots = {plot.name: plot for plot in (compare_page._difference_plot(subjects), *compare_page.plots(subjects))}
+    subjects = [MeasuredModel(name, measured["encoder" if name == "encoder" else "decoder"]) for name in names]
+    plots = {
+        plot.name: plot for plot in (compare_page._make_difference_plot(subjects), *compare_page.make_plots(subjects))
+    }
     assert {line.label for panel in plots["final_norm"].panels for line in panel.lines} == {"small", "Base", "large"}
     styles = {name: drawing._line_styles(plot) for name, plot in plots.items()}
     first = {label: styles["directions"][label] for label in names}
@@ -143,7 +145,7 @@ def test_a_model_has_the_same_colour_in_all_figures(measured: dict[str, Measurem
 
 
 def test_i_w_has_both_conventions_of_the_signs(measured: dict[str, Measurements], folders: list[str]) -> None:
-    plot = {plot.name: plot for plot in compare_page.plots(read(folders))}["partition"]
+    plot = {plot.name: plot for plot in compare_page.make_plots(read(folders))}["partition"]
     assert [(panel.task, panel.y_label) for panel in plot.panels] == [
         (f"{which} embeddings", f"I(W), {signs}")
         for which in ("input", "output")
@@ -155,8 +157,8 @@ def test_i_w_has_both_conventions_of_the_signs(measured: dict[str, Measurements]
 
 
 def test_the_page_has_differences_with_intervals(measured: dict[str, Measurements], tmp_path: Path) -> None:
-    subjects = [Subject(name, result) for name, result in measured.items()]
-    out = compare_page.write(subjects, tmp_path / "page").parent
+    subjects = [MeasuredModel(name, result) for name, result in measured.items()]
+    out = compare_page.write_page(subjects, tmp_path / "page").parent
     said = " ".join(" ".join(parsed(out / "index.html").text).split())
     assert "decoder and encoder read the same documents in the same groups" in said
     frame = pd.read_csv(out / "tables" / "differences.csv").set_index("measure")
@@ -168,7 +170,7 @@ def test_the_page_has_differences_with_intervals(measured: dict[str, Measurement
     # The standard error of the mean of pseudo-values; each is -9 times a difference, apart from a constant.
     error = scipy.stats.sem(9 * (replicates[1] - replicates[0]))
     assert frame.loc["inter_sim", "error"] == pytest.approx(error, rel=1e-9)
-    plot = compare_page._difference_plot(subjects)
+    plot = compare_page._make_difference_plot(subjects)
     for panel in plot.panels:
         zero, difference = panel.lines
         assert (zero.label, zero.y, difference.label) == ("encoder", (0.0,), "decoder")
@@ -186,8 +188,8 @@ def test_without_errors_the_page_has_a_sentence_instead_of_differences(
         for tap, figures in measured["decoder"].all_texts.items()
     }
     without = replace(measured["decoder"], sources={"text": bare}, replicates={})
-    subjects = [Subject("encoder", measured["encoder"]), Subject("decoder", without)]
-    out = compare_page.write(subjects, tmp_path / "page").parent
+    subjects = [MeasuredModel("encoder", measured["encoder"]), MeasuredModel("decoder", without)]
+    out = compare_page.write_page(subjects, tmp_path / "page").parent
     said = " ".join(" ".join(parsed(out / "index.html").text).split())
     assert (
         "No differences between decoder and encoder: decoder has no standard errors; measure it with --groups" in said
@@ -198,7 +200,7 @@ def test_without_errors_the_page_has_a_sentence_instead_of_differences(
 
 def test_spectra_are_root_mean_squares(measured: dict[str, Measurements], folders: list[str]) -> None:
     """The squares of the raw values add up to the mean squared norm of the last layer's states."""
-    plots = {plot.name: plot for plot in compare_page.plots(read(folders))}
+    plots = {plot.name: plot for plot in compare_page.make_plots(read(folders))}
     raw, centered = plots["spectra"].panels
     for number, name in enumerate(measured):
         layers = {tap: figures for tap, figures in measured[name].all_texts.items() if tap != "final_norm"}
@@ -218,12 +220,12 @@ def test_the_command_writes_a_page(folders: list[str], tmp_path: Path, capsys: p
     assert "decoder" in printed
     assert parsed(out / "index.html").tags
     balanced((out / "tables" / "models.tex").read_text())
-    frame = pd.read_csv(out / compare.TABLE)
+    frame = pd.read_csv(out / compare.TABLE_FILE)
     assert set(frame["model"]) == {"first", "decoder"}
     assert {"models.tex", "layers.md"} <= {path.name for path in (out / "tables").iterdir()}
     # A second comparison replaces the first; another folder is refused.
     assert main(["compare", *folders, "--out", str(out)]) == 0
-    assert set(pd.read_csv(out / compare.TABLE)["model"]) == {"encoder", "decoder"}
+    assert set(pd.read_csv(out / compare.TABLE_FILE)["model"]) == {"encoder", "decoder"}
     assert main(["compare", *folders, "--out", folders[0]]) == 2
     assert "which is no part of a comparison" in capsys.readouterr().err
     assert (Path(folders[0]) / measure.JSON).is_file()
@@ -250,16 +252,18 @@ def test_models_are_measured_and_their_layers_compared(
 
 
 def test_other_texts_and_settings_are_pointed_out(measured: dict[str, Measurements]) -> None:
-    encoder = compare.Subject("encoder", measured["encoder"])
-    assert compare.differences([encoder, compare.Subject("decoder", measured["decoder"])]) == []
+    encoder = compare.MeasuredModel("encoder", measured["encoder"])
+    assert compare.describe_differences([encoder, compare.MeasuredModel("decoder", measured["decoder"])]) == []
     settings = {**measured["decoder"].settings, "texts": {"other": "other.txt"}, "length": 8}
     # A file of another name with the same content is the same text.
     renamed = replace(measured["decoder"], settings={**settings, "length": 16}, text_hashes={
         "other": measured["decoder"].text_hashes["text"]
     })  # fmt: skip
-    assert compare.differences([encoder, compare.Subject("decoder", renamed)]) == []
-    other = compare.Subject("decoder", replace(measured["decoder"], settings=settings, text_hashes={"other": "0123"}))
-    assert compare.differences([encoder, other]) == [
+    assert compare.describe_differences([encoder, compare.MeasuredModel("decoder", renamed)]) == []
+    other = compare.MeasuredModel(
+        "decoder", replace(measured["decoder"], settings=settings, text_hashes={"other": "0123"})
+    )
+    assert compare.describe_differences([encoder, other]) == [
         "decoder was measured over other texts than encoder.",
         "decoder was measured with other settings than encoder: length 8 instead of 16.",
     ]
@@ -274,17 +278,17 @@ def test_equal_names_get_their_folders(measured: dict[str, Measurements], tmp_pa
     with pytest.raises(UserError, match="several models are called a; give them names"):
         read([f"a={folder}" for folder in folders])
     with pytest.raises(UserError, match="is given twice"):
-        compare.choices([folders[0], f"again={folders[0]}"])
+        compare.parse_compared_models([folders[0], f"again={folders[0]}"])
 
 
 def test_models_on_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "run" / "model").mkdir(parents=True)
     (tmp_path / "run" / "model" / "config.json").write_text("{}")
     (tmp_path / "a@b").mkdir()
-    run, odd, hub, named = compare.choices(
+    run, odd, hub, named = compare.parse_compared_models(
         [str(tmp_path / "run"), str(tmp_path / "a@b"), "EleutherAI/pythia-70m@step10", "mine=bert-base-cased"]
     )
-    assert (run.model, run.is_measured) == (str(tmp_path / "run" / "model"), False)
+    assert (run.model_name, run.is_measured) == (str(tmp_path / "run" / "model"), False)
     assert (odd.name, odd.revision) == (str(tmp_path / "a@b"), None)
     assert (hub.name, hub.revision, hub.default_label) == ("EleutherAI/pythia-70m", "step10", "pythia-70m-step10")
     assert (named.label, named.name) == ("mine", "bert-base-cased")

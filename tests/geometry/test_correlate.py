@@ -10,7 +10,7 @@ import scipy.stats
 
 from istar.cli.main import main
 from istar.geometry import correlate
-from istar.geometry.correlate import Resampled
+from istar.geometry.correlate import ResampledSeries
 from istar.statistics import correlation
 
 GEOMETRY = "model,revision,step,weights,source,layer,isoscore,inter_sim\n"
@@ -63,7 +63,7 @@ def test_resamples_equal_scipy_on_repeated_points() -> None:
     random = np.random.default_rng(1)
     x, y = random.integers(0, 5, 9).astype(float), random.normal(size=9).round(1)
     draws = np.array([np.bincount(random.integers(0, 9, 9), minlength=9) for _ in range(50)], dtype=float)
-    found = correlate.resampled_correlations(Resampled(x, draws), Resampled(y, draws))
+    found = correlate.correlate_resamples(ResampledSeries(x, draws), ResampledSeries(y, draws))
     for number, drawn in enumerate(draws.astype(int)):
         a, b = np.repeat(x, drawn), np.repeat(y, drawn)
         expected = [getattr(scipy.stats, f)(a, b).statistic for f in ("pearsonr", "spearmanr", "kendalltau")]
@@ -73,7 +73,7 @@ def test_resamples_equal_scipy_on_repeated_points() -> None:
 def test_a_constant_resample_has_no_statistics() -> None:
     draws = np.array([[3.0, 0, 0], [0, 2, 1], [1, 1, 1]])
     x, y = np.array([0.1, 0.7, 0.7]), np.array([1.0, 2, 3])
-    found = correlate.resampled_correlations(Resampled(x, draws), Resampled(y, draws))
+    found = correlate.correlate_resamples(ResampledSeries(x, draws), ResampledSeries(y, draws))
     assert np.isnan(found[:, :2]).all()
     assert np.isfinite(found[:, 2]).all()
 
@@ -88,7 +88,7 @@ def test_intervals_cover_the_true_correlation() -> None:
         x = random.normal(size=points)
         y = 0.6 * x + 0.8 * random.normal(size=points)
         weights = correlate._bootstrap_weights(points, 400, seed)
-        found = correlate.correlations(Resampled(x, weights), Resampled(y, weights))
+        found = correlate.correlate_with_intervals(ResampledSeries(x, weights), ResampledSeries(y, weights))
         for name, value in truth.items():
             inside[name] += found[f"{name}_low"] <= value <= found[f"{name}_high"]
     for name, count in inside.items():
@@ -252,12 +252,12 @@ def test_each_series_is_resampled_once(tmp_path: Path, monkeypatch: pytest.Monke
     """6 layers x 5 measures and 10 tasks make 300 pairs, but only 40 series."""
     resampled = []
 
-    class Counted(Resampled):
+    class Counted(ResampledSeries):
         def __init__(self, *arguments: np.ndarray) -> None:
             resampled.append(len(arguments))
             super().__init__(*arguments)
 
-    monkeypatch.setattr(correlate, "Resampled", Counted)
+    monkeypatch.setattr(correlate, "ResampledSeries", Counted)
     random = np.random.default_rng(0)
     columns = ",".join(f"measure_{number}" for number in range(5))
     geometry = f"step,layer,{columns}\n" + "".join(

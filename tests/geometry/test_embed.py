@@ -299,7 +299,7 @@ def test_a_constant_score_is_undefined_and_explained(tmp_path: Path, capsys: pyt
 
 
 def test_frequency_and_unused_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embed, "BIN", 3)
+    monkeypatch.setattr(embed, "BIN_SIZE", 3)
     folder = saved(tmp_path / "model")
     text = tmp_path / "text.txt"
     text.write_text("the cat the dog\n\nthe house sees the cat\n")
@@ -334,9 +334,9 @@ def test_frequency_and_unused_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_which_tokens_are_unused() -> None:
-    assert embed.unused_tokens(["a", "[unused0]", "[unused12]", "unused", "<unused3>", None]) == [1, 2, 4]
-    assert embed.unused_tokens([str(number) for number in range(1999)]) == []
-    assert embed.unused_tokens([*map(str, range(2000)), None]) == list(range(1000, 2000))
+    assert embed.find_unused_tokens(["a", "[unused0]", "[unused12]", "unused", "<unused3>", None]) == [1, 2, 4]
+    assert embed.find_unused_tokens([str(number) for number in range(1999)]) == []
+    assert embed.find_unused_tokens([*map(str, range(2000)), None]) == list(range(1000, 2000))
 
 
 # ---- mistakes

@@ -58,10 +58,10 @@ def scores(matrix: np.ndarray, pairs: list[tuple[str, str, float]]) -> tuple[flo
 
 
 def measured(folder: Path, label: str = "tiny", kind: str = "bert", **options: Any) -> embed_models.ModelEmbeddings:
-    choice = compare.Choice(label, str(saved(folder / label, kind)))
+    choice = compare.ModelArgument(label, str(saved(folder / label, kind)))
     texts = corpus.sources([str(folder / "text.txt")]) if (folder / "text.txt").exists() else []
     benchmarks = embed_models.read_benchmarks(options.pop("wordsim", []))
-    return embed_models.measure(choice, embed_models.Settings(**options), benchmarks, texts)
+    return embed_models.measure_model(choice, embed_models.EmbeddingSettings(**options), benchmarks, texts)
 
 
 # ---- the tables
@@ -69,7 +69,7 @@ def measured(folder: Path, label: str = "tiny", kind: str = "bert", **options: A
 
 def test_table_1_has_the_measures_and_those_of_the_paper(tmp_path: Path) -> None:
     subjects = [measured(tmp_path, "gpt2"), measured(tmp_path, "mine", "neox")]
-    sheet = embed_tables.table1(subjects)
+    sheet = embed_tables.make_table1(subjects)
     rows = {(row["model"], row["source"]): row for row in sheet.frame.to_dict("records")}
     assert [source for model, source in rows if model == "gpt2"] == ["istar", "both signs", "paper", "difference"]
     assert [source for model, source in rows if model == "mine"] == ["istar", "both signs"]
@@ -92,21 +92,22 @@ def test_table_1_has_the_measures_and_those_of_the_paper(tmp_path: Path) -> None
 
 def test_table_1_correlates_norm_and_isotropy_of_three_models(tmp_path: Path) -> None:
     first, second = measured(tmp_path, "first"), measured(tmp_path, "second", "neox")
-    figures = {**first.figures, "raw": {**first.figures["raw"], "average_norm": 1.0}}
-    third = embed_models.ModelEmbeddings(**{**vars(first), "label": "third", "figures": figures})
-    assert embed_tables.table1([first, second]).notes == ()
+    figures = {**first.measures_by_form, "raw": {**first.measures_by_form["raw"], "average_norm": 1.0}}
+    third = embed_models.ModelEmbeddings(**{**vars(first), "label": "third", "measures_by_form": figures})
+    assert embed_tables.make_table1([first, second]).notes == ()
     subjects = [first, second, third]
     pairs = np.array([
-        [one.figures["raw"][name] for name in ("average_norm", "partition_isotropy_as_computed")] for one in subjects
+        [one.measures_by_form["raw"][name] for name in ("average_norm", "partition_isotropy_as_computed")]
+        for one in subjects
     ])  # fmt: skip
-    [note] = embed_tables.table1(subjects).notes
+    [note] = embed_tables.make_table1(subjects).notes
     assert f"these 3 models is {np.corrcoef(pairs.T)[0, 1]:.2f}" in note
 
 
 def test_tables_2_and_3_average_over_the_benchmarks(tmp_path: Path) -> None:
     wordsim = files(tmp_path)[1::2]
     subject = measured(tmp_path, "bert-base-cased", wordsim=[Path(name) for name in wordsim])
-    table2, table3 = (build([subject]).frame for build in (embed_tables.table2, embed_tables.table3))
+    table2, table3 = (build([subject]).frame for build in (embed_tables.make_table2, embed_tables.make_table3))
     own = table2[table2["source"] == "istar"].set_index("form")
     entries = table3[table3["source"] == "istar"].set_index("form")
     assert list(own.index) == list(embed_models.WORDSIM_FORMS)
@@ -132,7 +133,7 @@ def test_tables_2_and_3_average_over_the_benchmarks(tmp_path: Path) -> None:
 
 def test_the_best_form_is_bold(tmp_path: Path) -> None:
     wordsim = files(tmp_path)[1:2]
-    sheet = embed_tables.table2([measured(tmp_path, wordsim=[Path(wordsim[0])])])
+    sheet = embed_tables.make_table2([measured(tmp_path, wordsim=[Path(wordsim[0])])])
     best = [row[0].text for row in sheet.rows if row[2].bold]
     cosines = sheet.frame.set_index("form")["cosine"]
     names = {"raw": "raw", "centered": "centered", "scaled_centered": "centered-scaled"}
@@ -146,7 +147,7 @@ def test_the_papers_numbers_stand_only_beside_what_the_paper_measured(tmp_path: 
     wordsim = [Path(name) for name in files(tmp_path)[1::2]]
     kind = "neox" if "matrix" in changed else "bert"
     subject = measured(tmp_path, "gpt2", kind, wordsim=wordsim, **changed)
-    table1, table3 = (build([subject]).frame for build in (embed_tables.table1, embed_tables.table3))
+    table1, table3 = (build([subject]).frame for build in (embed_tables.make_table1, embed_tables.make_table3))
     compared = table3[table3["source"] == "paper"]["form"].tolist()
     assert compared == (["raw", "scaled_centered"] if "components" in changed else [])
     assert ("paper" in set(table1["source"])) == ("matrix" not in changed)
@@ -159,16 +160,21 @@ def test_the_papers_tables_agree_with_each_other() -> None:
     """Table 2 averages Table 3 over the five benchmarks."""
     for model in ("bert-base-cased", "bert-large-cased", "roberta-base", "roberta-large", "gpt2", "gpt2-medium"):
         for form in ("raw", "scaled_centered", "all_but_the_top"):
-            rows = [published_embeddings.benchmark(model, form, name) for name in published_embeddings.BENCHMARKS]
+            rows = [
+                published_embeddings.read_benchmark_similarity(model, form, name)
+                for name in published_embeddings.BENCHMARK_TITLES
+            ]
             for score in ("cosine", "inner_product"):
                 mean = np.mean([row[score] for row in rows])
-                assert published_embeddings.average(model, form)[score] == pytest.approx(mean, abs=0.0101)
+                assert published_embeddings.read_average_similarity(model, form)[score] == pytest.approx(
+                    mean, abs=0.0101
+                )
 
 
 def test_which_models_are_the_papers() -> None:
-    assert published_embeddings.model_name("x", "openai-community/gpt2") == "gpt2"
-    assert published_embeddings.model_name("roberta-large", "folder/model") == "roberta-large"
-    assert published_embeddings.model_name("x", "openai-community/gpt2-xl") is None
+    assert published_embeddings.find_paper_model("x", "openai-community/gpt2") == "gpt2"
+    assert published_embeddings.find_paper_model("roberta-large", "folder/model") == "roberta-large"
+    assert published_embeddings.find_paper_model("x", "openai-community/gpt2-xl") is None
 
 
 # ---- the figures
@@ -179,7 +185,7 @@ def lines_of(plot: Plot, number: int = 0) -> dict[str, tuple[tuple[float, ...], 
 
 
 def test_singular_values_before_and_after_centering(tmp_path: Path) -> None:
-    lines = lines_of(embed_figures.singular_values([measured(tmp_path)]))
+    lines = lines_of(embed_figures.make_singular_value_plot([measured(tmp_path)]))
     for label, form in (("before centering", "raw"), ("after centering", "centered")):
         x, y = lines[label]
         np.testing.assert_allclose(y, np.linalg.svd(forms_of(weights())[form], compute_uv=False), rtol=1e-5)
@@ -187,7 +193,7 @@ def test_singular_values_before_and_after_centering(tmp_path: Path) -> None:
 
 
 def test_projections_are_onto_the_first_two_singular_vectors(tmp_path: Path) -> None:
-    raw, centered = embed_figures.projection([measured(tmp_path)]).panels
+    raw, centered = embed_figures.make_projection_plot([measured(tmp_path)]).panels
     for one, form in ((raw, "raw"), (centered, "centered")):
         matrix = forms_of(weights())[form]
         expected = matrix @ np.linalg.svd(matrix)[2][:2].T
@@ -229,16 +235,16 @@ def test_norms_before_and_after_centering(tmp_path: Path) -> None:
     subject = measured(tmp_path)
     matrices = forms_of(weights())
     for form in ("raw", "centered"):
-        np.testing.assert_allclose(subject.norms[form], np.linalg.norm(matrices[form], axis=1), rtol=1e-6)
-    before = lines_of(embed_figures.centering([subject]))["before centering"]
-    assert before == lines_of(embed_figures.norms([subject]))["tiny"]
+        np.testing.assert_allclose(subject.row_norms[form], np.linalg.norm(matrices[form], axis=1), rtol=1e-6)
+    before = lines_of(embed_figures.make_centering_plot([subject]))["before centering"]
+    assert before == lines_of(embed_figures.make_norm_plot([subject]))["tiny"]
 
 
 def test_unused_tokens_by_bins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embed, "BIN", 3)
+    monkeypatch.setattr(embed, "BIN_SIZE", 3)
     files(tmp_path)
     subject = measured(tmp_path)
-    by_index, by_frequency = embed_figures.unused([subject]).panels
+    by_index, by_frequency = embed_figures.make_unused_plot([subject]).panels
     unit = weights() / np.linalg.norm(weights(), axis=1, keepdims=True)
     unused = TOKENIZER.convert_tokens_to_ids(UNUSED)
     excluded = {*unused, *TOKENIZER.all_special_ids}
@@ -250,20 +256,20 @@ def test_unused_tokens_by_bins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert cosine == pytest.approx(expected, abs=1e-6)
     assert by_frequency.lines[0].x == (0, 1)
     # Each form has a column, as each has in the call for one form.
-    assert {f"cosine_{form}" for form in embed_models.WORDSIM_FORMS} <= set(subject.unused)
+    assert {f"cosine_{form}" for form in embed_models.WORDSIM_FORMS} <= set(subject.unused_similarity)
 
 
 def test_words_and_tokens_by_rank(tmp_path: Path) -> None:
     files(tmp_path)
-    words = embed_models.word_frequencies(corpus.sources([str(tmp_path / "text.txt")]))
+    words = embed_models.count_words(corpus.sources([str(tmp_path / "text.txt")]))
     assert dict(zip(words["word"], words["count"], strict=True)) == {
         "the": 4, "cat": 2, ".": 1, "dog": 1, "house": 1, "sees": 1
     }  # fmt: skip
     subject = measured(tmp_path)
-    lines = lines_of(embed_figures.frequencies([subject], words))
+    lines = lines_of(embed_figures.make_frequency_plot([subject], words))
     assert lines["words"] == ((1, 2, 3, 4, 5, 6), pytest.approx((40, 20, 10, 10, 10, 10)))
-    assert lines["tokens of tiny"][1] == pytest.approx(100 * subject.frequency["share"].to_numpy())
-    frame = embed_tables.coverage([subject], words).frame.set_index("unit")
+    assert lines["tokens of tiny"][1] == pytest.approx(100 * subject.token_frequencies["share"].to_numpy())
+    frame = embed_tables.make_coverage_table([subject], words).frame.set_index("unit")
     assert frame.loc["words", ["0.3", "0.5", "0.98"]].tolist() == [1, 2, 6]
 
 
@@ -271,12 +277,12 @@ def test_norms_by_frequency(tmp_path: Path) -> None:
     files(tmp_path)
     subject = measured(tmp_path)
     norms = np.linalg.norm(weights(), axis=1)
-    for row in subject.frequency.to_dict("records"):
+    for row in subject.token_frequencies.to_dict("records"):
         assert row["norm"] == pytest.approx(norms[row["id"]], rel=1e-6)
-    x, y = lines_of(embed_figures.frequency_norms([subject]))["tiny"]
+    x, y = lines_of(embed_figures.make_frequency_norm_plot([subject]))["tiny"]
     # There are fewer ranks than bins, so that each has its own.
-    assert x == tuple(subject.frequency["rank"])
-    assert y == pytest.approx(tuple(subject.frequency["norm"]))
+    assert x == tuple(subject.token_frequencies["rank"])
+    assert y == pytest.approx(tuple(subject.token_frequencies["norm"]))
 
 
 # ---- the command
@@ -335,9 +341,9 @@ def test_one_model_in_chosen_forms(tmp_path: Path) -> None:
 
 def test_rows_of_equal_norm_have_no_density(tmp_path: Path) -> None:
     subject = measured(tmp_path)
-    same = embed_models.ModelEmbeddings(**{**vars(subject), "norms": {"raw": np.ones(9), "centered": np.ones(9)}})
-    assert embed_figures.norms([same]).panels == ()
-    assert embed_figures.centering([same]).panels == ()
+    same = embed_models.ModelEmbeddings(**{**vars(subject), "row_norms": {"raw": np.ones(9), "centered": np.ones(9)}})
+    assert embed_figures.make_norm_plot([same]).panels == ()
+    assert embed_figures.make_centering_plot([same]).panels == ()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import scipy.stats
 
 from istar.geometry import model_differences
-from istar.geometry.compare import Subject
+from istar.geometry.compare import MeasuredModel
 from istar.geometry.measure import Measurements
 
 GROUPS = 10
@@ -26,7 +26,7 @@ def subject(
     with_replicates: bool = True,
     error: float = 0.02,
     **settings: Any,
-) -> Subject:
+) -> MeasuredModel:
     """Return a model with IsoScore and InterSim, their errors, and their values without each group."""
     random = np.random.default_rng(seed)
     figures, replicates = {}, {}
@@ -52,7 +52,7 @@ def subject(
         replicates={"text": replicates} if with_replicates else {},
         text_hashes={"text": "0123"} if hashes is None else hashes,
     )
-    return Subject(label, measured)
+    return MeasuredModel(label, measured)
 
 
 def test_the_paired_error_is_that_of_the_mean_of_pseudo_values() -> None:
@@ -60,7 +60,7 @@ def test_the_paired_error_is_that_of_the_mean_of_pseudo_values() -> None:
     random = np.random.default_rng(0)
     first, second = random.normal(size=(2, 7))
     without = [(values.sum() - values) / 6 for values in (first, second)]
-    found = model_differences.paired(first.mean(), second.mean(), *(values.tolist() for values in without))
+    found = model_differences.paired_difference(first.mean(), second.mean(), *(values.tolist() for values in without))
     test = scipy.stats.ttest_rel(second, first)
     low, high = test.confidence_interval(0.95)
     assert found.value == pytest.approx(np.mean(second - first), rel=1e-12)
@@ -72,15 +72,15 @@ def test_the_paired_error_is_that_of_the_mean_of_pseudo_values() -> None:
 def test_the_paired_error_ignores_what_both_models_have_in_common() -> None:
     random = np.random.default_rng(1)
     first, second, common = random.normal(size=(3, 8))
-    alone = model_differences.paired(0, 1, first.tolist(), second.tolist())
-    shifted = model_differences.paired(0, 1, (first + common).tolist(), (second + common).tolist())
+    alone = model_differences.paired_difference(0, 1, first.tolist(), second.tolist())
+    shifted = model_differences.paired_difference(0, 1, (first + common).tolist(), (second + common).tolist())
     assert shifted.error == pytest.approx(alone.error, rel=1e-10)
-    same = model_differences.paired(2.0, 2.0, first.tolist(), first.tolist())
+    same = model_differences.paired_difference(2.0, 2.0, first.tolist(), first.tolist())
     assert (same.value, same.error) == (0, 0)
 
 
 def test_independent_errors_add_as_squares_and_the_smaller_number_of_groups_counts() -> None:
-    found = model_differences.independent(1.0, 3.0, (0.3, 0.4), (10, 4))
+    found = model_differences.independent_difference(1.0, 3.0, (0.3, 0.4), (10, 4))
     assert (found.value, found.error, found.method) == (2.0, pytest.approx(0.5, rel=1e-12), "independent")
     assert found.half_width == pytest.approx(0.5 * scipy.stats.t.ppf(0.975, 3), rel=1e-12)
 
@@ -97,8 +97,8 @@ def test_intervals_of_paired_differences_cover_the_true_difference() -> None:
         first, second = groups.mean(1)
         errors = tuple(map(float, scipy.stats.sem(groups, axis=1)))
         for found in (
-            model_differences.paired(first, second, without[0].tolist(), without[1].tolist()),
-            model_differences.independent(first, second, (errors[0], errors[1]), (GROUPS, GROUPS)),
+            model_differences.paired_difference(first, second, without[0].tolist(), without[1].tolist()),
+            model_differences.independent_difference(first, second, (errors[0], errors[1]), (GROUPS, GROUPS)),
         ):
             covered[found.method] += abs(found.value - 0.5) <= found.half_width
     assert 0.93 <= covered["paired"] / rounds <= 0.97
@@ -107,15 +107,15 @@ def test_intervals_of_paired_differences_cover_the_true_difference() -> None:
 
 def test_rows_of_models_of_equal_depth_have_each_layer() -> None:
     first, other = subject(), subject("other", seed=1)
-    rows = list(model_differences.differences(first, other))
+    rows = list(model_differences.compute_differences(first, other))
     assert [(row["layer"], row["measure"]) for row in rows] == [
         (tap, name) for tap in ("embeddings", "layer_1", "layer_2") for name in ("inter_sim", "isoscore")
     ]
     assert [row["is_last"] for row in rows] == [False] * 4 + [True] * 2
     last = rows[-1]
-    after, before = (one.last_layer["isoscore"] for one in (other, first))
+    after, before = (one.last_layer_measures["isoscore"] for one in (other, first))
     assert (last["value"], last["value_of_first"], last["difference"]) == (after, before, after - before)
-    changes = np.subtract(*(one.measured.replicates["text"]["layer_2"]["isoscore"] for one in (other, first)))
+    changes = np.subtract(*(one.measurements.replicates["text"]["layer_2"]["isoscore"] for one in (other, first)))
     error = math.sqrt((GROUPS - 1) ** 2 / GROUPS) * np.std(changes, ddof=1)
     assert last["error"] == pytest.approx(error, rel=1e-9)
     half_width = scipy.stats.t.ppf(0.975, GROUPS - 1) * error
@@ -126,12 +126,12 @@ def test_rows_of_models_of_equal_depth_have_each_layer() -> None:
 
 def test_models_of_other_depth_are_compared_at_the_last_layer_before_a_final_norm() -> None:
     other = subject("other", ("embeddings", "layer_1", "final_norm"), seed=1)
-    rows = list(model_differences.differences(subject(), other))
+    rows = list(model_differences.compute_differences(subject(), other))
     assert {(row["layer"], row["is_last"]) for row in rows} == {("layer_1", True)}
-    assert rows[0]["value_of_first"] == subject().last_layer["inter_sim"]
+    assert rows[0]["value_of_first"] == subject().last_layer_measures["inter_sim"]
     # Two models with a final normalization are compared there, too, but it is not the last layer.
     taps = ("embeddings", "layer_1", "final_norm")
-    rows = list(model_differences.differences(subject(taps=taps), other))
+    rows = list(model_differences.compute_differences(subject(taps=taps), other))
     assert {row["layer"]: row["is_last"] for row in rows} == {
         "embeddings": False, "layer_1": True, "final_norm": False,
     }  # fmt: skip
@@ -154,9 +154,9 @@ def test_the_method_follows_from_documents_and_groups(
     first: dict[str, Any], other: dict[str, Any], method: str
 ) -> None:
     pair = subject(**first), subject("other", seed=1, **other)
-    assert model_differences.refusal(*pair) == ""
-    assert model_differences.method(*pair) == method
-    rows = list(model_differences.differences(*pair))
+    assert model_differences.explain_no_differences(*pair) == ""
+    assert model_differences.choose_error_method(*pair) == method
+    rows = list(model_differences.compute_differences(*pair))
     assert {row["method"] for row in rows} == {method}
     if method == "independent":
         assert rows[-1]["error"] == pytest.approx(math.hypot(0.02, 0.02), rel=1e-12)
@@ -164,8 +164,8 @@ def test_the_method_follows_from_documents_and_groups(
 
 def test_with_a_limit_the_groups_must_have_the_same_tokens() -> None:
     first, other = subject(limit=100), subject("other", limit=100)
-    other.measured.replicates["text"]["embeddings"]["tokens"][3] += 1
-    assert model_differences.method(first, other) == "independent"
+    other.measurements.replicates["text"]["embeddings"]["tokens"][3] += 1
+    assert model_differences.choose_error_method(first, other) == "independent"
 
 
 @pytest.mark.parametrize(
@@ -186,5 +186,5 @@ def test_with_a_limit_the_groups_must_have_the_same_tokens() -> None:
 )
 def test_without_errors_or_the_same_texts_there_is_a_sentence_and_no_number(other: dict[str, Any], reason: str) -> None:
     pair = subject(), subject("other", **other)
-    assert model_differences.refusal(*pair) == f"No differences between other and first: {reason}"
-    assert list(model_differences.differences(*pair)) == []
+    assert model_differences.explain_no_differences(*pair) == f"No differences between other and first: {reason}"
+    assert list(model_differences.compute_differences(*pair)) == []

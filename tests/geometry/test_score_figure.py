@@ -29,8 +29,8 @@ other,step1000,sciq,0.9,0.01
 def plotted(folder: Path, geometry: str, scores: str, **selection: object) -> Plot | None:
     (folder / "geometry.csv").write_text(geometry)
     (folder / "scores.csv").write_text(scores)
-    joined = score_join.join(folder / "geometry.csv", folder / "scores.csv", Selection(**selection))  # type: ignore[arg-type]
-    return score_figure.plot(joined.scores_by_step)
+    joined = score_join.join_measures_and_scores(folder / "geometry.csv", folder / "scores.csv", Selection(**selection))  # type: ignore[arg-type]
+    return score_figure.make_plot(joined.scores_by_step)
 
 
 @pytest.mark.parametrize("pool", [False, True])

@@ -81,7 +81,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_the_table_equals_separate_measurements(tmp_path: Path, folder: Path, text: Path) -> None:
     assert follow(tmp_path, folder / "*", text) == 0
     rows = rows_of(tmp_path / "out" / "trajectory.csv")
-    assert tuple(rows[0])[:6] == trajectory.KEYS
+    assert tuple(rows[0])[:6] == trajectory.KEY_COLUMNS
     # The order is by number, not alphabetical.
     assert list(dict.fromkeys((row["model"], row["revision"], row["step"]) for row in rows)) == [
         ("tiny", "step1", "1"), ("tiny", "step2", "2"), ("tiny", "step10", "10")
@@ -254,7 +254,7 @@ def test_revisions_from_the_cache_of_the_hub(
 )  # fmt: skip
 def test_step_in_the_name_of_a_revision(label: str, step: int | None) -> None:
     assert saved_checkpoints.named_step(label) == step
-    assert saved_checkpoints.revisions("some/model", label)[0].step == step
+    assert saved_checkpoints.parse_revisions("some/model", label)[0].step == step
 
 
 @pytest.mark.parametrize(
@@ -281,9 +281,9 @@ def test_an_error_is_one_line(
 
 def test_names_that_cannot_name_folders() -> None:
     with pytest.raises(UserError, match="cannot name a folder"):
-        saved_checkpoints.revisions("some/model", "a/b,a_b")
+        saved_checkpoints.parse_revisions("some/model", "a/b,a_b")
     with pytest.raises(UserError, match="cannot name a folder"):
-        saved_checkpoints.revisions("some/model", "..")
+        saved_checkpoints.parse_revisions("some/model", "..")
 
 
 def config(folder: Path, **values: Any) -> Path:
@@ -294,19 +294,21 @@ def config(folder: Path, **values: Any) -> Path:
 
 
 def steps_of(pattern: object, **options: Any) -> dict[str, int | None]:
-    return {checkpoint.label: checkpoint.step for checkpoint in saved_checkpoints.checkpoints(str(pattern), **options)}
+    return {
+        checkpoint.label: checkpoint.step for checkpoint in saved_checkpoints.find_checkpoints(str(pattern), **options)
+    }
 
 
 def test_a_run_stands_for_the_models_that_it_has_kept(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "demo-tiny-none-0123456789ab"
     config(run / "model")
-    assert [checkpoint.name for checkpoint in saved_checkpoints.checkpoints(str(run))] == [str(run / "model")]
+    assert [checkpoint.name for checkpoint in saved_checkpoints.find_checkpoints(str(run))] == [str(run / "model")]
     for step in (0, 8, 16, 1000):
         saved_checkpoints.record_step(config(run / "models" / f"step-{step}"), step)
     config(run / "models" / ".step-2000")
     for pattern in (run, run / "models", run / "models" / "*"):
         assert steps_of(pattern) == {f"step-{step}": step for step in (0, 8, 16, 1000)}
-        assert saved_checkpoints.common_name(saved_checkpoints.checkpoints(str(pattern))) == run.name
+        assert saved_checkpoints.common_name(saved_checkpoints.find_checkpoints(str(pattern))) == run.name
 
 
 def test_models_that_an_earlier_version_has_kept(tmp_path: Path) -> None:
@@ -315,7 +317,7 @@ def test_models_that_an_earlier_version_has_kept(tmp_path: Path) -> None:
     for step in (0, 8):
         config(run / "models" / f"step-{step}")
     with pytest.raises(UserError, match="no training step is recorded"):
-        saved_checkpoints.checkpoints(str(run))
+        saved_checkpoints.find_checkpoints(str(run))
     (run / "config.yaml").write_text("seed: 1")
     assert steps_of(run) == {"step-0": 0, "step-8": 8}
 
@@ -340,7 +342,7 @@ def test_checkpoints_of_several_trainings_are_refused(tmp_path: Path) -> None:
     for pattern in ("runs/*", "runs/*/models/*", "runs/*/checkpoints/*.ckpt", "outputs/*"):
         first, second = (str(tmp_path / pattern.split("/")[0] / name) for name in ("rte-bert", "sst2-bert"))
         with pytest.raises(UserError) as caught:
-            saved_checkpoints.checkpoints(str(tmp_path / pattern))
+            saved_checkpoints.find_checkpoints(str(tmp_path / pattern))
         message = str(caught.value)
         assert f"matches 2 trainings: {first}, {second}; expected checkpoints of one" in message
         assert f"such as --checkpoints {first};" in message
@@ -351,7 +353,7 @@ def test_a_step_is_never_guessed(tmp_path: Path) -> None:
     for name in ("sst2-bert", "step10", "run-7"):
         config(tmp_path / "saved" / name)
     with pytest.raises(UserError, match=r"no training step is recorded in .*run-7.*--steps steps\.csv") as caught:
-        saved_checkpoints.checkpoints(str(tmp_path / "saved" / "*"))
+        saved_checkpoints.find_checkpoints(str(tmp_path / "saved" / "*"))
     assert "\n" not in str(caught.value)
     # A single checkpoint needs no step.
     assert steps_of(tmp_path / "saved" / "step10") == {"step10": None}
@@ -364,7 +366,7 @@ def test_steps_from_a_table(tmp_path: Path) -> None:
     table.write_text(f"checkpoint,step\nb,0\n{tmp_path / 'saved' / 'c'},70\na,500\n")
     steps = saved_checkpoints.read_steps(table)
     assert list(steps_of(tmp_path / "saved" / "*", steps=steps).items()) == [("b", 0), ("c", 70), ("a", 500)]
-    pair = saved_checkpoints.revisions("some/model", "main,step9", {"main": 20, "step9": 10})
+    pair = saved_checkpoints.parse_revisions("some/model", "main,step9", {"main": 20, "step9": 10})
     assert [revision.step for revision in pair] == [20, 10]
     for rows, message in (
         ("checkpoint,step\na,1\nb,2\n", "--steps has no row for c"),
@@ -384,7 +386,7 @@ def test_different_models_are_refused_even_with_a_table(tmp_path: Path) -> None:
     config(tmp_path / "small", hidden_size=8)
     config(tmp_path / "large")
     with pytest.raises(UserError, match=r"different models: .*large \(model_type bert, hidden_size 16\) and .*small"):
-        saved_checkpoints.checkpoints(str(tmp_path / "*"), {"small": 1, "large": 2})
+        saved_checkpoints.find_checkpoints(str(tmp_path / "*"), {"small": 1, "large": 2})
 
 
 def test_the_table_on_the_terminal_compares_by_both_signs(

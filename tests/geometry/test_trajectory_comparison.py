@@ -12,7 +12,7 @@ from istar.cli.main import main
 from istar.errors import UserError
 from istar.figures import drawing
 from istar.geometry import compare, trajectory_comparison
-from istar.geometry.trajectory_comparison import Training
+from istar.geometry.trajectory_comparison import MeasuredTraining
 from tests.reports.test_report import parsed
 
 COLUMNS = (
@@ -54,8 +54,8 @@ def write(folder: Path, model: str, steps: list[int], layers: int, norm: bool = 
     return folder
 
 
-def read(*arguments: object) -> list[Training]:
-    return trajectory_comparison.read(compare.choices(list(map(str, arguments))))
+def read(*arguments: object) -> list[MeasuredTraining]:
+    return trajectory_comparison.read_trainings(compare.parse_compared_models(list(map(str, arguments))))
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def three(tmp_path: Path) -> list[Path]:
 
 
 def test_every_line_has_the_numbers_of_its_table(three: list[Path]) -> None:
-    plots = {plot.name: plot for plot in trajectory_comparison.plots(read(*three))}
+    plots = {plot.name: plot for plot in trajectory_comparison.make_plots(read(*three))}
     last = {"org/small": "layer_10", "org/encoder": "layer_2", "org/large": "layer_3"}
     steps = {"org/small": [0, 1, 1000, 143_000], "org/encoder": [0, 500], "org/large": [0, 1, 2]}
     decoders = ["org/small", "org/large"]
@@ -115,7 +115,7 @@ def test_every_line_has_the_numbers_of_its_table(three: list[Path]) -> None:
 def test_a_model_has_the_same_colour_in_all_figures(three: list[Path]) -> None:
     """The encoder, which is between the decoders, has no line in the figure of the final normalization."""
     colours = []
-    for plot in trajectory_comparison.plots(read(*three)):
+    for plot in trajectory_comparison.make_plots(read(*three)):
         styles = drawing._line_styles(plot)
         colours.append({label: styles[label]["color"] for label in ("small", "encoder", "large")})
         assert len(set(colours[-1].values())) == 3
@@ -123,7 +123,7 @@ def test_a_model_has_the_same_colour_in_all_figures(three: list[Path]) -> None:
 
 
 def test_the_axis_shows_step_0_and_the_legend_is_there_once(three: list[Path]) -> None:
-    plots = {plot.name: plot for plot in trajectory_comparison.plots(read(*three))}
+    plots = {plot.name: plot for plot in trajectory_comparison.make_plots(read(*three))}
     picture = drawing.render(plots["directions"], ["svg"])["svg"].decode()
     texts = re.findall(r">([^<>]+)</text>", picture)
     assert {"0", "1", "1000"} <= set(texts)
@@ -141,9 +141,9 @@ def test_all_texts_together_count(tmp_path: Path) -> None:
     table = folder / "trajectory.csv"
     table.write_text(table.read_text() + "\n".join(changed) + "\n")
     [first, _] = read(f"x={folder}", f"y={combined}")
-    assert first.series("layer_1", "inter_sim") == [0.5, 0.5]
-    assert first.series("layer_1", "kurtosis") == pytest.approx([math.nan] * 2, nan_ok=True)
-    assert first.series("input_embeddings", "partition_isotropy_both")[0] == number(
+    assert first.values_by_step("layer_1", "inter_sim") == [0.5, 0.5]
+    assert first.values_by_step("layer_1", "kurtosis") == pytest.approx([math.nan] * 2, nan_ok=True)
+    assert first.values_by_step("input_embeddings", "partition_isotropy_both")[0] == number(
         "m", 0, "input_embeddings", "partition_isotropy_both"
     )
 

@@ -46,12 +46,12 @@ def test_the_page_is_complete(training: Path) -> None:
 
 
 def test_figures_equal_the_table(training: Path) -> None:
-    stops = saved_checkpoints.checkpoints(str(training / "step*"))
+    stops = saved_checkpoints.find_checkpoints(str(training / "step*"))
     found = {
         checkpoint.label: trajectory.measure.read(training / "out" / checkpoint.folder / "measures.json")
         for checkpoint in stops
     }
-    isotropy, partition, norms = trajectory_page.plots(stops, found)
+    isotropy, partition, norms = trajectory_page.make_plots(stops, found)
     with (training / "out" / "trajectory.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
 
@@ -92,11 +92,13 @@ def test_trajectories_are_compared_on_one_page(training: Path, capsys: pytest.Ca
 def test_checkpoints_without_steps_keep_their_order(training: Path) -> None:
     stops = [saved_checkpoints.Checkpoint(name, "") for name in ("last", "first")]
     kept = [trajectory.measure.read(training / "out" / f"step{step}" / "measures.json") for step in STEPS[:2]]
-    plots = trajectory_page.plots(stops, dict(zip(("last", "first"), kept, strict=True)))
+    plots = trajectory_page.make_plots(stops, dict(zip(("last", "first"), kept, strict=True)))
     assert plots[0].x_label == "checkpoint, in the given order"
     assert plots[0].panels[0].lines[0].x == (1.0, 2.0)
-    plan = trajectory.Plan("<b>", [], Pass(16), training / "escaped", command="istar")
-    page = trajectory_page.write(plan, stops, trajectory.Trajectory(dict(zip(("last", "first"), kept, strict=True))))
+    plan = trajectory.TrajectoryPlan("<b>", [], Pass(16), training / "escaped", command="istar")
+    page = trajectory_page.write_page(
+        plan, stops, trajectory.Trajectory(dict(zip(("last", "first"), kept, strict=True)))
+    )
     assert "<b>" not in page.read_text(encoding="utf-8")
 
 

@@ -395,8 +395,8 @@ MUTATIONS = [
     Mutation(
         "The paper's averages stand beside averages over other benchmarks.",
         "istar/geometry/embed_tables.py",
-        'has_all = set(scores["benchmark"]) == set(BENCHMARKS)',
-        "has_all = True",
+        'has_all_benchmarks = set(similarity["benchmark"]) == set(BENCHMARK_TITLES)',
+        "has_all_benchmarks = True",
         "tests/geometry/test_embed_page.py::test_tables_2_and_3_average_over_the_benchmarks",
     ),
     Mutation(
@@ -683,7 +683,7 @@ MUTATIONS = [
     Mutation(
         "Blocks of checkpoints are in the order of the scores' file, not of the steps.",
         "istar/geometry/correlate.py",
-        "for point in sorted(common, key=lambda point: joined.steps[model, point])}",
+        "for point in sorted(common, key=lambda point: joined.step_by_point[model, point])}",
         "for point in common}",
         "tests/geometry/test_correlate.py::test_intervals_of_blocks_against_scipy",
     ),

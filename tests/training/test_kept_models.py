@@ -46,11 +46,11 @@ def test_folders_hold_the_models_of_their_steps(small: Build) -> None:
         tokenizer = AutoTokenizer.from_pretrained(folder / "models" / f"step-{step}")
         assert model(**tokenizer("a lamp", return_tensors="pt")).logits.isfinite().all()
     # The step is recorded in the folder, and the checkpoint of the last step has the same one.
-    assert [checkpoint.step for checkpoint in saved_checkpoints.checkpoints(str(folder))] == [0, 4, 6]
-    [last_checkpoint] = saved_checkpoints.checkpoints(str(folder / "checkpoints" / "step-6.ckpt"))
+    assert [checkpoint.step for checkpoint in saved_checkpoints.find_checkpoints(str(folder))] == [0, 4, 6]
+    [last_checkpoint] = saved_checkpoints.find_checkpoints(str(folder / "checkpoints" / "step-6.ckpt"))
     assert last_checkpoint.step == 6
     (folder / "models" / "step-4").rename(folder / "models" / "renamed")
-    assert [checkpoint.step for checkpoint in saved_checkpoints.checkpoints(str(folder))] == [0, 4, 6]
+    assert [checkpoint.step for checkpoint in saved_checkpoints.find_checkpoints(str(folder))] == [0, 4, 6]
 
 
 def test_a_finished_run_must_have_kept_them(small: Build) -> None:
