@@ -55,7 +55,7 @@ from istar.training import (
 from istar.training.checkpoints import Checkpoints, keep_newest, load, resumable
 from istar.training.kept_models import KeptModels
 from istar.training.language_model import LanguageModelTuner
-from istar.training.loggers import log_outcome, log_outcome_to_agent, logging_to
+from istar.training.loggers import log_result, log_result_to_sweep_agent, attach_loggers
 from istar.training.memory import keep_freed_memory
 from istar.training.metrics_file import MetricsFile
 from istar.training.module import all_gather_object
@@ -149,7 +149,7 @@ def run(config: Config, console: Console | None = None, trial: str | None = None
                     record = _train_and_record(job, checkpoint, data_fingerprint, started)
                 _print_summary(console, record, f"{folder}{os.sep}, with a picture of the table: {PICTURE}")
                 return record
-    log_outcome_to_agent(config, asdict(finished), folder)
+    log_result_to_sweep_agent(config, asdict(finished), folder)
     _print_summary(console, finished, f"{folder} is finished; run.overwrite=true runs it again")
     return finished
 
@@ -413,7 +413,7 @@ def _train_and_record(job: Job, checkpoint: Path | None, data_fingerprint: str, 
         **hardware(job.trainer.strategy.root_device, job.trainer.world_size),
     )
     try:
-        with quiet_lightning(), logging_to(job.trainer, job.metrics, job.config, folder):
+        with quiet_lightning(), attach_loggers(job.trainer, job.metrics, job.config, folder):
             timing = _fit(job, checkpoint)
             _save(job)
             timing = {**record.timing, "total": time.perf_counter() - started, **timing}
@@ -429,7 +429,7 @@ def _train_and_record(job: Job, checkpoint: Path | None, data_fingerprint: str, 
                         file.write(geometry_picture(job.metrics.rows))
                 # result.json comes last, because a folder that has it is taken for a finished run.
                 job.metrics.finalize("success")
-                log_outcome(job.trainer, asdict(record))
+                log_result(job.trainer, asdict(record))
                 results.write(record, folder)
     except StoppedError:
         raise

@@ -11,7 +11,7 @@ from datasets import Dataset
 
 from istar.errors import UserError, shorten
 from istar.tasks import demo, formats, readers
-from istar.tasks.hub import COMMIT, LOCAL_COPY, find_commit, hub_problem, refusal
+from istar.tasks.hub import COMMIT_PATTERN, LOCAL_COPY_HINTS, find_commit, find_hub_problem, explain_refusal
 from istar.tasks.readers import RawSplit
 from istar.tasks.specs import Files, TaskSpec
 from istar.tasks.texts import read_texts, text_splits, without_blank_rows
@@ -103,7 +103,7 @@ def from_hub(spec: TaskSpec) -> Source:
     """
     assert spec.hub is not None, spec.name
     source = " ".join(filter(None, spec.hub))
-    problem = hub_problem()
+    problem = find_hub_problem()
     commit = None if problem else find_commit(spec.hub[0], None, "dataset")
     name, configuration = spec.hub
 
@@ -113,10 +113,10 @@ def from_hub(spec: TaskSpec) -> Source:
                 return datasets.load_dataset(name, configuration, revision=commit)
         except Exception as error:  # `datasets` and the libraries below it raise many types
             answer = f"the hub did not deliver it ({shorten(f'{type(error).__name__}: {error}')})"
-            reason = refusal(error, name, "dataset") or answer
+            reason = explain_refusal(error, name, "dataset") or answer
             reason = f"not in the local cache, and {problem}" if problem else reason
             source = " ".join(filter(None, (name, configuration)))
-            raise UserError(f"{source}: {reason}; {LOCAL_COPY['dataset']}") from error
+            raise UserError(f"{source}: {reason}; {LOCAL_COPY_HINTS['dataset']}") from error
 
     dataset = load(configuration)
     apart = {split.name: split.hub for split in spec.test if split.hub is not None}
@@ -140,7 +140,7 @@ def _cached_commit(dataset: datasets.DatasetDict) -> str | None:
     """
     folders = {Path(file["filename"]).parent.name for split in dataset.values() for file in split.cache_files}
     commit = folders.pop() if len(folders) == 1 else ""
-    return commit if COMMIT.fullmatch(commit) else None
+    return commit if COMMIT_PATTERN.fullmatch(commit) else None
 
 
 def from_generator(spec: TaskSpec) -> Source:

@@ -538,7 +538,7 @@ def test_unreachable_hub_is_one_line_without_retries(tmp_path: Path) -> None:
         "done, connect = [], socket.socket.connect\n"
         "socket.socket.connect = lambda *of: done.append(of[1]) or connect(*of)\n"
         "time.sleep = lambda seconds: done.append(f'waited {seconds} s')\n"
-        f"sources.hub_problem = functools.partial(sources.hub_problem, {SECONDS})\n"
+        f"sources.find_hub_problem = functools.partial(sources.find_hub_problem, {SECONDS})\n"
         "try: loading.load_splits(specs.TASKS['rte'], None, ['train'])\n"
         "except UserError as error: print(json.dumps([str(error), done]))\n"
     )
@@ -563,7 +563,7 @@ def test_a_silent_hub_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(hub, "get_session", Silent)
-    assert "no answer within 0.1 s" in hub.hub_problem(seconds=0.1)
+    assert "no answer within 0.1 s" in hub.find_hub_problem(timeout=0.1)
     over.set()
 
 
@@ -575,7 +575,7 @@ def test_offline_by_environment(empty_cache: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_prepared_cache_is_used_when_the_hub_is_away(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "hub_problem", lambda: "the hub cannot be reached")
+    monkeypatch.setattr(sources, "find_hub_problem", lambda: "the hub cannot be reached")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     folder = empty_cache / "nyu-mll___glue" / "rte" / "0.0.0" / "0123456789abcdef"
     folder.mkdir(parents=True)
@@ -605,7 +605,7 @@ def test_what_the_hub_delivers_is_brought_into_shape(monkeypatch: pytest.MonkeyP
     row = {"id": "1", "title": "t", "context": "Rome", "question": "Where?"}
     row["answers"] = {"text": ["Rome"], "answer_start": [0]}  # type: ignore[assignment]
     hub = DatasetDict(train=Dataset.from_list([row], features=Features({**texts, "answers": answers})))
-    monkeypatch.setattr(sources, "hub_problem", lambda: "")
+    monkeypatch.setattr(sources, "find_hub_problem", lambda: "")
     monkeypatch.setattr(sources, "find_commit", lambda *_: "a commit")
     monkeypatch.setattr(datasets, "load_dataset", lambda *asked, **_: hub if asked == TASKS["squad"].hub else None)
     train = load_splits(TASKS["squad"], None, ["train"])["train"]
@@ -618,7 +618,7 @@ def test_hub_that_breaks_down_later(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise OSError("No space\nleft on device")
 
-    monkeypatch.setattr(sources, "hub_problem", lambda: "")
+    monkeypatch.setattr(sources, "find_hub_problem", lambda: "")
     monkeypatch.setattr(sources, "find_commit", lambda *_: "a commit")
     monkeypatch.setattr(datasets, "load_dataset", broken)
     message = complaint("sst5", None, "train")
