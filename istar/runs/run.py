@@ -52,7 +52,7 @@ from istar.training import (
     ShrinkageCovariance,
     merge_outputs,
 )
-from istar.training.checkpoints import Checkpoints, keep_newest, load, resumable
+from istar.training.checkpoints import Checkpoints, find_resumable_checkpoint, read_checkpoint, remove_old_checkpoints
 from istar.training.kept_models import KeptModels
 from istar.training.language_model import LanguageModelTuner
 from istar.training.loggers import log_result, log_result_to_sweep_agent, attach_loggers
@@ -370,7 +370,7 @@ def _prepare_folder(job: Job) -> tuple[RunRecord | None, Path | None]:
         remove_drafts(folder)
         checkpoint = None
         if job.checkpoints is not None:
-            checkpoint = resumable(folder / CHECKPOINTS, folder.name, job.trainer.world_size)
+            checkpoint = find_resumable_checkpoint(folder / CHECKPOINTS, folder.name, job.trainer.world_size)
         if checkpoint is not None:
             log.warning("%s was interrupted; it goes on from %s", folder, checkpoint.name)
         began = None if checkpoint is None else results.read_begin(folder)
@@ -421,7 +421,7 @@ def _train_and_record(job: Job, checkpoint: Path | None, data_fingerprint: str, 
             record = replace(record, status=status, timing=timing, **_results(job, data_fingerprint))
             if job.trainer.is_global_zero:
                 if job.checkpoints is not None:
-                    keep_newest(folder / CHECKPOINTS, job.checkpoints.best_path())
+                    remove_old_checkpoints(folder / CHECKPOINTS, job.checkpoints.best_weights_path())
                 with atomic_write(folder / PICTURE) as file:
                     file.write(isotropy_picture(record))
                 if job.config.trainer.measure_every_n_steps is not None:
@@ -448,7 +448,7 @@ def _train_and_record(job: Job, checkpoint: Path | None, data_fingerprint: str, 
 
 def _with_advice(error: Exception, job: Job) -> Exception:
     """An error with advice how to continue the run; other exceptions are returned unchanged."""
-    last = None if job.checkpoints is None else job.checkpoints.newest()
+    last = None if job.checkpoints is None else job.checkpoints.newest_path()
     checkpoint = f"the last good state is {last}" if last else "there is no checkpoint yet"
     consequence = "goes on from there" if last else "starts anew"
     if isinstance(error, NonFiniteError):
@@ -475,7 +475,7 @@ def _fit(job: Job, checkpoint: Path | None) -> dict[str, Any]:
             "null to validate every trainer.val_check_interval batches"
         )
     if job.checkpoints is not None:
-        job.module.load_state_dict(load(job.checkpoints.best_path())["state_dict"])
+        job.module.load_state_dict(read_checkpoint(job.checkpoints.best_weights_path())["state_dict"])
     shrinkage = job.refresh.seconds if job.refresh is not None else []
     return {"first_validation": validated - start, "fit": fitted - validated, "shrinkage": shrinkage}
 
@@ -535,7 +535,7 @@ def _write_submission(job: Job) -> None:
 def _results(job: Job, data_fingerprint: str) -> dict[str, Any]:
     """The fields of `RunRecord` that only a completed training has."""
     spec, history, examples = job.spec, job.history, job.prepared.examples
-    train, best = examples.train, history.epochs[history.best - 1]
+    train, best = examples.train, history.epochs[history.best_epoch - 1]
     validation = {split.name: rows for split, rows in zip(spec.validation, examples.validation, strict=True)}
     baseline = job.prepared.baseline(
         spec, job.data.collate, job.config.data.eval_batch_size, max(job.tokenizer.get_vocab().values()) + 1
@@ -550,11 +550,15 @@ def _results(job: Job, data_fingerprint: str) -> dict[str, Any]:
             "value": best["metrics"][spec.selection_metric],
         },
         "metrics": best["metrics"],
-        "metrics_before": history.before["metrics"],
+        "metrics_before": history.before_training["metrics"],
         "baseline": baseline,
         "collapsed": {split.name: history.best_evaluations[split.suffix].collapsed for split in spec.validation},
-        "isotropy": {"before": history.before["isotropy"], "after": best["isotropy"], "points": job.isotropy.points},
-        "class_isotropy": _class_isotropy(history.before, best),
+        "isotropy": {
+            "before": history.before_training["isotropy"],
+            "after": best["isotropy"],
+            "points": job.isotropy.num_points,
+        },
+        "class_isotropy": _class_isotropy(history.before_training, best),
         "epochs": history.epochs,
         "skipped_steps": job.module.guard.skipped,
         "data": {"fingerprint": data_fingerprint, "train": len(train), "validation": sizes, "overlap": overlaps},

@@ -526,7 +526,7 @@ MUTATIONS = [
     Mutation(
         "The best epoch is the last one.",
         "istar/training/history.py",
-        "if self.best == 0 or not self.keep_best:",
+        "if self.best_epoch == 0 or not self.keep_best:",
         "if True:",
         "tests/training/test_callbacks.py::test_history_takes_the_first_of_the_best_epochs",
     ),
@@ -540,8 +540,8 @@ MUTATIONS = [
     Mutation(
         "The saved model is that of the last epoch.",
         "istar/runs/run.py",
-        'job.module.load_state_dict(load(job.checkpoints.best_path())["state_dict"])',
-        "load(job.checkpoints.best_path())",
+        'job.module.load_state_dict(read_checkpoint(job.checkpoints.best_weights_path())["state_dict"])',
+        "read_checkpoint(job.checkpoints.best_weights_path())",
         "tests/runs/test_run_results.py::test_the_best_epoch_is_kept_when_it_is_not_the_last",
     ),
     Mutation(
@@ -569,8 +569,8 @@ MUTATIONS = [
     Mutation(
         "A resumed run does not restore the random numbers.",
         "istar/training/checkpoints.py",
-        'set_random_state(self._resumed["random"][trainer.global_rank])',
-        'self._resumed["random"][trainer.global_rank]',
+        'set_random_state(self._restored_state["random"][trainer.global_rank])',
+        'self._restored_state["random"][trainer.global_rank]',
         "tests/training/test_resume.py::test_a_broken_run_goes_on_exactly",
     ),
     Mutation(
@@ -597,7 +597,7 @@ MUTATIONS = [
     Mutation(
         "A checkpoint of another run is taken.",
         "istar/training/checkpoints.py",
-        "if run_name != run:",
+        "if stored_run_name != run_name:",
         "if False:",
         "tests/runs/test_damaged_checkpoints.py::test_a_foreign_checkpoint",
     ),

@@ -218,7 +218,7 @@ def test_history_takes_the_first_of_the_best_epochs(setting, metric, values, bes
             module.metrics = {metric: value}
             module.evaluations = {"": Evaluation({metric: value}, [{"id": epoch}], False)}
             history.on_validation_end(trainer, module)
-        assert history.best == expected
+        assert history.best_epoch == expected
         assert history.best_evaluations[""].predictions == [{"id": expected - 1}]
         assert [entry["epoch"] for entry in history.epochs] == [1, 2, 3, 4]
 

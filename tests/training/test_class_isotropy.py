@@ -80,12 +80,12 @@ def test_a_decoder_is_measured_at_its_last_tokens(setting, harness):
 
 def test_the_history_keeps_the_scores_of_each_epoch(setting, harness):
     module, callback, isotropy = setting.module(), ClassIsotropyCallback(), LayerIsotropy()
-    history = History("accuracy", isotropy, classes=callback)
+    history = History("accuracy", isotropy, class_isotropy=callback)
     trainer = harness.trainer(isotropy, callback, history, max_epochs=2, limit_train_batches=2, limit_val_batches=1.0)
     trainer.validate(module, datamodule=setting.data(), verbose=False)
     before = callback.scores
     trainer.fit(module, datamodule=setting.data())
-    assert history.before["class_isotropy"] == before
+    assert history.before_training["class_isotropy"] == before
     first, second = (entry["class_isotropy"] for entry in history.epochs)
     assert before != first != second == callback.scores
 
