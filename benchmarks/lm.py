@@ -170,7 +170,7 @@ def seconds_per_batch(config: Any, count: int = 20) -> float:
     size = config.data.batch_size
     start = time.perf_counter()
     for number in range(count):
-        collate([rows.in_epoch((number * size + row) % len(rows), epoch=number) for row in range(size)])
+        collate([rows.row_in_epoch((number * size + row) % len(rows), epoch=number) for row in range(size)])
     return (time.perf_counter() - start) / count
 
 

@@ -41,7 +41,7 @@ from istar.measures.isoscore import unchecked_isoscore
 from istar.regularizers import IStar, attach
 from istar.tasks.features import FeatureRows
 from istar.training import ShrinkageCovariance
-from istar.training.data import evaluation_loader
+from istar.training.data import build_evaluation_loader
 from istar.training.trainer import bare_trainer
 
 PEER = "bare forward"
@@ -66,7 +66,7 @@ class Refresh:
         batch_size = 2 * shape.batch
         self.callback = ShrinkageCovariance(watch, rows, collate, points, batch_size, 0, progress_bar=False)
         self.sample = self.callback.sample(shape.layers, 0)
-        self.loader = lambda: evaluation_loader(rows, collate, batch_size, self.sample)
+        self.loader = lambda: build_evaluation_loader(rows, collate, batch_size, self.sample)
 
     def bare_forward(self) -> None:
         """Execute the forward pass over all batches."""

@@ -16,8 +16,8 @@ from istar.quantization.saved_runs import Loaded
 from istar.quantization.torch_int8 import TorchInt8, quantize_by_torch
 from istar.tasks.evaluation import Evaluation
 from istar.tasks.features import Rows
-from istar.training.data import evaluation_loader, longest_first
-from istar.training.module import inputs_of, logits_by_feature, merge_outputs, token_mask
+from istar.training.data import build_evaluation_loader, sort_longest_first
+from istar.training.module import inputs_without_labels, logits_by_feature, merge_outputs, token_mask
 
 MAX_EXAMPLES = 1_000
 """Maximum number of validation rows whose activations are measured."""
@@ -111,7 +111,7 @@ def with_control(loaded: Loaded, control: Control, factor: float, seed: int) -> 
 
 
 def _first_logits(batch: Any, model: nn.Module) -> list[np.ndarray]:
-    return list(logits_by_feature(batch, model(**inputs_of(batch))).values())
+    return list(logits_by_feature(batch, model(**inputs_without_labels(batch))).values())
 
 
 @torch.inference_mode()
@@ -123,7 +123,7 @@ def evaluate(loaded: Loaded, model: nn.Module, watch: Watcher = _unwatched, name
     """
     outputs: list[dict[int, np.ndarray]] = []
     for batch in watch(_batches(loaded, loaded.validation), name):
-        outputs.append(logits_by_feature(batch, model(**inputs_of(batch))))
+        outputs.append(logits_by_feature(batch, model(**inputs_without_labels(batch))))
     merged = merge_outputs(outputs)
     if not all(np.isfinite(logits).all() for logits in merged.values()):
         raise UserError(f"the logits in the form {name} are not finite; the model has diverged")
@@ -138,7 +138,7 @@ def calibrate(loaded: Loaded, layers: Mapping[str, nn.Module], watch: Watcher = 
     """Return the largest magnitude of the inputs of each layer over the calibration data, without padding."""
     ranges = InputRanges()
     for batch in watch(_batches(loaded, loaded.calibration), "calibration"):
-        forward_observed(loaded.model, layers, inputs_of(batch), token_mask(batch), ranges.update)
+        forward_observed(loaded.model, layers, inputs_without_labels(batch), token_mask(batch), ranges.update)
     return ranges.largest
 
 
@@ -155,7 +155,7 @@ def measure_activations(loaded: Loaded, layers: Mapping[str, nn.Linear], watch: 
 
     for batch in watch(_batches(loaded, loaded.validation, MAX_EXAMPLES), "activations"):
         mask = token_mask(batch)
-        inputs = {**inputs_of(batch), "output_hidden_states": True}
+        inputs = {**inputs_without_labels(batch), "output_hidden_states": True}
         outputs = forward_observed(loaded.model, layers, inputs, mask, observe)
         states.update(outputs.hidden_states[-1], mask)
     try:
@@ -170,5 +170,5 @@ def measure_activations(loaded: Loaded, layers: Mapping[str, nn.Linear], watch: 
 
 def _batches(loaded: Loaded, rows: Rows, limit: int | None = None) -> Any:
     """Return a loader over the first `limit` rows, the longest first."""
-    order = [row for row in longest_first(rows) if limit is None or row < limit]
-    return evaluation_loader(rows, loaded.collate, loaded.batch_size, order)
+    order = [row for row in sort_longest_first(rows) if limit is None or row < limit]
+    return build_evaluation_loader(rows, loaded.collate, loaded.batch_size, order)

@@ -32,7 +32,7 @@ from istar.tasks.language_modelling import (
 )
 from istar.tasks.masking import Masking
 from istar.tasks.specs import TaskSpec
-from istar.training.data import Collate, evaluation_loader
+from istar.training.data import Collate, build_evaluation_loader
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class PreparedData:
         if self.corpus is None:
             return constant_baseline(spec, self.examples.train, self.examples.validation[0])
         rows = self.validation[0]
-        batches = evaluation_loader(rows, collate, batch_size, range(len(rows)))
+        batches = build_evaluation_loader(rows, collate, batch_size, range(len(rows)))
         labels: list[Tensor] = [batch["labels"][:, 1:] if _is_causal(spec) else batch["labels"] for batch in batches]
         evaluator: LanguageModelEvaluator = self.evaluators[""]
         return evaluator.baseline(self.corpus, labels, vocabulary)

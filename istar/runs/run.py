@@ -70,8 +70,8 @@ from istar.training.trainer import (
     processes_to_start,
     quiet_lightning,
 )
-from istar.training.validation_geometry import geometry
-from istar.training.validation_isoscore_star import isoscore_star_of_layers
+from istar.training.validation_geometry import measure_validation_geometry
+from istar.training.validation_isoscore_star import compute_isoscore_star_by_layer
 
 CHECKPOINTS = "checkpoints"
 PICTURE = "isotropy.png"
@@ -206,7 +206,7 @@ def _module(
     optim = replace(config.optim, weight_decay=config.reg.weight_decay(config.optim.weight_decay))
     if not spec.is_language_modelling:
         return FineTuner(model, watch, optim, prepared.evaluators, **options)
-    options |= {"is_causal": spec.kind == "causal_lm", "head_at_labels": not config.model.compile}
+    options |= {"is_causal": spec.kind == "causal_lm", "restrict_head_to_labels": not config.model.compile}
     return LanguageModelTuner(model, watch, optim, prepared.evaluators, **options)
 
 
@@ -504,9 +504,9 @@ def _save(job: Job) -> None:
 def _geometry(job: Job) -> dict[str, Any]:
     """Return the content of `geometry.json`."""
     config, validation, collate = job.config, job.prepared.validation[0], job.data.collate
-    values = geometry(job.trainer, job.module, validation, collate, config.data.eval_batch_size)
+    values = measure_validation_geometry(job.trainer, job.module, validation, collate, config.data.eval_batch_size)
     if config.run.isotropy_zeta is not None and not config.trainer.fast_dev_run:
-        values["isoscore_star"] = isoscore_star_of_layers(
+        values["isoscore_star"] = compute_isoscore_star_by_layer(
             job.trainer,
             job.module,
             validation,
@@ -560,7 +560,7 @@ def _results(job: Job, data_fingerprint: str) -> dict[str, Any]:
         },
         "class_isotropy": _class_isotropy(history.before_training, best),
         "epochs": history.epochs,
-        "skipped_steps": job.module.guard.skipped,
+        "skipped_steps": job.module.step_guard.num_skipped,
         "data": {"fingerprint": data_fingerprint, "train": len(train), "validation": sizes, "overlap": overlaps},
     }
 

@@ -128,7 +128,7 @@ class Rows(Protocol):
     def __getitem__(self, row: int) -> dict[str, Any]:
         """Return the features of a row by name, as in validation."""
 
-    def in_epoch(self, row: int, epoch: int) -> dict[str, Any]:
+    def row_in_epoch(self, row: int, epoch: int) -> dict[str, Any]:
         """Return the features of a row as in training, where they may be new in each epoch."""
 
 
@@ -162,7 +162,7 @@ class FeatureRows(torch.utils.data.Dataset[dict[str, Any]]):
             features[name] = tokens[starts[row] : starts[row + 1]]
         return features
 
-    def in_epoch(self, row: int, epoch: int) -> dict[str, Any]:
+    def row_in_epoch(self, row: int, epoch: int) -> dict[str, Any]:
         """Return the row, which is the same in all epochs."""
         return self[row]
 

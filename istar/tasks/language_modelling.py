@@ -123,7 +123,7 @@ class BlockRows:
         """
         return self._labelled(row, (_VALIDATION_SEED, row))
 
-    def in_epoch(self, row: int, epoch: int) -> dict[str, Any]:
+    def row_in_epoch(self, row: int, epoch: int) -> dict[str, Any]:
         """Return a block as in training, with the masks of an epoch."""
         return self._labelled(row, (self.seed, epoch, row))
 

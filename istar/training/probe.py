@@ -12,8 +12,8 @@ from istar.errors import NonFiniteError, UserError
 from istar.geometry.layers import Layer
 from istar.regularizers.shrinkage import eval_mode, preserve_rng_states
 from istar.tasks.features import Rows
-from istar.training.data import Collate, evaluation_loader
-from istar.training.module import FineTuner, log_now, token_mask
+from istar.training.data import Collate, build_evaluation_loader
+from istar.training.module import FineTuner, log_immediately, token_mask
 
 MEASURES = ("isoscore", "inter_sim", "effective_rank", "mean_kurtosis", "average_norm")
 """Names of the measures that the probe logs, as in `istar.geometry.layers.Layer.measures`."""
@@ -50,7 +50,7 @@ def measure_layers(
     layers: list[Layer] = []
     device, root_device = module.device, trainer.strategy.root_device
     module.to(root_device)  # Lightning moves the module to the CPU after training.
-    loader = evaluation_loader(rows, collate, batch_size, sample)
+    loader = build_evaluation_loader(rows, collate, batch_size, sample)
     with (
         preserve_rng_states(root_device),
         eval_mode(module),
@@ -144,4 +144,4 @@ class GeometryProbe(L.Callback):
         values = {
             geometry_key(number, name): value for number, layer in enumerate(layers) for name, value in layer.items()
         }
-        log_now(trainer, {"epoch": epoch, **values, SECONDS: time.perf_counter() - start})
+        log_immediately(trainer, {"epoch": epoch, **values, SECONDS: time.perf_counter() - start})

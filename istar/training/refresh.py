@@ -13,8 +13,8 @@ from rich.progress import track
 
 from istar.regularizers import EmbeddingWatch, Watch
 from istar.tasks.features import Rows
-from istar.training.data import Collate, evaluation_loader, first_with_tokens
-from istar.training.module import Batch, all_gather_object, log_now
+from istar.training.data import Collate, build_evaluation_loader, select_rows_with_tokens
+from istar.training.module import Batch, all_gather_object, log_immediately
 from istar.training.signals import StopSignal
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class ShrinkageCovariance(L.Callback):
         start = time.perf_counter()
         points = self.refresh(trainer, self.sample(self.watch.num_layers, trainer.current_epoch, step))
         self.seconds.append(time.perf_counter() - start)
-        log_now(trainer, {"shrinkage/seconds": self.seconds[-1], "shrinkage/points": points})
+        log_immediately(trainer, {"shrinkage/seconds": self.seconds[-1], "shrinkage/points": points})
 
     def refresh(self, trainer: L.Trainer, examples: Sequence[int]) -> int:
         """Set Sigma_S to the covariance of the hidden states of some training examples; return the number of points.
@@ -83,7 +83,7 @@ class ShrinkageCovariance(L.Callback):
         The forward passes run in the trainer's precision, and each process handles its share of the examples.
         """
         share = examples[trainer.global_rank :: trainer.world_size]
-        loader = evaluation_loader(self.rows, self.collate, self.batch_size, share)
+        loader = build_evaluation_loader(self.rows, self.collate, self.batch_size, share)
         has_bar = self.progress_bar and trainer.is_global_zero
 
         def inputs() -> Iterator[Batch]:
@@ -117,7 +117,7 @@ class ShrinkageCovariance(L.Callback):
                 tokens * num_layers,
                 self.num_points,
             )
-        return first_with_tokens(self.rows, order, requested)
+        return select_rows_with_tokens(self.rows, order, requested)
 
     @property
     def _takes_all_tokens(self) -> bool:

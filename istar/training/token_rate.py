@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import RichProgressBar
 from torch import Tensor
 
 from istar.measures.processes import sum_over_processes
-from istar.training.module import log_now, token_mask
+from istar.training.module import log_immediately, token_mask
 
 KEY = "train/tokens_per_second"
 
@@ -72,7 +72,7 @@ class TokenRate(L.Callback):
         now = time.perf_counter()
         self.tokens_per_second = tokens / (now - self._since)
         self._tokens, self._since = None, now
-        log_now(trainer, {KEY: self.tokens_per_second})
+        log_immediately(trainer, {KEY: self.tokens_per_second})
         total = min(int(trainer.estimated_stepping_batches), self.max_steps or sys.maxsize)
         left = seconds_to_go(now - self._start, step - self._first_step, total - step)
         self.time_to_go = str(timedelta(seconds=round(left)))

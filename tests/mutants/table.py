@@ -70,8 +70,8 @@ MUTATIONS = [
     Mutation(
         "The token of a decoder that is measured within classes is the first one.",
         "istar/training/class_isotropy.py",
-        "last_tokens(mask) if is_decoder(model.config) else first_tokens(mask)",
-        "first_tokens(mask)",
+        "last_token_positions(mask) if is_decoder(model.config) else first_token_positions(mask)",
+        "first_token_positions(mask)",
         "tests/training/test_class_isotropy.py",
     ),
     Mutation(
@@ -466,16 +466,16 @@ MUTATIONS = [
     Mutation(
         "A step whose gradient is NaN is taken.",
         "istar/training/nonfinite.py",
-        "if norm is None or torch.isfinite(norm):",
-        "if norm is None or norm is not None:",
+        "if gradient_norm is None or torch.isfinite(gradient_norm):",
+        "if gradient_norm is None or gradient_norm is not None:",
         "tests/training/test_nonfinite.py::test_a_skipped_step_leaves_no_trace",
     ),
     # ---- evaluation
     Mutation(
         "Every process evaluates all examples, so that duplicates are counted.",
         "istar/training/data.py",
-        "order = longest_first(rows)[rank::world_size]",
-        "order = longest_first(rows)",
+        "order = sort_longest_first(rows)[rank::world_size]",
+        "order = sort_longest_first(rows)",
         "tests/training/test_data.py::test_evaluation_shards_repeat_and_lose_nothing",
     ),
     Mutation(
@@ -504,8 +504,8 @@ MUTATIONS = [
     Mutation(
         "Padding counts in the isotropy that is reported.",
         "istar/training/layer_isotropy.py",
-        "layer.update(state, mask)",
-        "layer.update(state)",
+        "accumulator.update(states, mask)",
+        "accumulator.update(states)",
         "tests/training/test_callbacks.py::test_layer_isotropy_is_that_of_all_tokens_whatever_the_batches",
     ),
     Mutation(
@@ -576,8 +576,8 @@ MUTATIONS = [
     Mutation(
         "A resumed run begins its epoch again.",
         "istar/training/data.py",
-        'start=self._resumed_at["batches"] * self.config.batch_size,',
-        "start=0,",
+        'num_skipped=self._resume_position["batches"] * self.config.batch_size,',
+        "num_skipped=0,",
         "tests/training/test_resume.py::test_a_broken_run_goes_on_exactly",
     ),
     Mutation(

@@ -182,7 +182,7 @@ def test_layer_isotropy_is_that_of_all_tokens_whatever_the_batches(setting, harn
     for number, points in enumerate(layers):
         assert isotropy.scores[str(number)] == pytest.approx(algorithm_1(points).item(), abs=1e-5)
     assert isotropy.scores["union"] == pytest.approx(isoscore(torch.cat(layers[1:])).item(), abs=1e-5)
-    assert isotropy.points == sum(setting.validation["length"])
+    assert isotropy.num_points == sum(setting.validation["length"])
 
 
 def test_a_model_that_has_diverged_is_one_line(setting, harness):

@@ -23,7 +23,7 @@ from istar.models import tiny
 from istar.tasks.language_modelling import LanguageModelEvaluator
 from istar.tasks.masking import IGNORED
 from istar.tasks.specs import TASKS
-from istar.training.language_model import LanguageModelTuner, head_at
+from istar.training.language_model import LanguageModelTuner, restrict_head_to
 
 VOCABULARY = 30
 SHAPE = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -96,14 +96,14 @@ def test_the_head_at_chosen_tokens_gives_their_logits(build: Any) -> None:
     model, batch = build().double().eval(), batch_of()
     is_chosen = batch["labels"] != IGNORED
     inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
-    with head_at(model, is_chosen):
+    with restrict_head_to(model, is_chosen):
         chosen = model(**inputs).logits
     whole = model(**inputs).logits
     assert chosen.shape == (1, int(is_chosen.sum()), VOCABULARY)
     assert_close(chosen[0], whole[is_chosen], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("options", [{}, {"head_at_labels": False}], ids=["head at labels", "whole head"])
+@pytest.mark.parametrize("options", [{}, {"restrict_head_to_labels": False}], ids=["head at labels", "whole head"])
 @pytest.mark.parametrize("build", [gpt2, bert])
 def test_validation_counts_each_predicted_token_once(build: Any, options: dict[str, Any]) -> None:
     is_causal = build is gpt2

@@ -41,7 +41,7 @@ class Tokens(L.Callback):
 def logged_rates(monkeypatch):
     values = []
     monkeypatch.setattr(
-        token_rate, "log_now", lambda trainer, metrics: values.append((trainer.global_step, metrics[KEY]))
+        token_rate, "log_immediately", lambda trainer, metrics: values.append((trainer.global_step, metrics[KEY]))
     )
     return values
 
