@@ -31,7 +31,7 @@ from istar.models.adapters import add_adapters, base_of, has_adapters, merge_ada
 from istar.models.architectures import auto_class, is_decoder, new_config, override, saved_class
 from istar.models.new_tokenizer import train_tokenizer
 from istar.tasks import demo
-from istar.tasks.hub import LOCAL_COPY_HINTS, find_hub_problem, is_hub_id, explain_refusal
+from istar.tasks.hub import LOCAL_COPY_HINTS, explain_refusal, find_hub_problem, is_hub_id
 from istar.tasks.readers import parse_json, read_text
 from istar.tasks.specs import TaskSpec
 

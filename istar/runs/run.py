@@ -55,7 +55,7 @@ from istar.training import (
 from istar.training.checkpoints import Checkpoints, find_resumable_checkpoint, read_checkpoint, remove_old_checkpoints
 from istar.training.kept_models import KeptModels
 from istar.training.language_model import LanguageModelTuner
-from istar.training.loggers import log_result, log_result_to_sweep_agent, attach_loggers
+from istar.training.loggers import attach_loggers, log_result, log_result_to_sweep_agent
 from istar.training.memory import keep_freed_memory
 from istar.training.metrics_file import MetricsFile
 from istar.training.module import all_gather_object
@@ -64,11 +64,11 @@ from istar.training.probe import GeometryProbe
 from istar.training.signals import StopSignal, preserve_signal_handlers
 from istar.training.trainer import (
     build_trainer,
-    check_hardware,
+    check_precision_support,
     check_validation_interval,
-    keeps_checkpoints,
-    processes_to_start,
-    quiet_lightning,
+    count_processes_to_start,
+    suppress_lightning_messages,
+    writes_checkpoints,
 )
 from istar.training.validation_geometry import measure_validation_geometry
 from istar.training.validation_isoscore_star import compute_isoscore_star_by_layer
@@ -130,7 +130,7 @@ def run(config: Config, console: Console | None = None, trial: str | None = None
         extras.require("model.lora=true", "lora")
     spec = task_spec(config.task)
     _check_has_classes(config, spec)
-    check_hardware(config.trainer)
+    check_precision_support(config.trainer)
     examples = load_examples(spec, config.task, config.data.cache_dir)
     data_fingerprint = fingerprint(examples.train, *examples.validation)
     tokenizer = load_tokenizer(config, spec, examples, data_fingerprint)
@@ -177,7 +177,7 @@ def _assemble(
     data = FineTuningData(prepared.train, prepared.validation, prepared.test, collate, config.data, config.seed)
     isotropy = LayerIsotropy()
     classes = ClassIsotropyCallback() if spec.kind == "classification" else None
-    history = History(spec.selection_metric, isotropy, keeps_checkpoints(config.trainer), classes)
+    history = History(spec.selection_metric, isotropy, writes_checkpoints(config.trainer), classes)
     stop, metrics = StopSignal(), MetricsFile(folder / results.METRICS)
     refresh = _refresh(config, module, data, stop)
     callbacks: list[L.Callback] = [stop, isotropy, *([] if classes is None else [classes]), *_monitor(config.trainer)]
@@ -213,7 +213,7 @@ def _module(
 def _checkpoints(
     settings: TrainerConfig, folder: Path, history: History, metrics: MetricsFile, stop: StopSignal
 ) -> Checkpoints | None:
-    if not keeps_checkpoints(settings):
+    if not writes_checkpoints(settings):
         return None
     steps, minutes = settings.checkpoint_every_n_steps, settings.checkpoint_every_n_minutes
     return Checkpoints(folder / CHECKPOINTS, folder.name, history, metrics, stop, steps, minutes)
@@ -242,9 +242,9 @@ def _instruments(
 def _pruning(trial: str | None, history: History) -> list[L.Callback]:
     if trial is None:
         return []
-    from istar.training.pruning import Pruning, TrialOfStudy
+    from istar.training.pruning import PruningCallback, TrialReference
 
-    return [Pruning(TrialOfStudy.parse(trial), history, load_trial)]
+    return [PruningCallback(TrialReference.parse(trial), history, load_trial)]
 
 
 def _refresh(config: Config, module: FineTuner, data: FineTuningData, stop: StopSignal) -> ShrinkageCovariance | None:
@@ -264,7 +264,7 @@ def _refresh(config: Config, module: FineTuner, data: FineTuningData, stop: Stop
         config.seed,
         progress_bar=progress_bar,
         every_n_steps=config.reg.refresh_every_n_steps,
-        stop=stop,
+        stop_signal=stop,
     )
 
 
@@ -278,7 +278,7 @@ def _check_has_classes(config: Config, spec: TaskSpec) -> None:
 
 def _check_processes(job: Job) -> None:
     """Refuse a trainer that needs more processes than are running, or more than an evaluation set has examples."""
-    if processes_to_start(job.trainer) > 1:
+    if count_processes_to_start(job.trainer) > 1:
         # Lightning would start the others by executing the current script again.
         raise UserError(
             f"trainer.devices={job.config.trainer.devices} needs more processes than this one: train.py and "
@@ -327,7 +327,7 @@ def _check_agreement(job: Job) -> None:
 @contextmanager
 def _process_group(trainer: L.Trainer) -> Iterator[None]:
     """Create the process group before `trainer.fit` does, because rank 0 has to broadcast before the training."""
-    with quiet_lightning():
+    with suppress_lightning_messages():
         trainer.strategy.setup_environment()
     if trainer.global_rank > 0:
         # DDP broadcasts the weights of rank 0, but dropout masks should differ between ranks.
@@ -413,7 +413,7 @@ def _train_and_record(job: Job, checkpoint: Path | None, data_fingerprint: str, 
         **hardware(job.trainer.strategy.root_device, job.trainer.world_size),
     )
     try:
-        with quiet_lightning(), attach_loggers(job.trainer, job.metrics, job.config, folder):
+        with suppress_lightning_messages(), attach_loggers(job.trainer, job.metrics, job.config, folder):
             timing = _fit(job, checkpoint)
             _save(job)
             timing = {**record.timing, "total": time.perf_counter() - started, **timing}

@@ -310,13 +310,13 @@ def _missing_models(folder: Path, record: RunRecord, config: Config) -> str:
     if config.trainer.keep_models is None:
         return ""
     # Imported here because the import takes seconds.
-    from istar.training.kept_models import missing_steps, model_folder
+    from istar.training.kept_models import find_missing_steps, model_folder_of_step
 
     models, last = folder / results.KEPT_MODELS, record.epochs[-1]["step"]
-    missing = missing_steps(models, config.trainer.keep_models, last)
+    missing = find_missing_steps(models, config.trainer.keep_models, last)
     if not missing:
         return ""
-    name, schedule = model_folder(models, missing[0]).relative_to(folder), config.trainer.keep_models
+    name, schedule = model_folder_of_step(models, missing[0]).relative_to(folder), config.trainer.keep_models
     return f"was run without {name}/ of trainer.keep_models={schedule}; trainer.keep_models=null accepts it"
 
 

@@ -11,7 +11,7 @@ from datasets import Dataset
 
 from istar.errors import UserError, shorten
 from istar.tasks import demo, formats, readers
-from istar.tasks.hub import COMMIT_PATTERN, LOCAL_COPY_HINTS, find_commit, find_hub_problem, explain_refusal
+from istar.tasks.hub import COMMIT_PATTERN, LOCAL_COPY_HINTS, explain_refusal, find_commit, find_hub_problem
 from istar.tasks.readers import RawSplit
 from istar.tasks.specs import Files, TaskSpec
 from istar.tasks.texts import read_texts, text_splits, without_blank_rows

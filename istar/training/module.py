@@ -225,9 +225,7 @@ class FineTuner(L.LightningModule):
         self._total_steps = num_steps
         num_warmup_steps = count_warmup_steps(self.optim.warmup, num_steps)
         name = "constant_with_warmup" if self.optim.schedule == "constant" else self.optim.schedule
-        schedule = get_scheduler(
-            name, optimizer, num_warmup_steps=num_warmup_steps, num_training_steps=num_steps
-        )
+        schedule = get_scheduler(name, optimizer, num_warmup_steps=num_warmup_steps, num_training_steps=num_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 

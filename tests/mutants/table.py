@@ -48,7 +48,7 @@ MUTATIONS = [
     Mutation(
         "The logarithmic schedule keeps powers of two beyond 512.",
         "istar/training/kept_models.py",
-        "is_power_of_two and step <= _LAST_POWER",
+        "is_power_of_two and step <= _LAST_POWER_OF_TWO",
         "is_power_of_two",
         "tests/training/test_kept_models.py",
     ),

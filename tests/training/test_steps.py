@@ -9,7 +9,7 @@ from istar.errors import UserError
 from istar.regularizers import CosReg, IStar
 from istar.tasks.features import FeatureRows
 from istar.training import ShrinkageCovariance
-from istar.training.module import make_parameter_groups, count_warmup_steps
+from istar.training.module import count_warmup_steps, make_parameter_groups
 from tests.oracles import algorithm_1
 
 STEPS = 20
@@ -65,7 +65,7 @@ def test_twenty_steps_of_the_paper_code_preset_equal_algorithm_1_by_hand(setting
     refresh = ShrinkageCovariance(
         module.watch, FeatureRows(setting.train), setting.collate, 5_000, 16, seed=3, progress_bar=False
     )
-    sample = refresh.sample(num_layers=2, epoch=0)
+    sample = refresh.sample_examples(num_layers=2, epoch=0)
     L.seed_everything(5, verbose=False)
     harness.trainer(recorder, refresh, limit_train_batches=STEPS, gradient_clip_val=1.0).fit(
         module, datamodule=setting.data()

@@ -32,7 +32,9 @@ def states_one_by_one(setting, module, rows):
 
 def measured(setting, harness, module, batch_size=16, features=None, **settings):
     features = setting.validation if features is None else features
-    return measure_validation_geometry(harness.trainer(**settings), module, FeatureRows(features), setting.collate, batch_size)
+    return measure_validation_geometry(
+        harness.trainer(**settings), module, FeatureRows(features), setting.collate, batch_size
+    )
 
 
 def trained(setting, scale=4.0):
