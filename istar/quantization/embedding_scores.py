@@ -29,7 +29,7 @@ from istar.quantization.sentence_codes import (
     mean_pooled,
     signs,
 )
-from istar.tasks.features import max_length_for
+from istar.tasks.features import limit_max_length
 from istar.tasks.loading import load_splits
 from istar.tasks.metrics import spearman
 from istar.tasks.specs import TASKS, TaskSpec
@@ -104,7 +104,7 @@ def score_embeddings(
     config = ModelConfig(name=str(name))
     tokenizer = load_tokenizer(config)
     model = load_encoder(config, tokenizer, torch.float32)
-    length = max_length_for(tokenizer, model.config, spec.max_length)
+    length = limit_max_length(tokenizer, model.config, spec.max_length)
 
     def embed(examples: Any, description: str) -> list[Tensor]:
         columns = [list(examples[column]) for column in spec.text_columns]

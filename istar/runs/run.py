@@ -41,7 +41,7 @@ from istar.runs.provenance import code_state, hardware
 from istar.runs.resolving import resolve
 from istar.runs.store import Examples, finished_run, load_examples, model_identity, run_folder, task_spec
 from istar.tasks.evaluation import write_submission
-from istar.tasks.loading import fingerprint, overlap
+from istar.tasks.loading import count_overlap, fingerprint
 from istar.tasks.specs import TaskSpec
 from istar.training import (
     ClassIsotropyCallback,
@@ -541,7 +541,7 @@ def _results(job: Job, data_fingerprint: str) -> dict[str, Any]:
         spec, job.data.collate, job.config.data.eval_batch_size, max(job.tokenizer.get_vocab().values()) + 1
     )
     sizes = {name: len(rows) for name, rows in validation.items()}
-    overlaps = {name: overlap(spec, train, rows) for name, rows in validation.items()}
+    overlaps = {name: count_overlap(spec, train, rows) for name, rows in validation.items()}
     return {
         "headline": {"metric": spec.headline, "value": best["metrics"][spec.headline], "epoch": best["epoch"]},
         "selection": {

@@ -13,7 +13,7 @@ from istar.config import OptimConfig
 from istar.measures.processes import sum_over_processes, world_size
 from istar.regularizers import EmbeddingWatch, Watch
 from istar.tasks.language_modelling import LanguageModelEvaluator
-from istar.tasks.masking import IGNORED
+from istar.tasks.masking import IGNORED_LABEL
 from istar.training.module import Batch, FineTuner, inputs_with_labels, token_mask
 
 
@@ -62,8 +62,8 @@ class LanguageModelTuner(FineTuner):
         needs_hidden_states = dataloader_idx == 0
         prediction = self._predict(batch, output_hidden_states=needs_hidden_states)
         losses = prediction.losses.double()
-        is_correct = (prediction.logits.argmax(-1) == prediction.targets)[prediction.targets != IGNORED]
-        rows = _labels_of_logits(batch["labels"], self.is_causal).ne(IGNORED).nonzero()[:, 0]
+        is_correct = (prediction.logits.argmax(-1) == prediction.targets)[prediction.targets != IGNORED_LABEL]
+        rows = _labels_of_logits(batch["labels"], self.is_causal).ne(IGNORED_LABEL).nonzero()[:, 0]
         sums = torch.zeros(len(batch["input_ids"]), 3, dtype=torch.float64, device=losses.device)
         sums.index_add_(0, rows, torch.stack([losses, torch.ones_like(losses), is_correct.double()], dim=1))
         self._outputs[dataloader_idx] |= dict(zip(batch["feature_id"].tolist(), sums.cpu().numpy(), strict=True))
@@ -75,7 +75,7 @@ class LanguageModelTuner(FineTuner):
         `options` are further arguments of the model.
         """
         labels = _labels_of_logits(batch["labels"], self.is_causal)
-        is_predicted = labels != IGNORED
+        is_predicted = labels != IGNORED_LABEL
         inputs = inputs_with_labels(batch)
         if not self._model_takes_labels:
             del inputs["labels"]
@@ -85,8 +85,8 @@ class LanguageModelTuner(FineTuner):
         targets = labels[is_predicted] if is_head_restricted else labels.flatten()
         # The logits, the largest tensor of a step, are not copied. Ignored targets have loss 0.
         logits = outputs.logits.flatten(0, 1)
-        losses = F.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="none")
-        return _Prediction(losses[targets != IGNORED], logits.detach(), targets, outputs)
+        losses = F.cross_entropy(logits.float(), targets, ignore_index=IGNORED_LABEL, reduction="none")
+        return _Prediction(losses[targets != IGNORED_LABEL], logits.detach(), targets, outputs)
 
 
 class _Prediction(NamedTuple):
@@ -94,7 +94,7 @@ class _Prediction(NamedTuple):
 
     losses: Tensor  # loss of each predicted token, in the order of the text, `(predicted,)`
     logits: Tensor  # `(positions, vocabulary)`: of all positions of the batch, or of those with a predicted token
-    targets: Tensor  # token to predict at each of these positions, or `IGNORED`, `(positions,)`
+    targets: Tensor  # token to predict at each of these positions, or `IGNORED_LABEL`, `(positions,)`
     outputs: Any  # all outputs of the model
 
 
@@ -124,6 +124,6 @@ def restrict_head_to(model: PreTrainedModel, is_selected: Tensor) -> Iterator[No
 def _labels_of_logits(labels: Tensor, is_causal: bool) -> Tensor:
     """Return the label that the logits at each position predict, `(batch, tokens)`.
 
-    For a causal model, these are the labels of the next tokens, and `IGNORED` at the last position.
+    For a causal model, these are the labels of the next tokens, and `IGNORED_LABEL` at the last position.
     """
-    return F.pad(labels[:, 1:], (0, 1), value=IGNORED) if is_causal else labels
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL) if is_causal else labels

@@ -15,7 +15,7 @@ from datasets.arrow_writer import ArrowWriter
 
 from istar.errors import UserError
 from istar.tasks import demo, formats, hub, readers, sources
-from istar.tasks.loading import hold_out, load_splits, overlap
+from istar.tasks.loading import count_overlap, hold_out, load_splits
 from istar.tasks.specs import TASKS
 from tests.runs.faults import warnings_in
 from tests.waiting import SECONDS
@@ -113,7 +113,7 @@ def test_mnli_has_two_sets_and_two_widths(tmp_path: Path) -> None:
     put(tmp_path / "test_mismatched.tsv", header, row, row)
     texts = {"premise": ["Conceptually."], "hypothesis": ["Product."]}
     spec = TASKS["mnli"]
-    names = [spec.train, *(split.name for split in (*spec.validation, *spec.test) if not split.is_apart)]
+    names = [spec.train, *(split.name for split in (*spec.validation, *spec.test) if not split.is_shipped_separately)]
     train, matched, mismatched, test_matched, test_mismatched = load("mnli", tmp_path, *names)
     assert train == {**texts, "label": [1]}
     assert matched == {**texts, "label": [2]}
@@ -644,8 +644,8 @@ def test_overlap_counts_validation_examples_with_all_texts_known() -> None:
     validation = Dataset.from_dict(
         {"sentence1": ["a", "a", "b", "a"], "sentence2": ["x", "y", "y ", "x"], "label": [1, 1, 1, 0]}
     )
-    assert overlap(TASKS["rte"], train, validation) == 2
-    assert overlap(TASKS["rte"], train, validation.select([1, 2])) == 0
+    assert count_overlap(TASKS["rte"], train, validation) == 2
+    assert count_overlap(TASKS["rte"], train, validation.select([1, 2])) == 0
 
 
 # ---- the real files
