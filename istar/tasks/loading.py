@@ -154,7 +154,7 @@ def _convert_class_labels(raw: RawSplit, spec: TaskSpec) -> list[int]:
     """Return the class ids of the labels, which are class names or ids: numbers, or strings such as `1` or `1.0`.
 
     Raises:
-        UserError: if a label is no class of the task.
+        UserError: if a label is not one of the task's classes.
     """
     id_by_label = {key: id_ for id_, name in enumerate(spec.labels) for key in (name, str(id_), f"{id_}.0")}
     labels = raw.columns[spec.label_column]

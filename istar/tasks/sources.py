@@ -102,7 +102,7 @@ def make_text_source(path: Path, cache_dir: Path) -> Source:
 
 
 def make_hub_source(spec: TaskSpec) -> Source:
-    """Load a task's data set from the Hugging Face hub, or from the local cache if the hub cannot be reached.
+    """Return the source that loads a task from the Hugging Face hub, or from the local cache without the hub.
 
     All splits are of the same commit, the latest of the data set's main branch.
 

@@ -92,7 +92,7 @@ class ShrinkageCovariance(L.Callback):
         shows_progress = self.progress_bar and trainer.is_global_zero
 
         def iterate_inputs() -> Iterator[Batch]:
-            """Yield the model inputs of each batch, unless a stop signal was received."""
+            """Yield the model inputs of each batch; raise a `StoppedError` after a stop signal."""
             for batch in track(loader, "Shrinkage covariance", disable=not shows_progress, transient=True):
                 self.stop_signal.raise_if_signaled()
                 yield {name: value for name, value in batch.items() if name != "feature_id"}
@@ -101,7 +101,7 @@ class ShrinkageCovariance(L.Callback):
             return self.watch.refresh(iterate_inputs(), num_points=self._max_points(trainer))
 
     def sample_examples(self, num_layers: int, epoch: int, step: int = 0) -> list[int]:
-        """Return the indices of random examples, as few as have `num_points / num_layers` tokens in total.
+        """Return the indices of the fewest random examples with at least `num_points / num_layers` tokens in total.
 
         The sample depends only on the seed, the epoch and the step. It is sorted by length, longest first, so that
         batches contain little padding. If only some tokens are points, their number is not known before the model has
