@@ -147,7 +147,7 @@ def test_states_of_large_mean_and_scale(setting, harness, regularizer, device, p
 @pytest.fixture
 def measured(monkeypatch):
     """`measured(ratio)` makes bfloat16 take that many times as long as float32."""
-    precision_module._warn.cache_clear()
+    precision_module._warn_about_emulation.cache_clear()
     return lambda ratio: monkeypatch.setattr(precision_module, "measure_bfloat16_ratio", lambda device: ratio)
 
 
