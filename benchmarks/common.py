@@ -22,7 +22,7 @@ from transformers import BertConfig, BertForSequenceClassification
 from istar.config.penalties import PENALTIES, CosRegConfig
 from istar.regularizers import IStar, Penalty, select_layers
 from istar.training.memory import keep_freed_memory
-from istar.training.precision import EMULATION_RATIO, bfloat16_ratio
+from istar.training.precision import EMULATION_RATIO, measure_bfloat16_ratio
 
 Result = TypeVar("Result")
 
@@ -272,7 +272,7 @@ def comparison_table(title: str, columns: Sequence[str], rounds: int) -> Table:
 
 def note_emulated_bfloat16(device_type: str) -> None:
     """Print a note if the device, `cpu` or `cuda`, only emulates bfloat16, with the measured slowdown."""
-    ratio = bfloat16_ratio(device_type)
+    ratio = measure_bfloat16_ratio(device_type)
     if ratio >= EMULATION_RATIO:
         factor = f"a matrix product takes {ratio:.0f} times as long in bfloat16 as in float32"
         print(f"Note: {factor}; this machine only emulates bfloat16.", flush=True)

@@ -41,8 +41,8 @@ from istar.measures.isoscore import unchecked_isoscore
 from istar.regularizers import IStar, attach
 from istar.tasks.features import FeatureRows
 from istar.training import ShrinkageCovariance
-from istar.training.data import evaluation_loader
-from istar.training.trainer import bare_trainer
+from istar.training.data import build_evaluation_loader
+from istar.training.trainer import build_bare_trainer
 
 PEER = "bare forward"
 METHODS = (PEER, "istar", "published")
@@ -56,7 +56,7 @@ class Refresh:
         shape = SHAPES[shape_name]
         accelerator = "gpu" if device.type == "cuda" else "cpu"
         settings = TrainerConfig(precision=PRECISIONS[precision], accelerator=accelerator, devices=1)
-        self.trainer: L.Trainer = bare_trainer(settings)
+        self.trainer: L.Trainer = build_bare_trainer(settings)
         self.device = device
         compute = "bfloat16" if precision == "bf16" else "float32"
         self.model = shape.make_model().to(device).eval()  # type: ignore[arg-type]
@@ -65,8 +65,8 @@ class Refresh:
         rows = FeatureRows(random_texts(points // shape.layers, shape.tokens))
         batch_size = 2 * shape.batch
         self.callback = ShrinkageCovariance(watch, rows, collate, points, batch_size, 0, progress_bar=False)
-        self.sample = self.callback.sample(shape.layers, 0)
-        self.loader = lambda: evaluation_loader(rows, collate, batch_size, self.sample)
+        self.sample = self.callback.sample_examples(shape.layers, 0)
+        self.loader = lambda: build_evaluation_loader(rows, collate, batch_size, self.sample)
 
     def bare_forward(self) -> None:
         """Execute the forward pass over all batches."""

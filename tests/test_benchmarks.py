@@ -74,7 +74,7 @@ def test_the_warm_up_round_is_not_counted() -> None:
 def test_emulated_bfloat16_is_noted_with_its_factor(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(common, "bfloat16_ratio", {"cpu": 53.2, "cuda": 0.5}.__getitem__)
+    monkeypatch.setattr(common, "measure_bfloat16_ratio", {"cpu": 53.2, "cuda": 0.5}.__getitem__)
     common.note_emulated_bfloat16("cuda")
     assert capsys.readouterr().out == ""
     common.note_emulated_bfloat16("cpu")

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from istar.errors import UserError
-from istar.tasks.tokenizing import chunks, separator, special_tokens, tokenize
+from istar.tasks.tokenizing import chunks, find_separator_id, special_tokens, tokenize
 
 COMBINED = "combined"
 """Name of the results over several sources together."""
@@ -126,7 +126,7 @@ class Blocks:
             raise UserError(
                 f"a block of {length} tokens has no room for text beside the special tokens; choose a greater length"
             )
-        end = separator(tokenizer)
+        end = find_separator_id(tokenizer)
         self._separator = [] if end is None else [end]
 
     def __call__(self, texts: Iterable[str], reading: Reading | None = None) -> Iterator[Block]:

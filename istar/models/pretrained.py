@@ -31,7 +31,7 @@ from istar.models.adapters import add_adapters, has_adapters, merge_adapters, re
 from istar.models.architectures import get_auto_class, get_checkpoint_class, is_decoder, make_config, override_config
 from istar.models.new_tokenizer import train_tokenizer
 from istar.tasks import demo
-from istar.tasks.hub import LOCAL_COPY, hub_problem, is_hub_id, refusal
+from istar.tasks.hub import LOCAL_COPY_HINTS, explain_refusal, find_hub_problem, is_hub_id
 from istar.tasks.readers import parse_json, read_text
 from istar.tasks.specs import TaskSpec
 
@@ -344,7 +344,7 @@ def _make_hub_options(config: ModelConfig) -> dict[str, Any]:
     """Return the arguments of `from_pretrained` that control access to the hub."""
     # The retries of an unreachable hub would take a minute. Without `trust_remote_code`, transformers would ask at the
     # terminal whether to run code of the repository.
-    is_local = _is_folder(config.name) or bool(hub_problem())
+    is_local = _is_folder(config.name) or bool(find_hub_problem())
     return {"revision": config.revision or "main", "local_files_only": is_local, "trust_remote_code": False}
 
 
@@ -495,10 +495,10 @@ def _make_load_error_message(key: str, name: str, error: Exception) -> str:
         return f"{key}={name} is not a model folder that can be loaded: {_describe_error(error)}"
     if not is_hub_id(name):
         return f"{key}={name}: there is no such folder; expected one that save_pretrained wrote, or a hub id"
-    problem = hub_problem() if isinstance(error, OSError | ValueError | KeyError) else ""
-    reason = refusal(error, name, "model") or _describe_error(error)
+    problem = find_hub_problem() if isinstance(error, OSError | ValueError | KeyError) else ""
+    reason = explain_refusal(error, name, "model") or _describe_error(error)
     reason = f"not in the local cache, and {problem}" if problem else reason
-    return f"model {name}: {reason}; {LOCAL_COPY['model']}"
+    return f"model {name}: {reason}; {LOCAL_COPY_HINTS['model']}"
 
 
 def _describe_error(error: Exception) -> str:

@@ -29,7 +29,7 @@ from istar.quantization.sentence_codes import (
     mean_pooled,
     signs,
 )
-from istar.tasks.features import max_length_for
+from istar.tasks.features import limit_max_length
 from istar.tasks.loading import load_splits
 from istar.tasks.metrics import spearman
 from istar.tasks.specs import TASKS, TaskSpec
@@ -110,7 +110,7 @@ def score_embeddings(
     config = ModelConfig(name=str(model_folder))
     tokenizer = load_tokenizer(config)
     model = load_encoder(config, tokenizer, torch.float32)
-    max_length = max_length_for(tokenizer, model.config, spec.max_length)
+    max_length = limit_max_length(tokenizer, model.config, spec.max_length)
 
     def embed_pairs(examples: Any, description: str) -> list[Tensor]:
         """Return the embeddings of the first sentences and those of the second sentences."""

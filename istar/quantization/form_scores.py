@@ -16,8 +16,8 @@ from istar.quantization.saved_runs import LoadedModel
 from istar.quantization.torch_int8 import TorchInt8, quantize_by_torch
 from istar.tasks.evaluation import Evaluation
 from istar.tasks.features import Rows
-from istar.training.data import evaluation_loader, longest_first
-from istar.training.module import inputs_of, logits_by_feature, merge_outputs, token_mask
+from istar.training.data import build_evaluation_loader, sort_longest_first
+from istar.training.module import inputs_without_labels, logits_by_feature, merge_outputs, token_mask
 
 MAX_EXAMPLES = 1_000
 """Maximum number of validation rows whose activations are measured."""
@@ -121,7 +121,7 @@ def apply_checked_control(loaded: LoadedModel, control: Control, factor: float, 
 
 def _compute_logits(batch: Any, model: nn.Module) -> list[np.ndarray]:
     """Return a model's logits for each example of a batch."""
-    return list(logits_by_feature(batch, model(**inputs_of(batch))).values())
+    return list(logits_by_feature(batch, model(**inputs_without_labels(batch))).values())
 
 
 @torch.inference_mode()
@@ -141,7 +141,7 @@ def evaluate_model(
     """
     batch_logits: list[dict[int, np.ndarray]] = []
     for batch in with_progress(_make_loader(loaded, loaded.validation), scheme_name):
-        batch_logits.append(logits_by_feature(batch, model(**inputs_of(batch))))
+        batch_logits.append(logits_by_feature(batch, model(**inputs_without_labels(batch))))
     merged = merge_outputs(batch_logits)
     if not all(np.isfinite(logits).all() for logits in merged.values()):
         raise UserError(f"the logits in the form {scheme_name} are not finite; the model has diverged")
@@ -167,7 +167,7 @@ def calibrate_input_ranges(
     """
     ranges = InputRanges()
     for batch in with_progress(_make_loader(loaded, loaded.calibration), "calibration"):
-        forward_observed(loaded.model, layers, inputs_of(batch), token_mask(batch), ranges.update)
+        forward_observed(loaded.model, layers, inputs_without_labels(batch), token_mask(batch), ranges.update)
     return ranges.largest
 
 
@@ -193,7 +193,7 @@ def measure_activation_geometry(
 
     for batch in with_progress(_make_loader(loaded, loaded.validation, MAX_EXAMPLES), "activations"):
         mask = token_mask(batch)
-        inputs = {**inputs_of(batch), "output_hidden_states": True}
+        inputs = {**inputs_without_labels(batch), "output_hidden_states": True}
         outputs = forward_observed(loaded.model, layers, inputs, mask, observe)
         last_states.update(outputs.hidden_states[-1], mask)
     try:
@@ -208,5 +208,5 @@ def measure_activation_geometry(
 
 def _make_loader(loaded: LoadedModel, rows: Rows, max_rows: int | None = None) -> Any:
     """Return a loader of batches of the first `max_rows` rows, or of all rows, in the order from long to short."""
-    order = [index for index in longest_first(rows) if max_rows is None or index < max_rows]
-    return evaluation_loader(rows, loaded.collate, loaded.batch_size, order)
+    order = [index for index in sort_longest_first(rows) if max_rows is None or index < max_rows]
+    return build_evaluation_loader(rows, loaded.collate, loaded.batch_size, order)

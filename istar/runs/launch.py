@@ -89,7 +89,7 @@ def processes_to_start(settings: TrainerConfig) -> int:
             return settings.devices
     from istar.training import trainer
 
-    return trainer.processes_to_start(trainer.bare_trainer(settings))
+    return trainer.count_processes_to_start(trainer.build_bare_trainer(settings))
 
 
 def _check_process_count(settings: TrainerConfig) -> None:

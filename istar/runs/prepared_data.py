@@ -22,17 +22,17 @@ from istar.files import cache_folder, new_folder
 from istar.runs.store import Examples
 from istar.tasks.blocks import Corpus
 from istar.tasks.evaluation import Evaluator, constant_baseline
-from istar.tasks.features import Collator, FeatureRows, Rows, featurize, max_length_for
+from istar.tasks.features import Collator, FeatureRows, Rows, featurize, limit_max_length
 from istar.tasks.language_modelling import (
     BlockCollator,
     BlockRows,
     LanguageModelEvaluator,
     cut_into_blocks,
-    tokenized_corpus,
+    load_or_tokenize_corpus,
 )
 from istar.tasks.masking import Masking
 from istar.tasks.specs import TaskSpec
-from istar.training.data import Collate, evaluation_loader
+from istar.training.data import Collate, build_evaluation_loader
 
 log = logging.getLogger(__name__)
 
@@ -62,10 +62,10 @@ class PreparedData:
         if self.corpus is None:
             return constant_baseline(spec, self.examples.train, self.examples.validation[0])
         rows = self.validation[0]
-        batches = evaluation_loader(rows, collate, batch_size, range(len(rows)))
+        batches = build_evaluation_loader(rows, collate, batch_size, range(len(rows)))
         labels: list[Tensor] = [batch["labels"][:, 1:] if _is_causal(spec) else batch["labels"] for batch in batches]
         evaluator: LanguageModelEvaluator = self.evaluators[""]
-        return evaluator.baseline(self.corpus, labels, vocabulary)
+        return evaluator.unigram_baseline(self.corpus, labels, vocabulary)
 
 
 def prepare(
@@ -76,7 +76,7 @@ def prepare(
     Raises:
         UserError: if the data do not fit the task or the model.
     """
-    length = max_length_for(tokenizer, model_config, config.task.max_length or spec.max_length)
+    length = limit_max_length(tokenizer, model_config, config.task.max_length or spec.max_length)
     if spec.is_language_modelling:
         return _prepare_text(spec, config, examples, tokenizer, length)
     return _prepare_labelled(spec, config, examples, tokenizer, length)
@@ -146,12 +146,13 @@ def _prepare_text(
     """Tokenize documents and cut them into blocks."""
     cache = cache_folder(config.data.cache_dir)
     masking = None if _is_causal(spec) else Masking(tokenizer, config.task.whole_word)
-    corpora = [tokenized_corpus(documents, tokenizer, cache) for documents in (examples.train, *examples.validation)]
+    document_sets = (examples.train, *examples.validation)
+    corpora = [load_or_tokenize_corpus(documents, tokenizer, cache) for documents in document_sets]
     train, *validation = (
         BlockRows(cut_into_blocks(spec, corpus, tokenizer, length, config.task.packing), masking, config.seed)
         for corpus in corpora
     )
-    validation = [rows.first(_evaluated_rows(config, len(rows))) for rows in validation]
+    validation = [rows.take_first(_evaluated_rows(config, len(rows))) for rows in validation]
     evaluators = {
         split.suffix: LanguageModelEvaluator(spec, len(rows))
         for split, rows in zip(spec.validation, validation, strict=True)

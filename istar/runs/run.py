@@ -41,7 +41,7 @@ from istar.runs.provenance import code_state, hardware
 from istar.runs.resolving import resolve
 from istar.runs.store import Examples, finished_run, load_examples, model_identity, run_folder, task_spec
 from istar.tasks.evaluation import write_submission
-from istar.tasks.loading import fingerprint, overlap
+from istar.tasks.loading import count_overlap, fingerprint
 from istar.tasks.specs import TaskSpec
 from istar.training import (
     ClassIsotropyCallback,
@@ -52,10 +52,10 @@ from istar.training import (
     ShrinkageCovariance,
     merge_outputs,
 )
-from istar.training.checkpoints import Checkpoints, keep_newest, load, resumable
+from istar.training.checkpoints import Checkpoints, find_resumable_checkpoint, read_checkpoint, remove_old_checkpoints
 from istar.training.kept_models import KeptModels
 from istar.training.language_model import LanguageModelTuner
-from istar.training.loggers import log_outcome, log_outcome_to_agent, logging_to
+from istar.training.loggers import attach_loggers, log_result, log_result_to_sweep_agent
 from istar.training.memory import keep_freed_memory
 from istar.training.metrics_file import MetricsFile
 from istar.training.module import all_gather_object
@@ -64,14 +64,14 @@ from istar.training.probe import GeometryProbe
 from istar.training.signals import StopSignal, preserve_signal_handlers
 from istar.training.trainer import (
     build_trainer,
-    check_hardware,
+    check_precision_support,
     check_validation_interval,
-    keeps_checkpoints,
-    processes_to_start,
-    quiet_lightning,
+    count_processes_to_start,
+    suppress_lightning_messages,
+    writes_checkpoints,
 )
-from istar.training.validation_geometry import geometry
-from istar.training.validation_isoscore_star import isoscore_star_of_layers
+from istar.training.validation_geometry import measure_validation_geometry
+from istar.training.validation_isoscore_star import compute_isoscore_star_by_layer
 
 CHECKPOINTS = "checkpoints"
 PICTURE = "isotropy.png"
@@ -130,7 +130,7 @@ def run(config: Config, console: Console | None = None, trial: str | None = None
         extras.require("model.lora=true", "lora")
     spec = task_spec(config.task)
     _check_has_classes(config, spec)
-    check_hardware(config.trainer)
+    check_precision_support(config.trainer)
     examples = load_examples(spec, config.task, config.data.cache_dir)
     data_fingerprint = fingerprint(examples.train, *examples.validation)
     tokenizer = load_tokenizer(config, spec, examples, data_fingerprint)
@@ -149,7 +149,7 @@ def run(config: Config, console: Console | None = None, trial: str | None = None
                     record = _train_and_record(job, checkpoint, data_fingerprint, started)
                 _print_summary(console, record, f"{folder}{os.sep}, with a picture of the table: {PICTURE}")
                 return record
-    log_outcome_to_agent(config, asdict(finished), folder)
+    log_result_to_sweep_agent(config, asdict(finished), folder)
     _print_summary(console, finished, f"{folder} is finished; run.overwrite=true runs it again")
     return finished
 
@@ -177,7 +177,7 @@ def _assemble(
     data = FineTuningData(prepared.train, prepared.validation, prepared.test, collate, config.data, config.seed)
     isotropy = LayerIsotropy()
     classes = ClassIsotropyCallback() if spec.kind == "classification" else None
-    history = History(spec.selection_metric, isotropy, keeps_checkpoints(config.trainer), classes)
+    history = History(spec.selection_metric, isotropy, writes_checkpoints(config.trainer), classes)
     stop, metrics = StopSignal(), MetricsFile(folder / results.METRICS)
     refresh = _refresh(config, module, data, stop)
     callbacks: list[L.Callback] = [stop, isotropy, *([] if classes is None else [classes]), *_monitor(config.trainer)]
@@ -206,14 +206,14 @@ def _module(
     optim = replace(config.optim, weight_decay=config.reg.weight_decay(config.optim.weight_decay))
     if not spec.is_language_modelling:
         return FineTuner(model, watch, optim, prepared.evaluators, **options)
-    options |= {"is_causal": spec.kind == "causal_lm", "head_at_labels": not config.model.compile}
+    options |= {"is_causal": spec.kind == "causal_lm", "restrict_head_to_labels": not config.model.compile}
     return LanguageModelTuner(model, watch, optim, prepared.evaluators, **options)
 
 
 def _checkpoints(
     settings: TrainerConfig, folder: Path, history: History, metrics: MetricsFile, stop: StopSignal
 ) -> Checkpoints | None:
-    if not keeps_checkpoints(settings):
+    if not writes_checkpoints(settings):
         return None
     steps, minutes = settings.checkpoint_every_n_steps, settings.checkpoint_every_n_minutes
     return Checkpoints(folder / CHECKPOINTS, folder.name, history, metrics, stop, steps, minutes)
@@ -242,9 +242,9 @@ def _instruments(
 def _pruning(trial: str | None, history: History) -> list[L.Callback]:
     if trial is None:
         return []
-    from istar.training.pruning import Pruning, TrialOfStudy
+    from istar.training.pruning import PruningCallback, TrialReference
 
-    return [Pruning(TrialOfStudy.parse(trial), history, load_trial)]
+    return [PruningCallback(TrialReference.parse(trial), history, load_trial)]
 
 
 def _refresh(config: Config, module: FineTuner, data: FineTuningData, stop: StopSignal) -> ShrinkageCovariance | None:
@@ -264,7 +264,7 @@ def _refresh(config: Config, module: FineTuner, data: FineTuningData, stop: Stop
         config.seed,
         progress_bar=progress_bar,
         every_n_steps=config.reg.refresh_every_n_steps,
-        stop=stop,
+        stop_signal=stop,
     )
 
 
@@ -278,7 +278,7 @@ def _check_has_classes(config: Config, spec: TaskSpec) -> None:
 
 def _check_processes(job: Job) -> None:
     """Refuse a trainer that needs more processes than are running, or more than an evaluation set has examples."""
-    if processes_to_start(job.trainer) > 1:
+    if count_processes_to_start(job.trainer) > 1:
         # Lightning would start the others by executing the current script again.
         raise UserError(
             f"trainer.devices={job.config.trainer.devices} needs more processes than this one: train.py and "
@@ -327,7 +327,7 @@ def _check_agreement(job: Job) -> None:
 @contextmanager
 def _process_group(trainer: L.Trainer) -> Iterator[None]:
     """Create the process group before `trainer.fit` does, because rank 0 has to broadcast before the training."""
-    with quiet_lightning():
+    with suppress_lightning_messages():
         trainer.strategy.setup_environment()
     if trainer.global_rank > 0:
         # DDP broadcasts the weights of rank 0, but dropout masks should differ between ranks.
@@ -370,7 +370,7 @@ def _prepare_folder(job: Job) -> tuple[RunRecord | None, Path | None]:
         remove_drafts(folder)
         checkpoint = None
         if job.checkpoints is not None:
-            checkpoint = resumable(folder / CHECKPOINTS, folder.name, job.trainer.world_size)
+            checkpoint = find_resumable_checkpoint(folder / CHECKPOINTS, folder.name, job.trainer.world_size)
         if checkpoint is not None:
             log.warning("%s was interrupted; it goes on from %s", folder, checkpoint.name)
         began = None if checkpoint is None else results.read_begin(folder)
@@ -413,7 +413,7 @@ def _train_and_record(job: Job, checkpoint: Path | None, data_fingerprint: str, 
         **hardware(job.trainer.strategy.root_device, job.trainer.world_size),
     )
     try:
-        with quiet_lightning(), logging_to(job.trainer, job.metrics, job.config, folder):
+        with suppress_lightning_messages(), attach_loggers(job.trainer, job.metrics, job.config, folder):
             timing = _fit(job, checkpoint)
             _save(job)
             timing = {**record.timing, "total": time.perf_counter() - started, **timing}
@@ -421,7 +421,7 @@ def _train_and_record(job: Job, checkpoint: Path | None, data_fingerprint: str, 
             record = replace(record, status=status, timing=timing, **_results(job, data_fingerprint))
             if job.trainer.is_global_zero:
                 if job.checkpoints is not None:
-                    keep_newest(folder / CHECKPOINTS, job.checkpoints.best_path())
+                    remove_old_checkpoints(folder / CHECKPOINTS, job.checkpoints.best_weights_path())
                 with atomic_write(folder / PICTURE) as file:
                     file.write(isotropy_picture(record))
                 if job.config.trainer.measure_every_n_steps is not None:
@@ -429,7 +429,7 @@ def _train_and_record(job: Job, checkpoint: Path | None, data_fingerprint: str, 
                         file.write(geometry_picture(job.metrics.rows))
                 # result.json comes last, because a folder that has it is taken for a finished run.
                 job.metrics.finalize("success")
-                log_outcome(job.trainer, asdict(record))
+                log_result(job.trainer, asdict(record))
                 results.write(record, folder)
     except StoppedError:
         raise
@@ -448,7 +448,7 @@ def _train_and_record(job: Job, checkpoint: Path | None, data_fingerprint: str, 
 
 def _with_advice(error: Exception, job: Job) -> Exception:
     """An error with advice how to continue the run; other exceptions are returned unchanged."""
-    last = None if job.checkpoints is None else job.checkpoints.newest()
+    last = None if job.checkpoints is None else job.checkpoints.newest_path()
     checkpoint = f"the last good state is {last}" if last else "there is no checkpoint yet"
     consequence = "goes on from there" if last else "starts anew"
     if isinstance(error, NonFiniteError):
@@ -475,7 +475,7 @@ def _fit(job: Job, checkpoint: Path | None) -> dict[str, Any]:
             "null to validate every trainer.val_check_interval batches"
         )
     if job.checkpoints is not None:
-        job.module.load_state_dict(load(job.checkpoints.best_path())["state_dict"])
+        job.module.load_state_dict(read_checkpoint(job.checkpoints.best_weights_path())["state_dict"])
     shrinkage = job.refresh.seconds if job.refresh is not None else []
     return {"first_validation": validated - start, "fit": fitted - validated, "shrinkage": shrinkage}
 
@@ -504,9 +504,9 @@ def _save(job: Job) -> None:
 def _geometry(job: Job) -> dict[str, Any]:
     """Return the content of `geometry.json`."""
     config, validation, collate = job.config, job.prepared.validation[0], job.data.collate
-    values = geometry(job.trainer, job.module, validation, collate, config.data.eval_batch_size)
+    values = measure_validation_geometry(job.trainer, job.module, validation, collate, config.data.eval_batch_size)
     if config.run.isotropy_zeta is not None and not config.trainer.fast_dev_run:
-        values["isoscore_star"] = isoscore_star_of_layers(
+        values["isoscore_star"] = compute_isoscore_star_by_layer(
             job.trainer,
             job.module,
             validation,
@@ -535,13 +535,13 @@ def _write_submission(job: Job) -> None:
 def _results(job: Job, data_fingerprint: str) -> dict[str, Any]:
     """The fields of `RunRecord` that only a completed training has."""
     spec, history, examples = job.spec, job.history, job.prepared.examples
-    train, best = examples.train, history.epochs[history.best - 1]
+    train, best = examples.train, history.epochs[history.best_epoch - 1]
     validation = {split.name: rows for split, rows in zip(spec.validation, examples.validation, strict=True)}
     baseline = job.prepared.baseline(
         spec, job.data.collate, job.config.data.eval_batch_size, max(job.tokenizer.get_vocab().values()) + 1
     )
     sizes = {name: len(rows) for name, rows in validation.items()}
-    overlaps = {name: overlap(spec, train, rows) for name, rows in validation.items()}
+    overlaps = {name: count_overlap(spec, train, rows) for name, rows in validation.items()}
     return {
         "headline": {"metric": spec.headline, "value": best["metrics"][spec.headline], "epoch": best["epoch"]},
         "selection": {
@@ -550,13 +550,17 @@ def _results(job: Job, data_fingerprint: str) -> dict[str, Any]:
             "value": best["metrics"][spec.selection_metric],
         },
         "metrics": best["metrics"],
-        "metrics_before": history.before["metrics"],
+        "metrics_before": history.before_training["metrics"],
         "baseline": baseline,
         "collapsed": {split.name: history.best_evaluations[split.suffix].collapsed for split in spec.validation},
-        "isotropy": {"before": history.before["isotropy"], "after": best["isotropy"], "points": job.isotropy.points},
-        "class_isotropy": _class_isotropy(history.before, best),
+        "isotropy": {
+            "before": history.before_training["isotropy"],
+            "after": best["isotropy"],
+            "points": job.isotropy.num_points,
+        },
+        "class_isotropy": _class_isotropy(history.before_training, best),
         "epochs": history.epochs,
-        "skipped_steps": job.module.guard.skipped,
+        "skipped_steps": job.module.step_guard.num_skipped,
         "data": {"fingerprint": data_fingerprint, "train": len(train), "validation": sizes, "overlap": overlaps},
     }
 

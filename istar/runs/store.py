@@ -19,7 +19,7 @@ from istar.config.trainer_arguments import redundant_arguments
 from istar.errors import UserError, did_you_mean, shorten
 from istar.results import RunRecord
 from istar.runs.resolving import resolve_model
-from istar.tasks.loading import find_source, fingerprint, hold_out, overlap, read_splits
+from istar.tasks.loading import count_overlap, find_source, fingerprint, hold_out, read_splits
 from istar.tasks.specs import HELD_OUT, TASKS, Split, TaskSpec
 
 _VALIDATION_SHARE = 0.05
@@ -69,12 +69,12 @@ def load_examples(spec: TaskSpec, config: TaskConfig, cache_dir: str | None = No
     test: Sequence[Split] = spec.test if config.submission else ()
     requested = [spec.train, *names, *(split.name for split in test)]
     source = find_source(spec, config.data_dir, requested, cache_dir)
-    missing = [split for split in test if split.is_apart and not source.has(split.name)]
+    missing = [split for split in test if split.is_shipped_separately and not source.has_split(split.name)]
     for split in missing:
         message = "the submission lacks %s: task.data_dir=%s holds no %s, which the benchmark ships apart"
         log.warning(message, split.submission, config.data_dir, " or ".join(f"{stem}.tsv" for stem in split.stems))
     test = [split for split in test if split not in missing]
-    if spec.is_language_modelling and not source.has(spec.validation[0].name):
+    if spec.is_language_modelling and not source.has_split(spec.validation[0].name):
         splits = _split_text(spec, read_splits(source, spec, [spec.train])[spec.train], config)
     else:
         splits = read_splits(source, spec, [spec.train, *names, *(split.name for split in test)])
@@ -85,7 +85,7 @@ def load_examples(spec: TaskSpec, config: TaskConfig, cache_dir: str | None = No
         validation.append(held_out)
     examples = Examples(train, validation, [splits[split.name] for split in test], test, source.commit)
     for name, split in zip([split.name for split in spec.validation], validation, strict=True):
-        shared = overlap(spec, examples.train, split)
+        shared = count_overlap(spec, examples.train, split)
         # In a corpus, a heading or a short paragraph may well occur again.
         if shared > (_SHARED_DOCUMENTS * len(split) if spec.is_language_modelling else 0):
             message = "%d of the %d examples of %s are also in the training data, word for word: the score is inflated"
@@ -310,13 +310,13 @@ def _missing_models(folder: Path, record: RunRecord, config: Config) -> str:
     if config.trainer.keep_models is None:
         return ""
     # Imported here because the import takes seconds.
-    from istar.training.kept_models import missing_steps, model_folder
+    from istar.training.kept_models import find_missing_steps, model_folder_of_step
 
     models, last = folder / results.KEPT_MODELS, record.epochs[-1]["step"]
-    missing = missing_steps(models, config.trainer.keep_models, last)
+    missing = find_missing_steps(models, config.trainer.keep_models, last)
     if not missing:
         return ""
-    name, schedule = model_folder(models, missing[0]).relative_to(folder), config.trainer.keep_models
+    name, schedule = model_folder_of_step(models, missing[0]).relative_to(folder), config.trainer.keep_models
     return f"was run without {name}/ of trainer.keep_models={schedule}; trainer.keep_models=null accepts it"
 
 

@@ -19,7 +19,7 @@ from istar.errors import UserError, shorten
 from istar.results import RunRecord
 from istar.runs.private_names import load_trial
 from istar.sweeps.trials import Overrides, Space
-from istar.training.pruning import PRUNER, TrialOfStudy
+from istar.training.pruning import PRUNER_ATTRIBUTE, TrialReference
 
 _STATES = {"finished": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "failed": TrialState.FAIL}
 # Keys of the user attributes that a trial has in Optuna's storage.
@@ -66,7 +66,7 @@ class Study:
             self._study = optuna.create_study(
                 study_name=self.name, storage=self.storage, direction="maximize", load_if_exists=True
             )
-            self._study.set_user_attr(PRUNER, settings.pruner)
+            self._study.set_user_attr(PRUNER_ATTRIBUTE, settings.pruner)
         except Exception as error:
             raise UserError(f"sweep.storage={self.storage} cannot be used: {shorten(error)}") from error
         # A sampler with the same seed as before would suggest the same values again.
@@ -183,7 +183,7 @@ class Study:
 
     def trial_address(self, number: int) -> str:
         """The value of `sweep.trial` by which the run's process finds the trial in the storage."""
-        return str(TrialOfStudy(self.storage, self.name, number))
+        return str(TrialReference(self.storage, self.name, number))
 
     def _start(self, trial: optuna.trial.Trial, overrides: Sequence[str] | None = None) -> tuple[int, Overrides] | None:
         """Mark a trial as started by this worker, with these overrides or else with new ones that Optuna suggests.

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from istar.errors import UserError
 from istar.files import atomic_write, write_text
 
-TOKENS, STARTS, FORMAT = "tokens.bin", "starts.npy", "format.json"
-_WRITE_TOKENS = 1 << 20
+TOKENS_FILE, STARTS_FILE, FORMAT_FILE = "tokens.bin", "starts.npy", "format.json"
+_TOKENS_PER_WRITE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -22,59 +22,60 @@ class Corpus:
 
     Attributes:
         tokens: token ids, (tokens,), unsigned integers; usually a memory-mapped file.
-        starts: position of the first token of each document, and the number of all tokens, (documents + 1,) int64.
+        starts: position of the first token of each document, then the number of all tokens, (documents + 1,) int64.
     """
 
     tokens: NDArray[Any]
     starts: NDArray[np.int64]
 
     def __len__(self) -> int:
+        """Return the number of documents."""
         return len(self.starts) - 1
 
 
-def write_corpus(documents: Iterable[Sequence[int]], vocabulary: int, folder: Path) -> Corpus:
-    """Write the tokens of documents to a folder and return them memory-mapped; needs little memory itself.
+def write_corpus(documents: Iterable[Sequence[int]], vocabulary_size: int, folder: Path) -> Corpus:
+    """Write the tokens of documents to files in a folder, in small parts, and return them memory-mapped.
 
-    Documents without tokens are left out. The tokens take two bytes each if the vocabulary allows it, else four. A
-    folder that was not written to its end is not a corpus for `open_corpus`.
+    Documents without tokens are left out. Each token takes two bytes if the vocabulary size allows it, and four
+    otherwise. If writing is interrupted, `open_corpus` finds no corpus in the folder.
 
     Args:
         documents: token ids of each document.
-        vocabulary: number of token ids, which is larger than each id.
+        vocabulary_size: number of token ids; each id must be smaller.
         folder: folder for the files, created if absent.
     """
-    dtype = np.uint16 if vocabulary <= np.iinfo(np.uint16).max + 1 else np.uint32
-    starts, pending, size = [0], [], 0
-    with atomic_write(folder / TOKENS) as file:
+    dtype = np.uint16 if vocabulary_size <= np.iinfo(np.uint16).max + 1 else np.uint32
+    starts, pending, num_pending_tokens = [0], [], 0
+    with atomic_write(folder / TOKENS_FILE) as file:
         for ids in documents:
             if len(ids):
                 starts.append(starts[-1] + len(ids))
                 pending.append(np.asarray(ids, dtype=dtype))
-                size += len(ids)
-            if size >= _WRITE_TOKENS:
+                num_pending_tokens += len(ids)
+            if num_pending_tokens >= _TOKENS_PER_WRITE:
                 file.write(np.concatenate(pending).tobytes())
-                pending, size = [], 0
+                pending, num_pending_tokens = [], 0
         file.write(b"".join(part.tobytes() for part in pending))
-        # From here on, until the new description is written, the folder holds no corpus.
-        (folder / FORMAT).unlink(missing_ok=True)
-    with atomic_write(folder / STARTS) as file:
+        # From here on, until the new format file is written, the folder contains no corpus.
+        (folder / FORMAT_FILE).unlink(missing_ok=True)
+    with atomic_write(folder / STARTS_FILE) as file:
         np.save(file, np.array(starts, dtype=np.int64))
-    write_text(folder / FORMAT, json.dumps({"dtype": np.dtype(dtype).name, "tokens": starts[-1]}))
+    write_text(folder / FORMAT_FILE, json.dumps({"dtype": np.dtype(dtype).name, "tokens": starts[-1]}))
     corpus = open_corpus(folder)
     assert corpus is not None
     return corpus
 
 
 def open_corpus(folder: Path) -> Corpus | None:
-    """Return the corpus that `write_corpus` wrote to a folder, memory-mapped, or None if there is no whole one."""
+    """Return the memory-mapped corpus that `write_corpus` wrote to a folder, or None if it is missing or incomplete."""
     try:
-        description = json.loads((folder / FORMAT).read_text())
-        starts = np.load(folder / STARTS)
-        dtype, count = np.dtype(description["dtype"]), int(description["tokens"])
-        if (folder / TOKENS).stat().st_size != count * dtype.itemsize or starts[-1] != count:
+        description = json.loads((folder / FORMAT_FILE).read_text())
+        starts = np.load(folder / STARTS_FILE)
+        dtype, num_tokens = np.dtype(description["dtype"]), int(description["tokens"])
+        if (folder / TOKENS_FILE).stat().st_size != num_tokens * dtype.itemsize or starts[-1] != num_tokens:
             return None
         # An empty file cannot be mapped.
-        tokens = np.memmap(folder / TOKENS, dtype, "r") if count else np.empty(0, dtype)
+        tokens = np.memmap(folder / TOKENS_FILE, dtype, "r") if num_tokens else np.empty(0, dtype)
         return Corpus(tokens, starts)
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         return None
@@ -82,16 +83,17 @@ def open_corpus(folder: Path) -> Corpus | None:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks of a corpus: slices of its tokens between special tokens.
+    """Blocks of a corpus: slices of its tokens, with special tokens before and after.
 
-    A block may hold the end of one document and the beginning of the next if documents are packed, else it is a part
-    of one document.
+    If documents are packed, a block may contain the end of one document and the beginning of the next. Otherwise it is
+    a part of one document.
 
     Attributes:
         corpus: the tokens.
-        spans: first token of each block and the token behind its last one, (blocks, 2) int64.
+        spans: positions in the corpus of the first token of each block and of the token after its last one, (blocks, 2)
+            int64.
         prefix: special tokens at the beginning of each block.
-        suffix: special tokens at its end.
+        suffix: special tokens at the end of each block.
     """
 
     corpus: Corpus
@@ -104,54 +106,58 @@ class Blocks:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Number of tokens of each block with its special tokens."""
+        """Number of tokens of each block, including its special tokens, (blocks,)."""
         return np.diff(self.spans)[:, 0] + len(self.prefix) + len(self.suffix)
 
-    def input_ids(self, block: int) -> NDArray[np.int64]:
-        """Return the token ids of a block with its special tokens."""
-        first, end = self.spans[block]
+    def input_ids(self, index: int) -> NDArray[np.int64]:
+        """Return the token ids of a block, including its special tokens, (tokens,)."""
+        first, end = self.spans[index]
         return np.concatenate([self.prefix, self.corpus.tokens[first:end], self.suffix]).astype(np.int64)
 
-    def documents(self, block: int) -> NDArray[np.int64]:
-        """Return for each token of a block the number of its document within the block, from 0, (tokens,).
+    def document_numbers(self, index: int) -> NDArray[np.int64]:
+        """Return the document of each token of a block, numbered from 0 within the block, (tokens,).
 
-        The special tokens at the beginning belong to the first document, those at the end to the last.
+        The special tokens at the beginning belong to the first document, and those at the end to the last one.
         """
-        first, end = self.spans[block]
+        first, end = self.spans[index]
         document = np.searchsorted(self.corpus.starts, np.arange(first, end), side="right")
         return np.pad(document - document[0], (len(self.prefix), len(self.suffix)), mode="edge")
 
 
-def packed(corpus: Corpus, length: int, prefix: Sequence[int] = (), suffix: Sequence[int] = ()) -> Blocks:
-    """Cut a corpus into blocks of `length` tokens with their special tokens, across the ends of documents.
+def cut_packed_blocks(corpus: Corpus, length: int, prefix: Sequence[int] = (), suffix: Sequence[int] = ()) -> Blocks:
+    """Cut a corpus into blocks of `length` tokens, including special tokens, regardless of where documents end.
 
-    The last block, if it is shorter, is left out unless it is the only one.
+    If the last block is shorter, it is left out unless it is the only one.
 
     Raises:
-        UserError: if the special tokens leave no room, or the corpus has no token.
+        UserError: if the special tokens leave no room for text, or the corpus has no token.
     """
-    room = _room(corpus, length, prefix, suffix)
+    room = _count_text_tokens(corpus, length, prefix, suffix)
     total = int(corpus.starts[-1])
     first = np.arange(0, max(total - room, 0) + 1, room)
     return Blocks(corpus, np.stack([first, np.minimum(first + room, total)], axis=1), prefix, suffix)
 
 
-def separate(corpus: Corpus, length: int, prefix: Sequence[int] = (), suffix: Sequence[int] = ()) -> Blocks:
-    """Cut each document into blocks of at most `length` tokens with their special tokens.
+def cut_separate_blocks(corpus: Corpus, length: int, prefix: Sequence[int] = (), suffix: Sequence[int] = ()) -> Blocks:
+    """Cut each document of a corpus into blocks of at most `length` tokens, including special tokens.
 
     Raises:
-        UserError: if the special tokens leave no room, or the corpus has no token.
+        UserError: if the special tokens leave no room for text, or the corpus has no token.
     """
-    room = _room(corpus, length, prefix, suffix)
+    room = _count_text_tokens(corpus, length, prefix, suffix)
     counts = -(-np.diff(corpus.starts) // room)  # blocks of each document
     document = np.repeat(np.arange(len(corpus)), counts)
-    number = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)  # of a block in its document
-    first = corpus.starts[document] + number * room
+    index_in_document = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
+    first = corpus.starts[document] + index_in_document * room
     return Blocks(corpus, np.stack([first, np.minimum(first + room, corpus.starts[document + 1])], 1), prefix, suffix)
 
 
-def _room(corpus: Corpus, length: int, prefix: Sequence[int], suffix: Sequence[int]) -> int:
-    """Return the number of tokens of text in a block."""
+def _count_text_tokens(corpus: Corpus, length: int, prefix: Sequence[int], suffix: Sequence[int]) -> int:
+    """Return how many tokens of a block are not special tokens.
+
+    Raises:
+        UserError: if there are none, or the corpus has no token.
+    """
     room = length - len(prefix) - len(suffix)
     if room < 1:
         raise UserError(
@@ -162,7 +168,7 @@ def _room(corpus: Corpus, length: int, prefix: Sequence[int], suffix: Sequence[i
     return room
 
 
-def with_separator(documents: Iterable[list[int]], separator: int | None) -> Iterator[list[int]]:
-    """Yield the token ids of each document, followed by the token that separates packed documents, if there is one."""
+def append_separator(documents: Iterable[list[int]], separator_id: int | None) -> Iterator[list[int]]:
+    """Yield the token ids of each document, followed by the separator unless it is None or the document is empty."""
     for ids in documents:
-        yield ids if separator is None or not ids else [*ids, separator]
+        yield ids if separator_id is None or not ids else [*ids, separator_id]

@@ -22,8 +22,8 @@ SIZES = {"train": 4000, "validation": 400, "test": 200}
 FIRST_POSITIVE_RATE = 0.65
 """Probability that the first sentence of a `demo` pair is positive.
 
-With 1/2, the label would be an exclusive or: neither sentence alone would be informative, and a network with random
-weights would learn nothing for many epochs. With this rate, the second sentence alone allows an accuracy of 0.65.
+With 1/2, neither sentence alone would be informative, and a network with random weights would learn nothing for many
+epochs. With this rate, the second sentence alone allows an accuracy of 0.65.
 """
 
 VALUE_WEIGHTS = (16, 1, 4, 1, 1, 1)
@@ -82,10 +82,10 @@ _SYMBOL = re.compile(r"{(\w+)}")
 
 @functools.cache
 def generate(name: str, split: str) -> Dataset:
-    """Generate one split of a demo task; a process generates it once, however many runs use it.
+    """Generate one split of a demo task, only once in each process.
 
-    The columns are the task's text columns and `label`, or those of SQuAD for spans; test sets have no labels. The
-    result depends on the arguments only. No text occurs twice in a split or in two splits.
+    The columns are the task's text columns and `label`, or those of SQuAD for spans. Test sets have no labels. The
+    result depends only on the arguments. No text occurs twice in a split, or in two splits.
 
     Raises:
         UserError: if the task or the split is unknown.
@@ -118,18 +118,19 @@ def vocabulary() -> list[str]:
 
 
 def _expand(rng: random.Random, template: str, **values: str) -> str:
-    """Return a sentence: replace each symbol by its entry in `values`, or else by a random expansion."""
+    """Return a template's sentence, with each symbol replaced by its value in `values` or by a random expansion."""
 
-    def replacement(match: re.Match[str]) -> str:
+    def expand_symbol(match: re.Match[str]) -> str:
+        """Return the expansion of a symbol, whose own symbols are expanded too."""
         symbol = match[1]
-        return _SYMBOL.sub(replacement, values[symbol] if symbol in values else rng.choice(GRAMMAR[symbol]))
+        return _SYMBOL.sub(expand_symbol, values[symbol] if symbol in values else rng.choice(GRAMMAR[symbol]))
 
-    text = _SYMBOL.sub(replacement, template)
+    text = _SYMBOL.sub(expand_symbol, template)
     return text[0].upper() + text[1:]
 
 
 def _generate_pair(rng: random.Random, index: int) -> Row:
-    """Two people judge the same thing; the label is 1 if both judgements have the same polarity."""
+    """Generate two sentences in which two people judge the same thing; the label is 1 if their polarities are equal."""
     label = index % 2
     is_first_positive = rng.random() < FIRST_POSITIVE_RATE
     polarities = (is_first_positive, is_first_positive == label)
@@ -142,13 +143,13 @@ def _generate_pair(rng: random.Random, index: int) -> Row:
 
 
 def _generate_sentence(rng: random.Random, index: int) -> Row:
-    """Somebody judges a thing; the label is the polarity."""
+    """Generate a sentence in which somebody judges a thing; the label is 1 if the judgement is positive."""
     label = index % 2
     return {"sentence": _expand(rng, "{judgement}", verdict="{positive}" if label else "{negative}"), "label": label}
 
 
 def _generate_scenes(rng: random.Random, index: int) -> Row:
-    """Two scenes with four attributes each; the label is 5 times the mean similarity of the attributes.
+    """Generate two scenes with four attributes each; the label is 5 times the mean similarity of the attributes.
 
     The similarity of two values is 1 if they are equal, 0.5 if they are near-synonyms, and 0 otherwise.
     """
@@ -171,7 +172,10 @@ def _generate_scenes(rng: random.Random, index: int) -> Row:
 
 
 def _generate_errand(rng: random.Random, index: int) -> Row:
-    """One person takes a thing to a place, another is elsewhere; the question asks for person, thing or place."""
+    """Generate a context, in which one person takes a thing to a place and another is elsewhere, with a question.
+
+    The question asks for the person, the thing or the place.
+    """
     who, other_who = rng.sample(GRAMMAR["who"], 2)
     place, other_place = rng.sample(GRAMMAR["place"], 2)
     errand = {"who": who, "thing": rng.choice(GRAMMAR["thing"]), "place": place}
@@ -183,16 +187,16 @@ def _generate_errand(rng: random.Random, index: int) -> Row:
     answer_symbol = ("who", "thing", "place")[index % 3]
     answer = errand[answer_symbol]
     # Like SQuAD's annotators, give several gold answers: the whole phrase, and its noun if that differs.
-    golds = list(dict.fromkeys((answer, answer.split()[-1])))
+    gold_answers = list(dict.fromkeys((answer, answer.split()[-1])))
     return {
         "question": _expand(rng, f"{{ask_{answer_symbol}}}", **errand),
         "context": context,
-        "answers": {"text": golds, "answer_start": [context.index(gold) for gold in golds]},
+        "answers": {"text": gold_answers, "answer_start": [context.index(gold) for gold in gold_answers]},
     }
 
 
 def _generate_document(rng: random.Random, index: int) -> Row:
-    """Four sentences about people who appear again, in any order."""
+    """Generate a document of four sentences, in random order, about two people."""
     who, other_who = rng.sample(GRAMMAR["who"], 2)
     names = {"who": who, "other_who": other_who, "other_place": "{place}"}
     kinds = rng.sample(("judgement", "judgement", "scene", "errand", "stay", "weather"), 4)

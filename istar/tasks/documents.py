@@ -13,28 +13,28 @@ from istar.errors import UserError, shorten
 from istar.files import atomic_write
 from istar.tasks.tokenizing import chunks
 
-TEXT = "text"
-"""Name of the column, or of the key in JSON lines, that holds the documents."""
+TEXT_COLUMN = "text"
+"""Name of the column, or of the key in JSON lines, that contains the documents."""
 
 _BATCH_ROWS = 1_000
 
 
 def read_documents(path: Path) -> Iterator[str]:
-    """Yield the documents of a file or folder, one at a time, so that the corpus need not fit into memory.
+    """Yield the documents of a text file, data file or folder one at a time, so that they need not fit into memory.
 
     - `.jsonl`, `.ndjson`: each line is a JSON object with a document under `text`;
     - `.parquet`: a column `text` with a document in each row;
-    - a folder that `Dataset.save_to_disk` wrote: likewise;
+    - a folder that `Dataset.save_to_disk` wrote: a column `text`, likewise;
     - another folder: the documents of its `.txt`, `.jsonl`, `.ndjson` and `.parquet` files, in alphabetical order;
     - any other file: each line is a document, which may be a paragraph.
 
-    Documents that are empty but for white space are left out, as are line ends and white space around a line of text.
+    Documents of only white space are left out. In plain text, white space around a line is removed.
 
     Raises:
-        UserError: if the path cannot be read, holds no documents of these forms, or text is not UTF-8.
+        UserError: if the path cannot be read, contains no documents of these formats, or text is not UTF-8.
     """
     if (path / "state.json").is_file():
-        yield from _not_blank(_saved(path))
+        yield from _drop_blank(_read_saved_dataset(path))
     elif path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in (".txt", *_READERS))
         if not files:
@@ -42,23 +42,25 @@ def read_documents(path: Path) -> Iterator[str]:
         for file in files:
             yield from read_documents(file)
     else:
-        yield from _not_blank(_READERS.get(path.suffix, _lines)(path))
+        yield from _drop_blank(_READERS.get(path.suffix, _read_lines)(path))
 
 
-def document_dataset(documents: Iterable[str], folder: Path, content: str) -> Dataset:
-    """Return documents as a memory-mapped data set with the column `text`, written to the folder only once.
+def cache_documents(documents: Iterable[str], folder: Path, digest: str) -> Dataset:
+    """Write documents to a cache folder, unless they are there, and return them as a memory-mapped data set.
+
+    The data set has one column, `text`.
 
     Args:
-        documents: the documents; not read if an earlier call has written them.
-        folder: folder of the file, created if absent.
-        content: digest of what the documents are read from, which names the file.
+        documents: the documents. They are not read if an earlier call has written them.
+        folder: cache folder, created if absent.
+        digest: digest of the files that contain the documents, which becomes the name of the cached file.
 
     Raises:
         UserError: if the file cannot be written.
     """
-    path = folder / f"{content}.arrow"
+    path = folder / f"{digest}.arrow"
     if not path.exists():
-        schema = pa.schema({TEXT: pa.large_string()})
+        schema = pa.schema({TEXT_COLUMN: pa.large_string()})
         try:
             with atomic_write(path) as file, pa.ipc.new_stream(file, schema) as stream:
                 for rows in chunks(documents, _BATCH_ROWS):
@@ -70,8 +72,8 @@ def document_dataset(documents: Iterable[str], folder: Path, content: str) -> Da
     return Dataset.from_file(str(path))
 
 
-def content_digest(path: Path) -> str:
-    """Return a digest of the content of a file, or of all files below a folder with their names."""
+def compute_content_digest(path: Path) -> str:
+    """Return a SHA-256 digest of the content of a file, or of the names and contents of all files below a folder."""
     digest = hashlib.sha256()
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
         if file.is_file():
@@ -81,22 +83,23 @@ def content_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _not_blank(documents: Iterator[str]) -> Iterator[str]:
+def _drop_blank(documents: Iterator[str]) -> Iterator[str]:
+    """Yield the documents that contain more than white space."""
     return (document for document in documents if document and not document.isspace())
 
 
-def _lines(path: Path) -> Iterator[str]:
+def _read_lines(path: Path) -> Iterator[str]:
     """Yield the lines of a text file without the white space around them."""
-    return (line.strip() for line in _raw_lines(path))
+    return (line.strip() for line in _read_raw_lines(path))
 
 
-def _json_lines(path: Path) -> Iterator[str]:
-    """Yield the field `text` of the JSON object in each line that is not empty."""
-    for number, line in enumerate(_raw_lines(path), start=1):
+def _read_json_lines(path: Path) -> Iterator[str]:
+    """Yield the field `text` of the JSON object in each line that is not blank."""
+    for number, line in enumerate(_read_raw_lines(path), start=1):
         if line.isspace():
             continue
         try:
-            text = json.loads(line)[TEXT]
+            text = json.loads(line)[TEXT_COLUMN]
         except (ValueError, TypeError, KeyError) as error:
             raise UserError(
                 f'{path}, line {number}: expected a JSON object with a text, such as {{"text": "..."}}'
@@ -106,7 +109,7 @@ def _json_lines(path: Path) -> Iterator[str]:
         yield text
 
 
-def _raw_lines(path: Path) -> Iterator[str]:
+def _read_raw_lines(path: Path) -> Iterator[str]:
     """Yield the lines of a UTF-8 file with their line ends."""
     try:
         with path.open(encoding="utf-8-sig") as file:
@@ -117,49 +120,54 @@ def _raw_lines(path: Path) -> Iterator[str]:
         raise UserError(f"{path} cannot be read: {shorten(error)}; expected a text file") from error
 
 
-def _parquet(path: Path) -> Iterator[str]:
+def _read_parquet(path: Path) -> Iterator[str]:
+    """Yield the column `text` of a Parquet file."""
     try:
         with pq.ParquetFile(path) as file:
-            _check_column(path, file.schema_arrow.names)
-            for batch in file.iter_batches(_BATCH_ROWS, columns=[TEXT]):
-                yield from _texts(path, batch[TEXT])
+            _check_text_column(path, file.schema_arrow.names)
+            for batch in file.iter_batches(_BATCH_ROWS, columns=[TEXT_COLUMN]):
+                yield from _iterate_strings(path, batch[TEXT_COLUMN])
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{path}: not a readable Parquet file: {shorten(error)}") from error
 
 
-def _saved(path: Path) -> Iterator[str]:
+def _read_saved_dataset(path: Path) -> Iterator[str]:
+    """Yield the column `text` of a data set that `Dataset.save_to_disk` wrote to a folder."""
     try:
         dataset = load_from_disk(str(path))
     except Exception as error:  # pyarrow, json and datasets raise many types for damaged folders
         raise UserError(f"{path}: not a readable saved data set: {shorten(error)}") from error
-    return documents_of(dataset, str(path))
+    return iterate_texts(dataset, str(path))
 
 
-def documents_of(dataset: Dataset, source: str) -> Iterator[str]:
-    """Yield the column `text` of a data set; `source` names the data set in error messages.
+def iterate_texts(dataset: Dataset, source: str) -> Iterator[str]:
+    """Yield the values of a data set's column `text`. `source` names the data set in error messages.
 
     Raises:
         UserError: if there is no such column, or a value in it is not a string.
     """
-    _check_column(source, dataset.column_names)
-    for table in dataset.select_columns([TEXT]).with_format("arrow").iter(batch_size=_BATCH_ROWS):
-        yield from _texts(source, table[TEXT])
+    _check_text_column(source, dataset.column_names)
+    for table in dataset.select_columns([TEXT_COLUMN]).with_format("arrow").iter(batch_size=_BATCH_ROWS):
+        yield from _iterate_strings(source, table[TEXT_COLUMN])
 
 
-def _check_column(source: object, columns: list[str]) -> None:
-    if TEXT not in columns:
-        raise UserError(f"{source}: there is no column {TEXT!r}; found: {', '.join(map(repr, columns)) or 'none'}")
+def _check_text_column(source: object, columns: list[str]) -> None:
+    """Raise a `UserError` if there is no column `text`."""
+    if TEXT_COLUMN not in columns:
+        found = ", ".join(map(repr, columns)) or "none"
+        raise UserError(f"{source}: there is no column {TEXT_COLUMN!r}; found: {found}")
 
 
-def _texts(source: object, column: "pa.Array | pa.ChunkedArray") -> Iterator[str]:
+def _iterate_strings(source: object, column: "pa.Array | pa.ChunkedArray") -> Iterator[str]:
+    """Return an iterator over the strings of an Arrow column without nulls; raise a `UserError` for another type."""
     if not pa.types.is_string(column.type) and not pa.types.is_large_string(column.type):
-        raise UserError(f"{source}: the column {TEXT!r} holds {column.type}; expected strings")
+        raise UserError(f"{source}: the column {TEXT_COLUMN!r} holds {column.type}; expected strings")
     return (text for text in column.to_pylist() if text is not None)
 
 
 _READERS: Mapping[str, Callable[[Path], Iterator[str]]] = {
-    ".jsonl": _json_lines,
-    ".ndjson": _json_lines,
-    ".parquet": _parquet,
+    ".jsonl": _read_json_lines,
+    ".ndjson": _read_json_lines,
+    ".parquet": _read_parquet,
 }
-"""Readers by suffix of the file; files with another suffix are plain text."""
+"""Readers by file suffix; files with other suffixes are plain text."""

@@ -30,10 +30,14 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Evaluates the logits that a model computes for the features of one split, with or without labels.
+    """Turn the logits of a model for one split into predictions, and into metrics if the split has labels.
 
-    The features are the result of `featurize(..., training=False)` for the examples. For spans, `n_best` is the number
-    of start and of end positions per window that are combined, and `max_answer_length` is in tokens.
+    Attributes:
+        spec: specification of the task.
+        examples: examples of the split.
+        features: result of `featurize(..., training=False)` for the examples.
+        n_best: for spans, number of start positions and of end positions in each window that are combined.
+        max_answer_length: for spans, maximum length of an answer in tokens.
     """
 
     spec: TaskSpec
@@ -55,7 +59,7 @@ class Evaluator:
         """
         logits = self._logits_by_row(outputs)
         rows_by_example = self._rows_by_example()
-        extras: list[dict[str, Any]] = [{}] * len(rows_by_example)
+        extra_fields: list[dict[str, Any]] = [{}] * len(rows_by_example)
         if self.spec.kind == "span":
             ids, values = self.examples["id"][:], self._decode_spans(logits, rows_by_example)
         else:
@@ -65,21 +69,25 @@ class Evaluator:
                 values = vectors[:, 0].tolist()
             else:
                 values = vectors.argmax(axis=1).tolist()
-                extras = [{"scores": scores} for scores in scipy.special.softmax(vectors, axis=1).tolist()]
+                extra_fields = [{"scores": scores} for scores in scipy.special.softmax(vectors, axis=1).tolist()]
         predictions = [
-            {"id": id_, "prediction": self._readable(value), **extra}
-            for id_, value, extra in zip(ids, values, extras, strict=True)
+            {"id": id_, "prediction": self._to_readable(value), **extra}
+            for id_, value, extra in zip(ids, values, extra_fields, strict=True)
         ]
-        references = _references(self.spec, self.examples)
+        references = _read_references(self.spec, self.examples)
         if references is None:
             return Evaluation({}, predictions, collapsed=False)
         for prediction, reference in zip(predictions, references, strict=True):
-            prediction["label"] = self._readable(reference)
+            prediction["label"] = self._to_readable(reference)
         scores = metrics.compute(self.spec.metrics, values, references)
         return Evaluation(scores, predictions, _is_collapsed(self.spec, values, references))
 
     def _logits_by_row(self, outputs: Mapping[int, NDArray[Any]]) -> list[NDArray[np.float64]]:
-        """Return the logits in the order of the features, in float64."""
+        """Return the logits in the order of the features, in float64.
+
+        Raises:
+            ValueError: if the feature ids of the outputs are not those of the features.
+        """
         ids = self.features["feature_id"][:]
         missing, unknown = set(ids) - set(outputs), set(outputs) - set(ids)
         if missing or unknown:
@@ -90,7 +98,11 @@ class Evaluator:
         return [np.asarray(outputs[id_], dtype=np.float64) for id_ in ids]
 
     def _rows_by_example(self) -> list[list[int]]:
-        """Return the rows of the features that belong to each example, in order."""
+        """Return the feature rows of each example, in order; for tasks other than spans, each example has one.
+
+        Raises:
+            ValueError: if a feature belongs to no example, or an example has no feature.
+        """
         rows: list[list[int]] = [[] for _ in range(len(self.examples))]
         for row, example in enumerate(self.features["example_id"][:]):
             if example >= len(rows):
@@ -103,26 +115,34 @@ class Evaluator:
     def _stack_vectors(
         self, logits: list[NDArray[np.float64]], rows_by_example: list[list[int]]
     ) -> NDArray[np.float64]:
-        """Return the logits of all examples, (examples, classes or 1)."""
-        width = len(self.spec.labels) or 1
+        """Return the logits of all examples, (examples, classes), or (examples, 1) for regression.
+
+        Raises:
+            ValueError: if logits have a wrong shape or are not finite.
+        """
+        num_logits = len(self.spec.labels) or 1
         shapes = {vector.shape for vector in logits}
-        if shapes != {(width,)}:
-            raise ValueError(f"task {self.spec.name} expects logits of shape ({width},), not {sorted(shapes)}")
+        if shapes != {(num_logits,)}:
+            raise ValueError(f"task {self.spec.name} expects logits of shape ({num_logits},), not {sorted(shapes)}")
         _check_finite(logits)
         return np.stack([logits[rows[0]] for rows in rows_by_example])
 
     def _decode_spans(self, logits: list[NDArray[np.float64]], rows_by_example: list[list[int]]) -> list[Any]:
-        """Return the best answer text of each example."""
-        offsets = _offsets(self.features)
+        """Return the best answer text of each example, given the logits of all windows.
+
+        Raises:
+            ValueError: if logits have a wrong shape or are not finite.
+        """
+        offsets = _read_offsets(self.features)
         unpadded = []
         for window, positions, left_padded in zip(logits, offsets, self.features["left_padded"][:], strict=True):
-            tokens = len(positions)
-            if window.ndim != 2 or len(window) != 2 or window.shape[1] < tokens:
+            num_tokens = len(positions)
+            if window.ndim != 2 or len(window) != 2 or window.shape[1] < num_tokens:
                 raise ValueError(
-                    f"a feature of {tokens} tokens needs logits of shape (2, {tokens}), not {window.shape}"
+                    f"a feature of {num_tokens} tokens needs logits of shape (2, {num_tokens}), not {window.shape}"
                 )
-            first = window.shape[1] - tokens if left_padded else 0
-            unpadded.append(window[:, first : first + tokens])
+            first = window.shape[1] - num_tokens if left_padded else 0
+            unpadded.append(window[:, first : first + num_tokens])
         _check_finite(unpadded)
         contexts = self.examples[self.spec.text_columns[1]]
         return [
@@ -132,18 +152,17 @@ class Evaluator:
             for context, rows in zip(contexts, rows_by_example, strict=True)
         ]
 
-    def _readable(self, value: Any) -> Any:
+    def _to_readable(self, value: Any) -> Any:
         """Return the class name of a class id; return numbers and answers unchanged."""
         return self.spec.labels[value] if self.spec.kind == "classification" else value
 
 
 def constant_baseline(spec: TaskSpec, train_examples: datasets.Dataset, examples: datasets.Dataset) -> dict[str, float]:
-    """Return the metrics on `examples` of a constant prediction; empty for spans, or if either set has no labels.
+    """Return the metrics of a constant prediction on `examples`, or none for spans and if either set has no labels.
 
-    The constant is the majority class of the training labels (the lowest id in case of a tie), or for regression
-    their mean.
+    The constant is the majority class of the training labels (the lowest id in a tie), or their mean for regression.
     """
-    references, train_labels = _references(spec, examples), _references(spec, train_examples)
+    references, train_labels = _read_references(spec, examples), _read_references(spec, train_examples)
     if spec.kind == "span" or not references or not train_labels:
         return {}
     is_regression = spec.kind == "regression"
@@ -152,10 +171,10 @@ def constant_baseline(spec: TaskSpec, train_examples: datasets.Dataset, examples
 
 
 def write_submission(spec: TaskSpec, split: Split, predictions: Sequence[Mapping[str, Any]], folder: Path) -> Path:
-    """Write the `predictions` of an `Evaluation` as a submission file of the GLUE benchmark; return its path.
+    """Write the `predictions` of an `Evaluation` as a submission file for the GLUE benchmark, and return its path.
 
-    The file has a header and one line `index<TAB>prediction` per example. Predictions are class names or ids,
-    depending on `spec.submit_labels`, or scores clipped to [0, 5]. The folder is created if absent.
+    The file has a header and one line `index<TAB>prediction` per example. A prediction is a class name or id, depending
+    on `spec.submit_labels`, or a score clipped to [0, 5]. The folder is created if absent.
 
     Raises:
         UserError: if GLUE accepts no submission for this split.
@@ -163,20 +182,21 @@ def write_submission(spec: TaskSpec, split: Split, predictions: Sequence[Mapping
     if not split.submission:
         raise UserError(f"task {spec.name}: {split.name} is not a test set of the GLUE benchmark")
 
-    def formatted(prediction: Any) -> str:
+    def format_prediction(prediction: Any) -> str:
+        """Return a prediction as GLUE expects it: a clipped score, a class name or a class id."""
         if spec.kind == "regression":
             return f"{np.clip(prediction, 0, 5):.3f}"  # STS-B, GLUE's only regression task, has scores from 0 to 5
-        by_name = spec.submit_labels or spec.kind == "span"
-        return str(prediction if by_name else spec.labels.index(prediction))
+        uses_names = spec.submit_labels or spec.kind == "span"
+        return str(prediction if uses_names else spec.labels.index(prediction))
 
     path = folder / split.submission
-    rows = (f"{row['id']}\t{formatted(row['prediction'])}\n" for row in predictions)
+    rows = (f"{row['id']}\t{format_prediction(row['prediction'])}\n" for row in predictions)
     write_text(path, "index\tprediction\n" + "".join(rows))
     return path
 
 
-def _references(spec: TaskSpec, examples: datasets.Dataset) -> list[Any] | None:
-    """Return the labels in the form that the metrics expect, or None if there are none."""
+def _read_references(spec: TaskSpec, examples: datasets.Dataset) -> list[Any] | None:
+    """Return the labels of examples as the metrics expect them, or None if the examples have no labels."""
     if spec.label_column not in examples.column_names:
         return None
     labels = examples[spec.label_column][:]
@@ -186,9 +206,9 @@ def _references(spec: TaskSpec, examples: datasets.Dataset) -> list[Any] | None:
 
 
 def _is_collapsed(spec: TaskSpec, values: Sequence[Any], references: Sequence[Any]) -> bool:
-    """Return whether the references vary but the predicted values do not.
+    """Return whether the predicted values are constant although the references vary.
 
-    Numbers count as constant if their standard deviation is at most a hundredth of that of the references.
+    Predicted numbers count as constant if their standard deviation is at most 1% of that of the references.
     """
     if spec.kind == "regression":
         spread = float(np.std(references))
@@ -197,6 +217,7 @@ def _is_collapsed(spec: TaskSpec, values: Sequence[Any], references: Sequence[An
 
 
 def _check_finite(logits: list[NDArray[np.float64]]) -> None:
+    """Raise a `ValueError` if any logits are NaN or infinite."""
     bad_rows = [row for row, values in enumerate(logits) if not np.isfinite(values).all()]
     if bad_rows:
         raise ValueError(
@@ -205,8 +226,8 @@ def _check_finite(logits: list[NDArray[np.float64]]) -> None:
         )
 
 
-def _offsets(features: datasets.Dataset) -> list[NDArray[np.int32]]:
-    """Return the offsets of each feature, (tokens, 2), converted from Arrow without Python lists."""
+def _read_offsets(features: datasets.Dataset) -> list[NDArray[np.int32]]:
+    """Return the token offsets of each feature, (tokens, 2), converted from Arrow without slow Python lists."""
     table = features.select_columns(["offset_mapping"]).with_format("arrow")[:].combine_chunks()
     column = table["offset_mapping"].chunk(0)
     pairs = column.flatten().flatten().to_numpy().reshape(-1, 2)

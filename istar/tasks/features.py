@@ -66,14 +66,16 @@ def featurize(
     doc_stride: int = 128,
     cache_dir: Path | None,
 ) -> datasets.Dataset:
-    """Tokenize a split, or load the features from the cache if an earlier run stored them.
-
-    The split has the task's text columns, and labels if there are any; the tokenizer is a fast one.
+    """Tokenize a split of a task, or load the features from the cache if an earlier run has stored them.
 
     Args:
+        spec: specification of the task.
+        dataset: the split, with the task's text columns, and labels if there are any.
+        tokenizer: a fast tokenizer.
         max_length: maximum length of a feature in tokens. Longer texts are truncated, or for spans split into windows.
-        training: for spans only, whether features contain answer positions (otherwise, offsets).
-        doc_stride: for spans only, number of tokens shared by neighbouring windows; see `istar.tasks.squad.windows`.
+        training: for spans only, whether features contain answer positions; otherwise they contain offsets.
+        doc_stride: for spans only, number of tokens shared by neighbouring windows; see
+            `istar.tasks.squad.tokenize_windows`.
         cache_dir: folder of the cache; None keeps the features in memory.
 
     Returns:
@@ -86,28 +88,32 @@ def featurize(
     Raises:
         UserError: if the split is empty, a column is missing, a label is out of range or `max_length` is too small.
     """
-    _check_length(max_length)
+    _check_max_length(max_length)
     if not len(dataset):
         raise UserError(f"task {spec.name}: this split has no rows")
     rows = dataset.with_format(None).select_columns(_used_columns(spec, dataset, training))
-    encode = partial(_encode, spec, tokenizer, max_length, doc_stride, training)
+    encode_batch = partial(_encode_batch, spec, tokenizer, max_length, doc_stride, training)
     if cache_dir is None:
-        return _tokenize(spec, rows, encode)
+        return _tokenize_split(spec, rows, encode_batch)
     parameters: dict[str, Any] = {"kind": spec.kind, "labels": len(spec.labels), "max_length": max_length}
     if spec.kind == "span":
         parameters |= {"training": training, "doc_stride": doc_stride, "padding_side": tokenizer.padding_side}
     folder = Path(cache_dir) / _cache_key(rows, tokenizer, parameters)
-    return _load_or_build(folder, lambda: _tokenize(spec, rows, encode))
+    return _load_or_build(folder, lambda: _tokenize_split(spec, rows, encode_batch))
 
 
-def max_length_for(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, requested: int) -> int:
-    """Return the requested maximum length in tokens, reduced to what both the tokenizer and the model accept."""
-    _check_length(requested)
+def limit_max_length(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, requested: int) -> int:
+    """Return the requested maximum length in tokens, reduced to what both the tokenizer and the model accept.
+
+    Raises:
+        UserError: if the result is less than `MIN_LENGTH`.
+    """
+    _check_max_length(requested)
     # Models with relative positions have no `max_position_embeddings`, or -1; their input length is unlimited.
-    positions = getattr(config, "max_position_embeddings", None) or 0
+    num_positions = getattr(config, "max_position_embeddings", None) or 0
     if config.model_type in _POSITIONS_START_AFTER_PADDING:
-        positions -= (config.pad_token_id or 0) + 1
-    length = int(min(requested, tokenizer.model_max_length, positions if positions > 0 else requested))
+        num_positions -= (config.pad_token_id or 0) + 1
+    length = int(min(requested, tokenizer.model_max_length, num_positions if num_positions > 0 else requested))
     if length < MIN_LENGTH:
         raise UserError(
             f"the model accepts at most {length} tokens (max_position_embeddings in its config.json, "
@@ -125,15 +131,15 @@ class Rows(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, row: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> dict[str, Any]:
         """Return the features of a row by name, as in validation."""
 
-    def in_epoch(self, row: int, epoch: int) -> dict[str, Any]:
-        """Return the features of a row as in training, where they may be new in each epoch."""
+    def row_in_epoch(self, index: int, epoch: int) -> dict[str, Any]:
+        """Return the features of a row by name, as in training, where they may differ between epochs."""
 
 
 class FeatureRows(torch.utils.data.Dataset[dict[str, Any]]):
-    """The rows of a feature set, the result of `featurize`, for a `DataLoader` with a `Collator`.
+    """Rows of the features that `featurize` returns, for a `DataLoader` with a `Collator`.
 
     Tokens are returned as NumPy views of the memory-mapped file, without the Python lists that a `datasets.Dataset`
     creates. Columns that batches do not contain are omitted.
@@ -143,7 +149,7 @@ class FeatureRows(torch.utils.data.Dataset[dict[str, Any]]):
         names = [name for name in _BATCH_COLUMNS if name in features.column_names]
         # The cache stores a single chunk, for which `combine_chunks` makes no copy.
         table = features.select_columns(names).with_format("arrow")[:].combine_chunks()
-        self._numbers = {name: table[name].to_numpy() for name in names if name not in squad.INPUTS}
+        self._scalars = {name: table[name].to_numpy() for name in names if name not in squad.INPUTS}
         # The concatenated tokens of all rows, and the position at which each row starts.
         lists = {name: table[name].chunk(0) for name in names if name in squad.INPUTS}
         self._tokens = {name: (column.values.to_numpy(), column.offsets.to_numpy()) for name, column in lists.items()}
@@ -154,28 +160,29 @@ class FeatureRows(torch.utils.data.Dataset[dict[str, Any]]):
         return np.diff(self._tokens["input_ids"][1])
 
     def __len__(self) -> int:
-        return len(self._numbers["feature_id"])
+        return len(self._scalars["feature_id"])
 
-    def __getitem__(self, row: int) -> dict[str, Any]:
-        features = {name: numbers[row] for name, numbers in self._numbers.items()}
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return the features of a row by name."""
+        features = {name: scalars[index] for name, scalars in self._scalars.items()}
         for name, (tokens, starts) in self._tokens.items():
-            features[name] = tokens[starts[row] : starts[row + 1]]
+            features[name] = tokens[starts[index] : starts[index + 1]]
         return features
 
-    def in_epoch(self, row: int, epoch: int) -> dict[str, Any]:
-        """Return the row, which is the same in all epochs."""
-        return self[row]
+    def row_in_epoch(self, index: int, epoch: int) -> dict[str, Any]:
+        """Return the features of a row by name. They are the same in all epochs."""
+        return self[index]
 
 
 class Collator:
-    """Pads the features of a batch to their maximum length, on the tokenizer's padding side, and converts to tensors.
+    """Collator that pads features to the length of the longest one, on the tokenizer's padding side, and makes tensors.
 
     It stores padding ids instead of the tokenizer, to be fast to pickle and safe in forked `DataLoader` workers.
 
     Args:
-        tokenizer: has a padding token.
+        tokenizer: tokenizer with a padding token.
         with_positions: whether batches with padding on the left contain `position_ids`. Decoders need them, because
-            they count positions from the left edge of the batch otherwise.
+            otherwise they count positions from the left edge of the batch.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, with_positions: bool = False) -> None:
@@ -183,9 +190,9 @@ class Collator:
             raise UserError(
                 f"{type(tokenizer).__name__} has no padding token; set pad_token in the model's tokenizer_config.json"
             )
-        self.left = tokenizer.padding_side == "left"
-        self.with_positions = with_positions and self.left
-        self.padding = {
+        self.pads_left = tokenizer.padding_side == "left"
+        self.with_positions = with_positions and self.pads_left
+        self.padding_ids = {
             "input_ids": int(tokenizer.pad_token_id),
             "attention_mask": 0,
             "token_type_ids": int(tokenizer.pad_token_type_id),
@@ -197,22 +204,22 @@ class Collator:
         Returns:
             The tensors `input_ids`, `attention_mask`, `token_type_ids`, (batch, tokens) long; `labels`, (batch,)
             long or float32; `start_positions`, `end_positions`, `feature_id`, (batch,) long; each only if the rows
-            contain it. Start and end positions are shifted by the padding on the left. `position_ids`, (batch, tokens)
-            long, if they are needed.
+            contain it. Start and end positions are shifted by the padding on the left. With `with_positions`, also
+            `position_ids`, (batch, tokens) long.
         """
         first = rows[0]
         lengths = np.array([len(row["input_ids"]) for row in rows])
-        width = lengths.max()
-        shifts = width - lengths if self.left else np.zeros_like(lengths)
+        max_length = lengths.max()
+        shifts = max_length - lengths if self.pads_left else np.zeros_like(lengths)
         batch = {}
-        for name, padding in self.padding.items():
+        for name, padding_id in self.padding_ids.items():
             if name in first:
-                padded = np.full((len(rows), width), padding, dtype=np.int64)
-                for line, row, shift, length in zip(padded, rows, shifts, lengths, strict=True):
-                    line[shift : shift + length] = row[name]
+                padded = np.full((len(rows), max_length), padding_id, dtype=np.int64)
+                for padded_row, row, shift, length in zip(padded, rows, shifts, lengths, strict=True):
+                    padded_row[shift : shift + length] = row[name]
                 batch[name] = torch.from_numpy(padded)
         if self.with_positions:
-            batch["position_ids"] = positions_for(batch["attention_mask"])
+            batch["position_ids"] = make_position_ids(batch["attention_mask"])
         for name in ("start_positions", "end_positions"):
             if name in first:
                 batch[name] = torch.from_numpy(shifts + [row[name] for row in rows])
@@ -223,7 +230,7 @@ class Collator:
         return batch
 
 
-def positions_for(attention_mask: torch.Tensor) -> torch.Tensor:
+def make_position_ids(attention_mask: torch.Tensor) -> torch.Tensor:
     """Return the position of each token, counted from 0 at the first token that is not padding, (batch, tokens) long.
 
     Padding on the left has position 0, and padding on the right that of the last token.
@@ -231,13 +238,18 @@ def positions_for(attention_mask: torch.Tensor) -> torch.Tensor:
     return (attention_mask.cumsum(1) - 1).clamp(min=0)
 
 
-def _check_length(max_length: int) -> None:
+def _check_max_length(max_length: int) -> None:
+    """Raise a `UserError` if a maximum length is below `MIN_LENGTH`."""
     if max_length < MIN_LENGTH:
         raise UserError(f"max_length={max_length} is too short for a text; set it to at least {MIN_LENGTH} tokens")
 
 
 def _used_columns(spec: TaskSpec, dataset: datasets.Dataset, training: bool) -> list[str]:
-    """Return the columns that determine the features. Their content is part of the cache key; other columns are not."""
+    """Return the names of the columns that determine the features, and whose content is part of the cache key.
+
+    Raises:
+        UserError: if one of them is missing.
+    """
     columns = list(spec.text_columns)
     if spec.kind == "span":
         columns += [spec.label_column, "id"] if training else []
@@ -252,7 +264,7 @@ def _used_columns(spec: TaskSpec, dataset: datasets.Dataset, training: bool) -> 
 # --- tokenization -------------------------------------------------------------------------------------------
 
 
-def _encode(
+def _encode_batch(
     spec: TaskSpec,
     tokenizer: PreTrainedTokenizerBase,
     max_length: int,
@@ -260,7 +272,10 @@ def _encode(
     training: bool,
     examples: Mapping[str, Sequence[Any]],
 ) -> dict[str, Any]:
-    """Return the columns of the features of a batch of examples; `example_id` counts from the start of the batch."""
+    """Tokenize a batch of examples and return the columns of its features.
+
+    The column `example_id` counts from the start of the batch.
+    """
     texts = [list(examples[name]) for name in spec.text_columns]
     columns: dict[str, Any]
     if spec.kind != "span":
@@ -271,41 +286,44 @@ def _encode(
             columns["labels"] = examples[spec.label_column]
     elif training:
         answers, ids = examples[spec.label_column], examples["id"]
-        columns = squad.training_features(texts[0], texts[1], answers, ids, tokenizer, max_length, doc_stride)
+        columns = squad.make_training_features(texts[0], texts[1], answers, ids, tokenizer, max_length, doc_stride)
     else:
-        columns = squad.windows(texts[0], texts[1], tokenizer, max_length, doc_stride)
+        columns = squad.tokenize_windows(texts[0], texts[1], tokenizer, max_length, doc_stride)
         columns["offset_mapping"] = [offsets.tolist() for offsets in columns["offset_mapping"]]
         columns["left_padded"] = [tokenizer.padding_side == "left"] * len(columns["input_ids"])
     return columns
 
 
-def _tokenize(
-    spec: TaskSpec, rows: datasets.Dataset, encode: Callable[[Mapping[str, Sequence[Any]]], dict[str, Any]]
+def _tokenize_split(
+    spec: TaskSpec, rows: datasets.Dataset, encode_batch: Callable[[Mapping[str, Sequence[Any]]], dict[str, Any]]
 ) -> datasets.Dataset:
-    """Encode a split batch by batch, number the features and check the labels."""
+    """Encode the rows of a split batch by batch, number the features, check the labels, and return the features."""
     tables: list[pa.Table] = []
-    feature_count = 0
+    num_features = 0
     progress = datasets.utils.tqdm(
         total=len(rows), desc=f"Tokenizing {spec.name}", unit=" rows", disable=len(rows) < _PROGRESS_MIN_ROWS or None
     )
     with progress:
         for first in range(0, len(rows), _BATCH_ROWS):
-            columns = encode(rows[first : first + _BATCH_ROWS])
+            columns = encode_batch(rows[first : first + _BATCH_ROWS])
             columns["length"] = [len(ids) for ids in columns["input_ids"]]
             columns["example_id"] = np.asarray(columns["example_id"]) + first
-            columns["feature_id"] = np.arange(feature_count, feature_count + len(columns["length"]))
+            columns["feature_id"] = np.arange(num_features, num_features + len(columns["length"]))
             if "labels" in columns:
                 _check_labels(spec, columns["labels"], first)
             types = {**_COLUMN_TYPES, "labels": datasets.Value("int64" if spec.labels else "float32")}
             features = datasets.Features({name: type_ for name, type_ in types.items() if name in columns})
             tables.append(pa.Table.from_pydict(columns, schema=features.arrow_schema))
-            feature_count += len(columns["length"])
+            num_features += len(columns["length"])
             progress.update(min(_BATCH_ROWS, len(rows) - first))
     return datasets.Dataset(InMemoryTable(pa.concat_tables(tables)))
 
 
 def _check_labels(spec: TaskSpec, labels: Sequence[Any], first_row: int) -> None:
-    """Check that the labels of a batch, whose first row is `first_row`, are class ids or finite numbers."""
+    """Raise a `UserError` if a label is neither a class id nor a finite number, as the task needs.
+
+    `first_row` is the row number of the first label, for the message.
+    """
     values = np.asarray(labels, dtype=np.float64)  # None becomes NaN
     is_valid = np.isin(values, range(len(spec.labels))) if spec.labels else np.isfinite(values)
     if not is_valid.all():
@@ -318,20 +336,20 @@ def _check_labels(spec: TaskSpec, labels: Sequence[Any], first_row: int) -> None
 
 
 def _cache_key(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, parameters: Mapping[str, Any]) -> str:
-    """Return a SHA-256 digest of the content of the rows, the tokenizer, the parameters and library versions."""
+    """Return the SHA-256 digest of the rows, the tokenizer, the parameters and the versions of the libraries."""
     description = {
         "format": _CACHE_VERSION,
         "versions": [library.__version__ for library in (transformers, tokenizers, datasets)],
         "parameters": dict(parameters),
-        "tokenizer": tokenizer_description(tokenizer),
+        "tokenizer": describe_tokenizer(tokenizer),
     }
     digest = hashlib.sha256(json.dumps(description, sort_keys=True).encode())
     digest.update(fingerprint(rows).encode())
     return digest.hexdigest()
 
 
-def tokenizer_description(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
-    """Return all that determines how a fast tokenizer splits texts, as plain data."""
+def describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
+    """Return everything that determines how a fast tokenizer splits texts, as plain data."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     # These reflect the latest call of the tokenizer; the next call overwrites them.
     for state in ("truncation", "padding"):
@@ -341,37 +359,38 @@ def tokenizer_description(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
 
 
 def _load_or_build(folder: Path, build: Callable[[], datasets.Dataset]) -> datasets.Dataset:
-    """Return the memory-mapped features in a folder of the cache; if there are none, build and store them first.
+    """Return the memory-mapped features from a folder of the cache; if they are missing, build and store them first.
 
-    Processes that store the same features at the same time write equal files, and each write is atomic.
+    Several processes may store the same features at the same time: they write equal files, and atomically.
     """
-    data, checksum = folder / "features.arrow", folder / "features.sha256"
-    if not _is_intact(data, checksum):
+    data_path, checksum_path = folder / "features.arrow", folder / "features.sha256"
+    if not _is_intact(data_path, checksum_path):
         features = build()
         try:
             table = features.data.table.combine_chunks()
-            with atomic_write(data) as file, pa.ipc.new_stream(file, table.schema) as stream:
+            with atomic_write(data_path) as file, pa.ipc.new_stream(file, table.schema) as stream:
                 stream.write_table(table)
-            write_text(checksum, _sha256(data))
+            write_text(checksum_path, _sha256(data_path))
         except OSError as error:
             logger.warning("the features stay in memory, because %s could not be written: %s", folder, error)
             return features
-    return datasets.Dataset.from_file(str(data))
+    return datasets.Dataset.from_file(str(data_path))
 
 
-def _is_intact(data: Path, checksum: Path) -> bool:
-    """Return whether a file of the cache exists and has its checksum; warn if it is damaged."""
-    if not checksum.exists():
+def _is_intact(data_path: Path, checksum_path: Path) -> bool:
+    """Return whether a file of the cache exists and matches its checksum; warn if it does not match."""
+    if not checksum_path.exists():
         return False
     try:
-        if checksum.read_text() == _sha256(data):
+        if checksum_path.read_text() == _sha256(data_path):
             return True
     except (OSError, ValueError) as error:
-        logger.debug("%s: %s", data, error)
-    logger.warning("the cached features in %s are damaged and will be rebuilt", data.parent)
+        logger.debug("%s: %s", data_path, error)
+    logger.warning("the cached features in %s are damaged and will be rebuilt", data_path.parent)
     return False
 
 
 def _sha256(path: Path) -> str:
+    """Return the SHA-256 digest of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

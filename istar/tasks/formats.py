@@ -15,7 +15,7 @@ _PTB_ESCAPE = re.compile("|".join(map(re.escape, _PTB_ESCAPES)))
 
 
 def read_trees(path: Path, spec: TaskSpec, split: str) -> RawSplit:
-    """Read one Penn Treebank tree per line: the leaves form the sentence, and the root's label is its label."""
+    """Read a file with one Penn Treebank tree per line. The leaves form a sentence, and the root has its label."""
     labels, sentences, lines = [], [], []
     for line, text in numbered_lines(path):
         try:
@@ -29,7 +29,7 @@ def read_trees(path: Path, spec: TaskSpec, split: str) -> RawSplit:
 
 
 def parse_tree(text: str) -> tuple[str, str]:
-    """Return the label of the root and the sentence of a tree with a label at every node.
+    """Return the root's label and the sentence of a Penn Treebank tree with a label at every node.
 
     Raises:
         ValueError: if the brackets are unbalanced, a node has no label or no content, or text follows the tree.
@@ -64,10 +64,10 @@ def parse_tree(text: str) -> tuple[str, str]:
 
 
 def read_squad(path: Path, spec: TaskSpec, split: str) -> RawSplit:
-    """Read SQuAD v1.1's JSON, which nests questions in paragraphs in articles; return one row per question."""
+    """Read a JSON file of SQuAD v1.1, which nests questions in paragraphs in articles, into one row per question."""
     document = parse_json(read_text(path), str(path))
     try:
-        rows = list(_questions(document))
+        rows = list(_iterate_questions(document))
     except (KeyError, TypeError) as error:
         detail = f"key {error} is missing" if isinstance(error, KeyError) else f"unexpected structure: {error}"
         raise UserError(f"{path}: not SQuAD v1.1: {detail}; data > paragraphs > context, qas was expected") from error
@@ -78,8 +78,8 @@ def read_squad(path: Path, spec: TaskSpec, split: str) -> RawSplit:
     return RawSplit(str(path), {column: [row[column] for row in rows] for column in columns})
 
 
-def _questions(document: Any) -> Iterator[dict[str, Any]]:
-    """Yield the columns of each question, and whether it has the key `is_impossible` of SQuAD v2."""
+def _iterate_questions(document: Any) -> Iterator[dict[str, Any]]:
+    """Yield a row for each question, with `is_impossible`: whether it has this key, which only SQuAD v2 has."""
     for article in document["data"]:
         for paragraph in article["paragraphs"]:
             for question in paragraph["qas"]:

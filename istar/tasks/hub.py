@@ -25,17 +25,17 @@ from istar.errors import UserError, shorten
 T = TypeVar("T")
 Kind = Literal["model", "dataset"]
 
-PROBE_SECONDS = 5.0
-"""Default timeout of a probe. The retries of the hub's libraries would take about 23 s."""
-COMMIT_SECONDS = 30.0
-"""Timeout for finding a commit on a hub that has answered a probe."""
-COMMIT = re.compile("[0-9a-f]{40}")
-"""A complete commit hash."""
-LOCAL_COPY: dict[Kind, str] = {
+PROBE_TIMEOUT_SECONDS = 5.0
+"""Default timeout of `request_status`. The retries of the hub's libraries would take about 23 s."""
+COMMIT_TIMEOUT_SECONDS = 30.0
+"""Timeout of the request for a commit, once the hub has answered."""
+COMMIT_PATTERN = re.compile("[0-9a-f]{40}")
+"""Pattern of a complete commit hash."""
+LOCAL_COPY_HINTS: dict[Kind, str] = {
     "model": "name a local copy with model=auto model.name=<folder from save_pretrained>",
     "dataset": "name a local copy with task.data_dir=<folder>",
 }
-"""How to do without the hub."""
+"""What error messages advise users to do if the hub cannot be used, by kind of repository."""
 _TITLES: dict[Kind, str] = {"model": "model", "dataset": "data set"}
 
 log = logging.getLogger(__name__)
@@ -46,74 +46,77 @@ for _client in ("httpx", "httpx2"):
         logging.getLogger(_client).setLevel(logging.WARNING)
 
 
-def hub_problem(seconds: float = PROBE_SECONDS) -> str:
-    """Return why the hub cannot be used, or "" if it responds within `seconds`."""
+def find_hub_problem(timeout: float = PROBE_TIMEOUT_SECONDS) -> str:
+    """Return why the Hugging Face hub cannot be used, or "" if it responds within `timeout` seconds."""
     if datasets.config.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE or HF_DATASETS_OFFLINE forbids asking the hub"
     endpoint = datasets.config.HF_ENDPOINT
     # The hub library's session applies the user's proxies and certificates.
-    status, error = probe(lambda: get_session().head(endpoint, timeout=seconds).status_code, seconds)
+    status, error = request_status(lambda: get_session().head(endpoint, timeout=timeout).status_code, timeout)
     if status >= 500:
         error = f"HTTP status {status}"
     return f"the hub {endpoint} cannot be reached ({error})" if error else ""
 
 
-def probe(request: Callable[[], int], seconds: float = PROBE_SECONDS) -> tuple[int, str]:
-    """Send a request in a thread and return its HTTP status, or 0 and the reason for the failure."""
+def request_status(send_request: Callable[[], int], timeout: float = PROBE_TIMEOUT_SECONDS) -> tuple[int, str]:
+    """Call `send_request` in a thread and return the HTTP status and "", or 0 and the reason for the failure.
+
+    Without an answer, it gives up one second after `timeout`, so that the request's own timeout comes first.
+    """
     try:
-        return _within(seconds + 1, request), ""
+        return _call_with_timeout(send_request, timeout + 1), ""
     except TimeoutError:
-        return 0, f"no answer within {seconds:g} s"
+        return 0, f"no answer within {timeout:g} s"
     except Exception as error:  # the types depend on library and version
         return 0, shorten(f"{type(error).__name__}: {error}")
 
 
 def is_hub_id(name: str) -> bool:
-    """Return whether the name of a model has the form of a hub id, `name` or `owner/name`, and is no path on disk."""
+    """Return whether a model's name looks like a hub id, `name` or `owner/name`, and is not a path on disk."""
     # Path.exists raises an error if the name is too long.
     is_path = os.path.exists(name) or name.startswith(("/", ".", "~"))  # noqa: PTH110
     return not is_path and name.count("/") <= 1
 
 
 def find_commit(name: str, revision: str | None, kind: Kind) -> str:
-    """Return the commit on the hub that a branch or tag stands for; None stands for the branch `main`.
+    """Return the commit hash of a branch or tag of a hub repository; `revision=None` means the branch `main`.
 
-    If the hub cannot be reached, the commit is the one that it named when it was last asked, which the hub library's
-    cache records. A complete commit hash is returned as it is.
+    If the hub cannot be reached, the latest commit that the hub library's cache has recorded is returned, with a
+    warning. A complete commit hash is returned unchanged.
 
     Raises:
         UserError: if the hub refuses access or has no such revision, or if it cannot be reached and the cache has no
             record of the revision.
     """
-    if revision is not None and COMMIT.fullmatch(revision):
+    if revision is not None and COMMIT_PATTERN.fullmatch(revision):
         return revision
     title = f"{_TITLES[kind]} {name}" + (f" at revision {revision}" if revision is not None else "")
-    ask = partial(HfApi().resolve_revision, name, repo_type=kind, revision=revision)
-    problem = hub_problem()
+    resolve_revision = partial(HfApi().resolve_revision, name, repo_type=kind, revision=revision)
+    problem = find_hub_problem()
     if not problem:
         try:
-            return str(_within(COMMIT_SECONDS, ask).resolved)
+            return str(_call_with_timeout(resolve_revision, COMMIT_TIMEOUT_SECONDS).resolved)
         except TimeoutError:
-            problem = f"the hub {datasets.config.HF_ENDPOINT} gave no answer within {COMMIT_SECONDS:g} s"
+            problem = f"the hub {datasets.config.HF_ENDPOINT} gave no answer within {COMMIT_TIMEOUT_SECONDS:g} s"
         except Exception as error:  # the types depend on library and version
-            reason = refusal(error, name, kind) or shorten(f"{type(error).__name__}: {error}")
-            raise UserError(f"{title}: {reason}; {LOCAL_COPY[kind]}") from error
+            reason = explain_refusal(error, name, kind) or shorten(f"{type(error).__name__}: {error}")
+            raise UserError(f"{title}: {reason}; {LOCAL_COPY_HINTS[kind]}") from error
     try:
-        commit = str(ask(local_files_only=True).resolved)
+        commit = str(resolve_revision(local_files_only=True).resolved)
     except RevisionResolutionError as error:
-        raise UserError(f"{title}: not in the local cache, and {problem}; {LOCAL_COPY[kind]}") from error
+        raise UserError(f"{title}: not in the local cache, and {problem}; {LOCAL_COPY_HINTS[kind]}") from error
     except (OSError, ValueError) as error:  # the name cannot be a hub id, for example because it is too long
-        raise UserError(f"{title}: {shorten(error)}; {LOCAL_COPY[kind]}") from error
+        raise UserError(f"{title}: {shorten(error)}; {LOCAL_COPY_HINTS[kind]}") from error
     if not datasets.config.HF_HUB_OFFLINE:
         log.warning("%s: %s; using commit %s, the latest that is known", title, problem, commit)
     return commit
 
 
-def refusal(error: BaseException, name: str, kind: Kind) -> str:
-    """Return why the hub refuses access to a repository and what to do, or "" if it does not.
+def explain_refusal(error: BaseException, name: str, kind: Kind) -> str:
+    """Return why the hub refuses access to a repository and what the user can do, or "" if it does not refuse.
 
     Args:
-        error: raised by a library that loads from the hub; its causes are searched for the hub's answer.
+        error: exception of a library that loads from the hub. Its causes are searched for the hub's answer.
         name: id of the repository.
         kind: kind of the repository.
     """
@@ -143,8 +146,8 @@ def refusal(error: BaseException, name: str, kind: Kind) -> str:
     return ""
 
 
-def _within(seconds: float, call: Callable[[], T]) -> T:
-    """Call a function in a thread and return its result; raises its exception, or a TimeoutError after `seconds`.
+def _call_with_timeout(function: Callable[[], T], timeout: float) -> T:
+    """Call a function in a thread and return its result; raise its exception, or a TimeoutError after some seconds.
 
     The timeouts of HTTP libraries cover neither name resolution nor attempts at several addresses.
     """
@@ -152,9 +155,9 @@ def _within(seconds: float, call: Callable[[], T]) -> T:
 
     def run() -> None:
         try:
-            future.set_result(call())
+            future.set_result(function())
         except Exception as error:
             future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    return future.result(timeout=seconds)
+    return future.result(timeout=timeout)

@@ -31,8 +31,8 @@ _HASH_BATCH_ROWS = 10_000
 def load_splits(spec: TaskSpec, data_dir: str | Path | None, splits: Sequence[str]) -> dict[str, Dataset]:
     """Load and validate splits of a task, such as `train` or `validation_matched`, and return them by name.
 
-    The folder `data_dir` has a layout of `istar.tasks.sources`. Without it, splits are loaded from the hub or, for demo
-    tasks, generated.
+    The splits are loaded from the folder `data_dir`, whose layouts `istar.tasks.sources` defines. If it is None, they
+    are loaded from the hub or, for demo tasks, generated.
 
     Raises:
         UserError: if no suitable files are found, the hub cannot be reached, or the data do not fit the task.
@@ -43,18 +43,18 @@ def load_splits(spec: TaskSpec, data_dir: str | Path | None, splits: Sequence[st
 def find_source(
     spec: TaskSpec, data_dir: str | Path | None, splits: Sequence[str], cache_dir: str | None = None
 ) -> Source:
-    """Return the source of a task's splits, as `load_splits` chooses it; a data set of the hub is downloaded.
+    """Return the source of a task's splits: a folder, the hub, whose data set is downloaded, or the demo generator.
 
-    The documents of a text corpus are cached in a folder below `cache_dir`; None is the default of `cache_folder`.
+    If `data_dir` is a text corpus, its documents are cached below `cache_dir`, or below the default of `cache_folder`.
 
     Raises:
         UserError: if no suitable files are found, or the hub cannot be reached.
     """
     if data_dir is not None and spec.is_language_modelling:
-        return sources.from_text(Path(data_dir).expanduser(), cache_folder(cache_dir))
+        return sources.make_text_source(Path(data_dir).expanduser(), cache_folder(cache_dir))
     if data_dir is not None:
-        return sources.from_folder(spec, Path(data_dir).expanduser(), splits)
-    return sources.from_generator(spec) if spec.hub is None else sources.from_hub(spec)
+        return sources.make_folder_source(spec, Path(data_dir).expanduser(), splits)
+    return sources.make_demo_source(spec) if spec.hub is None else sources.make_hub_source(spec)
 
 
 def read_splits(source: Source, spec: TaskSpec, splits: Sequence[str]) -> dict[str, Dataset]:
@@ -63,41 +63,43 @@ def read_splits(source: Source, spec: TaskSpec, splits: Sequence[str]) -> dict[s
     Raises:
         UserError: if a split is missing, or the data do not fit the task.
     """
-    return {split: _validated(source.read(split), spec, split) for split in splits}
+    return {split: _validate_split(source.read_split(split), spec, split) for split in splits}
 
 
-def overlap(spec: TaskSpec, train: Dataset, validation: Dataset) -> int:
-    """Return the number of validation examples whose texts all equal those of a training example."""
+def count_overlap(spec: TaskSpec, train: Dataset, validation: Dataset) -> int:
+    """Return how many validation examples have the same texts as some training example."""
     columns = list(spec.text_columns)
-    train_texts, texts = (dataset.select_columns(columns).with_format("arrow")[:] for dataset in (train, validation))
+    train_texts, validation_texts = (
+        dataset.select_columns(columns).with_format("arrow")[:] for dataset in (train, validation)
+    )
     # Arrow builds a hash table of the right side, which is the smaller one.
-    return int(train_texts.join(texts, keys=columns, join_type="right semi").num_rows)
+    return int(train_texts.join(validation_texts, keys=columns, join_type="right semi").num_rows)
 
 
 def hold_out(spec: TaskSpec, train: Dataset, fraction: float) -> tuple[Dataset, Dataset]:
-    """Split training data at random into the rest and a held-out fraction; the order of the rows is kept.
+    """Hold out a random fraction of training data; return the rest and the held-out rows, each in their original order.
 
-    The split depends on nothing but the number of rows, so it is the same for all seeds of a run. For spans, whole
-    contexts are held out, because several questions share a context.
+    The split does not depend on the seed of a run. For spans, whole contexts are held out, because several questions
+    share a context.
 
     Raises:
-        UserError: if the data are too few to be split.
+        UserError: if there are fewer than two rows or contexts.
     """
-    rows: list[Any] = train[spec.text_columns[1]][:] if spec.kind == "span" else list(range(len(train)))
-    units = list(dict.fromkeys(rows))
+    unit_of_row: list[Any] = train[spec.text_columns[1]][:] if spec.kind == "span" else list(range(len(train)))
+    units = list(dict.fromkeys(unit_of_row))
     if len(units) < 2:
         raise UserError(f"task.validation_fraction={fraction:g}: the training data are too few to be split")
     count = max(1, round(fraction * len(units)))
-    chosen = {units[number] for number in np.random.default_rng(0).permutation(len(units))[:count]}
-    held_out = [number for number, unit in enumerate(rows) if unit in chosen]
-    rest = [number for number, unit in enumerate(rows) if unit not in chosen]
+    held_out_units = {units[index] for index in np.random.default_rng(0).permutation(len(units))[:count]}
+    held_out = [row for row, unit in enumerate(unit_of_row) if unit in held_out_units]
+    rest = [row for row, unit in enumerate(unit_of_row) if unit not in held_out_units]
     return train.select(rest), train.select(held_out)
 
 
 def fingerprint(*splits: Dataset) -> str:
-    """Return a SHA-256 digest, in hexadecimal, of the columns and content of data sets.
+    """Return the SHA-256 digest, in hexadecimal, of the column names and the content of data sets.
 
-    Unlike `Dataset`'s own fingerprint, it does not depend on where the data come from or how they are chunked.
+    Unlike the fingerprint of `datasets`, it does not depend on where the data come from or how they are chunked.
     """
     digest = hashlib.sha256()
     for split in splits:
@@ -111,13 +113,19 @@ def fingerprint(*splits: Dataset) -> str:
 # --- validation ---------------------------------------------------------------------------------------------
 
 _UNLABELLED = {"-1", "-1.0", "", "None"}
-"""Label values, as strings, that mean "no label" in test sets."""
+"""Label values, as strings, that stand for a missing label in test sets."""
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-def _validated(raw: RawSplit | Dataset, spec: TaskSpec, split: str) -> Dataset:
-    """Check the texts, convert the labels and return the data set; documents of a corpus were checked when read."""
+def _validate_split(raw: RawSplit | Dataset, spec: TaskSpec, split: str) -> Dataset:
+    """Check the texts of a split, convert its labels, and return it as a data set.
+
+    A text corpus, which is a data set already, is returned unchanged, because its documents were checked when read.
+
+    Raises:
+        UserError: if the split is empty, or a text or label is invalid.
+    """
     if isinstance(raw, Dataset):
         return raw
     columns = dict(raw.columns)
@@ -130,32 +138,37 @@ def _validated(raw: RawSplit | Dataset, spec: TaskSpec, split: str) -> Dataset:
                 raise UserError(f"{raw.location(row)}: {column} is not a text but {shorten(repr(value))}")
     features: dict[str, Any] = dict.fromkeys(columns, Value("string"))
     if labels is not None and not (spec.is_test(split) and set(map(str, labels)) <= _UNLABELLED):
-        convert, features[spec.label_column] = _LABELS[spec.kind]
-        columns[spec.label_column] = convert(raw, spec)
+        convert_labels, features[spec.label_column] = _LABEL_CONVERSIONS[spec.kind]
+        columns[spec.label_column] = convert_labels(raw, spec)
     # `Dataset.from_dict` would encode every value by itself, which takes seconds for large data.
     return Dataset(InMemoryTable.from_pydict(columns, schema=Features(features).arrow_schema))
 
 
 def _is_text(value: Any) -> bool:
+    """Return whether a value is a string that Arrow accepts."""
     # JSON can encode lone surrogates, which Arrow does not accept.
     return isinstance(value, str) and (value.isascii() or not _SURROGATE.search(value))
 
 
-def _class_ids(raw: RawSplit, spec: TaskSpec) -> list[int]:
-    """Convert class names or ids to ids. Ids may be numbers or strings, and floats such as `1.0` as in pandas."""
-    ids = {key: id_ for id_, name in enumerate(spec.labels) for key in (name, str(id_), f"{id_}.0")}
+def _convert_class_labels(raw: RawSplit, spec: TaskSpec) -> list[int]:
+    """Return the class ids of the labels, which are class names or ids: numbers, or strings such as `1` or `1.0`.
+
+    Raises:
+        UserError: if a label is not one of the task's classes.
+    """
+    id_by_label = {key: id_ for id_, name in enumerate(spec.labels) for key in (name, str(id_), f"{id_}.0")}
     labels = raw.columns[spec.label_column]
     for row, label in enumerate(labels):
-        if str(label) not in ids:
+        if str(label) not in id_by_label:
             allowed = ", ".join(f"{name} ({id_})" for id_, name in enumerate(spec.labels))
             raise UserError(
                 f"{raw.location(row)}: label {shorten(repr(label))} is none of task {spec.name}'s: {allowed}"
             )
-    return [ids[str(label)] for label in labels]
+    return [id_by_label[str(label)] for label in labels]
 
 
-def _scores(raw: RawSplit, spec: TaskSpec) -> list[float]:
-    """Convert labels to finite numbers."""
+def _convert_scores(raw: RawSplit, spec: TaskSpec) -> list[float]:
+    """Return the labels as floats, or raise a `UserError` if one is not a finite number."""
     scores = []
     for row, value in enumerate(raw.columns[spec.label_column]):
         try:
@@ -170,8 +183,8 @@ def _scores(raw: RawSplit, spec: TaskSpec) -> list[float]:
     return scores
 
 
-def _answers(raw: RawSplit, spec: TaskSpec) -> list[dict[str, list[Any]]]:
-    """Check that ids are unique and answers are well-formed; return the answers' texts and positions."""
+def _check_answers(raw: RawSplit, spec: TaskSpec) -> list[dict[str, list[Any]]]:
+    """Return the texts and positions of the answers, or raise a `UserError` if an answer is malformed or ids repeat."""
     id_, count = Counter(raw.columns["id"]).most_common(1)[0]
     if count > 1:
         raise UserError(
@@ -195,9 +208,9 @@ def _is_answer(answer: Any) -> bool:
     return False
 
 
-_LABELS: dict[Kind, tuple[Callable[[RawSplit, TaskSpec], list[Any]], Any]] = {
-    "classification": (_class_ids, Value("int64")),
-    "regression": (_scores, Value("float64")),
-    "span": (_answers, {"text": List(Value("string")), "answer_start": List(Value("int64"))}),
+_LABEL_CONVERSIONS: dict[Kind, tuple[Callable[[RawSplit, TaskSpec], list[Any]], Any]] = {
+    "classification": (_convert_class_labels, Value("int64")),
+    "regression": (_convert_scores, Value("float64")),
+    "span": (_check_answers, {"text": List(Value("string")), "answer_start": List(Value("int64"))}),
 }
-"""Conversion and column type of the labels, by kind of task."""
+"""Function that converts the labels, and their column type, by kind of task."""

@@ -1,4 +1,4 @@
-"""Masked language modelling: the choice of the tokens that a model has to predict (Devlin et al., 2019)."""
+"""Masked language modelling: choice of the tokens that a model has to predict (Devlin et al., 2019)."""
 
 from typing import Any
 
@@ -8,28 +8,26 @@ from transformers import PreTrainedTokenizerBase
 
 from istar.errors import UserError
 
-IGNORED = -100
-"""Label of a token that is not to be predicted, which the losses of torch and transformers leave out."""
+IGNORED_LABEL = -100
+"""Label of a token that is not to be predicted; the losses of torch and transformers ignore it."""
 
-_REPLACED, _RANDOM = 0.8, 0.1  # shares of the chosen tokens; the rest stays as it is
+_MASK_SHARE, _RANDOM_SHARE = 0.8, 0.1  # shares of the chosen tokens; the rest stays unchanged
 
 
 class Masking:
-    """Chooses tokens and replaces them, as BERT's pre-training does.
+    """Choose and replace the tokens that a masked language model has to predict, as in BERT's pre-training.
 
-    A token is chosen with a probability of 15%. Of the chosen ones, 80% become the mask token and 10% a random token;
-    10% stay as they are. Special tokens are never chosen. If chance chooses no token of a text, one is chosen at
-    random, because a loss without a token has no value.
-
-    With `whole_word`, all tokens of a word are chosen or none.
+    Each token is chosen with a probability of 15% by default. Of the chosen tokens, 80% become the mask token, 10%
+    become a random token, and 10% stay unchanged. Special tokens are never chosen. At least one token of a text is
+    chosen, because a mean loss over no token is undefined.
 
     Args:
         tokenizer: a fast tokenizer with a mask token.
-        whole_word: choose whole words.
-        probability: probability with which a token, or a word, is chosen, above 0 and at most 1.
+        whole_word: whether to choose either all tokens of a word or none.
+        probability: probability with which a token, or a whole word, is chosen, above 0 and at most 1.
 
     Raises:
-        UserError: if the tokenizer has no mask token, or if it does not mark where words begin.
+        UserError: if the tokenizer has no mask token, or does not mark where words begin although `whole_word` is True.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, whole_word: bool = False, probability: float = 0.15) -> None:
@@ -38,37 +36,37 @@ class Masking:
                 f"{type(tokenizer).__name__} has no mask token, which task=mlm needs; choose an encoder such as BERT, "
                 "or task=clm"
             )
-        self.mask = int(tokenizer.mask_token_id)
+        self.mask_id = int(tokenizer.mask_token_id)
         self.probability = probability
         tokens: Any = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
-        special = set(tokenizer.all_special_ids)
-        self._is_special = np.array([number in special for number in range(len(tokens))])
-        self._ordinary = np.flatnonzero(~self._is_special)
-        self._continues = continues_word(tokens) if whole_word else np.zeros(len(tokens), dtype=bool)
+        special_ids = set(tokenizer.all_special_ids)
+        self._is_special = np.array([token_id in special_ids for token_id in range(len(tokens))])
+        self._ordinary_ids = np.flatnonzero(~self._is_special)
+        self._continues_word = find_word_continuations(tokens) if whole_word else np.zeros(len(tokens), dtype=bool)
 
     def __call__(self, input_ids: NDArray[Any], seed: tuple[int, ...]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return the ids with the chosen tokens replaced, and the labels, (tokens,) each.
+        """Return the token ids of a text with the chosen tokens replaced, and the labels, (tokens,) each.
 
-        A label is the original id of a chosen token and `IGNORED` elsewhere. Equal seeds give equal choices.
+        The label of a chosen token is its original id; all others are `IGNORED_LABEL`. Equal seeds give equal choices.
         """
-        random = np.random.default_rng(seed)
-        may_be_chosen = ~self._is_special[input_ids]
-        # A word is numbered by its first token; without `whole_word`, each token is a word.
-        word = np.cumsum(~self._continues[input_ids] | ~may_be_chosen) - 1
-        is_chosen = may_be_chosen & (random.random(len(input_ids)) < self.probability)[word]
-        if not is_chosen.any() and may_be_chosen.any():
-            is_chosen = may_be_chosen & (word == random.choice(word[may_be_chosen]))
-        lot, replacements = random.random(len(input_ids)), random.choice(self._ordinary, len(input_ids))
-        masked = np.where(is_chosen & (lot < _REPLACED), self.mask, input_ids)
-        is_random = is_chosen & (lot >= _REPLACED) & (lot < _REPLACED + _RANDOM)
-        return np.where(is_random, replacements, masked), np.where(is_chosen, input_ids, IGNORED)
+        rng = np.random.default_rng(seed)
+        is_ordinary = ~self._is_special[input_ids]
+        # The index of the word to which each token belongs; without `whole_word`, each token is a word.
+        word = np.cumsum(~self._continues_word[input_ids] | ~is_ordinary) - 1
+        is_chosen = is_ordinary & (rng.random(len(input_ids)) < self.probability)[word]
+        if not is_chosen.any() and is_ordinary.any():
+            is_chosen = is_ordinary & (word == rng.choice(word[is_ordinary]))
+        draws, replacements = rng.random(len(input_ids)), rng.choice(self._ordinary_ids, len(input_ids))
+        masked = np.where(is_chosen & (draws < _MASK_SHARE), self.mask_id, input_ids)
+        is_random = is_chosen & (draws >= _MASK_SHARE) & (draws < _MASK_SHARE + _RANDOM_SHARE)
+        return np.where(is_random, replacements, masked), np.where(is_chosen, input_ids, IGNORED_LABEL)
 
 
-def continues_word(tokens: list[str]) -> NDArray[np.bool_]:
-    """Return for each token of a vocabulary whether it continues a word instead of beginning one.
+def find_word_continuations(tokens: list[str]) -> NDArray[np.bool_]:
+    """Return for each token of a vocabulary whether it continues a word instead of beginning one, (tokens,) bool.
 
-    WordPiece marks continuations by `##`. Byte-level BPE and SentencePiece mark beginnings by the signs for a space,
-    `\u0120` and `\u2581`; letters and digits without such a sign continue a word.
+    WordPiece marks continuations by `##`. Byte-level BPE and SentencePiece mark beginnings by a character for a space,
+    `\u0120` and `\u2581`; tokens that start with a letter or digit instead continue a word.
 
     Raises:
         UserError: if the vocabulary has none of these marks.

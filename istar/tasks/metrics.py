@@ -21,7 +21,7 @@ _WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalize_answer(text: str) -> str:
-    """Return SQuAD v1.1's normal form of an answer: lower case, without punctuation, articles and extra white space.
+    """Return SQuAD v1.1's normal form of an answer: lower case, without punctuation, articles or extra white space.
 
     >>> normalize_answer("The  U.S. of an A!")
     'us of'
@@ -35,10 +35,10 @@ def exact_match(prediction: str, reference: str) -> float:
 
 
 def token_f1(prediction: str, reference: str) -> float:
-    """Return the F1 score of the two bags of words P and R, 2 |P ∩ R| / (|P| + |R|), in [0, 1].
+    """Return the F1 score of the bags of words P of the prediction and R of the reference, in [0, 1].
 
-    As in the official v1.1 script, the score is 0 if no word is shared, even if both normal forms are empty
-    (`exact_match` is 1 then).
+    It is 2 |P ∩ R| / (|P| + |R|). As in SQuAD's official v1.1 script, it is 0 if no word is shared, even if both
+    answers are empty and `exact_match` is 1.
     """
     predicted, expected = (Counter(normalize_answer(text).split()) for text in (prediction, reference))
     shared = (predicted & expected).total()
@@ -64,16 +64,18 @@ def matthews_correlation(predictions: Sequence[int], references: Sequence[int]) 
 
 def pearson(predictions: Sequence[float], references: Sequence[float]) -> dict[str, float]:
     """Return Pearson's correlation coefficient, in [-1, 1]; 0 if either side is constant."""
-    return {"pearson": _correlation(scipy.stats.pearsonr, predictions, references)}
+    return {"pearson": _compute_correlation(scipy.stats.pearsonr, predictions, references)}
 
 
 def spearman(predictions: Sequence[float], references: Sequence[float]) -> dict[str, float]:
     """Return Spearman's rank correlation coefficient, in [-1, 1]; 0 if either side is constant."""
-    return {"spearman": _correlation(scipy.stats.spearmanr, predictions, references)}
+    return {"spearman": _compute_correlation(scipy.stats.spearmanr, predictions, references)}
 
 
-def _correlation(function: Callable[..., Any], predictions: Sequence[float], references: Sequence[float]) -> float:
-    """Return a correlation by a function of SciPy; 0 if the predictions or references are constant."""
+def _compute_correlation(
+    function: Callable[..., Any], predictions: Sequence[float], references: Sequence[float]
+) -> float:
+    """Return the correlation that a function of `scipy.stats` computes; 0 if predictions or references are constant."""
     values = np.asarray([predictions, references], dtype=np.float64)
     if not np.isfinite(values).all():
         raise ValueError("a correlation needs finite predictions and references; they contain NaN or infinity")
@@ -100,7 +102,7 @@ def squad(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> di
 METRICS: dict[str, Callable[[Sequence[Any], Sequence[Any]], dict[str, float]]] = {
     metric.__name__: metric for metric in (accuracy, f1, matthews_correlation, pearson, spearman, squad)
 }
-"""Metric functions by name. Each maps predictions and references to one or more named values."""
+"""Metric functions by name. Each returns one or more values by name, given predictions and references."""
 
 
 def compute(names: Iterable[str], predictions: Sequence[Any], references: Sequence[Any]) -> dict[str, float]:
@@ -129,15 +131,18 @@ def compute(names: Iterable[str], predictions: Sequence[Any], references: Sequen
 
 
 class EvaluateMetric(evaluate.Metric):
-    """An entry of `METRICS` as an `evaluate.Metric`, for libraries and loops that need `add_batch`.
+    """A metric of `METRICS` as an `evaluate.Metric`, for libraries and loops that need `add_batch`.
 
-    Data stay in memory unless `keep_in_memory=False`. `options` are further arguments of `evaluate.Metric`.
+    Args:
+        name: key of `METRICS`.
+        options: further arguments of `evaluate.Metric`. By default, data stay in memory.
     """
 
     def __init__(self, name: str, **options: Any) -> None:
         super().__init__(config_name=name, **{"keep_in_memory": True, **options})
 
     def _info(self) -> evaluate.MetricInfo:
+        """Return the description of the metric and the types of its inputs."""
         types = {"pearson": "float64", "spearman": "float64", "squad": "string"}
         value = datasets.Value(types.get(self.config_name, "int64"))
         reference = datasets.List(value) if self.config_name == "squad" else value
@@ -149,4 +154,5 @@ class EvaluateMetric(evaluate.Metric):
         )
 
     def _compute(self, predictions: Sequence[Any], references: Sequence[Any]) -> dict[str, float]:
+        """Return the values of the metric by name."""
         return METRICS[self.config_name](predictions, references)

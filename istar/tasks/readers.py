@@ -23,14 +23,17 @@ from istar.tasks.specs import TaskSpec
 _log = logging.getLogger(__name__)
 
 MAX_MALFORMED_SHARE = 0.01
-"""Largest share of malformed rows that is skipped with a warning. With more, the file is damaged or of another kind."""
+"""Largest share of malformed rows to skip with a warning. A file with more is damaged or has another format."""
 
 
 @dataclass(frozen=True)
 class RawSplit:
-    """The columns of a split before validation, by their names on the hub.
+    """Columns of a split as they are in a file or another source, before they are validated.
 
-    For error messages, `source` is the file or another origin, and `lines` has the line number of each row, if known.
+    Attributes:
+        source: file or other origin, for error messages.
+        columns: values of each column by its name on the hub.
+        lines: line number of each row, for error messages; empty if unknown.
     """
 
     source: str
@@ -38,16 +41,24 @@ class RawSplit:
     lines: Sequence[int] = ()
 
     def location(self, row: int) -> str:
-        """Return the source and the line or row number, counted from 1, for error messages."""
+        """Return the source and the line or row number of a row, counted from 1, for error messages."""
         return f"{self.source}, line {self.lines[row]}" if self.lines else f"{self.source}, row {row + 1}"
 
 
-def source_columns(
+def find_source_columns(
     spec: TaskSpec, split: str, available: Sequence[str], source: str, renamed: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Return the source's name of each column that a split needs, by its name on the hub; refuse a missing column.
+    """Return the names in a source of the columns that a split needs, by their names on the hub.
 
-    A test set does not need labels. `renamed` maps names on the hub to different names in the source.
+    Args:
+        spec: specification of the task.
+        split: name of the split. A test set does not need labels.
+        available: names of the columns in the source.
+        source: file or other origin, for error messages.
+        renamed: names in the source, by names on the hub, where they differ.
+
+    Raises:
+        UserError: if a column is missing.
     """
     ids = ("id",) if spec.kind == "span" else ()
     columns = {name: (renamed or {}).get(name, name) for name in (*ids, *spec.text_columns, spec.label_column)}
@@ -55,8 +66,8 @@ def source_columns(
         del columns[spec.label_column]
     for name in columns.values():
         if name not in available:
-            listed = ", ".join(map(repr, available)) or "none"
-            raise UserError(f"{source}: column {name!r}, which task {spec.name} needs, is missing; found: {listed}")
+            found = ", ".join(map(repr, available)) or "none"
+            raise UserError(f"{source}: column {name!r}, which task {spec.name} needs, is missing; found: {found}")
     return columns
 
 
@@ -68,7 +79,7 @@ def read_tsv(path: Path, spec: TaskSpec, split: str) -> RawSplit:
 
 
 def read_csv(path: Path, spec: TaskSpec, split: str) -> RawSplit:
-    """Read comma-separated values with a header of the hub's column names."""
+    """Read a file of comma-separated values with a header of the hub's column names."""
     # Without `strict`, an unclosed quote would silently absorb the rest of the file.
     reader = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)
     records = []
@@ -91,37 +102,48 @@ def _read_table(
     header: Sequence[str] = (),
     renamed: Mapping[str, str] | None = None,
 ) -> RawSplit:
-    """Select the columns of a split from numbered records; skip a few records of wrong length with a warning.
+    """Select the columns of a split from the records of a table, and skip a few records of wrong length with a warning.
 
-    Test sets must be complete, since the rows of a submission are counted. The header is by default the first record.
+    Test sets must be complete, because a submission must have a prediction for each row.
+
+    Args:
+        path: file of the table.
+        spec: specification of the task.
+        split: name of the split.
+        records: line number and fields of each record.
+        header: names of the fields; by default the first record.
+        renamed: see `find_source_columns`.
+
+    Raises:
+        UserError: if a column is missing, or too many records have a wrong length.
     """
     header = header or next(records, (0, []))[1]
     if not header:
         return RawSplit(str(path), {})
-    names = source_columns(spec, split, header, str(path), renamed)
+    names = find_source_columns(spec, split, header, str(path), renamed)
     positions = [header.index(name) for name in names.values()]
     columns: dict[str, list[str]] = {column: [] for column in names}
-    values_at = list(zip(columns.values(), positions, strict=True))
+    values_and_positions = list(zip(columns.values(), positions, strict=True))
     lines, malformed = [], []
     for line, fields in records:
         if len(fields) == len(header):
-            for values, position in values_at:
+            for values, position in values_and_positions:
                 values.append(fields[position])
             lines.append(line)
         else:
             malformed.append(line)
     if malformed:
         total = len(lines) + len(malformed)
-        message = f"{len(malformed)} of {total} rows do not have {len(header)} fields, the first on line {malformed[0]}"
-        allowed = 0.0 if spec.is_test(split) else MAX_MALFORMED_SHARE
-        if len(malformed) > allowed * total:
-            raise UserError(f"{path}: {message}; at most {allowed:.0%} of the rows of this split may be malformed")
-        _log.warning("%s: %s; these rows are skipped", path, message)
+        problem = f"{len(malformed)} of {total} rows do not have {len(header)} fields, the first on line {malformed[0]}"
+        max_share = 0.0 if spec.is_test(split) else MAX_MALFORMED_SHARE
+        if len(malformed) > max_share * total:
+            raise UserError(f"{path}: {problem}; at most {max_share:.0%} of the rows of this split may be malformed")
+        _log.warning("%s: %s; these rows are skipped", path, problem)
     return RawSplit(str(path), columns, lines)
 
 
 def read_json(path: Path, spec: TaskSpec, split: str) -> RawSplit:
-    """Read JSON lines, or one JSON array of objects, with the hub's column names as keys."""
+    """Read a file of JSON lines, or of one JSON array of objects, with the hub's column names as keys."""
     text = read_text(path)
     if text.lstrip().startswith("["):
         lines, records = [], parse_json(text, str(path))
@@ -135,7 +157,7 @@ def read_json(path: Path, spec: TaskSpec, split: str) -> RawSplit:
     for row, record in enumerate(records):
         if not isinstance(record, dict):
             raise UserError(f"{location(row)}: a JSON object was expected, not {shorten(repr(record))}")
-    columns = source_columns(spec, split, list(records[0]), str(path))
+    columns = find_source_columns(spec, split, list(records[0]), str(path))
     for row, record in enumerate(records):
         for key in columns:
             if key not in record:
@@ -144,31 +166,31 @@ def read_json(path: Path, spec: TaskSpec, split: str) -> RawSplit:
 
 
 def read_parquet(path: Path, spec: TaskSpec, split: str) -> RawSplit:
-    """Read Parquet with the hub's column names. Class names that `datasets` stored in the schema are used."""
+    """Read a Parquet file with the hub's column names. Class ids become the class names stored in its schema."""
     try:
         with pq.ParquetFile(path) as file:
-            columns = source_columns(spec, split, file.schema_arrow.names, str(path))
+            columns = find_source_columns(spec, split, file.schema_arrow.names, str(path))
             table = file.read(columns=list(columns))
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{path}: not a readable Parquet file: {shorten(str(error))}") from error
-    return from_dataset(Dataset(table), spec, split, str(path))
+    return read_dataset(Dataset(table), spec, split, str(path))
 
 
-def read_saved(state: Path, spec: TaskSpec, split: str) -> RawSplit:
+def read_saved_dataset(state_path: Path, spec: TaskSpec, split: str) -> RawSplit:
     """Read one split of a folder that `DatasetDict.save_to_disk` wrote, given the path of its `state.json`."""
     try:
-        dataset = load_from_disk(str(state.parent))
+        dataset = load_from_disk(str(state_path.parent))
     except Exception as error:  # pyarrow, json and datasets raise many types for damaged folders
-        raise UserError(f"{state.parent}: not a readable saved data set: {shorten(str(error))}") from error
-    return from_dataset(dataset, spec, split, str(state.parent))
+        raise UserError(f"{state_path.parent}: not a readable saved data set: {shorten(str(error))}") from error
+    return read_dataset(dataset, spec, split, str(state_path.parent))
 
 
-def from_dataset(dataset: Dataset, spec: TaskSpec, split: str, source: str) -> RawSplit:
+def read_dataset(dataset: Dataset, spec: TaskSpec, split: str, source: str) -> RawSplit:
     """Select the columns of a split from a data set.
 
-    Ids of a `ClassLabel` column become class names, because the ids may be ordered differently in the spec.
+    Class ids of a `ClassLabel` column become class names, because the spec may order the classes differently.
     """
-    names = list(source_columns(spec, split, dataset.column_names, source))
+    names = list(find_source_columns(spec, split, dataset.column_names, source))
     columns = dataset.select_columns(names).with_format("arrow")[:].to_pydict()
     for name, values in columns.items():
         feature = dataset.features[name]
@@ -179,7 +201,7 @@ def from_dataset(dataset: Dataset, spec: TaskSpec, split: str, source: str) -> R
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the numbered lines of a UTF-8 file without line ends (LF or CRLF); skip empty lines.
+    """Yield the number and the text of each line of a UTF-8 file that is not empty, without the line end.
 
     Only a line feed ends a line, because texts may contain other Unicode line separators.
     """
@@ -189,7 +211,11 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def read_text(path: Path) -> str:
-    """Return the content of a UTF-8 file; the error for a file that is not UTF-8 names the line."""
+    """Return the content of a UTF-8 file.
+
+    Raises:
+        UserError: if the file cannot be read, or is not UTF-8 text; the message names the line.
+    """
     try:
         content = path.read_bytes()
         text = content.decode("utf-8-sig")
@@ -210,7 +236,7 @@ def read_text(path: Path) -> str:
 
 
 def parse_json(text: str, location: str) -> Any:
-    """Parse JSON; raise a `UserError` that names the location if the text is not JSON."""
+    """Parse JSON, or raise a `UserError` that names `location` if the text is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:  # raised for too many digits or brackets, besides JSONDecodeError

@@ -11,24 +11,24 @@ from datasets import Dataset
 
 from istar.errors import UserError, shorten
 from istar.tasks import demo, formats, readers
-from istar.tasks.hub import COMMIT, LOCAL_COPY, find_commit, hub_problem, refusal
+from istar.tasks.hub import COMMIT_PATTERN, LOCAL_COPY_HINTS, explain_refusal, find_commit, find_hub_problem
 from istar.tasks.readers import RawSplit
 from istar.tasks.specs import Files, TaskSpec
-from istar.tasks.texts import read_texts, text_splits, without_blank_rows
+from istar.tasks.texts import drop_blank_rows, find_text_splits, read_texts
 
 Reader = Callable[[Path, TaskSpec, str], RawSplit]
 Layout = Mapping[str, Reader]
 """Readers by file name pattern, in which `{}` stands for the name of the split; `dev` may stand for `validation`."""
 
-_SAVED: Layout = {"{}/state.json": readers.read_saved}
-_BENCHMARK_FILES: Mapping[Files, Layout] = {
+_SAVED_LAYOUT: Layout = {"{}/state.json": readers.read_saved_dataset}
+_BENCHMARK_LAYOUTS: Mapping[Files, Layout] = {
     "": {},
     "tsv": {"{}.tsv": readers.read_tsv},
     "trees": {"{}.txt": formats.read_trees},
     "squad": {"{}-v1.1.json": formats.read_squad},
     "text": {},
 }
-_TABLES: Layout = {
+_TABLE_LAYOUT: Layout = {
     "{}.csv": readers.read_csv,
     "{}.jsonl": readers.read_json,
     "{}.json": readers.read_json,
@@ -38,19 +38,25 @@ _TABLES: Layout = {
 
 @dataclass(frozen=True)
 class Source:
-    """Where the splits of a task come from."""
+    """Source of the splits of a task: a folder, a text corpus, the hub or the demo generator.
 
-    # Reads a split, given its name. Documents come as a data set, which may be larger than the memory.
-    read: Callable[[str], RawSplit | Dataset]
-    has: Callable[[str], bool]  # whether there is such a split
-    commit: str | None = None  # commit of the data set on the hub; None for other sources, or if it is not known
+    Attributes:
+        read_split: function that reads the split of a given name. It returns the documents of a text corpus as a data
+            set, which may be larger than the memory.
+        has_split: function that returns whether there is a split of a given name.
+        commit: commit of the data set on the hub; None for other sources, or if it is unknown.
+    """
+
+    read_split: Callable[[str], RawSplit | Dataset]
+    has_split: Callable[[str], bool]
+    commit: str | None = None
 
 
-def from_folder(spec: TaskSpec, data_dir: Path, splits: Sequence[str]) -> Source:
-    """Select the subfolder and the file layout that contain most of the requested splits.
+def make_folder_source(spec: TaskSpec, data_dir: Path, splits: Sequence[str]) -> Source:
+    """Return the source that reads splits from the files of a folder.
 
-    If several contain equally many of them, those with more of the task's other splits are preferred, then
-    `data_dir` itself, then saved data sets, then the benchmark's own files.
+    It uses the subfolder and file layout that contain most of the requested splits. In a tie, it prefers those with
+    more of the task's other splits, then `data_dir` itself, then saved data sets, then the benchmark's own files.
 
     Raises:
         UserError: if the folder cannot be read or contains no file of the task.
@@ -62,101 +68,112 @@ def from_folder(spec: TaskSpec, data_dir: Path, splits: Sequence[str]) -> Source
         reasons = {FileNotFoundError: "does not exist", NotADirectoryError: "is not a folder"}
         reason = reasons.get(type(error), f"cannot be read ({error.strerror})")
         raise UserError(f"{option} {reason}; name the folder that holds the files of task {spec.name}") from error
-    layouts = [_SAVED, _BENCHMARK_FILES[spec.files], _TABLES]
+    layouts = [_SAVED_LAYOUT, _BENCHMARK_LAYOUTS[spec.files], _TABLE_LAYOUT]
     subfolders = [*spec.folders, spec.name]
     candidates = itertools.product([data_dir, *(data_dir / name for name in subfolders)], layouts)
 
-    def split_counts(candidate: tuple[Path, Layout]) -> tuple[int, int]:
+    def count_splits(candidate: tuple[Path, Layout]) -> tuple[int, int]:
+        """Return how many requested splits and how many splits in total a folder with a layout contains."""
         available = {split for split in {*splits, *spec.splits} if _find_file(spec, *candidate, split)}
         return len(available & set(splits)), len(available)
 
-    folder, layout = best = max(candidates, key=split_counts)
-    if not any(split_counts(best)):
+    folder, layout = best = max(candidates, key=count_splits)
+    if not any(count_splits(best)):
         names = ", ".join(pattern.format(spec.train) for layout in layouts for pattern in layout)
         places = ", ".join(f"{name}/" for name in subfolders)
         raise UserError(f"{option} holds no data of task {spec.name}: no {names} in it or in {places}")
 
-    def read(split: str) -> RawSplit:
-        match = _find_file(spec, folder, layout, split)
-        if match is None:
+    def read_split(split: str) -> RawSplit:
+        """Read a split with the reader of its file."""
+        found = _find_file(spec, folder, layout, split)
+        if found is None:
             names = " or ".join(name for pattern in layout for name in _file_names(spec, pattern, split))
             raise UserError(f"{option}: split {split!r} of task {spec.name} is missing: no {names} in {folder}")
-        path, reader = match
+        path, reader = found
         return reader(path, spec, split)
 
-    return Source(read, lambda split: _find_file(spec, folder, layout, split) is not None)
+    return Source(read_split, lambda split: _find_file(spec, folder, layout, split) is not None)
 
 
-def from_text(path: Path, cache_dir: Path) -> Source:
-    """Return the splits of a text corpus in a file or folder, see `istar.tasks.texts.text_splits`."""
-    splits = text_splits(path)
+def make_text_source(path: Path, cache_dir: Path) -> Source:
+    """Return the source of the splits of a text corpus in a file or folder, as `find_text_splits` finds them."""
+    splits = find_text_splits(path)
     return Source(lambda split: read_texts(splits[split], cache_dir), lambda split: split in splits)
 
 
-def from_hub(spec: TaskSpec) -> Source:
-    """Load the task from the Hugging Face hub, or from the local cache if the hub cannot be reached.
+def make_hub_source(spec: TaskSpec) -> Source:
+    """Return the source that loads a task from the Hugging Face hub, or from the local cache without the hub.
 
-    All splits are of one commit, which is the latest one of the data set's main branch.
+    All splits are of the same commit, the latest of the data set's main branch.
 
     Raises:
         UserError: if the hub cannot be reached and the task is not in the cache, or if loading fails.
     """
     assert spec.hub is not None, spec.name
     source = " ".join(filter(None, spec.hub))
-    problem = hub_problem()
+    problem = find_hub_problem()
     commit = None if problem else find_commit(spec.hub[0], None, "dataset")
     name, configuration = spec.hub
 
-    def load(configuration: str | None) -> datasets.DatasetDict:
+    def load_configuration(configuration: str | None) -> datasets.DatasetDict:
+        """Load all splits of a configuration of the data set."""
         try:
             with _offline() if problem else contextlib.nullcontext():
                 return datasets.load_dataset(name, configuration, revision=commit)
         except Exception as error:  # `datasets` and the libraries below it raise many types
-            answer = f"the hub did not deliver it ({shorten(f'{type(error).__name__}: {error}')})"
-            reason = refusal(error, name, "dataset") or answer
+            failure = f"the hub did not deliver it ({shorten(f'{type(error).__name__}: {error}')})"
+            reason = explain_refusal(error, name, "dataset") or failure
             reason = f"not in the local cache, and {problem}" if problem else reason
             source = " ".join(filter(None, (name, configuration)))
-            raise UserError(f"{source}: {reason}; {LOCAL_COPY['dataset']}") from error
+            raise UserError(f"{source}: {reason}; {LOCAL_COPY_HINTS['dataset']}") from error
 
-    dataset = load(configuration)
-    apart = {split.name: split.hub for split in spec.test if split.hub is not None}
+    dataset = load_configuration(configuration)
+    separate_splits = {split.name: split.hub for split in spec.test if split.hub is not None}
 
-    def read(split: str) -> RawSplit | Dataset:
-        splits, name_on_hub = (load(apart[split][0]), apart[split][1]) if split in apart else (dataset, split)
+    def read_split(split: str) -> RawSplit | Dataset:
+        """Return a split, from a configuration of its own if the hub has it separately."""
+        splits, name_on_hub = (
+            (load_configuration(separate_splits[split][0]), separate_splits[split][1])
+            if split in separate_splits
+            else (dataset, split)
+        )
         if name_on_hub not in splits:
             raise UserError(f"{source} has no split {name_on_hub!r}; found: {', '.join(splits)}")
-        place = f"{source}, split {split}"
+        split_source = f"{source}, split {split}"
         if spec.is_language_modelling:
-            return without_blank_rows(splits[name_on_hub], place)
-        return readers.from_dataset(splits[name_on_hub], spec, split, place)
+            return drop_blank_rows(splits[name_on_hub], split_source)
+        return readers.read_dataset(splits[name_on_hub], spec, split, split_source)
 
-    return Source(read, lambda split: split in apart or split in dataset, commit or _cached_commit(dataset))
+    return Source(
+        read_split, lambda split: split in separate_splits or split in dataset, commit or _find_cached_commit(dataset)
+    )
 
 
-def _cached_commit(dataset: datasets.DatasetDict) -> str | None:
-    """Return the commit of a data set from the cache of `datasets`, or None if it was not made from a commit.
+def _find_cached_commit(dataset: datasets.DatasetDict) -> str | None:
+    """Return the commit of a data set that `datasets` has loaded from its cache, or None if it is unknown.
 
-    Without the hub, `datasets` takes the latest data set that it has prepared, in a folder with the name of its commit.
+    Without the hub, `datasets` loads the latest data set in its cache, from a folder that has the commit as its name.
     """
     folders = {Path(file["filename"]).parent.name for split in dataset.values() for file in split.cache_files}
     commit = folders.pop() if len(folders) == 1 else ""
-    return commit if COMMIT.fullmatch(commit) else None
+    return commit if COMMIT_PATTERN.fullmatch(commit) else None
 
 
-def from_generator(spec: TaskSpec) -> Source:
-    """Generate the examples of a demo task."""
+def make_demo_source(spec: TaskSpec) -> Source:
+    """Return the source that generates the splits of a demo task."""
 
-    def read(split: str) -> RawSplit | Dataset:
+    def read_split(split: str) -> RawSplit | Dataset:
+        """Generate a split."""
         generated = demo.generate(spec.name, split)
         if spec.is_language_modelling:
             return generated
-        return readers.from_dataset(generated, spec, split, f"generated {split} of {spec.name}")
+        return readers.read_dataset(generated, spec, split, f"generated {split} of {spec.name}")
 
-    return Source(read, lambda split: True)
+    return Source(read_split, lambda split: True)
 
 
 def _find_file(spec: TaskSpec, folder: Path, layout: Layout, split: str) -> tuple[Path, Reader] | None:
-    """Return the first existing file of a split and its reader, or None."""
+    """Return the first existing file of a split in a folder and its reader, or None if there is no file."""
     for pattern, reader in layout.items():
         for name in _file_names(spec, pattern, split):
             if (folder / name).is_file():
@@ -165,16 +182,16 @@ def _find_file(spec: TaskSpec, folder: Path, layout: Layout, split: str) -> tupl
 
 
 def _file_names(spec: TaskSpec, pattern: str, split: str) -> list[str]:
-    """Return the possible file names of a split."""
+    """Return the possible names of a split's file, given a file name pattern of a `Layout`."""
     return [pattern.format(stem) for stem in spec.stems(split)]
 
 
 @contextlib.contextmanager
 def _offline() -> Iterator[None]:
-    """Restrict `datasets` to its cache, which avoids its connection retries."""
-    before = datasets.config.HF_HUB_OFFLINE
+    """Within the `with` block, restrict `datasets` to its cache, which avoids its connection retries."""
+    was_offline = datasets.config.HF_HUB_OFFLINE
     datasets.config.HF_HUB_OFFLINE = True
     try:
         yield
     finally:
-        datasets.config.HF_HUB_OFFLINE = before
+        datasets.config.HF_HUB_OFFLINE = was_offline

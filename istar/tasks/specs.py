@@ -15,19 +15,19 @@ class Split:
     name: str  # name of the split on the hub, e.g. `validation_matched`
     suffix: str = ""  # appended to metric names if a task has several such sets, e.g. `accuracy_mismatched`
     submission: str = ""  # file name of the GLUE submission for a test set; empty if there is none
-    # For a set that the benchmark ships apart from the others: its paths without suffix relative to their folder, and
-    # its configuration and split on the hub. A submission leaves out such a set, with a warning, where it is missing.
+    # For a set that the benchmark ships separately from the others: its paths without suffix relative to their folder,
+    # and its configuration and split on the hub. If such a set is missing, a submission omits it with a warning.
     stems: tuple[str, ...] = ()
     hub: tuple[str, str] | None = None
 
     @property
-    def is_apart(self) -> bool:
-        """Whether the benchmark ships this set apart from the others."""
+    def is_shipped_separately(self) -> bool:
+        """Whether the benchmark ships this set separately from the others."""
         return bool(self.stems)
 
 
 HELD_OUT = Split("held_out", suffix="held_out")
-"""The part of the training data that chooses the best epoch if `task.validation_fraction` is set."""
+"""The held-out part of the training data that selects the best epoch if `task.validation_fraction` is set."""
 
 
 @dataclass(frozen=True)
@@ -73,20 +73,26 @@ class TaskSpec:
         return "_".join(filter(None, (self.headline, self.selection_set.suffix)))
 
     def stems(self, split: str) -> tuple[str, ...]:
-        """Return the names without suffix that the file of a split may have; the benchmarks' files may say `dev`."""
-        apart = [stem for test in self.test if test.name == split for stem in test.stems]
-        return tuple(dict.fromkeys((split, split.replace("validation", "dev"), *apart)))
+        """Return the file names without suffix that a split may have; `dev` may stand for `validation`."""
+        separate_stems = [stem for test in self.test if test.name == split for stem in test.stems]
+        return tuple(dict.fromkeys((split, split.replace("validation", "dev"), *separate_stems)))
 
     def is_test(self, split: str) -> bool:
         """Return whether a split is a test set, which may lack labels."""
         return any(split == test.name for test in self.test)
 
 
-def _glue(name: str, folder: str, text_columns: Mapping[str, str], label: str = "label", **settings: Any) -> TaskSpec:
-    """Return the specification of a GLUE task, whose submission file has the name of the folder of its TSV files.
+def _make_glue_spec(
+    name: str, folder: str, text_columns: Mapping[str, str], label: str = "label", **settings: Any
+) -> TaskSpec:
+    """Return the specification of a GLUE task.
 
-    `text_columns` maps names on the hub to names in the TSV files, where the label column has the name `label`.
-    `settings` are further fields of `TaskSpec`.
+    Args:
+        name: name of the task on the hub.
+        folder: folder of its TSV files, from which the submission file has its name.
+        text_columns: names of the text columns in the TSV files, by their names on the hub.
+        label: name of the label column in the TSV files.
+        settings: further fields of `TaskSpec`.
     """
     settings.setdefault("test", (Split("test", submission=f"{folder}.tsv"),))
     return TaskSpec(
@@ -101,7 +107,7 @@ def _glue(name: str, folder: str, text_columns: Mapping[str, str], label: str = 
 
 
 _SPECS = (
-    _glue(
+    _make_glue_spec(
         "cola",
         "CoLA",
         {"sentence": "sentence"},
@@ -110,8 +116,8 @@ _SPECS = (
         metrics=("matthews_correlation", "accuracy"),
         headline="matthews_correlation",
     ),
-    _glue("sst2", "SST-2", {"sentence": "sentence"}, labels=("negative", "positive")),
-    _glue(
+    _make_glue_spec("sst2", "SST-2", {"sentence": "sentence"}, labels=("negative", "positive")),
+    _make_glue_spec(
         "mrpc",
         "MRPC",
         {"sentence1": "#1 String", "sentence2": "#2 String"},
@@ -119,7 +125,7 @@ _SPECS = (
         labels=("not_equivalent", "equivalent"),
         metrics=("accuracy", "f1"),
     ),
-    _glue(
+    _make_glue_spec(
         "stsb",
         "STS-B",
         {"sentence1": "sentence1", "sentence2": "sentence2"},
@@ -128,7 +134,7 @@ _SPECS = (
         metrics=("pearson", "spearman"),
         headline="pearson",
     ),
-    _glue(
+    _make_glue_spec(
         "qqp",
         "QQP",
         {"question1": "question1", "question2": "question2"},
@@ -136,7 +142,7 @@ _SPECS = (
         labels=("not_duplicate", "duplicate"),
         metrics=("accuracy", "f1"),
     ),
-    _glue(
+    _make_glue_spec(
         "mnli",
         "MNLI",
         {"premise": "sentence1", "hypothesis": "sentence2"},
@@ -157,14 +163,14 @@ _SPECS = (
         ),
         submit_labels=True,
     ),
-    _glue(
+    _make_glue_spec(
         "qnli",
         "QNLI",
         {"question": "question", "sentence": "sentence"},
         labels=("entailment", "not_entailment"),
         submit_labels=True,
     ),
-    _glue(
+    _make_glue_spec(
         "rte",
         "RTE",
         {"sentence1": "sentence1", "sentence2": "sentence2"},
@@ -172,7 +178,7 @@ _SPECS = (
         max_length=256,
         submit_labels=True,
     ),
-    _glue(
+    _make_glue_spec(
         "wnli",
         "WNLI",
         {"sentence1": "sentence1", "sentence2": "sentence2"},
@@ -235,8 +241,8 @@ _SPECS = (
 )
 
 
-def _language_modelling(name: str, kind: Kind, metrics: tuple[str, ...]) -> list[TaskSpec]:
-    """Return a task on any text, generated by default, and the same task on the two sizes of WikiText."""
+def _make_language_modelling_specs(name: str, kind: Kind, metrics: tuple[str, ...]) -> list[TaskSpec]:
+    """Return the specifications of a task on any text, which is generated by default, and on WikiText-2 and -103."""
     task = TaskSpec(
         name, text_columns=("text",), kind=kind, metrics=metrics, headline="perplexity", files="text", max_length=128
     )
@@ -244,9 +250,9 @@ def _language_modelling(name: str, kind: Kind, metrics: tuple[str, ...]) -> list
     return [task, *(replace(task, name=f"{name}_{size}", hub=("Salesforce/wikitext", part)) for size, part in sizes)]
 
 
-_LANGUAGE_MODELLING = (
-    *_language_modelling("clm", "causal_lm", ("perplexity", "loss")),
-    *_language_modelling("mlm", "masked_lm", ("perplexity", "loss", "accuracy")),
+_LANGUAGE_MODELLING_SPECS = (
+    *_make_language_modelling_specs("clm", "causal_lm", ("perplexity", "loss")),
+    *_make_language_modelling_specs("mlm", "masked_lm", ("perplexity", "loss", "accuracy")),
 )
 
-TASKS: dict[str, TaskSpec] = {spec.name: spec for spec in (*_SPECS, *_LANGUAGE_MODELLING)}
+TASKS: dict[str, TaskSpec] = {spec.name: spec for spec in (*_SPECS, *_LANGUAGE_MODELLING_SPECS)}

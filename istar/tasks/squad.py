@@ -16,7 +16,7 @@ from istar.errors import UserError
 INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 
 
-def training_features(
+def make_training_features(
     questions: Sequence[str],
     contexts: Sequence[str],
     answers: Sequence[Mapping[str, Sequence[Any]]],
@@ -25,44 +25,52 @@ def training_features(
     max_length: int,
     stride: int = 128,
 ) -> dict[str, list[Any]]:
-    """Split contexts into windows, with the token positions of the first gold answer, for training.
+    """Tokenize questions with windows of their contexts, and find the first gold answer in each window, for training.
 
-    Most arguments are those of `windows`. `answers` has `{"text": [...], "answer_start": [...]}` for each example, with
-    empty lists for an unanswerable question; `ids` are for error messages.
+    Args:
+        questions: question of each example.
+        contexts: context of each example.
+        answers: `{"text": [...], "answer_start": [...]}` of each example, with empty lists if there is no answer.
+        ids: id of each example, for error messages.
+        tokenizer, max_length, stride: see `tokenize_windows`.
 
     Returns:
-        The columns of `windows` except the offsets, and `start_positions` and `end_positions` (inclusive). Both are
-        0 if the window does not contain the whole answer.
+        The columns of `tokenize_windows` except the offsets, and the tokens `start_positions` and `end_positions`
+        (inclusive) of the answer. Both are 0 if the window does not contain the whole answer.
 
     Raises:
         UserError: if an answer does not occur at its `answer_start`; the message names the question.
     """
-    ranges = [_answer_range(*example) for example in zip(contexts, answers, ids, strict=True)]
-    features = windows(questions, contexts, tokenizer, max_length, stride)
-    pairs = zip(features.pop("offset_mapping"), features["example_id"], strict=True)
-    positions = [answer_positions(offsets, *ranges[example]) for offsets, example in pairs]
+    answer_ranges = [_find_answer_range(*example) for example in zip(contexts, answers, ids, strict=True)]
+    features = tokenize_windows(questions, contexts, tokenizer, max_length, stride)
+    windows = zip(features.pop("offset_mapping"), features["example_id"], strict=True)
+    positions = [find_answer_tokens(offsets, *answer_ranges[example]) for offsets, example in windows]
     features["start_positions"], features["end_positions"] = map(list, zip(*positions, strict=True))
     return features
 
 
-def windows(
+def tokenize_windows(
     questions: Sequence[str],
     contexts: Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
     max_length: int,
     stride: int = 128,
 ) -> dict[str, list[Any]]:
-    """Tokenize each question with every window of its context, unpadded, for evaluation.
+    """Tokenize each question with every window of its context, without padding.
 
-    Every window must contain new tokens. Therefore neighbouring windows share at most a third of `max_length` (128 of
-    384 tokens is customary), and a question that fills more than half of a window is truncated after a token.
+    Each window must contain new tokens. Therefore, neighbouring windows share at most a third of `max_length`, and a
+    question that fills more than half of a window is truncated. White space around a question is removed.
 
-    `max_length` (a window with its question) and `stride` (what neighbouring windows share) are in tokens. White space
-    around a question is removed.
+    Args:
+        questions: question of each example.
+        contexts: context of each example.
+        tokenizer: a fast tokenizer.
+        max_length: maximum number of tokens of a window with its question; 384 is customary.
+        stride: number of tokens that neighbouring windows share.
 
     Returns:
         Lists of equal length with one entry per window: the tokenizer's outputs, `offset_mapping` (arrays of shape
-        (tokens, 2)) and `example_id`, the index of the example. Windows of an example are consecutive and in order.
+        (tokens, 2)) and `example_id`, the index of the example. The windows of an example are consecutive and in order.
 
     Raises:
         UserError: if the tokenizer is slow, or `max_length` is too small for a question and a context.
@@ -72,16 +80,16 @@ def windows(
             f"{type(tokenizer).__name__} is a slow tokenizer, which cannot return offsets; "
             "choose a model with a fast one (a tokenizer.json)"
         )
-    content = max_length - tokenizer.num_special_tokens_to_add(pair=True)
-    if content < 2:
+    max_text_tokens = max_length - tokenizer.num_special_tokens_to_add(pair=True)
+    if max_text_tokens < 2:
         raise UserError(f"max_length={max_length} is too small for a question and a context; increase it")
-    max_question = content // 2
+    max_question_tokens = max_text_tokens // 2
     encoded = tokenizer(
-        _truncate(questions, tokenizer, max_question),
+        _truncate_questions(questions, tokenizer, max_question_tokens),
         list(contexts),
         truncation="only_second",
         max_length=max_length,
-        stride=min(stride, max_length // 3, content - max_question - 1),
+        stride=min(stride, max_length // 3, max_text_tokens - max_question_tokens - 1),
         return_overflowing_tokens=True,
         return_offsets_mapping=True,
         return_attention_mask=True,
@@ -95,10 +103,10 @@ def windows(
     return features
 
 
-def answer_positions(offsets: NDArray[np.integer], start: int, end: int) -> tuple[int, int]:
-    """Return the first and the last token of an answer, or (0, 0) if the window does not contain the whole answer.
+def find_answer_tokens(offsets: NDArray[np.integer], start: int, end: int) -> tuple[int, int]:
+    """Return the first and the last token of an answer, or (0, 0) if a window does not contain the whole answer.
 
-    The offsets of the window have the shape (tokens, 2). The answer consists of the characters [start, end).
+    `offsets`, (tokens, 2), are those of the window. The answer consists of the characters [start, end) of the context.
     """
     in_context = np.flatnonzero(offsets[:, 0] >= 0)
     starts, ends = offsets[in_context].T
@@ -116,11 +124,11 @@ def best_answer(
     n_best: int = 20,
     max_answer_length: int = 30,
 ) -> str:
-    """Return the answer text with the highest sum of start and end logit over all windows of one context.
+    """Return the answer text with the highest sum of start and end logit over all windows of a context.
 
-    `windows` has the first three arguments of `best_span` for each window. Ties are resolved in favour of the first
-    window, then the earliest start, then the earliest end. The text has no surrounding white space; it is "" if no
-    window has a valid span.
+    `windows` contains start logits, end logits and offsets of each window, as for `best_span`. Ties are resolved in
+    favour of the first window, then the earliest start, then the earliest end. The text has no surrounding white space.
+    It is "" if no window has a valid span.
     """
     spans = [span for window in windows if (span := best_span(*window, n_best, max_answer_length)) is not None]
     if not spans:
@@ -136,11 +144,11 @@ def best_span(
     n_best: int = 20,
     max_answer_length: int = 30,
 ) -> tuple[float, int, int] | None:
-    """Return the best span of a window, as the sum of its two logits and its characters [start, end).
+    """Return the best answer span of a window: the sum of its start and end logit, and its characters [start, end).
 
     The logits have the shape (tokens,) and the offsets (tokens, 2). The candidates combine the `n_best` start tokens
-    with the `n_best` end tokens of the context. A valid span has between 1 and `max_answer_length` tokens. The result
-    is None if no candidate is valid.
+    with the `n_best` end tokens. A valid span has between 1 and `max_answer_length` tokens. None is returned if no
+    candidate is valid.
     """
     in_context = np.flatnonzero(offsets[:, 0] >= 0)
     if not len(in_context):
@@ -161,8 +169,12 @@ def best_span(
     return float(scores[row, column]), int(offsets[starts[row], 0]), int(offsets[ends[column], 1])
 
 
-def _answer_range(context: str, answer: Mapping[str, Sequence[Any]], id_: str) -> tuple[int, int]:
-    """Return the characters [start, end) of the first gold answer without surrounding white space; (0, 0) if none."""
+def _find_answer_range(context: str, answer: Mapping[str, Sequence[Any]], id_: str) -> tuple[int, int]:
+    """Return the characters [start, end) of the first gold answer, without surrounding white space; (0, 0) if none.
+
+    Raises:
+        UserError: if the answer does not occur at its `answer_start` in the context.
+    """
     if not answer["text"]:
         return 0, 0
     text, start = answer["text"][0], answer["answer_start"][0]
@@ -175,18 +187,20 @@ def _answer_range(context: str, answer: Mapping[str, Sequence[Any]], id_: str) -
     return start, start + len(text.strip())
 
 
-def _truncate(questions: Sequence[str], tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[str]:
-    """Remove surrounding white space, and cut questions with more than `max_tokens` tokens after a token."""
+def _truncate_questions(questions: Sequence[str], tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[str]:
+    """Return the questions without surrounding white space, each cut to at most `max_tokens` tokens."""
     # Some of SQuAD's questions start with so much white space that its byte-level tokens would fill a window.
     stripped = [question.strip() for question in questions]
     encoded = tokenizer(stripped, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     return [
-        question if len(offsets) <= max_tokens else _cut(question, offsets, tokenizer, max_tokens)
+        question if len(offsets) <= max_tokens else _cut_question(question, offsets, tokenizer, max_tokens)
         for question, offsets in zip(stripped, encoded["offset_mapping"], strict=True)
     ]
 
 
-def _cut(question: str, offsets: Sequence[tuple[int, int]], tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> str:
+def _cut_question(
+    question: str, offsets: Sequence[tuple[int, int]], tokenizer: PreTrainedTokenizerBase, max_tokens: int
+) -> str:
     """Return the longest beginning of a question that ends with a token and has at most `max_tokens` tokens."""
     # A word that is cut in the middle may have more tokens than before, so the shortened text is tokenized again.
     for kept in range(max_tokens, 0, -1):

@@ -1,4 +1,4 @@
-"""The splits of a text corpus in a file or a folder: which files belong to the training and which to the validation."""
+"""The splits of a text corpus: which files of a folder are training data and which are validation data."""
 
 import re
 from collections.abc import Iterator
@@ -8,23 +8,23 @@ import numpy as np
 from datasets import Dataset
 
 from istar.errors import UserError, shorten
-from istar.tasks.documents import TEXT, content_digest, document_dataset, documents_of, read_documents
+from istar.tasks.documents import TEXT_COLUMN, cache_documents, compute_content_digest, iterate_texts, read_documents
 
 _SPLIT_NAMES = {"train": "train", "training": "train"} | dict.fromkeys(
     ("validation", "valid", "val", "dev"), "validation"
 )
-"""Words in the name of a file or folder, and the split that they mean."""
+"""Splits by the words in the name of a file or folder that denote them."""
 
 
-def text_splits(path: Path) -> dict[str, list[Path]]:
-    """Return the files or folders of each split, `train` and possibly `validation`, of a text corpus.
+def find_text_splits(path: Path) -> dict[str, list[Path]]:
+    """Return the files or folders of a text corpus by split: `train` and possibly `validation`.
 
-    In a folder, names say which split a file or subfolder is: `books-train.txt`, `train-00000-of-00002.parquet`,
-    `dev.jsonl`, `validation/`. Others are ignored then. A file, a data set that `Dataset.save_to_disk` wrote, and a
-    folder without such names are training data as a whole.
+    In a folder, files and subfolders belong to the splits that their names contain, such as `books-train.txt`,
+    `train-00000-of-00002.parquet`, `dev.jsonl` or `validation/`, and others are ignored. If no name contains a split,
+    the whole folder is training data, as is a single file or a data set that `Dataset.save_to_disk` wrote.
 
     Raises:
-        UserError: if the path does not exist or cannot be read, or if the folder has validation data only.
+        UserError: if the path does not exist or cannot be read, or if the folder contains only validation data.
     """
     try:
         if not path.exists():
@@ -51,26 +51,27 @@ def text_splits(path: Path) -> dict[str, list[Path]]:
 def read_texts(paths: list[Path], cache_dir: Path) -> Dataset:
     """Return the documents of files or folders as a memory-mapped data set with the column `text`.
 
-    They are read once and then taken from the cache, until the content of a file changes.
+    They are read once and then loaded from the cache, until the content of a file changes.
 
     Raises:
-        UserError: if a file cannot be read, there is no document in them, or the cache cannot be written.
+        UserError: if a file cannot be read, there is no document, or the cache cannot be written.
     """
-    content = "-".join(content_digest(path)[:32] for path in paths)
+    digest = "-".join(compute_content_digest(path)[:32] for path in paths)
 
-    def documents() -> Iterator[str]:
+    def iterate_documents() -> Iterator[str]:
+        """Yield the documents of all paths."""
         for path in paths:
             yield from read_documents(path)
 
-    dataset = document_dataset(documents(), cache_dir / "texts", content)
+    dataset = cache_documents(iterate_documents(), cache_dir / "texts", digest)
     if not len(dataset):
         names = ", ".join(map(str, paths))
         raise UserError(f"{names}: the text is empty; expected a document or a paragraph in each line")
     return dataset
 
 
-def without_blank_rows(dataset: Dataset, source: str) -> Dataset:
-    """Return the rows of a data set whose column `text` is more than white space; `source` names it in errors."""
-    is_text = np.array([bool(text.strip()) for text in documents_of(dataset, source)])
-    texts = dataset.select_columns([TEXT])
+def drop_blank_rows(dataset: Dataset, source: str) -> Dataset:
+    """Return the rows of a data set whose column `text` is not blank. `source` names the data set in error messages."""
+    is_text = np.array([bool(text.strip()) for text in iterate_texts(dataset, source)])
+    texts = dataset.select_columns([TEXT_COLUMN])
     return texts if is_text.all() else texts.select(np.flatnonzero(is_text))

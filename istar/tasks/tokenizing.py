@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _TOKENIZER_BATCH = 1_000
-"""Documents tokenized in one call, enough for the tokenizer's threads to share."""
+"""Number of documents tokenized in one call, enough for the tokenizer's threads to share."""
 
 
 def tokenize(texts: Iterable[str], tokenizer: "PreTrainedTokenizerBase") -> Iterator[list[int]]:
@@ -24,20 +24,20 @@ def tokenize(texts: Iterable[str], tokenizer: "PreTrainedTokenizerBase") -> Iter
 
 
 def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[int]]:
-    """Return the special tokens that the tokenizer adds before and behind a text."""
-    inner = tokenizer("a", add_special_tokens=False)["input_ids"]
-    whole = tokenizer("a")["input_ids"]
-    start = next(index for index in range(len(whole)) if whole[index : index + len(inner)] == inner)
-    return whole[:start], whole[start + len(inner) :]
+    """Return the ids of the special tokens that a tokenizer adds before and after a text."""
+    text_ids = tokenizer("a", add_special_tokens=False)["input_ids"]
+    all_ids = tokenizer("a")["input_ids"]
+    start = next(index for index in range(len(all_ids)) if all_ids[index : index + len(text_ids)] == text_ids)
+    return all_ids[:start], all_ids[start + len(text_ids) :]
 
 
-def separator(tokenizer: "PreTrainedTokenizerBase") -> int | None:
-    """Return the token that ends a document: `sep_token`, or else `eos_token`, or None if there is neither."""
+def find_separator_id(tokenizer: "PreTrainedTokenizerBase") -> int | None:
+    """Return the id of the token that ends a document: of `sep_token`, else of `eos_token`, or None without either."""
     return tokenizer.sep_token_id if tokenizer.sep_token_id is not None else tokenizer.eos_token_id
 
 
 def chunks(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    """Yield lists of `size` items; the last list may be shorter."""
+    """Split items into consecutive lists of `size` items, of which the last may be shorter, and yield the lists."""
     iterator = iter(items)
     while chunk := list(islice(iterator, size)):
         yield chunk

@@ -23,18 +23,19 @@ from istar.training.metrics_file import MetricsFile
 from istar.training.module import all_gather_object
 from istar.training.signals import StopSignal
 
-FORMAT = 4
-NUM_KEPT = 2
-"""Number of checkpoints to keep: if the newest one is damaged, the one before it is used."""
+FORMAT_VERSION = 4
+"""Version of the checkpoint format; checkpoints of other versions are refused."""
+NUM_KEPT_CHECKPOINTS = 2
+"""Number of checkpoints to keep, so that the previous one can be used if the newest is damaged."""
 
 log = logging.getLogger(__name__)
 
 
 class AtomicCheckpointIO(CheckpointIO):
-    """Write checkpoints atomically. Read them only if their checksums are right, and without executing pickled code."""
+    """Checkpoint I/O for Lightning: write atomically, verify checksums when reading, and never execute pickled code."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Save atomically; if the file cannot be written, raise an OSError and leave a file at `path` unchanged."""
+        """Save atomically: if writing fails, raise an OSError and leave an existing file at `path` unchanged."""
         try:
             with atomic_write(Path(path)) as file:
                 torch.save(checkpoint, file)
@@ -47,14 +48,16 @@ class AtomicCheckpointIO(CheckpointIO):
             raise OSError(f"the checkpoint {path} cannot be written: {reason}") from error
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = True) -> dict[str, Any]:
-        return load(Path(path))
+        """Load a checkpoint to the CPU with `read_checkpoint`; the other arguments have no effect."""
+        return read_checkpoint(Path(path))
 
     def remove_checkpoint(self, path: Any) -> None:
+        """Delete a checkpoint if it exists."""
         Path(path).unlink(missing_ok=True)
 
 
-def load(path: Path) -> dict[str, Any]:
-    """Load the content of a checkpoint to the CPU.
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """Load the content of a checkpoint to the CPU, after its checksums have been verified.
 
     Raises:
         UserError: if the file is missing or damaged, or contains anything but plain data and tensors.
@@ -80,208 +83,224 @@ class Checkpoints(Checkpoint):
     Within an epoch, checkpoints are written after optimizer steps, except after those that a validation follows:
     Lightning cannot resume from a state between a step and its validation.
 
-    The state contains the rows of `metrics`. `run` is the name of the run. The callback `history`, which determines the
-    best epoch, must precede this callback.
+    The callback `history`, which determines the best epoch, must precede this callback.
+
+    Attributes:
+        folder: folder of the checkpoints.
+        run_name: name of the run, which is stored in each checkpoint and verified when the run is resumed.
+        history: callback that determines the best epoch.
+        metrics_file: file of logged metrics, whose rows each checkpoint stores.
+        stop_signal: callback that receives the signals that stop a run.
+        every_n_steps: number of optimizer steps between checkpoints within an epoch; None for no such checkpoints.
+        every_n_minutes: likewise in minutes.
     """
 
     folder: Path
-    run: str
+    run_name: str
     history: History
-    metrics: MetricsFile
-    stop: StopSignal
+    metrics_file: MetricsFile
+    stop_signal: StopSignal
     every_n_steps: int | None = None
     every_n_minutes: float | None = None
-    _step: int = field(default=0, init=False)
-    _saved_step: int = field(default=0, init=False)
-    _saved_at: float = field(default=0.0, init=False)
-    _resumed: Mapping[str, Any] | None = field(default=None, init=False)
+    _last_step: int = field(default=0, init=False)
+    _last_saved_step: int = field(default=0, init=False)
+    _last_saved_at: float = field(default=0.0, init=False)
+    _restored_state: Mapping[str, Any] | None = field(default=None, init=False)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        is_step = trainer.global_step > self._step
-        self._step = trainer.global_step
-        if not is_step or _validates_next(trainer, batch_idx):
+        """Save a checkpoint after an optimizer step if one is due, and stop the run if a stop signal was received."""
+        is_optimizer_step = trainer.global_step > self._last_step
+        self._last_step = trainer.global_step
+        if not is_optimizer_step or _is_validation_next(trainer, batch_idx):
             return
-        is_due, number = self._sync_decision(trainer, pl_module.device)
-        if number or is_due:
+        is_due, signal_number = self._agree_on_saving(trainer, pl_module.device)
+        if signal_number or is_due:
             self._save(trainer)
-        if number:
-            self.stop.number = number
-            self.stop.interrupt(f"saved at step {self._step}")
+        if signal_number:
+            self.stop_signal.signal_number = signal_number
+            self.stop_signal.raise_stopped(f"saved at step {self._last_step}")
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if trainer.state.fn == "fit" and self.history.best == len(self.history.epochs):
-            trainer.save_checkpoint(self.best_path(), weights_only=True)
+        """Save the weights if this validation is the best one so far."""
+        if trainer.state.fn == "fit" and self.history.best_epoch == len(self.history.epochs):
+            trainer.save_checkpoint(self.best_weights_path(), weights_only=True)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._step = trainer.global_step
+        """Save a checkpoint, and stop a run of one process if a stop signal was received."""
+        self._last_step = trainer.global_step
         self._save(trainer)
-        if trainer.world_size == 1 and self.stop.number is not None:
-            self.stop.interrupt(f"saved at step {self._step}")
+        if trainer.world_size == 1 and self.stop_signal.signal_number is not None:
+            self.stop_signal.raise_stopped(f"saved at step {self._last_step}")
 
-    def best_path(self) -> Path:
-        """Return the path of the weights of the best epoch."""
-        return self.folder / f"best-epoch-{self.history.best}.ckpt"
+    def best_weights_path(self) -> Path:
+        """Return the path of the file with the weights of the best epoch."""
+        return self.folder / f"best-epoch-{self.history.best_epoch}.ckpt"
 
-    def newest(self) -> Path | None:
-        """Return the path of the latest checkpoint, which may be damaged; None if there is none."""
+    def newest_path(self) -> Path | None:
+        """Return the path of the newest checkpoint, which may be damaged, or None if there is none."""
         paths = _sorted_paths(self.folder, "step")
         return paths[-1] if paths else None
 
-    def _sync_decision(self, trainer: L.Trainer, device: torch.device) -> tuple[bool, int]:
-        """Return whether a checkpoint is due by time or steps, and the number of the received signal, or 0 without one.
+    def _agree_on_saving(self, trainer: L.Trainer, device: torch.device) -> tuple[bool, int]:
+        """Return whether a checkpoint is due, and the number of the received stop signal, or 0 if there was none.
 
-        Clocks and signals may differ between processes. All processes take the maximum, so that they act alike.
+        Clocks and signals may differ between processes. Each value is the maximum over all processes, so that all of
+        them act alike.
         """
-        minutes = (time.monotonic() - self._saved_at) / 60
+        minutes = (time.monotonic() - self._last_saved_at) / 60
         is_due = self.every_n_minutes is not None and minutes >= self.every_n_minutes
         if self.every_n_steps is not None:
             # A step that a validation follows has no checkpoint, so that a later one may be due instead.
-            is_due |= self._step // self.every_n_steps > self._saved_step // self.every_n_steps
-        number = self.stop.number or 0
+            is_due |= self._last_step // self.every_n_steps > self._last_saved_step // self.every_n_steps
+        signal_number = self.stop_signal.signal_number or 0
         if trainer.world_size == 1:
-            return is_due, number
-        maxima = torch.tensor([int(is_due), number], device=device)
+            return is_due, signal_number
+        maxima = torch.tensor([int(is_due), signal_number], device=device)
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
-        is_due, number = maxima.tolist()
-        return bool(is_due), number
+        is_due, signal_number = maxima.tolist()
+        return bool(is_due), signal_number
 
     def _save(self, trainer: L.Trainer) -> None:
-        """Save the complete state, write the metrics, and delete all but the newest checkpoints."""
+        """Save the complete state, write the metrics file, and delete all but the newest checkpoints."""
         trainer.save_checkpoint(self.folder / f"step-{trainer.global_step}.ckpt")
-        self._saved_step, self._saved_at = trainer.global_step, time.monotonic()
+        self._last_saved_step, self._last_saved_at = trainer.global_step, time.monotonic()
         if trainer.is_global_zero:
-            self.metrics.write()
-            for kind in ("step", "best-epoch"):
-                for path in _sorted_paths(self.folder, kind)[:-NUM_KEPT]:
+            self.metrics_file.write()
+            for prefix in ("step", "best-epoch"):
+                for path in _sorted_paths(self.folder, prefix)[:-NUM_KEPT_CHECKPOINTS]:
                     path.unlink()
 
     def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint stores besides Lightning's own state."""
         return {
-            "format": FORMAT,
-            "run": self.run,
+            "format": FORMAT_VERSION,
+            "run": self.run_name,
             # One state per process, because each process draws its own dropout masks.
-            "random": all_gather_object(random_state()),
-            "metrics": self.metrics.state_dict(),
+            "random": all_gather_object(get_random_state()),
+            "metrics": self.metrics_file.state_dict(),
         }
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        stopped = trainer.should_stop and not self.history.pruned
-        checkpoint["callbacks"][self.state_key]["stopped"] = stopped
+        """Store whether the training has stopped early, except by pruning, so that a pruned run can be continued."""
+        has_stopped = trainer.should_stop and not self.history.pruned
+        checkpoint["callbacks"][self.state_key]["stopped"] = has_stopped
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._resumed = state_dict
-        self.metrics.load_state_dict(state_dict["metrics"])
+        """Restore the logged metrics, and keep the other state until the training starts."""
+        self._restored_state = state_dict
+        self.metrics_file.load_state_dict(state_dict["metrics"])
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._step = self._saved_step = trainer.global_step
-        self._saved_at = time.monotonic()
-        if self._resumed is None:
+        """Start counting steps and time. If the run is resumed, restore the random generators and an early stop."""
+        self._last_step = self._last_saved_step = trainer.global_step
+        self._last_saved_at = time.monotonic()
+        if self._restored_state is None:
             return
-        set_random_state(self._resumed["random"][trainer.global_rank])
+        set_random_state(self._restored_state["random"][trainer.global_rank])
         # Lightning does not restore should_stop itself.
-        trainer.should_stop = trainer.should_stop or self._resumed["stopped"]
-        self._resumed = None
+        trainer.should_stop = trainer.should_stop or self._restored_state["stopped"]
+        self._restored_state = None
 
 
-def _validates_next(trainer: L.Trainer, batch_idx: int) -> bool:
-    """Return whether a validation follows this training batch, at the end of an epoch or by `val_check_interval`."""
+def _is_validation_next(trainer: L.Trainer, batch_idx: int) -> bool:
+    """Return whether a validation follows this training batch: at the end of an epoch, or by `val_check_interval`."""
     if batch_idx + 1 >= trainer.num_training_batches or trainer.should_stop:
         return True
     # Lightning counts batches over all epochs if check_val_every_n_epoch is null.
-    number = trainer.fit_loop.total_batch_idx if trainer.check_val_every_n_epoch is None else batch_idx
-    return trainer.val_check_batch is not None and (number + 1) % trainer.val_check_batch == 0
+    index = trainer.fit_loop.total_batch_idx if trainer.check_val_every_n_epoch is None else batch_idx
+    return trainer.val_check_batch is not None and (index + 1) % trainer.val_check_batch == 0
 
 
-def resumable(folder: Path, run: str, processes: int) -> Path | None:
-    """Return the newest checkpoint in a folder that a run can resume from; None if there is none.
+def find_resumable_checkpoint(folder: Path, run_name: str, num_processes: int) -> Path | None:
+    """Return the path of the newest checkpoint in a folder from which a run can resume, or None if there is none.
 
-    A checkpoint that is damaged or belongs to another run is renamed with a warning, and the one before it is used.
-    Weights of later epochs are removed, because the resumed run writes them again.
+    A checkpoint that is damaged or belongs to another run is renamed with a warning, and the previous one is used.
+    Best-epoch weights of later epochs are removed, because the resumed run writes them again.
 
     Raises:
-        UserError: if the checkpoint was not written by this number of processes.
+        UserError: if the checkpoint was written by a different number of processes.
     """
     for path in reversed(_sorted_paths(folder, "step")):
         try:
-            epochs, written_by = _validate(path, run)
+            num_epochs, num_writers = _inspect_checkpoint(path, run_name)
         except UserError as error:
             path.rename(path.with_name(f"{path.name}.refused"))
             log.warning("%s; %s is not used, and is kept as %s.refused", error, path.name, path.name)
             continue
-        if written_by != processes:
+        if num_writers != num_processes:
             raise UserError(
-                f"{path} was written by {written_by} processes and cannot go on with {processes}; use as many as "
+                f"{path} was written by {num_writers} processes and cannot go on with {num_processes}; use as many as "
                 "before, or run.overwrite=true to start again"
             )
-        for best in _sorted_paths(folder, "best-epoch"):
-            if _number(best) > epochs:
-                best.unlink()
+        for weights_path in _sorted_paths(folder, "best-epoch"):
+            if _number_in_name(weights_path) > num_epochs:
+                weights_path.unlink()
         return path
     return None
 
 
-def keep_newest(folder: Path, best: Path) -> None:
-    """Delete the checkpoints of a finished run, except the last state and the weights of the best epoch at `best`."""
+def remove_old_checkpoints(folder: Path, best_weights_path: Path) -> None:
+    """Delete a finished run's checkpoints, except the newest complete state and the weights of the best epoch."""
     for path in [*_sorted_paths(folder, "step")[:-1], *_sorted_paths(folder, "best-epoch")]:
-        if path != best:
+        if path != best_weights_path:
             path.unlink()
 
 
-def _validate(path: Path, run: str) -> tuple[int, int]:
-    """Return the number of completed epochs of a checkpoint and the number of processes that wrote it.
+def _inspect_checkpoint(path: Path, run_name: str) -> tuple[int, int]:
+    """Return how many epochs a checkpoint has completed and how many processes wrote it, if a run can resume from it.
 
     Raises:
-        UserError: if the checkpoint, or the weights of its best epoch, cannot be used.
+        UserError: if the checkpoint or the weights of its best epoch are damaged, or belong to another run or format.
     """
-    content = load(path)
+    content = read_checkpoint(path)
     try:
         state, history = content["callbacks"]["Checkpoints"], content["callbacks"]["History"]
-        file_format, run_name, best = state["format"], state["run"], history["best"]
-        epochs, processes = len(history["epochs"]), len(state["random"])
+        file_format, stored_run_name, best_epoch = state["format"], state["run"], history["best"]
+        num_epochs, num_processes = len(history["epochs"]), len(state["random"])
     except (KeyError, TypeError, IndexError) as error:
         raise UserError(f"{path} is not a checkpoint that istar wrote") from error
-    if file_format != FORMAT:
-        raise UserError(f"{path} has format {file_format}; this version reads {FORMAT}")
-    if run_name != run:
-        raise UserError(f"{path} belongs to another run, {run_name}")
-    if best:
-        load(path.with_name(f"best-epoch-{best}.ckpt"))
-    return epochs, processes
+    if file_format != FORMAT_VERSION:
+        raise UserError(f"{path} has format {file_format}; this version reads {FORMAT_VERSION}")
+    if stored_run_name != run_name:
+        raise UserError(f"{path} belongs to another run, {stored_run_name}")
+    if best_epoch:
+        read_checkpoint(path.with_name(f"best-epoch-{best_epoch}.ckpt"))
+    return num_epochs, num_processes
 
 
-def _sorted_paths(folder: Path, kind: str) -> list[Path]:
-    """Return the files `<kind>-<number>.ckpt`, sorted by number."""
-    return sorted((path for path in folder.glob(f"{kind}-*.ckpt") if _number(path) >= 0), key=_number)
+def _sorted_paths(folder: Path, prefix: str) -> list[Path]:
+    """Return the paths of the files `<prefix>-<number>.ckpt` in a folder, sorted by number."""
+    return sorted((path for path in folder.glob(f"{prefix}-*.ckpt") if _number_in_name(path) >= 0), key=_number_in_name)
 
 
-def _number(path: Path) -> int:
-    """Return the number at the end of a checkpoint's name; -1 if there is none."""
+def _number_in_name(path: Path) -> int:
+    """Return the number at the end of a checkpoint's file name, such as 12 of `step-12.ckpt`; -1 if there is none."""
     digits = path.stem.rpartition("-")[2]
     return int(digits) if digits.isdecimal() else -1
 
 
-def random_state() -> dict[str, Any]:
-    """Return the state of the global random generators of this process, in types that `torch.load` reads safely.
+def get_random_state() -> dict[str, Any]:
+    """Return the states of this process's global random generators, as plain data and tensors.
 
-    Of the GPUs it has only the one that this process uses, because a run may resume where other GPUs are visible.
+    Of the GPUs, only the one that this process uses is included, because a run may resume on a machine with others.
     """
-    kind, keys, *rest = np.random.get_state(legacy=True)
+    generator_name, keys, *rest = np.random.get_state(legacy=True)
     return {
         "python": random.getstate(),
-        "numpy": (str(kind), torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
+        "numpy": (str(generator_name), torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
     }
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Restore the global random generators to a state returned by `random_state`, on whichever GPU is used now."""
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    """Restore the global random generators to the states that `get_random_state` returned, on the GPU in use now."""
+    version, internal_state, next_gauss = state["python"]
+    random.setstate((version, tuple(internal_state), next_gauss))
+    generator_name, keys, *rest = state["numpy"]
+    np.random.set_state((generator_name, keys.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(state["cuda"])

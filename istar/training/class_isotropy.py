@@ -10,60 +10,63 @@ from istar.errors import NonFiniteError, UserError
 from istar.measures import ClassMoments
 from istar.models import is_decoder
 from istar.training.layer_isotropy import LayerStatisticsCallback
-from istar.training.validation_geometry import first_tokens, last_tokens
+from istar.training.validation_geometry import first_token_positions, last_token_positions
 
-NAMES = ("within", "between", "between_share")
-"""Names of the scores of a layer, see `istar.measures.class_isotropy`."""
+SCORE_NAMES = ("within", "between", "between_share")
+"""Names of the scores of a layer; `istar.measures.class_isotropy` explains them."""
 
 
 class ClassIsotropyCallback(LayerStatisticsCallback):
-    """Measure the isotropy of the first validation set within and between its classes, in each layer.
+    """Measure the isotropy of each layer within and between the classes of the first validation set.
 
-    A point is the state of one token of each sequence, and its class is the true label of the sequence. The token is
-    the first one ([CLS]) of an encoder, and the last one of a decoder, as in
-    `istar.training.validation_geometry.geometry`; in the last layer, the head of the model reads the state of this
-    token.
+    Each sequence contributes one point, the hidden state of one token, whose class is the sequence's true label. The
+    token is the one that the model's head reads in the last layer: the first token ([CLS]) of an encoder, or the last
+    token of a decoder.
 
     Attributes:
-        scores: the latest scores, by layer number as a string (0 is the embedding output), each by the names of
-            `NAMES`. A score is None where it is not defined: all three if the states of the layer are equal up to
+        scores: latest scores by layer number as a string (0 is the embedding output) and then by the names in
+            `SCORE_NAMES`. An undefined score is None. All three are None if the states of a layer are equal up to
             rounding, as the embedding outputs of [CLS] are.
     """
 
-    accumulator = ClassMoments
+    accumulator_class = ClassMoments
 
     def __init__(self) -> None:
         self.scores: dict[str, dict[str, float | None]] = {}
 
-    def add(self, layer: ClassMoments, state: Tensor, mask: Tensor, batch: Any, module: L.LightningModule) -> None:
-        """Add one token of each sequence with the label of the sequence."""
+    def update_layer(
+        self, accumulator: ClassMoments, states: Tensor, mask: Tensor, batch: Any, module: L.LightningModule
+    ) -> None:
+        """Add the hidden state of one token of each sequence, with its class, to the statistics of a layer."""
         model: Any = module.model
-        positions = last_tokens(mask) if is_decoder(model.config) else first_tokens(mask)
-        layer.update(state[torch.arange(len(mask), device=mask.device), positions], batch["labels"])
+        positions = last_token_positions(mask) if is_decoder(model.config) else first_token_positions(mask)
+        accumulator.update(states[torch.arange(len(mask), device=mask.device), positions], batch["labels"])
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        layers = [moments.all_reduce() for moments in self._layers]
-        self._layers = []
+        """Compute the scores of all layers from the points of all processes."""
+        layers = [moments.all_reduce() for moments in self._accumulators]
+        self._accumulators = []
         try:
-            self.scores = {str(number): class_scores(moments) for number, moments in enumerate(layers)}
+            self.scores = {str(layer): compute_class_scores(moments) for layer, moments in enumerate(layers)}
         except NonFiniteError as error:
             raise NonFiniteError(f"validation after step {trainer.global_step}: {error}") from error
 
 
-def class_scores(moments: ClassMoments) -> dict[str, float | None]:
-    """Return the measures of `istar.measures.class_isotropy` by the names of `NAMES`; None where one is not defined.
+def compute_class_scores(moments: ClassMoments) -> dict[str, float | None]:
+    """Return the isotropy within and between classes by the names in `SCORE_NAMES`; None stands for an undefined score.
 
     Raises:
         NonFiniteError: if points are not finite.
     """
-    rounding = 4 * torch.finfo(torch.float32).eps * moments.mean.norm()
-    if moments.total_covariance().trace() <= rounding.square():
-        return dict.fromkeys(NAMES)
+    rounding_error = 4 * torch.finfo(torch.float32).eps * moments.mean.norm()
+    if moments.total_covariance().trace() <= rounding_error.square():
+        return dict.fromkeys(SCORE_NAMES)
     measures = (moments.isoscore_within, moments.isoscore_between, moments.between_share)
-    return {name: _value_or_none(measure) for name, measure in zip(NAMES, measures, strict=True)}
+    return {name: _compute_or_none(measure) for name, measure in zip(SCORE_NAMES, measures, strict=True)}
 
 
-def _value_or_none(measure: Any) -> float | None:
+def _compute_or_none(measure: Any) -> float | None:
+    """Call a measure without arguments and return its value, or None if it raises a `UserError`, so is undefined."""
     try:
         return float(measure())
     except NonFiniteError:

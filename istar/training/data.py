@@ -15,8 +15,8 @@ from istar.tasks.features import Rows
 
 Collate = Callable[[list[dict[str, Any]]], dict[str, Tensor]]
 
-_POOL = 50
-"""Number of batches sorted by length together. Larger pools need less padding but are shuffled less."""
+_BATCHES_PER_POOL = 50
+"""Number of batches whose examples are sorted by length together. Larger pools need less padding, but shuffle less."""
 
 
 @dataclass(eq=False)
@@ -28,14 +28,14 @@ class LengthGroupedSampler(Sampler[int]):
 
     Attributes:
         lengths: number of tokens of each example, (examples,).
-        batch_size: examples per process and batch.
+        batch_size: number of examples in a batch of one process.
         seed: seed of the order.
-        group_by_length: group examples by length; False only shuffles them.
+        group_by_length: whether to group examples by length; False only shuffles them.
         rank: rank of this process.
         world_size: number of processes. If it does not divide the number of examples, the first ones are repeated at
             the end.
-        epoch: the current epoch, at first the one in which training starts or resumes.
-        start: number of examples to skip in this first epoch, because a resumed run has already used them.
+        epoch: current epoch, initially the one in which training starts or resumes.
+        num_skipped: number of examples to skip in that first epoch, because a resumed run has already used them.
     """
 
     lengths: Any
@@ -45,7 +45,7 @@ class LengthGroupedSampler(Sampler[int]):
     rank: int = 0
     world_size: int = 1
     epoch: int = 0
-    start: int = 0
+    num_skipped: int = 0
 
     def __post_init__(self) -> None:
         self._first_epoch = self.epoch
@@ -55,54 +55,56 @@ class LengthGroupedSampler(Sampler[int]):
         self.epoch = epoch
 
     def __len__(self) -> int:
+        """Return the number of examples of this process in a complete epoch."""
         return math.ceil(len(self.lengths) / self.world_size)
 
     def __iter__(self) -> Iterator[int]:
-        order = self._order()
-        missing = len(self) * self.world_size - len(order)
-        padded = torch.cat([order, order[:missing]])
+        """Yield the example indices of this process in the current epoch."""
+        order = self._global_order()
+        num_missing = len(self) * self.world_size - len(order)
+        padded = torch.cat([order, order[:num_missing]])
         shard = padded[self.rank :: self.world_size].tolist()
-        return iter(shard[self.start :] if self.epoch == self._first_epoch else shard)
+        return iter(shard[self.num_skipped :] if self.epoch == self._first_epoch else shard)
 
-    def _order(self) -> Tensor:
-        """Return the indices of all examples in the order of the current epoch, for all processes together."""
+    def _global_order(self) -> Tensor:
+        """Return all example indices in the order of the current epoch, before they are split over processes."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
         order = torch.randperm(len(self.lengths), generator=generator)
         if not self.group_by_length:
             return order
         lengths = torch.as_tensor(self.lengths)
-        global_batch = self.batch_size * self.world_size
-        pools = order.split(global_batch * _POOL)
+        global_batch_size = self.batch_size * self.world_size
+        pools = order.split(global_batch_size * _BATCHES_PER_POOL)
         grouped = torch.cat([pool[lengths[pool].argsort(descending=True, stable=True)] for pool in pools])
-        num_full = len(grouped) // global_batch
-        batches = grouped[: num_full * global_batch].reshape(num_full, global_batch)
+        num_full = len(grouped) // global_batch_size
+        batches = grouped[: num_full * global_batch_size].reshape(num_full, global_batch_size)
         batches = batches[torch.randperm(num_full, generator=generator)]
         # The smaller last batch must stay last: elsewhere, it would shift the boundaries of all later batches.
-        return torch.cat([batches.reshape(-1), grouped[num_full * global_batch :]])
+        return torch.cat([batches.reshape(-1), grouped[num_full * global_batch_size :]])
 
 
-def longest_first(rows: Rows) -> list[int]:
-    """Return the row numbers sorted by length, longest first.
+def sort_longest_first(rows: Rows) -> list[int]:
+    """Return the row indices sorted by the rows' lengths in tokens, longest first.
 
     Sorted batches need little padding, and if the largest batch does not fit into memory, the first step fails.
     """
     return torch.as_tensor(rows.lengths).argsort(descending=True, stable=True).tolist()
 
 
-def first_with_tokens(rows: Rows, order: Tensor, tokens: int) -> list[int]:
-    """Return the row numbers at the start of `order` that have at least `tokens` tokens in total, longest row first.
+def select_rows_with_tokens(rows: Rows, order: Tensor, num_tokens: int) -> list[int]:
+    """Return the fewest first row indices of `order` with at least `num_tokens` tokens in total, longest row first.
 
-    They are no more than necessary, and all of `order`, (rows,), if it has fewer tokens.
+    All of `order`, (rows,), is returned if it has fewer tokens.
     """
     lengths = torch.as_tensor(rows.lengths)
-    chosen = order[: int((lengths[order].cumsum(0) < tokens).sum()) + 1]
+    chosen = order[: int((lengths[order].cumsum(0) < num_tokens).sum()) + 1]
     return chosen[lengths[chosen].argsort(descending=True, stable=True)].tolist()
 
 
-def evaluation_loader(
+def build_evaluation_loader(
     rows: Rows, collate: Collate, batch_size: int, order: Sequence[int], num_workers: int = 0
 ) -> DataLoader[Any]:
-    """Return a loader over the given rows in their order. It does not change the global random state."""
+    """Return a data loader over the rows whose indices are in `order`. It does not change the global random state."""
     return DataLoader(
         rows,  # type: ignore[arg-type]
         batch_size=batch_size,
@@ -117,7 +119,7 @@ def evaluation_loader(
 
 @dataclass(frozen=True)
 class TrainingRows:
-    """The rows of the training data in the current epoch of their sampler."""
+    """Training rows, as a data set whose rows may be new in each epoch of their sampler."""
 
     rows: Rows
     sampler: LengthGroupedSampler
@@ -125,16 +127,22 @@ class TrainingRows:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, row: int) -> dict[str, Any]:
-        return self.rows.in_epoch(row, self.sampler.epoch)
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return the features of a row in the current epoch."""
+        return self.rows.row_in_epoch(index, self.sampler.epoch)
 
 
 @dataclass(eq=False)
 class FineTuningData(L.LightningDataModule):
     """Provide the data loaders of the tokenized training, validation and test sets.
 
-    The first validation set determines the headline metric. `collate` turns rows into a padded batch, and `seed`
-    determines the order of the training examples.
+    Attributes:
+        train: training rows.
+        validation: validation sets; the first one determines the headline metric.
+        test: test sets.
+        collate: turns rows into a padded batch.
+        config: batch sizes and other settings of the loaders.
+        seed: seed of the order of the training examples.
     """
 
     train: Rows
@@ -146,10 +154,10 @@ class FineTuningData(L.LightningDataModule):
 
     def __post_init__(self) -> None:
         super().__init__()
-        self._resumed_at = {"epoch": 0, "batches": 0}
+        self._resume_position = {"epoch": 0, "batches": 0}
 
     def state_dict(self) -> dict[str, int]:
-        """Return the number of completed epochs and the number of batches used in the current one."""
+        """Return the number of completed epochs, and the number of batches already used in the current epoch."""
         assert self.trainer is not None
         loop = self.trainer.fit_loop
         epochs: Any = loop.epoch_progress.current
@@ -159,7 +167,7 @@ class FineTuningData(L.LightningDataModule):
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Make the training loader start at the position stored in a checkpoint."""
-        self._resumed_at = state_dict
+        self._resume_position = state_dict
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Return the training loader, which shuffles the examples in every epoch."""
@@ -168,11 +176,11 @@ class FineTuningData(L.LightningDataModule):
             self.train.lengths,
             self.config.batch_size,
             self.seed,
-            self.config.group_by_length,
-            rank,
-            world_size,
-            epoch=self._resumed_at["epoch"],
-            start=self._resumed_at["batches"] * self.config.batch_size,
+            group_by_length=self.config.group_by_length,
+            rank=rank,
+            world_size=world_size,
+            epoch=self._resume_position["epoch"],
+            num_skipped=self._resume_position["batches"] * self.config.batch_size,
         )
         return DataLoader(
             TrainingRows(self.train, sampler),  # type: ignore[arg-type]
@@ -186,16 +194,19 @@ class FineTuningData(L.LightningDataModule):
         )
 
     def val_dataloader(self) -> list[DataLoader[Any]]:
-        return [self._evaluation_loader(rows) for rows in self.validation]
+        """Return one loader for each validation set."""
+        return [self._build_evaluation_loader(rows) for rows in self.validation]
 
     def predict_dataloader(self) -> list[DataLoader[Any]]:
-        return [self._evaluation_loader(rows) for rows in self.test]
+        """Return one loader for each test set."""
+        return [self._build_evaluation_loader(rows) for rows in self.test]
 
-    def _evaluation_loader(self, rows: Rows) -> DataLoader[Any]:
-        """Return the loader of this process's share of an evaluation set; no row is repeated or dropped."""
+    def _build_evaluation_loader(self, rows: Rows) -> DataLoader[Any]:
+        """Return a loader over this process's share of an evaluation set. No row is repeated or dropped."""
         rank, world_size = self._rank_and_world_size()
-        order = longest_first(rows)[rank::world_size]
-        return evaluation_loader(rows, self.collate, self.config.eval_batch_size, order, self.config.num_workers)
+        order = sort_longest_first(rows)[rank::world_size]
+        return build_evaluation_loader(rows, self.collate, self.config.eval_batch_size, order, self.config.num_workers)
 
     def _rank_and_world_size(self) -> tuple[int, int]:
+        """Return the trainer's process rank and number of processes, or (0, 1) without a trainer."""
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)

@@ -11,12 +11,12 @@ from istar.measures import Moments, isoscore
 
 
 def isotropy_key(layer: str) -> str:
-    """Return the name under which a layer's IsoScore is logged; the layer `union` is the union of layers 1 to L."""
+    """Return the name under which a layer's IsoScore is logged; `union` stands for layers 1 to L together."""
     return "isotropy/isoscore_star" if layer == "union" else f"isotropy/layer_{layer}/isoscore_star"
 
 
-def union_of_layers(layers: Sequence[Moments]) -> Moments:
-    """Return the moments of layers 1 to L together; the first of `layers` is the embedding output, which is left out.
+def merge_layers(layers: Sequence[Moments]) -> Moments:
+    """Return the moments of the union of layers 1 to L. The first of `layers`, the embedding output, is left out.
 
     Raises:
         UserError: if the layers have different widths.
@@ -30,14 +30,15 @@ def union_of_layers(layers: Sequence[Moments]) -> Moments:
 class LayerStatisticsCallback(L.Callback):
     """Base class of callbacks that accumulate statistics of each layer over the first validation set.
 
-    `validation_step` must return `hidden_states` and `attention_mask`, as that of `FineTuner` does.
+    The module's `validation_step` must return `hidden_states` and `attention_mask`, as that of `FineTuner` does.
     """
 
-    accumulator: ClassVar[type]
-    """Class that is made from a number of dimensions and a device."""
+    accumulator_class: ClassVar[type]
+    """Class that accumulates the statistics of one layer, constructed from its number of dimensions and a device."""
 
     def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._layers: list[Any] = []
+        """Discard the statistics of the previous validation."""
+        self._accumulators: list[Any] = []
 
     def on_validation_batch_end(
         self,
@@ -48,59 +49,62 @@ class LayerStatisticsCallback(L.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
+        """Add a batch of the first validation set to the statistics of each layer."""
         if dataloader_idx > 0:
             return
-        states = outputs["hidden_states"]
-        if not self._layers:
-            self._layers = [self.accumulator(state.shape[-1], state.device) for state in states]
-        for layer, state in zip(self._layers, states, strict=True):
-            self.add(layer, state, outputs["attention_mask"], batch, pl_module)
+        states_by_layer = outputs["hidden_states"]
+        if not self._accumulators:
+            self._accumulators = [self.accumulator_class(states.shape[-1], states.device) for states in states_by_layer]
+        for accumulator, states in zip(self._accumulators, states_by_layer, strict=True):
+            self.update_layer(accumulator, states, outputs["attention_mask"], batch, pl_module)
 
-    def add(self, layer: Any, state: Tensor, mask: Tensor, batch: Any, module: L.LightningModule) -> None:
-        """Add the hidden states `(batch, tokens, d)` of a batch to the accumulator of their layer: all real tokens.
+    def update_layer(
+        self, accumulator: Any, states: Tensor, mask: Tensor, batch: Any, module: L.LightningModule
+    ) -> None:
+        """Add the hidden states of a batch to the statistics of one layer. By default, all tokens but padding count.
 
         Args:
-            layer: an `accumulator`.
-            state: the hidden states of the layer.
-            mask: `(batch, tokens)`, 1 for real tokens and 0 for padding.
-            batch: the inputs of the model.
-            module: the module that is validated.
+            accumulator: statistics of the layer, an instance of `accumulator_class`.
+            states: hidden states of the layer, `(batch, tokens, d)`.
+            mask: `(batch, tokens)`, 1 for tokens and 0 for padding.
+            batch: inputs of the model.
+            module: module that is validated.
         """
-        layer.update(state, mask)
+        accumulator.update(states, mask)
 
 
 class LayerIsotropy(LayerStatisticsCallback):
     """Measure IsoScore of each layer and of the union of all layers over the tokens of the first validation set.
 
-    The scores use no shrinkage, which IsoScore* has: the whole validation set has enough points to do without it, and
-    models trained without I-STAR have no shrinkage covariance. The scores are logged under the names of `isotropy_key`,
-    in which layer 0 is the embedding output.
+    Unlike IsoScore*, the scores use no shrinkage: a whole validation set has enough points without it, and models
+    trained without I-STAR have no shrinkage covariance. The scores are logged under the names of `isotropy_key`.
 
     Attributes:
-        scores: the latest scores, by layer number as a string, and `union`.
-        points: number of tokens per layer that the scores are computed from.
+        scores: latest scores by layer: `0` (embedding output), `1` to `L`, and `union` (layers 1 to L together).
+        num_points: number of tokens of each layer from which the scores are computed.
     """
 
-    accumulator = Moments
+    accumulator_class = Moments
 
     def __init__(self) -> None:
         self.scores: dict[str, float] = {}
-        self.points = 0
+        self.num_points = 0
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        layers: list[Moments] = [moments.all_reduce() for moments in self._layers]
-        union = union_of_layers(layers)
-        self.points = int(layers[0].count)
+        """Compute and log the scores of all layers from the tokens of all processes."""
+        layers: list[Moments] = [moments.all_reduce() for moments in self._accumulators]
+        union = merge_layers(layers)
+        self.num_points = int(layers[0].count)
         try:
-            self.scores = {str(number): isoscore(moments).item() for number, moments in enumerate(layers)}
+            self.scores = {str(layer): isoscore(moments).item() for layer, moments in enumerate(layers)}
         except NonFiniteError as error:
             raise NonFiniteError(f"validation after step {trainer.global_step}: {error}") from error
         self.scores["union"] = isoscore(union).item()
         pl_module.log_dict({isotropy_key(layer): score for layer, score in self.scores.items()}, sync_dist=True)
-        self._layers = []
+        self._accumulators = []
 
     def state_dict(self) -> dict[str, Any]:
-        return {"points": self.points}
+        return {"points": self.num_points}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.points = state_dict["points"]
+        self.num_points = state_dict["points"]

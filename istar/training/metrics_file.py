@@ -31,6 +31,7 @@ class MetricsFile(Logger):
 
     @property
     def name(self) -> str:
+        """Name of the folder that contains the file."""
         return self.path.parent.name
 
     @property
@@ -43,11 +44,12 @@ class MetricsFile(Logger):
 
     @property
     def rows(self) -> list[dict[str, float]]:
-        """All rows so far: the step, and the values of one call by name."""
+        """Rows logged so far: the step and the values by name of each call of `log_metrics`."""
         return list(self._rows)
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Add a row with these metrics. The file is written later."""
         self._rows.append({"step": step or 0, **{name: float(value) for name, value in metrics.items()}})
 
     @rank_zero_only
@@ -62,15 +64,17 @@ class MetricsFile(Logger):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
+        """Write the file if anything was logged."""
         if self._rows:
             self.write()
 
     def write(self) -> None:
+        """Write all rows to the file now."""
         columns = list(dict.fromkeys(["epoch", "step", *(name for row in self._rows for name in row)]))
         text = io.StringIO()
-        table = csv.DictWriter(text, columns, lineterminator="\n")
-        table.writeheader()
-        table.writerows({**row, "epoch": int(row.get("epoch", 0))} for row in self._rows)
+        writer = csv.DictWriter(text, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({**row, "epoch": int(row.get("epoch", 0))} for row in self._rows)
         write_text(self.path, text.getvalue())
         self._last_write = time.monotonic()
 
@@ -78,5 +82,5 @@ class MetricsFile(Logger):
         return {"rows": list(self._rows)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the rows of a checkpoint and drop later ones, which the resumed training logs again."""
+        """Replace all rows by those of a checkpoint. The resumed training logs the later rows again."""
         self._rows = list(state_dict["rows"])

@@ -13,24 +13,25 @@ from istar.measures.processes import sum_over_processes
 from istar.training.layer_isotropy import LayerStatisticsCallback
 
 
-class _Layer:
-    """Accumulates the sums behind the measures of one layer."""
+class _LayerGeometry:
+    """Accumulator of the sums from which the measures of one layer are computed."""
 
     def __init__(self, dim: int, device: torch.device) -> None:
         self._moments, self._cosine = Moments(dim, device), AverageCosine(dim, device)
-        self._norms = torch.zeros_like(self._moments.count)
+        self._norm_sum = torch.zeros_like(self._moments.count)
 
     def update(self, points: Tensor, mask: Tensor) -> None:
+        """Add the points `(batch, tokens, d)` where the mask `(batch, tokens)` is not 0."""
         points = points[mask.bool()]
         self._moments.update(points)
         self._cosine.update(points)
-        self._norms = self._norms + torch.linalg.vector_norm(points.to(self._norms.dtype), dim=-1).sum()
+        self._norm_sum = self._norm_sum + torch.linalg.vector_norm(points.to(self._norm_sum.dtype), dim=-1).sum()
 
-    def measures(self) -> dict[str, float]:
-        """Return the measures of all tokens so far, from all processes, by name. Call it only once."""
+    def compute(self) -> dict[str, float]:
+        """Return the measures by name, computed from the tokens of all processes. Must be called only once."""
         moments, cosine = self._moments.all_reduce(), self._cosine
         cosine.count, cosine.total = sum_over_processes(cosine.count), sum_over_processes(cosine.total)
-        average_norm = sum_over_processes(self._norms) / moments.count
+        average_norm = sum_over_processes(self._norm_sum) / moments.count
         measures = {
             "inter_sim": cosine.compute(),
             "average_norm": average_norm,
@@ -55,12 +56,12 @@ class IsotropyMonitor(LayerStatisticsCallback):
     stop the training.
 
     Attributes:
-        stop_at: mean InterSim in [-1, 1]; None never stops.
-        patience: number of consecutive validations at or above `stop_at`.
-        measures: the latest measures: for each layer, values by name.
+        stop_at: mean InterSim in [-1, 1] from which training stops; None never stops it.
+        patience: number of consecutive validations at or above `stop_at` before training stops.
+        measures: latest measures by name, one dictionary for each layer.
     """
 
-    accumulator = _Layer
+    accumulator_class = _LayerGeometry
 
     stop_at: float | None = None
     patience: int = 2
@@ -69,17 +70,19 @@ class IsotropyMonitor(LayerStatisticsCallback):
     _num_above: int = field(default=0, init=False)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.measures = [layer.measures() for layer in self._layers]
-        self._layers = []
-        for number, measures in enumerate(self.measures):
-            values = {f"isotropy/layer_{number}/{name}": value for name, value in measures.items()}
+        """Compute and log the measures of all layers and the mean InterSim."""
+        self.measures = [accumulator.compute() for accumulator in self._accumulators]
+        self._accumulators = []
+        for layer, measures in enumerate(self.measures):
+            values = {f"isotropy/layer_{layer}/{name}": value for name, value in measures.items()}
             pl_module.log_dict(values, sync_dist=True)
-        pl_module.log("isotropy/inter_sim", self._inter_sim(), sync_dist=True)
+        pl_module.log("isotropy/inter_sim", self._mean_inter_sim(), sync_dist=True)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Stop the training if the mean InterSim has been too high for `patience` consecutive validations."""
         if self.stop_at is None or trainer.sanity_checking or not self.measures:
             return
-        is_above = self._inter_sim() >= self.stop_at
+        is_above = self._mean_inter_sim() >= self.stop_at
         self._num_above = self._num_above + 1 if is_above and self._was_below else 0
         self._was_below = self._was_below or not is_above
         if trainer.state.fn == "fit" and self._num_above >= self.patience:
@@ -91,6 +94,6 @@ class IsotropyMonitor(LayerStatisticsCallback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._was_below, self._num_above = state_dict["was_below"], state_dict["above"]
 
-    def _inter_sim(self) -> float:
+    def _mean_inter_sim(self) -> float:
         """Return the mean InterSim of layers 1 to L."""
-        return fmean(layer["inter_sim"] for layer in self.measures[1:])
+        return fmean(measures["inter_sim"] for measures in self.measures[1:])

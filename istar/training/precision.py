@@ -9,56 +9,56 @@ import torch
 
 from istar.config import TrainerConfig
 
-_SIDE = {"cpu": 256, "cuda": 4096}
-"""Side of the square matrices that are multiplied: large enough to be fast, and done within 0.1 s if emulated."""
+_MATRIX_SIZE = {"cpu": 256, "cuda": 4096}
+"""Rows of the square matrices to multiply, by device: large enough to be fast, but at most 0.1 s if emulated."""
 _REPETITIONS = 5
 EMULATION_RATIO = 1.5
-"""Ratio of the durations in bfloat16 and in float32 from which bfloat16 counts as emulated.
+"""Smallest ratio of the durations in bfloat16 and in float32 at which bfloat16 counts as emulated.
 
-With instructions for bfloat16 the ratio is about 0.5, without them 3 to 60.
+With hardware instructions for bfloat16 the ratio is about 0.5, without them 3 to 60.
 """
 _FAST_RATIO = 0.8
-"""Ratio up to which bfloat16 counts as faster."""
+"""Largest ratio at which bfloat16 counts as faster."""
 
 log = logging.getLogger(__name__)
 
 
 def resolve_precision(settings: TrainerConfig) -> TrainerConfig:
-    """Return settings with `precision=auto` replaced by the precision that the hardware computes fast.
+    """Return the trainer settings with `precision=auto` replaced by a precision that the hardware computes fast.
 
-    That is bf16-mixed where a matrix product takes at most 0.8 times as long in bfloat16 as in float32, else 16-mixed
-    on a CUDA device and 32-true on others. Other settings are returned unchanged; if bf16-mixed is slow on this
-    machine, a warning is logged with the measured factor.
+    That is bf16-mixed if a matrix product takes at most 0.8 times as long in bfloat16 as in float32. Otherwise, it is
+    16-mixed on a CUDA device and 32-true on others. Other precisions are returned unchanged, with a warning if
+    bf16-mixed is slow on this machine.
     """
     if settings.precision not in ("auto", "bf16-mixed"):
         return settings
-    device = _device_type(settings.accelerator)
-    ratio = bfloat16_ratio(device) if device in _SIDE else float("inf")
+    device = _resolve_device_type(settings.accelerator)
+    ratio = measure_bfloat16_ratio(device) if device in _MATRIX_SIZE else float("inf")
     if settings.precision == "auto":
-        others = "16-mixed" if device == "cuda" else "32-true"
-        return replace(settings, precision="bf16-mixed" if ratio <= _FAST_RATIO else others)
+        fallback = "16-mixed" if device == "cuda" else "32-true"
+        return replace(settings, precision="bf16-mixed" if ratio <= _FAST_RATIO else fallback)
     if EMULATION_RATIO <= ratio < float("inf"):
-        _warn(ratio)
+        _warn_about_emulation(ratio)
     return settings
 
 
 @cache
-def bfloat16_ratio(device: str) -> float:
+def measure_bfloat16_ratio(device: str) -> float:
     """Return the duration of a matrix product in bfloat16 divided by its duration in float32, on `cpu` or `cuda`.
 
-    Both are the shortest of five. The result is measured once in each process.
+    Each duration is the shortest of five. A process measures the ratio only once.
     """
-    return _shortest(device, torch.bfloat16) / _shortest(device, torch.float32)
+    return _time_matrix_product(device, torch.bfloat16) / _time_matrix_product(device, torch.float32)
 
 
-def _shortest(device: str, dtype: torch.dtype) -> float:
-    """Return the shortest duration in seconds of a matrix product.
+def _time_matrix_product(device: str, dtype: torch.dtype) -> float:
+    """Return the shortest of several durations of a matrix product, in seconds.
 
-    On a CPU it is the processor time of one thread, which does not depend on how busy the machine is.
+    On a CPU, it is the processor time of one thread, which does not depend on how busy the machine is.
     """
-    matrix = torch.ones(_SIDE[device], _SIDE[device], device=device, dtype=dtype)
+    matrix = torch.ones(_MATRIX_SIZE[device], _MATRIX_SIZE[device], device=device, dtype=dtype)
     clock = time.perf_counter if device == "cuda" else time.thread_time
-    threads, durations = torch.get_num_threads(), []
+    num_threads, durations = torch.get_num_threads(), []
     torch.set_num_threads(1)
     try:
         # The first product, which may load a library, is not counted.
@@ -69,12 +69,12 @@ def _shortest(device: str, dtype: torch.dtype) -> float:
                 torch.cuda.synchronize()
             durations.append(clock() - start)
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(num_threads)
     return min(durations[1:])
 
 
-def _device_type(accelerator: str) -> str:
-    """Return the device type that Lightning chooses for `trainer.accelerator`: `cpu`, `cuda` or another."""
+def _resolve_device_type(accelerator: str) -> str:
+    """Return the device type that Lightning chooses for an accelerator name: `cpu`, `cuda` or another."""
     if accelerator in ("auto", "gpu"):
         if torch.cuda.is_available():
             return "cuda"
@@ -83,8 +83,8 @@ def _device_type(accelerator: str) -> str:
 
 
 @cache
-def _warn(ratio: float) -> None:
-    """Warn once in each process that bf16-mixed is slow."""
+def _warn_about_emulation(ratio: float) -> None:
+    """Warn, once in each process, that bf16-mixed is slow on this machine."""
     log.warning(
         "trainer.precision=bf16-mixed: this machine only emulates bfloat16, in which a matrix product takes %.0f times "
         "as long as in float32; trainer.precision=auto chooses what is fast",

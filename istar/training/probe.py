@@ -12,13 +12,13 @@ from istar.errors import NonFiniteError, UserError
 from istar.geometry.layers import Layer
 from istar.regularizers.shrinkage import eval_mode, preserve_rng_states
 from istar.tasks.features import Rows
-from istar.training.data import Collate, evaluation_loader
-from istar.training.module import FineTuner, log_now, token_mask
+from istar.training.data import Collate, build_evaluation_loader
+from istar.training.module import FineTuner, log_immediately, token_mask
 
 MEASURES = ("isoscore", "inter_sim", "effective_rank", "mean_kurtosis", "average_norm")
 """Names of the measures that the probe logs, as in `istar.geometry.layers.Layer.measures`."""
-SECONDS = "geometry/seconds"
-"""Name under which the duration of a probe is logged."""
+SECONDS_KEY = "geometry/seconds"
+"""Name under which the duration of a measurement is logged."""
 _SEED = 0
 
 
@@ -27,30 +27,30 @@ def geometry_key(layer: int, measure: str) -> str:
     return f"geometry/layer_{layer}/{measure}"
 
 
-def sample_examples(size: int, num_examples: int) -> list[int]:
-    """Return the indices of the probe's examples in a set of `size` examples: a random sample, always the same one."""
-    order = torch.randperm(size, generator=torch.Generator().manual_seed(_SEED))
+def choose_probe_examples(num_rows: int, num_examples: int) -> list[int]:
+    """Return the sorted indices of `num_examples` of `num_rows` rows: a random sample, always the same one."""
+    order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(_SEED))
     return sorted(order[:num_examples].tolist())
 
 
 def measure_layers(
     trainer: L.Trainer, module: FineTuner, rows: Rows, sample: Sequence[int], collate: Collate, batch_size: int
 ) -> list[dict[str, float]]:
-    """Measure the hidden states of all tokens of a sample of rows, without padding.
+    """Measure the geometry of each layer's hidden states over all tokens, except padding, of a sample of rows.
 
     The forward passes run on this process alone, in eval mode, on the trainer's device and in its precision. The
     training mode of each module and the global random generators are restored.
 
     Returns:
-        The values of `MEASURES` by name, for the embedding output and each layer.
+        The measures named in `MEASURES`, by name, for the embedding output and each layer.
 
     Raises:
         NonFiniteError: if hidden states are not finite.
     """
     layers: list[Layer] = []
-    device, root_device = module.device, trainer.strategy.root_device
+    previous_device, root_device = module.device, trainer.strategy.root_device
     module.to(root_device)  # Lightning moves the module to the CPU after training.
-    loader = evaluation_loader(rows, collate, batch_size, sample)
+    loader = build_evaluation_loader(rows, collate, batch_size, sample)
     with (
         preserve_rng_states(root_device),
         eval_mode(module),
@@ -66,24 +66,24 @@ def measure_layers(
                 layers = [Layer(state.shape[-1], vocabulary_size=0, device=root_device) for state in states]
             for layer, state in zip(layers, states, strict=True):
                 layer.update(state[mask], tokens, positions)
-    module.to(device)
-    measures = [layer.measures() for layer in layers]
-    return [{name: values[name] for name in MEASURES} for values in measures]
+    module.to(previous_device)
+    measures_by_layer = [layer.measures() for layer in layers]
+    return [{name: measures[name] for name in MEASURES} for measures in measures_by_layer]
 
 
 @dataclass(eq=False)
 class GeometryProbe(L.Callback):
-    """Log the geometry of every layer before training, after every n-th optimizer step and at the end.
+    """Log the geometry of every layer before training, after every n-th optimizer step and at the end of training.
 
-    Rank 0 measures alone. The training is bit for bit that without the probe. This callback must precede the one that
-    writes checkpoints, so that the checkpoint of a step contains the measures of that step.
+    Only rank 0 measures. The trained weights are bit for bit those without this callback. It must precede the callback
+    that writes checkpoints, so that the checkpoint of a step contains the measures of that step.
 
     Attributes:
-        rows: tokenized validation set, of which a sample is measured.
+        rows: tokenized validation set, from which the sample is drawn.
         collate: turns rows into a padded batch.
         batch_size: examples per forward pass.
         every_n_steps: number of optimizer steps between two measurements.
-        num_examples: size of the sample.
+        num_examples: number of examples in the sample.
     """
 
     rows: Rows
@@ -94,31 +94,34 @@ class GeometryProbe(L.Callback):
     _step: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self._sample = sample_examples(len(self.rows), self.num_examples)
+        self._sample = choose_probe_examples(len(self.rows), self.num_examples)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Measure the model before the first step."""
         self._step = trainer.global_step
         if self._step == 0:
-            self._measure(trainer, pl_module, trainer.current_epoch)
+            self._measure_and_log(trainer, pl_module, trainer.current_epoch)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *arguments: Any) -> None:
-        is_step = trainer.global_step > self._step
+        """Measure the model if the n-th optimizer step has just been completed."""
+        is_optimizer_step = trainer.global_step > self._step
         self._step = trainer.global_step
-        if is_step and self._step % self.every_n_steps == 0:
-            self._measure(trainer, pl_module, trainer.current_epoch)
+        if is_optimizer_step and self._step % self.every_n_steps == 0:
+            self._measure_and_log(trainer, pl_module, trainer.current_epoch)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Measure the model after the last step unless that has just been done."""
         # Unlike on_train_end, this is also called if a resumed training has no step left.
         if trainer.global_step % self.every_n_steps:
             # `current_epoch` differs by one between a training that ends and a finished one that is resumed.
             epochs: Any = trainer.fit_loop.epoch_progress.current
-            self._measure(trainer, pl_module, epochs.processed - 1)
+            self._measure_and_log(trainer, pl_module, epochs.processed - 1)
 
     def state_dict(self) -> dict[str, Any]:
         return {"every_n_steps": self.every_n_steps, "num_examples": self.num_examples}
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Refuse to resume a training whose earlier steps were measured differently, or not at all."""
+        """Raise a `UserError` if the interrupted training was measured at different steps or not at all."""
         state = checkpoint["callbacks"].get(self.state_key)
         if state is None:
             raise UserError(
@@ -132,7 +135,8 @@ class GeometryProbe(L.Callback):
                 "again"
             )
 
-    def _measure(self, trainer: L.Trainer, pl_module: L.LightningModule, epoch: int) -> None:
+    def _measure_and_log(self, trainer: L.Trainer, pl_module: L.LightningModule, epoch: int) -> None:
+        """Measure the sample on rank 0, and log the measures with the epoch and the duration."""
         assert isinstance(pl_module, FineTuner)
         if not trainer.is_global_zero:
             return
@@ -142,6 +146,8 @@ class GeometryProbe(L.Callback):
         except NonFiniteError as error:
             raise NonFiniteError(f"geometry after step {trainer.global_step}: {error}") from error
         values = {
-            geometry_key(number, name): value for number, layer in enumerate(layers) for name, value in layer.items()
+            geometry_key(layer, name): value
+            for layer, measures in enumerate(layers)
+            for name, value in measures.items()
         }
-        log_now(trainer, {"epoch": epoch, **values, SECONDS: time.perf_counter() - start})
+        log_immediately(trainer, {"epoch": epoch, **values, SECONDS_KEY: time.perf_counter() - start})

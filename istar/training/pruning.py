@@ -11,20 +11,24 @@ from istar.scores import merit
 from istar.training.history import History
 
 SEPARATOR = "#"
+"""Separator of the parts of a `TrialReference`."""
 PRUNERS: dict[str, Callable[[], optuna.pruners.BasePruner]] = {
     "none": optuna.pruners.NopPruner,
     "median": optuna.pruners.MedianPruner,
     # Fine-tuning has few epochs, so the better half of the trials continues after 1, 2, 4, ... epochs.
     "asha": lambda: optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=2),
 }
-"""The pruners by the values of `sweep.pruner`."""
-PRUNER = "pruner"
-"""The study's user attribute with the value of `sweep.pruner`: Optuna's storage does not keep the pruner itself."""
+"""Pruners by their name in the setting `sweep.pruner`."""
+PRUNER_ATTRIBUTE = "pruner"
+"""User attribute of a study that stores the value of `sweep.pruner`; Optuna does not store the pruner itself."""
 
 
 @dataclass(frozen=True)
-class TrialOfStudy:
-    """Database URL, study name and number of an Optuna trial, written as `storage#study#number` in `sweep.trial`."""
+class TrialReference:
+    """Reference to an Optuna trial by database URL, study name and trial number.
+
+    The setting `sweep.trial` contains it as the text `storage#study#number`.
+    """
 
     storage: str
     study: str
@@ -34,8 +38,8 @@ class TrialOfStudy:
         return SEPARATOR.join([self.storage, self.study, str(self.number)])
 
     @classmethod
-    def parse(cls, text: str) -> "TrialOfStudy":
-        """Parse `storage#study#number`; raise a UserError if the text has another form."""
+    def parse(cls, text: str) -> "TrialReference":
+        """Parse `storage#study#number`, or raise a `UserError` if the text has a different form."""
         try:
             storage, study, number = text.rsplit(SEPARATOR, 2)
             return cls(storage, study, int(number))
@@ -46,49 +50,55 @@ class TrialOfStudy:
 
 
 @dataclass(eq=False)
-class Pruning(L.Callback):
-    """Report each epoch to an Optuna study, and stop the training if the pruner says so.
+class PruningCallback(L.Callback):
+    """Report each epoch to an Optuna study, and stop the training if the study's pruner decides to prune the trial.
 
     The reported value is the `istar.scores.merit` of the metric that selects the best epoch. Rank 0 asks the pruner and
-    broadcasts its decision, so that all processes stop together. A resumed run reports the epochs that the storage does
-    not have yet. The callback `history`, which records the epochs, must precede this callback. `load_trial` returns the
-    started trial of a study with a given number.
+    broadcasts its decision, so that all processes stop together. A resumed run reports only the epochs that are not yet
+    in the study's database.
+
+    Attributes:
+        reference: reference to the trial to which the run belongs.
+        history: callback that records the epochs. It must precede this callback.
+        load_trial: function that returns the started trial of a study with a given number.
     """
 
-    reference: TrialOfStudy
+    reference: TrialReference
     history: History
     load_trial: Callable[[optuna.Study, int], optuna.trial.Trial]
     _trial: optuna.trial.Trial | None = field(default=None, init=False)
-    _reported: set[int] = field(default_factory=set, init=False)
+    _reported_epochs: set[int] = field(default_factory=set, init=False)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Stop a resumed run that the pruner has decided to prune."""
         self._stop_if_pruned(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Report the epoch, and stop the training if the pruner decides to prune it."""
         if trainer.state.fn == "fit":
             self._stop_if_pruned(trainer)
 
     def _stop_if_pruned(self, trainer: L.Trainer) -> None:
-        """Stop the training if the pruner says so, unless no epoch is done yet or the last one is."""
+        """Stop the training if the pruner decides so, unless no epoch is complete or the training ends anyway."""
         if not self.history.epochs or trainer.should_stop or trainer.global_step >= trainer.estimated_stepping_batches:
             return
         if trainer.strategy.broadcast(trainer.is_global_zero and self._should_prune()):
             self.history.pruned = trainer.should_stop = True
 
     def _should_prune(self) -> bool:
-        """Report the new epochs and return the pruner's decision."""
+        """Report the epochs not reported yet, and return whether the pruner decides to prune the trial."""
         try:
             if self._trial is None:
                 study = optuna.load_study(study_name=self.reference.study, storage=self.reference.storage)
-                study.pruner = PRUNERS[study.user_attrs[PRUNER]]()
+                study.pruner = PRUNERS[study.user_attrs[PRUNER_ATTRIBUTE]]()
                 self._trial = self.load_trial(study, self.reference.number)
-                self._reported = set(study.get_trials(deepcopy=False)[self.reference.number].intermediate_values)
+                self._reported_epochs = set(study.get_trials(deepcopy=False)[self.reference.number].intermediate_values)
             for number, epoch in enumerate(self.history.epochs, start=1):
-                # Optuna warns of a value that is reported twice.
-                if number not in self._reported:
+                # Optuna warns about a value that is reported twice.
+                if number not in self._reported_epochs:
                     metric = self.history.selection_metric
                     self._trial.report(merit(metric, epoch["metrics"][metric]), number)
-                    self._reported.add(number)
+                    self._reported_epochs.add(number)
             return self._trial.should_prune()
         except Exception as error:
             raise UserError(f"the Optuna trial {self.reference} cannot be read or written: {shorten(error)}") from error

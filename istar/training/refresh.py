@@ -1,4 +1,4 @@
-"""A callback that recomputes the shrinkage covariance of I-STAR every epoch, and every n steps if it is asked to."""
+"""A callback that recomputes the shrinkage covariance of I-STAR every epoch, and optionally every n steps."""
 
 import logging
 import math
@@ -13,8 +13,8 @@ from rich.progress import track
 
 from istar.regularizers import EmbeddingWatch, Watch
 from istar.tasks.features import Rows
-from istar.training.data import Collate, evaluation_loader, first_with_tokens
-from istar.training.module import Batch, all_gather_object, log_now
+from istar.training.data import Collate, build_evaluation_loader, select_rows_with_tokens
+from istar.training.module import Batch, all_gather_object, log_immediately
 from istar.training.signals import StopSignal
 
 log = logging.getLogger(__name__)
@@ -22,26 +22,28 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class ShrinkageCovariance(L.Callback):
-    """Recompute Sigma_S, the covariance of the hidden states of a random sample of the training data, every epoch.
+    """Recompute I-STAR's shrinkage covariance, of the hidden states of a random sample of training data, every epoch.
 
-    This follows Section 3 of *Stable Anisotropic Regularization*. If the penalty has `sync` on, all processes
-    compute one common matrix; otherwise each process computes a different matrix.
+    This follows Section 3 of *Stable Anisotropic Regularization*. If the penalty's `sync` is True, all processes
+    compute one common matrix; otherwise each process computes its own.
 
-    The sample depends on the seed, the epoch and, within an epoch, the optimizer step alone, so that a resumed run has
-    the same. If the penalty's points are a part of the tokens, Sigma_S is computed from such points, too: batches are
-    taken in random order until they have `num_points` of them.
+    The sample depends only on the seed, the epoch and, within an epoch, the optimizer step, so that a resumed run draws
+    the same samples. If the penalty's points are only some of the tokens, so are those of the shrinkage covariance:
+    batches are taken in random order until they contain `num_points` of them.
 
     Attributes:
-        watch: attached `IStar` penalty, which uses the matrix.
+        watch: attached `IStar` penalty, which uses the shrinkage covariance.
         rows: tokenized training data.
+        collate: turns rows into a padded batch.
         num_points: number of points to sample, counted over the union of the layers. If the data has fewer, all are
             used, with a warning.
         batch_size: examples per forward pass.
         seed: seed of the sample, combined with the epoch and the step.
-        every_n_steps: optimizer steps between two refreshes within an epoch, counted from the first step of the
-            training; None refreshes at the start of each epoch only.
-        stop: stop signal, which is checked before every batch.
-        seconds: duration of each refresh.
+        progress_bar: whether to show a progress bar.
+        every_n_steps: number of optimizer steps between two refreshes within an epoch, counted from the first step of
+            training; None refreshes only at the start of each epoch.
+        stop_signal: callback that is asked before every batch whether a stop signal was received.
+        seconds: duration of each refresh so far.
     """
 
     watch: Watch | EmbeddingWatch
@@ -52,54 +54,58 @@ class ShrinkageCovariance(L.Callback):
     seed: int
     progress_bar: bool = True
     every_n_steps: int | None = None
-    stop: StopSignal = field(default_factory=StopSignal)
+    stop_signal: StopSignal = field(default_factory=StopSignal)
     seconds: list[float] = field(default_factory=list, init=False)
     _has_warned: bool = field(default=False, init=False)
-    _resumed: list[dict[str, Any]] | None = field(default=None, init=False)
+    _restored_states: list[dict[str, Any]] | None = field(default=None, init=False)
     _last_step: int | None = field(default=None, init=False)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Refresh the shrinkage covariance for this epoch."""
         self._refresh_and_log(trainer, step=0)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
     ) -> None:
+        """Refresh the shrinkage covariance every n-th optimizer step within an epoch."""
         step = trainer.global_step
-        # All micro-batches of an optimizer step have the same number. A new epoch has just refreshed at its first step.
+        # All micro-batches of an optimizer step have the same number. At the first step of an epoch, a refresh has just
+        # been made.
         if self.every_n_steps is not None and step % self.every_n_steps == 0 and step != self._last_step:
             self._refresh_and_log(trainer, step)
 
     def _refresh_and_log(self, trainer: L.Trainer, step: int) -> None:
-        """Refresh Sigma_S with the sample of the epoch, or of a step within it if that is above 0."""
+        """Refresh the shrinkage covariance with the sample of the epoch, or of an optimizer step above 0 within it."""
         self._last_step = trainer.global_step
         start = time.perf_counter()
-        points = self.refresh(trainer, self.sample(self.watch.num_layers, trainer.current_epoch, step))
+        num_points = self.refresh(trainer, self.sample_examples(self.watch.num_layers, trainer.current_epoch, step))
         self.seconds.append(time.perf_counter() - start)
-        log_now(trainer, {"shrinkage/seconds": self.seconds[-1], "shrinkage/points": points})
+        log_immediately(trainer, {"shrinkage/seconds": self.seconds[-1], "shrinkage/points": num_points})
 
-    def refresh(self, trainer: L.Trainer, examples: Sequence[int]) -> int:
-        """Set Sigma_S to the covariance of the hidden states of some training examples; return the number of points.
+    def refresh(self, trainer: L.Trainer, example_indices: Sequence[int]) -> int:
+        """Recompute the shrinkage covariance from some training examples, and return the number of points in it.
 
         The forward passes run in the trainer's precision, and each process handles its share of the examples.
         """
-        share = examples[trainer.global_rank :: trainer.world_size]
-        loader = evaluation_loader(self.rows, self.collate, self.batch_size, share)
-        has_bar = self.progress_bar and trainer.is_global_zero
+        share = example_indices[trainer.global_rank :: trainer.world_size]
+        loader = build_evaluation_loader(self.rows, self.collate, self.batch_size, share)
+        shows_progress = self.progress_bar and trainer.is_global_zero
 
-        def inputs() -> Iterator[Batch]:
-            for batch in track(loader, "Shrinkage covariance", disable=not has_bar, transient=True):
-                self.stop.raise_if_signaled()
+        def iterate_inputs() -> Iterator[Batch]:
+            """Yield the model inputs of each batch; raise a `StoppedError` after a stop signal."""
+            for batch in track(loader, "Shrinkage covariance", disable=not shows_progress, transient=True):
+                self.stop_signal.raise_if_signaled()
                 yield {name: value for name, value in batch.items() if name != "feature_id"}
 
         with trainer.precision_plugin.val_step_context():
-            return self.watch.refresh(inputs(), num_points=self._points_to_take(trainer))
+            return self.watch.refresh(iterate_inputs(), num_points=self._max_points(trainer))
 
-    def sample(self, num_layers: int, epoch: int, step: int = 0) -> list[int]:
-        """Return the indices of randomly chosen examples that have at least `num_points / num_layers` tokens in total.
+    def sample_examples(self, num_layers: int, epoch: int, step: int = 0) -> list[int]:
+        """Return the indices of the fewest random examples with at least `num_points / num_layers` tokens in total.
 
-        The sample depends only on the seed, the epoch and the step, and has no more examples than necessary. It is
-        sorted by length, longest first, so that batches contain little padding. If only some tokens are points, how
-        many is known when the model has run: then it is all examples in random order.
+        The sample depends only on the seed, the epoch and the step. It is sorted by length, longest first, so that
+        batches contain little padding. If only some tokens are points, their number is not known before the model has
+        run, so all examples are returned in random order.
         """
         lengths = torch.as_tensor(self.rows.lengths)
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
@@ -108,39 +114,42 @@ class ShrinkageCovariance(L.Callback):
         order = torch.randperm(len(lengths), generator=generator)
         if not self._takes_all_tokens:
             return order.tolist()
-        tokens = int(lengths.sum())
-        requested = math.ceil(self.num_points / num_layers)
-        if tokens < requested and not self._has_warned:
+        num_available = int(lengths.sum())
+        num_requested = math.ceil(self.num_points / num_layers)
+        if num_available < num_requested and not self._has_warned:
             self._has_warned = True
             log.warning(
                 "the training data has %d points, fewer than reg.num_points=%d; the shrinkage covariance uses all",
-                tokens * num_layers,
+                num_available * num_layers,
                 self.num_points,
             )
-        return first_with_tokens(self.rows, order, requested)
+        return select_rows_with_tokens(self.rows, order, num_requested)
 
     @property
     def _takes_all_tokens(self) -> bool:
+        """Whether every token of the sample is a point."""
         return not isinstance(self.watch, Watch) or self.watch.points.are_all
 
-    def _points_to_take(self, trainer: L.Trainer) -> int | None:
-        """Return the number of points after which a refresh ends; None takes the whole sample."""
+    def _max_points(self, trainer: L.Trainer) -> int | None:
+        """Return the number of points after which a refresh ends on this process, or None for the whole sample."""
         if self._takes_all_tokens:
             return None
         return self.num_points if self.watch.penalty.sync else max(2, math.ceil(self.num_points / trainer.world_size))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self._resumed is not None:
-            self.watch.penalty.load_state_dict(self._resumed[trainer.global_rank if len(self._resumed) > 1 else 0])
-            self._resumed = None
+        """Restore the penalty's state of this process if the run is resumed, and move the penalty to the device."""
+        if self._restored_states is not None:
+            rank = trainer.global_rank if len(self._restored_states) > 1 else 0
+            self.watch.penalty.load_state_dict(self._restored_states[rank])
+            self._restored_states = None
         self.watch.penalty.to(pl_module.device)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the penalty's state, of all processes if each has a different Sigma_S, and the durations."""
+        """Return the durations and the penalty's state, one for each process if their matrices differ."""
         penalty = self.watch.penalty
         state = {name: value.cpu() for name, value in penalty.state_dict().items()}
         return {"penalties": [state] if penalty.sync else all_gather_object(state), "seconds": list(self.seconds)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._resumed = state_dict["penalties"]
+        self._restored_states = state_dict["penalties"]
         self.seconds = state_dict["seconds"]

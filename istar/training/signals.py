@@ -14,14 +14,14 @@ from istar.errors import StoppedError
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 REPEAT_SECONDS = 2.0
-"""Time within which the same signal counts as one: SLURM sends it to a process and to its parent, which forwards it."""
+"""Time within which a repeated signal is ignored: SLURM signals a process and its parent, which forwards the signal."""
 
 
 @contextmanager
 def preserve_signal_handlers() -> Iterator[None]:
-    """Restore the handlers of the stop signals after the block; Lightning does not restore that of Ctrl-C."""
-    is_main = threading.current_thread() is threading.main_thread()
-    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS if is_main}
+    """Restore the handlers of the stop signals after the `with` block; Lightning does not restore that of Ctrl-C."""
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS if is_main_thread}
     try:
         yield
     finally:
@@ -32,56 +32,60 @@ def preserve_signal_handlers() -> Iterator[None]:
 
 
 class StopSignal(L.Callback):
-    """Stop the run at a safe point after a stop signal. A second signal of the same kind has its default effect.
+    """Stop the run at a safe point after a stop signal. A later signal of the same kind has its default effect.
 
     During training, the run stops after the next optimizer step, when `Checkpoints` saves its state. During validation
     and the refresh of the shrinkage covariance, there is nothing new to save, and the run stops at the next batch.
 
     Attributes:
-        number: number of the received signal; None if there was none.
+        signal_number: number of the latest stop signal; None if none was received.
     """
 
     def __init__(self) -> None:
-        self.number: int | None = None
-        self._first_received: dict[int, float] = {}
+        self.signal_number: int | None = None
+        self._first_received_at: dict[int, float] = {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._listen(trainer)
+        """Install the signal handlers."""
+        self._install_handlers(trainer)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._listen(trainer)
+        """Install the signal handlers."""
+        self._install_handlers(trainer)
 
     def on_validation_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
+        """Stop the run if a signal was received."""
         self.raise_if_signaled()
 
     def raise_if_signaled(self) -> None:
         """Raise a `StoppedError` if a signal was received. Call it where there is nothing new to save."""
-        if self.number is not None:
-            self.interrupt("the last checkpoint is kept")
+        if self.signal_number is not None:
+            self.raise_stopped("the last checkpoint is kept")
 
-    def interrupt(self, state: str) -> NoReturn:
-        """Raise a `StoppedError` after a signal was received; its message says in `state` what was saved."""
-        assert self.number is not None
-        name = signal.Signals(self.number).name
-        raise StoppedError(f"stopped by {name}: {state}; the same command goes on from there", self.number)
+    def raise_stopped(self, saved_state: str) -> NoReturn:
+        """Raise a `StoppedError` for the received signal; `saved_state` says in its message what has been saved."""
+        assert self.signal_number is not None
+        name = signal.Signals(self.signal_number).name
+        raise StoppedError(f"stopped by {name}: {saved_state}; the same command goes on from there", self.signal_number)
 
-    def _listen(self, trainer: L.Trainer) -> None:
-        """Install the handlers, and stop the run if a signal arrived before."""
+    def _install_handlers(self, trainer: L.Trainer) -> None:
+        """Install the handlers of the stop signals, and stop the run if Lightning has already received SIGTERM."""
         # These replace Lightning's handlers, which would end the training without a checkpoint. Lightning restores the
         # earlier handlers when it is done. Only the main thread may install handlers.
         if threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
-                signal.signal(number, self._handle)
+                signal.signal(number, self._handle_signal)
         # Lightning's handler received SIGTERM before: Lightning would exit later with code 0 and without a result.
         if trainer.received_sigterm:
-            self.number = signal.SIGTERM
+            self.signal_number = signal.SIGTERM
             self.raise_if_signaled()
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.number = number
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
+        """Remember the signal, or apply its default effect if it was first received over `REPEAT_SECONDS` ago."""
+        self.signal_number = number
         now = time.monotonic()
-        if now - self._first_received.setdefault(number, now) > REPEAT_SECONDS:
+        if now - self._first_received_at.setdefault(number, now) > REPEAT_SECONDS:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
             signal.raise_signal(number)

@@ -1,4 +1,4 @@
-"""A callback that logs the tokens per second of the training, and a progress bar that shows the time to go."""
+"""A callback that logs the training's tokens per second, and a progress bar that shows the remaining time."""
 
 import sys
 import time
@@ -11,83 +11,91 @@ from lightning.pytorch.callbacks import RichProgressBar
 from torch import Tensor
 
 from istar.measures.processes import sum_over_processes
-from istar.training.module import log_now, token_mask
+from istar.training.module import log_immediately, token_mask
 
-KEY = "train/tokens_per_second"
+TOKENS_PER_SECOND_KEY = "train/tokens_per_second"
 
 
-def seconds_to_go(seconds: float, steps: int, remaining: int) -> float:
-    """Return the duration of `remaining` further steps if they are as fast as the `steps` that took `seconds`."""
-    return seconds / steps * remaining
+def estimate_remaining_seconds(elapsed_seconds: float, completed_steps: int, remaining_steps: int) -> float:
+    """Return the duration of the remaining steps if they are as fast as the completed ones."""
+    return elapsed_seconds / completed_steps * remaining_steps
 
 
 @dataclass(eq=False)
 class TokenRate(L.Callback):
     """Log the training's tokens per second every `log_every_n_steps` optimizer steps.
 
-    Tokens are counted without padding and over all processes. The time is that since the last logged step, including
-    the time spent on waiting for data and on writing checkpoints, but without validations.
+    Tokens are counted without padding and over all processes. The time is that since the last logged step. It includes
+    waiting for data and writing checkpoints, but not validations.
 
     Attributes:
         max_steps: number of optimizer steps after which the training stops within its epochs; None for no limit.
-        tokens_per_second: the latest logged rate; None before.
-        time_to_go: estimated time until the training ends, as `h:mm:ss`, from all steps since it started or was
-            resumed, including validations; empty until the first logged step.
+        tokens_per_second: latest logged rate; None before the first one.
+        remaining_time: estimated time until the training ends, as `h:mm:ss`, from all steps and validations since it
+            started or was resumed; empty until the first logged step.
     """
 
     max_steps: int | None = None
     tokens_per_second: float | None = field(default=None, init=False)
-    time_to_go: str = field(default="", init=False)
-    _tokens: Tensor | None = field(default=None, init=False)
-    # Start of the interval, moved forward by each validation's duration; None before the first batch.
-    _since: float | None = field(default=None, init=False)
+    remaining_time: str = field(default="", init=False)
+    _num_tokens: Tensor | None = field(default=None, init=False)
+    # Time of the last logged step, plus the durations of later validations; None before the first batch.
+    _interval_start: float | None = field(default=None, init=False)
     _validation_start: float = field(default=0.0, init=False)
     _first_step: int = field(default=0, init=False)
-    _start: float = field(default=0.0, init=False)
+    _training_start: float = field(default=0.0, init=False)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._first_step, self._start = trainer.global_step, time.perf_counter()
-        self._tokens, self._since = None, None
+        """Start the clock of the training."""
+        self._first_step, self._training_start = trainer.global_step, time.perf_counter()
+        self._num_tokens, self._interval_start = None, None
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        # The first interval starts here, because the first epoch may start with a refresh of Sigma_S.
-        self._since = time.perf_counter() if self._since is None else self._since
-        tokens = token_mask(batch).sum()
-        self._tokens = tokens if self._tokens is None else self._tokens + tokens
+        """Count the tokens of the batch."""
+        # The first interval starts here, because the first epoch may start with a refresh of the shrinkage covariance.
+        self._interval_start = time.perf_counter() if self._interval_start is None else self._interval_start
+        num_tokens = token_mask(batch).sum()
+        self._num_tokens = num_tokens if self._num_tokens is None else self._num_tokens + num_tokens
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Start the clock of this validation."""
         self._validation_start = time.perf_counter()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self._since is not None:
-            self._since += time.perf_counter() - self._validation_start
+        """Exclude the validation from the time of the current interval."""
+        if self._interval_start is not None:
+            self._interval_start += time.perf_counter() - self._validation_start
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+        """Log the rate of the interval that ends with this optimizer step, and estimate the remaining time."""
         step = trainer.global_step + 1
-        if step % trainer.log_every_n_steps or self._tokens is None or self._since is None:  # type: ignore[attr-defined]
+        is_logged = step % trainer.log_every_n_steps == 0  # type: ignore[attr-defined]
+        if not is_logged or self._num_tokens is None or self._interval_start is None:
             return
-        tokens = float(sum_over_processes(self._tokens.double()))
+        num_tokens = float(sum_over_processes(self._num_tokens.double()))
         now = time.perf_counter()
-        self.tokens_per_second = tokens / (now - self._since)
-        self._tokens, self._since = None, now
-        log_now(trainer, {KEY: self.tokens_per_second})
-        total = min(int(trainer.estimated_stepping_batches), self.max_steps or sys.maxsize)
-        left = seconds_to_go(now - self._start, step - self._first_step, total - step)
-        self.time_to_go = str(timedelta(seconds=round(left)))
+        self.tokens_per_second = num_tokens / (now - self._interval_start)
+        self._num_tokens, self._interval_start = None, now
+        log_immediately(trainer, {TOKENS_PER_SECOND_KEY: self.tokens_per_second})
+        total_steps = min(int(trainer.estimated_stepping_batches), self.max_steps or sys.maxsize)
+        elapsed_seconds = now - self._training_start
+        remaining_seconds = estimate_remaining_seconds(elapsed_seconds, step - self._first_step, total_steps - step)
+        self.remaining_time = str(timedelta(seconds=round(remaining_seconds)))
 
 
-class TrainingBar(RichProgressBar):
-    """Lightning's progress bar of an epoch, with the tokens per second and the time to go until the training ends."""
+class TrainingProgressBar(RichProgressBar):
+    """Lightning's progress bar of an epoch, with the tokens per second and the time until the training ends."""
 
-    def __init__(self, rate: TokenRate) -> None:
+    def __init__(self, token_rate: TokenRate) -> None:
         super().__init__(leave=True)
-        self._rate = rate
+        self._token_rate = token_rate
 
     def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:
-        """Return the values that the bar shows, by name."""
+        """Return the values that the progress bar shows, by name."""
         metrics: dict[str, Any] = super().get_metrics(trainer, pl_module)
-        if self._rate.tokens_per_second is None:
+        if self._token_rate.tokens_per_second is None:
             return metrics
-        return {**metrics, "tokens/s": f"{self._rate.tokens_per_second:,.0f}", "to go": self._rate.time_to_go}
+        tokens_per_second = f"{self._token_rate.tokens_per_second:,.0f}"
+        return {**metrics, "tokens/s": tokens_per_second, "to go": self._token_rate.remaining_time}

@@ -17,31 +17,33 @@ from istar.config import TrainerConfig
 from istar.errors import UserError, shorten
 from istar.scores import is_lower_better
 from istar.training.checkpoints import AtomicCheckpointIO, Checkpoints
-from istar.training.token_rate import TokenRate, TrainingBar
+from istar.training.token_rate import TokenRate, TrainingProgressBar
 
 
 class StopAtMaxSteps(L.Callback):
-    """Request a stop after `max_steps` optimizer steps, so that a validation follows the last step.
+    """Stop the training after `max_steps` optimizer steps, with a validation after the last step.
 
-    With its own `max_steps`, Lightning omits that validation, and resumes differently from the end of an epoch.
+    With its own `max_steps`, Lightning omits that validation, and resumes differently at the end of an epoch.
     """
 
     def __init__(self, max_steps: int) -> None:
         self.max_steps = max_steps
 
     def on_train_batch_end(self, trainer: L.Trainer, *arguments: Any) -> None:
+        """Request the stop after the last step."""
         if trainer.global_step >= self.max_steps:
             trainer.should_stop = True
 
 
 class StopAfterLastBatch(L.Callback):
-    """Request a stop after the last batch of the last epoch, so that a validation follows.
+    """Stop the training after the last batch of the last epoch, with a validation after it.
 
-    With `check_val_every_n_epoch=null`, Lightning validates every `val_check_interval` batches only, so that the last
-    batches, or all of them, would not be validated.
+    With `check_val_every_n_epoch=null`, Lightning validates only every `val_check_interval` batches, so that the last
+    training batches, or all of them, would not be followed by a validation.
     """
 
     def on_train_batch_end(self, trainer: L.Trainer, *arguments: Any) -> None:
+        """Request the stop after the last batch, if Lightning does not validate at the end of each epoch."""
         is_last_epoch = trainer.max_epochs is not None and trainer.current_epoch + 1 >= trainer.max_epochs
         if trainer.check_val_every_n_epoch is None and trainer.is_last_batch and is_last_epoch:
             trainer.should_stop = True
@@ -54,10 +56,10 @@ def build_trainer(
     callbacks: Sequence[L.Callback],
     checkpoints: Checkpoints | None,
 ) -> L.Trainer:
-    """Build the trainer of a run. Nothing is written yet.
+    """Build the Lightning trainer of a run, without writing any file.
 
-    Early stopping monitors the metric that selects the best epoch. The given callbacks run first, then those that the
-    settings ask for, then the checkpoints.
+    The given callbacks run first, then those that the settings request, then `checkpoints`. Early stopping monitors the
+    metric that selects the best epoch.
 
     Raises:
         UserError: if Lightning rejects the settings.
@@ -76,13 +78,13 @@ def build_trainer(
     if "max_steps" in settings.lightning:
         callbacks.append(StopAtMaxSteps(settings.lightning["max_steps"]))
     callbacks.append(StopAfterLastBatch())
-    rate = TokenRate(settings.lightning.get("max_steps"))
-    callbacks.append(rate)
+    token_rate = TokenRate(settings.lightning.get("max_steps"))
+    callbacks.append(token_rate)
     if settings.progress_bar:
-        callbacks.append(TrainingBar(rate))
+        callbacks.append(TrainingProgressBar(token_rate))
     if checkpoints is not None:
         callbacks.append(checkpoints)
-    return _trainer(
+    return _construct_trainer(
         settings,
         max_epochs=settings.max_epochs,
         accumulate_grad_batches=settings.accumulate_grad_batches,
@@ -98,12 +100,15 @@ def build_trainer(
         default_root_dir=folder,
         # A callback applies `max_steps`. The validation sets are already cut to `limit_val_batches`, because metrics
         # need complete sets.
-        **{k: value for k, value in settings.lightning.items() if k not in ("max_steps", "limit_val_batches")},
+        **{key: value for key, value in settings.lightning.items() if key not in ("max_steps", "limit_val_batches")},
     )
 
 
 def check_validation_interval(settings: TrainerConfig, num_batches: int) -> None:
-    """Refuse a validation every n batches of an epoch that has only `num_batches`; Lightning would do so later."""
+    """Raise a `UserError` if validations are further apart than an epoch of `num_batches` batches is long.
+
+    Lightning would raise an error only later.
+    """
     interval = settings.lightning.get("val_check_interval")
     is_within_epochs = settings.lightning.get("check_val_every_n_epoch", 1) is not None
     if type(interval) is int and interval > num_batches and is_within_epochs and not settings.fast_dev_run:
@@ -113,37 +118,40 @@ def check_validation_interval(settings: TrainerConfig, num_batches: int) -> None
         )
 
 
-def bare_trainer(settings: TrainerConfig) -> L.Trainer:
+def build_bare_trainer(settings: TrainerConfig) -> L.Trainer:
     """Build a trainer without callbacks or loggers, to query the hardware or run forward passes."""
-    return _trainer(settings, enable_checkpointing=False, enable_progress_bar=False)
+    return _construct_trainer(settings, enable_checkpointing=False, enable_progress_bar=False)
 
 
-def processes_to_start(trainer: L.Trainer) -> int:
-    """Return the number of processes to start on this machine; 1 if torchrun or SLURM has already started them."""
+def count_processes_to_start(trainer: L.Trainer) -> int:
+    """Return the number of processes to start on this machine, or 1 if torchrun or SLURM has already started them."""
     environment = getattr(trainer.strategy, "cluster_environment", None)
     return 1 if environment is None or environment.creates_processes_externally else trainer.num_devices
 
 
 def count_devices(settings: TrainerConfig) -> int:
-    """Return the number of devices that `trainer.devices` (a number, a list, `auto` or -1) means on this machine."""
-    return bare_trainer(settings).num_devices
+    """Return the number of devices on this machine that the setting `trainer.devices` selects.
+
+    The setting is a number, a list, `auto` or -1.
+    """
+    return build_bare_trainer(settings).num_devices
 
 
-def check_hardware(settings: TrainerConfig) -> None:
-    """Refuse 16-mixed without a CUDA device; Lightning would replace it by bf16-mixed."""
-    on_cuda = torch.cuda.is_available() and settings.accelerator in ("auto", "gpu", "cuda")
-    if settings.precision == "16-mixed" and not on_cuda:
+def check_precision_support(settings: TrainerConfig) -> None:
+    """Raise a `UserError` for precision 16-mixed without a CUDA device; Lightning would replace it by bf16-mixed."""
+    uses_cuda = torch.cuda.is_available() and settings.accelerator in ("auto", "gpu", "cuda")
+    if settings.precision == "16-mixed" and not uses_cuda:
         raise UserError("trainer.precision=16-mixed needs a CUDA device; use bf16-mixed or 32-true on this machine")
 
 
-def keeps_checkpoints(settings: TrainerConfig) -> bool:
+def writes_checkpoints(settings: TrainerConfig) -> bool:
     """Return whether the run writes checkpoints, from which the weights of the best epoch can be restored."""
     return settings.checkpoints and not settings.fast_dev_run
 
 
 @contextmanager
-def quiet_lightning() -> Iterator[None]:
-    """Suppress Lightning's device banners and its warnings that do not apply to istar's runs."""
+def suppress_lightning_messages() -> Iterator[None]:
+    """Within the `with` block, suppress Lightning's device banners and the warnings that do not apply to istar."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
@@ -169,13 +177,17 @@ _SUPPRESSED_WARNINGS = (
 )
 
 
-def _trainer(settings: TrainerConfig, **arguments: Any) -> L.Trainer:
-    """Construct a trainer on the configured hardware, with further arguments of `lightning.Trainer`."""
+def _construct_trainer(settings: TrainerConfig, **arguments: Any) -> L.Trainer:
+    """Return a `lightning.Trainer` with further arguments on the configured hardware.
+
+    Raises:
+        UserError: if Lightning rejects the settings.
+    """
     plugins: list[Any] = [AtomicCheckpointIO()]
     if SLURMEnvironment.detect():
         # With auto_requeue, Lightning would react to SLURM's signals with another checkpoint and a requeue.
         plugins.append(SLURMEnvironment(auto_requeue=False))
-    with quiet_lightning():
+    with suppress_lightning_messages():
         try:
             trainer = L.Trainer(
                 precision=settings.precision,  # type: ignore[arg-type]

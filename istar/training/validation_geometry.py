@@ -13,84 +13,85 @@ from istar.measures import Moments, two_nn
 from istar.models import is_decoder
 from istar.regularizers.shrinkage import eval_mode
 from istar.tasks.features import Rows
-from istar.training.data import Collate, evaluation_loader, longest_first
+from istar.training.data import Collate, build_evaluation_loader, sort_longest_first
 from istar.training.module import FineTuner, token_mask
 
 MAX_EXAMPLES = 1_000
 """Maximum number of validation rows that are used."""
 
 
-def geometry(trainer: L.Trainer, module: FineTuner, rows: Rows, collate: Collate, batch_size: int) -> dict[str, Any]:
-    """Measure the hidden states of the first `MAX_EXAMPLES` rows of a validation set.
+def measure_validation_geometry(
+    trainer: L.Trainer, module: FineTuner, rows: Rows, collate: Collate, batch_size: int
+) -> dict[str, Any]:
+    """Measure mean activation and intrinsic dimension of the hidden states of a validation set's first rows.
 
-    The forward pass runs on this process alone, in eval mode and on the trainer's device in its precision; statistics
-    are float32 or wider. The model and the global random state do not change.
+    At most `MAX_EXAMPLES` rows are used. The forward passes run on this process alone, in eval mode, on the trainer's
+    device and in its precision. Statistics are float32 or wider. The model and the global random state do not change.
 
     Returns:
-        A dictionary with `examples` and `tokens`, the number of examples and of tokens without padding;
-        `mean_activation`, the mean of the last layer over the tokens, d numbers; and `two_nn`, the intrinsic dimension
-        of one state of each distinct text, one value per layer starting with the embedding output: the state of the
-        first token ([CLS]) of an encoder, and of the last token of a decoder, which alone has seen the whole text. A
-        value is None if the states are too few or all equal.
+        A dictionary with:
 
-        The points are texts, so that the rule of `istar.geometry.sample.Sample`, one occurrence of each token type,
-        does not apply: the first tokens of an encoder are all of one type. In the first layers of a decoder, however,
-        the states of texts that end in the same token are nearly equal, and the estimate of these layers describes how
-        such copies differ.
+        - `examples` and `tokens`: the number of examples, and of tokens without padding;
+        - `mean_activation`: the mean of the last layer's states over the tokens, d numbers;
+        - `two_nn`: the TwoNN intrinsic dimension of each layer, starting with the embedding output; None if there are
+          too few states or all are equal. Each distinct text is one point: the state of the first token ([CLS]) of an
+          encoder, or of the last token of a decoder, which alone has seen the whole text. In the first layers of a
+          decoder, the states of texts that end in the same token are nearly equal, and the dimension describes how
+          such copies differ.
 
     Raises:
         NonFiniteError: if hidden states are not finite.
     """
     moments = Moments(module.model.config.hidden_size, trainer.strategy.root_device)
     text_states: list[tuple[Tensor, ...]] = []
-    order = [row for row in longest_first(rows) if row < MAX_EXAMPLES]
-    with forward_passes(trainer, module):
-        for batch in evaluation_loader(rows, collate, batch_size, order):
+    order = [row for row in sort_longest_first(rows) if row < MAX_EXAMPLES]
+    with inference_context(trainer, module):
+        for batch in build_evaluation_loader(rows, collate, batch_size, order):
             batch = module.transfer_batch_to_device(batch, module.device, 0)
             mask = token_mask(batch)
             states = module.hidden_states(batch)
             moments.update(states[-1], mask)
             examples = torch.arange(len(mask), device=mask.device)
-            positions = last_tokens(mask) if is_decoder(module.model.config) else first_tokens(mask)
+            positions = last_token_positions(mask) if is_decoder(module.model.config) else first_token_positions(mask)
             text_states.append(tuple(state[examples, positions].cpu() for state in states))
     # TwoNN needs distinct points: the states of equal texts in different batches differ by rounding only.
-    texts = {rows[number]["input_ids"].tobytes(): position for position, number in enumerate(order)}
-    distinct = list(texts.values())
+    position_by_text = {rows[row]["input_ids"].tobytes(): position for position, row in enumerate(order)}
+    distinct = list(position_by_text.values())
     return {
         "examples": len(order),
         "tokens": int(moments.count),
         "mean_activation": moments.mean.tolist(),
-        "two_nn": [_dimension(torch.cat(layer)[distinct]) for layer in zip(*text_states, strict=True)],
+        "two_nn": [_dimension_or_none(torch.cat(layer)[distinct]) for layer in zip(*text_states, strict=True)],
     }
 
 
 @contextmanager
-def forward_passes(trainer: L.Trainer, module: FineTuner) -> Iterator[None]:
-    """Run forward passes in eval mode without gradients, on the trainer's device and in its precision.
+def inference_context(trainer: L.Trainer, module: FineTuner) -> Iterator[None]:
+    """Within the `with` block, run a module in eval mode, without gradients, on the trainer's device, in its precision.
 
-    At the end, the module is moved back to its device, and all its parts have the mode that they had.
+    Afterwards, the module is moved back to its previous device, and all its parts have their previous mode.
     """
-    device = module.device
+    previous_device = module.device
     module.to(trainer.strategy.root_device)  # Lightning moves the module to the CPU after training.
     try:
         with eval_mode(module), torch.inference_mode(), trainer.precision_plugin.val_step_context():
             yield
     finally:
-        module.to(device)
+        module.to(previous_device)
 
 
-def first_tokens(mask: Tensor) -> Tensor:
-    """Return the position of the first token of each text that is not padding, `(batch,)`."""
+def first_token_positions(mask: Tensor) -> Tensor:
+    """Return the position of each text's first token, `(batch,)`, from its mask `(batch, tokens)`, 0 for padding."""
     return mask.long().argmax(1)
 
 
-def last_tokens(mask: Tensor) -> Tensor:
-    """Return the position of the last token of each text that is not padding, `(batch,)`."""
+def last_token_positions(mask: Tensor) -> Tensor:
+    """Return the position of each text's last token, `(batch,)`, from its mask `(batch, tokens)`, 0 for padding."""
     return mask.shape[1] - 1 - mask.long().flip(1).argmax(1)
 
 
-def _dimension(states: Tensor) -> float | None:
-    """Return the TwoNN dimension of states of shape `(n, d)`; None if they are too few, or equal up to rounding.
+def _dimension_or_none(states: Tensor) -> float | None:
+    """Return the TwoNN dimension of states `(n, d)`, or None if they are too few, or equal up to rounding.
 
     The embedding outputs of [CLS], for example, are equal for all texts.
     """

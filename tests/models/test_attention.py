@@ -8,7 +8,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification, PreTrain
 
 from istar.models import accepts_position_ids, isolation, make_isolating_inputs, train_tokenizer
 from istar.models.architectures import is_decoder, make_config
-from istar.tasks.features import Collator, positions_for
+from istar.tasks.features import Collator, make_position_ids
 
 SHAPE = {
     "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 50,
@@ -115,9 +115,9 @@ def test_isolating_inputs() -> None:
     assert causal[0, 0].int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [1, 1, 1, 0]]
 
 
-def test_positions_for() -> None:
+def test_make_position_ids() -> None:
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [1, 1, 0, 0]])
-    assert positions_for(mask).tolist() == [[0, 0, 0, 1], [0, 1, 2, 3], [0, 1, 1, 1]]
+    assert make_position_ids(mask).tolist() == [[0, 0, 0, 1], [0, 1, 2, 3], [0, 1, 1, 1]]
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "gpt_neox", "llama", "qwen2", "opt", "gptj"])
@@ -132,7 +132,7 @@ def test_padding_on_either_side_gives_the_logits_of_the_text_alone(architecture:
         alone = torch.cat([model(ids[None]).logits, model(short[None]).logits])
         for batch in (left, right):
             mask = (batch != 0).long()
-            logits = model(batch, attention_mask=mask, position_ids=positions_for(mask)).logits
+            logits = model(batch, attention_mask=mask, position_ids=make_position_ids(mask)).logits
             torch.testing.assert_close(logits, alone, rtol=1e-6, atol=1e-6)
         if architecture == "gpt2":
             shifted = model(left, attention_mask=(left != 0).long()).logits

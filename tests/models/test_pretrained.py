@@ -268,7 +268,7 @@ def test_no_such_folder() -> None:
 
 
 def test_a_hub_model_that_is_not_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pretrained, "hub_problem", lambda: "the hub cannot be reached")
+    monkeypatch.setattr(pretrained, "find_hub_problem", lambda: "the hub cannot be reached")
     message = complaint("nobody/no-such-model")
     assert "the hub cannot be reached" in message
     assert "model=auto model.name=<folder from save_pretrained>" in message

@@ -48,7 +48,7 @@ MUTATIONS = [
     Mutation(
         "The logarithmic schedule keeps powers of two beyond 512.",
         "istar/training/kept_models.py",
-        "is_power_of_two and step <= _LAST_POWER",
+        "is_power_of_two and step <= _LAST_POWER_OF_TWO",
         "is_power_of_two",
         "tests/training/test_kept_models.py",
     ),
@@ -70,8 +70,8 @@ MUTATIONS = [
     Mutation(
         "The token of a decoder that is measured within classes is the first one.",
         "istar/training/class_isotropy.py",
-        "last_tokens(mask) if is_decoder(model.config) else first_tokens(mask)",
-        "first_tokens(mask)",
+        "last_token_positions(mask) if is_decoder(model.config) else first_token_positions(mask)",
+        "first_token_positions(mask)",
         "tests/training/test_class_isotropy.py",
     ),
     Mutation(
@@ -466,16 +466,16 @@ MUTATIONS = [
     Mutation(
         "A step whose gradient is NaN is taken.",
         "istar/training/nonfinite.py",
-        "if norm is None or torch.isfinite(norm):",
-        "if norm is None or norm is not None:",
+        "if gradient_norm is None or torch.isfinite(gradient_norm):",
+        "if gradient_norm is None or gradient_norm is not None:",
         "tests/training/test_nonfinite.py::test_a_skipped_step_leaves_no_trace",
     ),
     # ---- evaluation
     Mutation(
         "Every process evaluates all examples, so that duplicates are counted.",
         "istar/training/data.py",
-        "order = longest_first(rows)[rank::world_size]",
-        "order = longest_first(rows)",
+        "order = sort_longest_first(rows)[rank::world_size]",
+        "order = sort_longest_first(rows)",
         "tests/training/test_data.py::test_evaluation_shards_repeat_and_lose_nothing",
     ),
     Mutation(
@@ -504,8 +504,8 @@ MUTATIONS = [
     Mutation(
         "Padding counts in the isotropy that is reported.",
         "istar/training/layer_isotropy.py",
-        "layer.update(state, mask)",
-        "layer.update(state)",
+        "accumulator.update(states, mask)",
+        "accumulator.update(states)",
         "tests/training/test_callbacks.py::test_layer_isotropy_is_that_of_all_tokens_whatever_the_batches",
     ),
     Mutation(
@@ -526,7 +526,7 @@ MUTATIONS = [
     Mutation(
         "The best epoch is the last one.",
         "istar/training/history.py",
-        "if self.best == 0 or not self.keep_best:",
+        "if self.best_epoch == 0 or not self.keep_best:",
         "if True:",
         "tests/training/test_callbacks.py::test_history_takes_the_first_of_the_best_epochs",
     ),
@@ -540,8 +540,8 @@ MUTATIONS = [
     Mutation(
         "The saved model is that of the last epoch.",
         "istar/runs/run.py",
-        'job.module.load_state_dict(load(job.checkpoints.best_path())["state_dict"])',
-        "load(job.checkpoints.best_path())",
+        'job.module.load_state_dict(read_checkpoint(job.checkpoints.best_weights_path())["state_dict"])',
+        "read_checkpoint(job.checkpoints.best_weights_path())",
         "tests/runs/test_run_results.py::test_the_best_epoch_is_kept_when_it_is_not_the_last",
     ),
     Mutation(
@@ -569,15 +569,15 @@ MUTATIONS = [
     Mutation(
         "A resumed run does not restore the random numbers.",
         "istar/training/checkpoints.py",
-        'set_random_state(self._resumed["random"][trainer.global_rank])',
-        'self._resumed["random"][trainer.global_rank]',
+        'set_random_state(self._restored_state["random"][trainer.global_rank])',
+        'self._restored_state["random"][trainer.global_rank]',
         "tests/training/test_resume.py::test_a_broken_run_goes_on_exactly",
     ),
     Mutation(
         "A resumed run begins its epoch again.",
         "istar/training/data.py",
-        'start=self._resumed_at["batches"] * self.config.batch_size,',
-        "start=0,",
+        'num_skipped=self._resume_position["batches"] * self.config.batch_size,',
+        "num_skipped=0,",
         "tests/training/test_resume.py::test_a_broken_run_goes_on_exactly",
     ),
     Mutation(
@@ -597,7 +597,7 @@ MUTATIONS = [
     Mutation(
         "A checkpoint of another run is taken.",
         "istar/training/checkpoints.py",
-        "if run_name != run:",
+        "if stored_run_name != run_name:",
         "if False:",
         "tests/runs/test_damaged_checkpoints.py::test_a_foreign_checkpoint",
     ),

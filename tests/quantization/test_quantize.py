@@ -30,8 +30,8 @@ from istar.reports import cells
 from istar.reports.run_frame import Runs, row
 from istar.runs.run import run
 from istar.tasks.loading import load_splits
-from istar.training.data import evaluation_loader
-from istar.training.module import inputs_of, token_mask
+from istar.training.data import build_evaluation_loader
+from istar.training.module import inputs_without_labels, token_mask
 from tests.conftest import SMALL
 from tests.quantization.test_linear_layers import faked
 from tests.reports import synthetic
@@ -73,9 +73,9 @@ def test_a_form_has_the_score_of_torch_quantization(loaded: saved_runs.LoadedMod
     layers = encoder_linears(loaded.model)
     largest = calibrate_input_ranges(loaded, layers)
     model: Any = faked(loaded.model, form, largest)
-    batches = evaluation_loader(loaded.validation, loaded.collate, 5, range(len(loaded.validation)))
+    batches = build_evaluation_loader(loaded.validation, loaded.collate, 5, range(len(loaded.validation)))
     with torch.no_grad():
-        classes = [model(**inputs_of(batch)).logits.argmax(1) for batch in batches]
+        classes = [model(**inputs_without_labels(batch)).logits.argmax(1) for batch in batches]
     labels = np.array(loaded.evaluator.examples["label"])
     scores = score_model(loaded, [form])
     assert scores.forms == {"w4a4": pytest.approx(np.mean(torch.cat(classes).numpy() == labels))}
@@ -108,7 +108,7 @@ def test_ranges_are_those_of_the_calibration_rows(loaded: saved_runs.LoadedModel
                 by_layer[name] = max(by_layer.get(name, 0.0), points.abs().max().item())
 
             with torch.no_grad():
-                forward_observed(loaded.model, layers, inputs_of(batch), token_mask(batch), observe)
+                forward_observed(loaded.model, layers, inputs_without_labels(batch), token_mask(batch), observe)
     ranges = {name: value.item() for name, value in calibrate_input_ranges(loaded, layers).items()}
     assert ranges == pytest.approx(largest["calibration"], rel=1e-5)
     assert ranges != pytest.approx(largest["validation"], rel=1e-3)
@@ -121,7 +121,7 @@ def test_the_activations_are_those_of_the_linear_layers(loaded: saved_runs.Loade
     with torch.no_grad():
         for number in range(len(loaded.validation)):
             batch = loaded.collate([loaded.validation[number]])
-            arguments = {**inputs_of(batch), "output_hidden_states": True}
+            arguments = {**inputs_without_labels(batch), "output_hidden_states": True}
             output = forward_observed(
                 loaded.model, layers, arguments, token_mask(batch), lambda name, rows: inputs[name].append(rows)
             )

@@ -18,8 +18,8 @@ from istar.quantization.form_scores import calibrate_input_ranges, score_model
 from istar.quantization.linear_layers import Form, encoder_linears
 from istar.runs.run import run
 from istar.tasks.specs import TASKS
-from istar.training.data import evaluation_loader
-from istar.training.module import inputs_of
+from istar.training.data import build_evaluation_loader
+from istar.training.module import inputs_without_labels
 from tests.conftest import SMALL
 from tests.quantization.test_linear_layers import faked
 from tests.runs.artifacts import table
@@ -96,9 +96,9 @@ def test_regression_has_the_correlation_of_torch_quantization(tmp_path: Path) ->
     quantized = faked(loaded.model, form, calibrate_input_ranges(loaded, encoder_linears(loaded.model)))
     for name, model in {"float32": loaded.model, "w6a6": quantized}.items():
         module: Any = model
-        batches = evaluation_loader(loaded.validation, loaded.collate, 16, range(len(loaded.validation)))
+        batches = build_evaluation_loader(loaded.validation, loaded.collate, 16, range(len(loaded.validation)))
         with torch.no_grad():
-            values = torch.cat([module(**inputs_of(batch)).logits[:, 0] for batch in batches])
+            values = torch.cat([module(**inputs_without_labels(batch)).logits[:, 0] for batch in batches])
         expected[name] = scipy.stats.pearsonr(values.double().numpy(), gold).statistic
     scores = score_model(loaded, [form])
     assert scores.metric == "pearson"

@@ -17,7 +17,7 @@ import pytest
 from istar.config import Config
 from istar.results import RunRecord
 from istar.runs.run import run
-from istar.tasks.hub import probe
+from istar.tasks.hub import request_status
 from istar.training import loggers
 from tests.runs.artifacts import place
 from tests.runs.faults import (
@@ -163,9 +163,9 @@ def wandb_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callab
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     # A server that does answer is never too late.
-    monkeypatch.setattr(loggers, "PROBE_SECONDS", SECONDS)
-    monkeypatch.setattr(loggers, "probe", partial(probe, seconds=SECONDS))
-    monkeypatch.setattr(loggers, "_INIT_SECONDS", SECONDS)
+    monkeypatch.setattr(loggers, "PROBE_TIMEOUT_SECONDS", SECONDS)
+    monkeypatch.setattr(loggers, "request_status", partial(request_status, timeout=SECONDS))
+    monkeypatch.setattr(loggers, "_INIT_TIMEOUT_SECONDS", SECONDS)
     yield lambda url: monkeypatch.setenv("WANDB_BASE_URL", url)
     wandb.teardown()
 

@@ -18,7 +18,7 @@ from istar.config import Config
 from istar.errors import UserError
 from istar.runs.run import run
 from istar.training import FineTuner
-from istar.training.checkpoints import load
+from istar.training.checkpoints import read_checkpoint
 from tests.outcomes import only_run
 
 Build = Callable[..., Config]
@@ -71,7 +71,7 @@ def assert_whole(folder: Path) -> None:
     assert names == []
     for path in (folder / "checkpoints").glob("*"):
         assert path.suffix == ".ckpt"
-        assert load(path)["state_dict"]
+        assert read_checkpoint(path)["state_dict"]
     if (folder / results.RESULT).exists():
         results.read(folder)
     if (folder / "metrics.csv").exists():

@@ -11,7 +11,7 @@ import torch
 
 from istar.errors import UserError
 from istar.runs.run import run
-from istar.training.checkpoints import FORMAT, load, resumable
+from istar.training.checkpoints import FORMAT_VERSION, find_resumable_checkpoint, read_checkpoint
 from tests.outcomes import assert_same
 from tests.runs.faults import (
     EPOCHS,
@@ -50,7 +50,7 @@ def assert_refused(checkpoints: Path, run_name: str, caplog: pytest.LogCaptureFi
     newer, older = checkpoints / "step-2.ckpt", checkpoints / "step-1.ckpt"
     damaged = newer.read_bytes()
     caplog.clear()
-    assert resumable(checkpoints, run_name, 1) == older
+    assert find_resumable_checkpoint(checkpoints, run_name, 1) == older
     [warning] = warnings_in(caplog)
     assert str(newer) in warning
     assert "\n" not in warning
@@ -59,7 +59,7 @@ def assert_refused(checkpoints: Path, run_name: str, caplog: pytest.LogCaptureFi
     aside = older.rename(checkpoints / "aside")
     (checkpoints / "step-2.ckpt.refused").rename(newer)
     caplog.clear()
-    assert resumable(checkpoints, run_name, 1) is None
+    assert find_resumable_checkpoint(checkpoints, run_name, 1) is None
     assert len(warnings_in(caplog)) == 1
     aside.rename(older)
 
@@ -88,7 +88,7 @@ def test_a_checkpoint_without_its_last_byte(checkpoints: Path, good: Path, caplo
 
 def test_flipped_bits(checkpoints: Path, good: Path, caplog: Any) -> None:
     """Thirty anywhere and thirty where the archive keeps its own books; each is refused, or harmless."""
-    data, original = good.read_bytes(), load(good)
+    data, original = good.read_bytes(), read_checkpoint(good)
     generator = random.Random(7)
     newer = checkpoints / "step-2.ckpt"
     books = data.index(b"PK\x01\x02")
@@ -100,9 +100,9 @@ def test_flipped_bits(checkpoints: Path, good: Path, caplog: Any) -> None:
         damaged[place] ^= 1 << generator.randrange(8)
         newer.write_bytes(damaged)
         caplog.clear()
-        found = resumable(checkpoints, name_of_run(good), 1)
+        found = find_resumable_checkpoint(checkpoints, name_of_run(good), 1)
         if found == newer:
-            assert equal(load(newer), original), place
+            assert equal(read_checkpoint(newer), original), place
             assert warnings_in(caplog) == []
         else:
             refused += 1
@@ -115,14 +115,14 @@ def test_flipped_bits(checkpoints: Path, good: Path, caplog: Any) -> None:
 
 
 def edited(good: Path, edit: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    content = copy.deepcopy(load(good))
+    content = copy.deepcopy(read_checkpoint(good))
     edit(content)
     return content
 
 
 def test_equal_sees_a_difference(good: Path) -> None:
-    original = load(good)
-    assert equal(original, load(good))
+    original = read_checkpoint(good)
+    assert equal(original, read_checkpoint(good))
 
     def nudge(content: dict[str, Any]) -> None:
         next(iter(content["state_dict"].values())).view(torch.int32).view(-1)[0] ^= 1
@@ -147,10 +147,10 @@ def state(content: dict[str, Any]) -> dict[str, Any]:
 FOREIGN = {
     "empty dict": lambda good: {},
     "a dict": lambda good: {"weights": torch.zeros(3)},
-    "weights only": lambda good: {"state_dict": load(good)["state_dict"], "callbacks": {}},
+    "weights only": lambda good: {"state_dict": read_checkpoint(good)["state_dict"], "callbacks": {}},
     "callbacks without ours": lambda good: edited(good, lambda content: content["callbacks"].pop("Checkpoints")),
     "another run": lambda good: edited(good, lambda content: state(content).update(run="demo-tiny-none-0")),
-    "another format": lambda good: edited(good, lambda content: state(content).update(format=FORMAT + 1)),
+    "another format": lambda good: edited(good, lambda content: state(content).update(format=FORMAT_VERSION + 1)),
     "no format": lambda good: edited(good, lambda content: state(content).pop("format")),
 }
 NO_DICTS = {
@@ -210,9 +210,9 @@ def test_a_checkpoint_of_two_processes(checkpoints: Path, good: Path) -> None:
     with pytest.raises(
         UserError, match=r"written by 2 processes and cannot go on with 1; .*run\.overwrite=true"
     ) as told:
-        resumable(checkpoints, name_of_run(good), 1)
+        find_resumable_checkpoint(checkpoints, name_of_run(good), 1)
     assert "\n" not in str(told.value)
-    assert resumable(checkpoints, name_of_run(good), 2) == checkpoints / "step-2.ckpt"
+    assert find_resumable_checkpoint(checkpoints, name_of_run(good), 2) == checkpoints / "step-2.ckpt"
 
 
 def damage(path: Path) -> None:

@@ -241,7 +241,7 @@ def test_a_hub_that_does_not_answer(
     """It is not waited for; a commit that it has named before is used, with a warning."""
     commit = resolve_model(ModelConfig("org/tiny")).revision
     hub.silent = True
-    monkeypatch.setattr(hub_module, "COMMIT_SECONDS", 0.1)
+    monkeypatch.setattr(hub_module, "COMMIT_TIMEOUT_SECONDS", 0.1)
     silence = f"the hub {hub.url} gave no answer within 0.1 s"
     assert resolve_model(ModelConfig("org/tiny")).revision == commit
     assert warnings_in(caplog) == [f"model org/tiny: {silence}; using commit {commit}, the latest that is known"]

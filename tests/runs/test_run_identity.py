@@ -35,7 +35,7 @@ def test_the_same_call_returns_the_finished_run(small: Build, monkeypatch: pytes
 
 
 def test_a_precision_chosen_here_is_the_same_run_as_one_named(small: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precision, "bfloat16_ratio", lambda device: 50.0)
+    monkeypatch.setattr(precision, "measure_bfloat16_ratio", lambda device: 50.0)
     record = run(small("trainer.precision=auto"))
     assert record.config["trainer"]["precision"] == "32-true"
     monkeypatch.setattr(run_module, "_assemble", None)

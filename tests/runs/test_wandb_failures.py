@@ -47,7 +47,7 @@ def test_wandb_that_never_answers(
     small: Build, wandb_at: Any, silent: str, caplog: Any, monkeypatch: Any, patience: Any
 ) -> None:
     wandb_at(silent)
-    monkeypatch.setattr(loggers, "PROBE_SECONDS", 0.5)
+    monkeypatch.setattr(loggers, "PROBE_TIMEOUT_SECONDS", 0.5)
     config = small(*WANDB)
     run(config)
     assert patience.probes == [0.5]
@@ -76,7 +76,7 @@ def test_wandb_that_fails(
 ) -> None:
     server = serve(status, early)
     wandb_at(server.url)
-    monkeypatch.setattr(loggers, "_INIT_SECONDS", 4.0)
+    monkeypatch.setattr(loggers, "_INIT_TIMEOUT_SECONDS", 4.0)
     config = small(*WANDB)
     run(config)
     assert len(patience.probes) == 1
@@ -177,7 +177,7 @@ def test_wandb_that_fails_behind_the_start(
     """W&B's own retries go on beside the training and are cut off behind it; its record is whole and can be sent."""
     import wandb
 
-    monkeypatch.setattr(loggers, "_FINISH_SECONDS", 2.0)
+    monkeypatch.setattr(loggers, "_FINISH_TIMEOUT_SECONDS", 2.0)
     server = serve(500, (), STARTED)
     wandb_at(server.url)
     config = small(*WANDB)

@@ -13,7 +13,7 @@ from istar.errors import UserError
 from istar.results import RunRecord
 from istar.sweeps.study import Study, combination, space_size
 from istar.sweeps.trials import combinations, spaces
-from istar.training.pruning import TrialOfStudy
+from istar.training.pruning import TrialReference
 
 ARGUMENTS = ["reg=istar", "reg.lambda=interval(-5,5)", "optim.lr=tag(log,interval(1e-5,1e-3))", "reg.zeta=0.2,0.4",
              "data.batch_size=int(interval(8,32))"]  # fmt: skip
@@ -238,11 +238,11 @@ def test_a_storage_that_cannot_be_used(tmp_path: Path, storage: str) -> None:
 
 
 def test_handles() -> None:
-    handle = TrialOfStudy("sqlite:///a#b.db", "table1-1", 12)
-    assert TrialOfStudy.parse(str(handle)) == handle
+    handle = TrialReference("sqlite:///a#b.db", "table1-1", 12)
+    assert TrialReference.parse(str(handle)) == handle
     for text in ("", "a#b", "a#b#c"):
         with pytest.raises(UserError, match=r"expected storage#study#number"):
-            TrialOfStudy.parse(text)
+            TrialReference.parse(text)
 
 
 def test_held_out_data_judge_a_trial(tmp_path: Path) -> None:

@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 
 from istar.errors import UserError
-from istar.tasks.blocks import STARTS, TOKENS, Corpus, open_corpus, packed, separate, with_separator, write_corpus
+from istar.tasks.blocks import (
+    STARTS_FILE,
+    TOKENS_FILE,
+    Corpus,
+    append_separator,
+    cut_packed_blocks,
+    cut_separate_blocks,
+    open_corpus,
+    write_corpus,
+)
 
 DOCUMENTS = [[11, 12, 13], [], [14], [15, 16, 17, 18, 19, 20, 21], [22, 23]]
 FLAT = [token for document in DOCUMENTS for token in document]
@@ -28,7 +37,7 @@ def test_the_file_holds_all_documents(corpus: Corpus, tmp_path: Path) -> None:
     assert corpus.tokens.tolist() == FLAT
     assert corpus.starts.tolist() == [0, 3, 4, 11, 13]
     assert len(corpus) == 4
-    assert (tmp_path / TOKENS).stat().st_size == 2 * len(FLAT)
+    assert (tmp_path / TOKENS_FILE).stat().st_size == 2 * len(FLAT)
 
 
 @pytest.mark.parametrize(("vocabulary", "size"), [(1 << 16, 2), ((1 << 16) + 1, 4)])
@@ -39,7 +48,7 @@ def test_tokens_take_two_bytes_where_that_is_enough(tmp_path: Path, vocabulary: 
 
 
 def test_many_tokens_are_written_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("istar.tasks.blocks._WRITE_TOKENS", 4)
+    monkeypatch.setattr("istar.tasks.blocks._TOKENS_PER_WRITE", 4)
     assert write_corpus(iter(DOCUMENTS), 100, tmp_path).tokens.tolist() == FLAT
 
 
@@ -47,10 +56,10 @@ def test_what_is_not_whole_is_no_corpus(corpus: Corpus, tmp_path: Path) -> None:
     opened = open_corpus(tmp_path)
     assert opened is not None
     assert opened.tokens.tolist() == FLAT
-    (tmp_path / TOKENS).write_bytes((tmp_path / TOKENS).read_bytes()[:-2])
+    (tmp_path / TOKENS_FILE).write_bytes((tmp_path / TOKENS_FILE).read_bytes()[:-2])
     assert open_corpus(tmp_path) is None
     write_corpus(DOCUMENTS, 100, tmp_path)
-    (tmp_path / STARTS).unlink()
+    (tmp_path / STARTS_FILE).unlink()
     assert open_corpus(tmp_path) is None
     assert open_corpus(tmp_path / "nowhere") is None
 
@@ -85,7 +94,7 @@ def test_a_writer_that_fails_leaves_no_corpus(tmp_path: Path) -> None:
 def test_packed_blocks_hold_the_tokens_in_their_order(
     corpus: Corpus, length: int, prefix: tuple[int, ...], suffix: tuple[int, ...]
 ) -> None:
-    blocks = packed(corpus, length, prefix, suffix)
+    blocks = cut_packed_blocks(corpus, length, prefix, suffix)
     room = length - len(prefix) - len(suffix)
     parts = [FLAT[first : first + room] for first in range(0, len(FLAT), room)]
     whole = [part for part in parts if len(part) == room] or parts
@@ -96,7 +105,7 @@ def test_packed_blocks_hold_the_tokens_in_their_order(
     for number, part in enumerate(whole):
         documents = [document_of(token) - document_of(part[0]) for token in part]
         expected = [documents[0]] * len(prefix) + documents + [documents[-1]] * len(suffix)
-        assert blocks.documents(number).tolist() == expected
+        assert blocks.document_numbers(number).tolist() == expected
 
 
 @pytest.mark.parametrize("length", [3, 4, 99])
@@ -104,17 +113,17 @@ def test_packed_blocks_hold_the_tokens_in_their_order(
 def test_separate_blocks_are_parts_of_one_document(
     corpus: Corpus, length: int, prefix: tuple[int, ...], suffix: tuple[int, ...]
 ) -> None:
-    blocks = separate(corpus, length, prefix, suffix)
+    blocks = cut_separate_blocks(corpus, length, prefix, suffix)
     room = length - len(prefix) - len(suffix)
     parts = [document[first : first + room] for document in DOCUMENTS for first in range(0, len(document), room)]
     assert [blocks.input_ids(number).tolist() for number in range(len(blocks))] == [
         [*prefix, *part, *suffix] for part in parts
     ]
     assert blocks.lengths.tolist() == [len(blocks.input_ids(number)) for number in range(len(blocks))]
-    assert all((blocks.documents(number) == 0).all() for number in range(len(blocks)))
+    assert all((blocks.document_numbers(number) == 0).all() for number in range(len(blocks)))
 
 
-@pytest.mark.parametrize("cut", [packed, separate])
+@pytest.mark.parametrize("cut", [cut_packed_blocks, cut_separate_blocks])
 def test_blocks_without_room_and_an_empty_corpus_are_refused(cut: object, corpus: Corpus, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"a block of 2 tokens has no room"):
         cut(corpus, 2, (1,), (2,))  # type: ignore[operator]
@@ -123,5 +132,5 @@ def test_blocks_without_room_and_an_empty_corpus_are_refused(cut: object, corpus
 
 
 def test_documents_are_followed_by_the_separator() -> None:
-    assert list(with_separator(DOCUMENTS, 9)) == [[*document, 9] if document else [] for document in DOCUMENTS]
-    assert list(with_separator(DOCUMENTS, None)) == DOCUMENTS
+    assert list(append_separator(DOCUMENTS, 9)) == [[*document, 9] if document else [] for document in DOCUMENTS]
+    assert list(append_separator(DOCUMENTS, None)) == DOCUMENTS

@@ -17,7 +17,7 @@ from transformers import BertConfig, GPT2Config, PreTrainedTokenizerFast, Robert
 
 from istar.errors import UserError
 from istar.tasks import features
-from istar.tasks.features import Collator, FeatureRows, featurize, max_length_for
+from istar.tasks.features import Collator, FeatureRows, featurize, limit_max_length
 from istar.tasks.specs import TASKS
 from tests.waiting import SECONDS
 
@@ -70,13 +70,13 @@ def same(left: Dataset, right: Dataset) -> bool:
 def tokenizations(monkeypatch) -> list[str]:
     """Grows by one with each split that is tokenized rather than read."""
     calls: list[str] = []
-    tokenize = features._tokenize
+    tokenize = features._tokenize_split
 
     def counted(spec, rows, encode):
         calls.append(spec.name)
         return tokenize(spec, rows, encode)
 
-    monkeypatch.setattr(features, "_tokenize", counted)
+    monkeypatch.setattr(features, "_tokenize_split", counted)
     return calls
 
 
@@ -277,14 +277,14 @@ def test_a_file_in_the_way_of_the_cache_costs_only_the_cache(tmp_path, caplog):
 
 
 def race(cache_dir: Path, barrier, results) -> None:
-    tokenize = features._tokenize
+    tokenize = features._tokenize_split
 
     def together(*arguments):
         found = tokenize(*arguments)
         barrier.wait(SECONDS)  # both have seen an empty cache and now write
         return found
 
-    features._tokenize = together
+    features._tokenize_split = together
     found = featurize(RTE, pairs(), letters(), 24, training=True, cache_dir=cache_dir)
     results.put(json.dumps(found[:]))
 
@@ -326,13 +326,13 @@ def test_processes_may_race(damaged, tmp_path):
     ],
 )
 def test_the_longest_feature(config, wanted, expected):
-    assert max_length_for(letters(), config, wanted) == expected
+    assert limit_max_length(letters(), config, wanted) == expected
 
 
 def test_a_tokenizer_without_a_limit_and_a_limit_without_room():
-    assert max_length_for(letters(model_max_length=int(1e30)), BertConfig(), 4096) == 512
+    assert limit_max_length(letters(model_max_length=int(1e30)), BertConfig(), 4096) == 512
     with pytest.raises(UserError, match="max_length=7"):
-        max_length_for(letters(), BertConfig(), 7)
+        limit_max_length(letters(), BertConfig(), 7)
 
 
 def test_roberta_s_longest_feature_has_a_position():
@@ -346,7 +346,7 @@ def test_roberta_s_longest_feature_has_a_position():
         intermediate_size=8,
     )
     model = RobertaModel(config)
-    longest = max_length_for(letters(), config, 512)
+    longest = limit_max_length(letters(), config, 512)
     model(torch.full((1, longest), 5))
     with pytest.raises((IndexError, RuntimeError)):
         model(torch.full((1, longest + 1), 5))

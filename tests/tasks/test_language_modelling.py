@@ -13,16 +13,16 @@ from datasets import Dataset
 
 from istar.errors import UserError
 from istar.models import tiny
-from istar.tasks.blocks import Corpus, packed
+from istar.tasks.blocks import Corpus, cut_packed_blocks
 from istar.tasks.language_modelling import (
     BlockCollator,
     BlockRows,
     LanguageModelEvaluator,
     cut_into_blocks,
+    load_or_tokenize_corpus,
     perplexity,
-    tokenized_corpus,
 )
-from istar.tasks.masking import IGNORED, Masking
+from istar.tasks.masking import IGNORED_LABEL, Masking
 from istar.tasks.specs import TASKS
 
 TEXTS = ["The cat sat on a mat.", "It was raining.", "A dog barked at the cat again and again."]
@@ -36,7 +36,7 @@ def tokenizer() -> Any:
 
 @pytest.fixture
 def corpus(tokenizer: Any, tmp_path: Path) -> Corpus:
-    return tokenized_corpus(Dataset.from_dict({"text": TEXTS}), tokenizer, tmp_path)
+    return load_or_tokenize_corpus(Dataset.from_dict({"text": TEXTS}), tokenizer, tmp_path)
 
 
 def rows_of(spec: Any, corpus: Corpus, tokenizer: Any, length: int = 8, packing: bool = True) -> BlockRows:
@@ -52,29 +52,29 @@ def test_a_corpus_is_the_tokens_of_each_document_and_a_separator(corpus: Corpus,
 
 def test_a_corpus_is_written_once_for_each_text_and_tokenizer(tokenizer: Any, tmp_path: Path) -> None:
     documents = Dataset.from_dict({"text": TEXTS})
-    tokenized_corpus(documents, tokenizer, tmp_path)
+    load_or_tokenize_corpus(documents, tokenizer, tmp_path)
     [folder] = (tmp_path / "tokens").iterdir()
     written = (folder / "tokens.bin").stat().st_mtime_ns
-    tokenized_corpus(Dataset.from_dict({"text": TEXTS}), tokenizer, tmp_path)
+    load_or_tokenize_corpus(Dataset.from_dict({"text": TEXTS}), tokenizer, tmp_path)
     assert (folder / "tokens.bin").stat().st_mtime_ns == written
-    tokenized_corpus(documents.select([0, 1]), tokenizer, tmp_path)
-    tokenized_corpus(documents, tiny.make_tokenizer(["cat"]), tmp_path)
+    load_or_tokenize_corpus(documents.select([0, 1]), tokenizer, tmp_path)
+    load_or_tokenize_corpus(documents, tiny.make_tokenizer(["cat"]), tmp_path)
     assert len(list((tmp_path / "tokens").iterdir())) == 3
 
 
 def test_a_damaged_corpus_is_written_again(tokenizer: Any, tmp_path: Path) -> None:
     documents = Dataset.from_dict({"text": TEXTS})
-    expected = tokenized_corpus(documents, tokenizer, tmp_path).tokens.tolist()
+    expected = load_or_tokenize_corpus(documents, tokenizer, tmp_path).tokens.tolist()
     [folder] = (tmp_path / "tokens").iterdir()
     (folder / "tokens.bin").write_bytes(b"short")
-    assert tokenized_corpus(documents, tokenizer, tmp_path).tokens.tolist() == expected
+    assert load_or_tokenize_corpus(documents, tokenizer, tmp_path).tokens.tolist() == expected
     assert list((tmp_path / "tokens").iterdir()) == [folder]
 
 
 def test_a_cache_that_cannot_be_written_is_one_line(tokenizer: Any, tmp_path: Path) -> None:
     (tmp_path / "tokens").write_text("a file")
     with pytest.raises(UserError, match=r"^the tokens cannot be cached: .*data\.cache_dir$"):
-        tokenized_corpus(Dataset.from_dict({"text": TEXTS}), tokenizer, tmp_path)
+        load_or_tokenize_corpus(Dataset.from_dict({"text": TEXTS}), tokenizer, tmp_path)
 
 
 def test_blocks_of_a_causal_model_begin_with_the_special_token_and_end_with_text(
@@ -88,7 +88,7 @@ def test_blocks_of_a_causal_model_begin_with_the_special_token_and_end_with_text
     for number in range(len(rows)):
         row = rows[number]
         assert row["input_ids"][0] == tokenizer.cls_token_id
-        assert row["labels"].tolist() == [IGNORED, *row["input_ids"][1:]]
+        assert row["labels"].tolist() == [IGNORED_LABEL, *row["input_ids"][1:]]
         assert row["feature_id"] == number
 
 
@@ -96,19 +96,19 @@ def test_blocks_of_a_masked_model_have_both_special_tokens(corpus: Corpus, token
     rows = rows_of(MLM, corpus, tokenizer)
     for number in range(len(rows)):
         row = rows[number]
-        original = np.where(row["labels"] == IGNORED, row["input_ids"], row["labels"])
+        original = np.where(row["labels"] == IGNORED_LABEL, row["input_ids"], row["labels"])
         assert original[[0, -1]].tolist() == [tokenizer.cls_token_id, tokenizer.sep_token_id]
         assert original[1:-1].tolist() == corpus.tokens[6 * number : 6 * number + 6].tolist()
-        assert (row["labels"] != IGNORED).any()
+        assert (row["labels"] != IGNORED_LABEL).any()
 
 
 def test_masks_are_new_in_each_epoch_and_the_same_in_validation(corpus: Corpus, tokenizer: Any) -> None:
     rows, others = (BlockRows(rows_of(MLM, corpus, tokenizer, 32).blocks, Masking(tokenizer), seed) for seed in (7, 8))
     assert rows[0]["labels"].tolist() == others[0]["labels"].tolist() == rows[0]["labels"].tolist()
-    epochs = [rows.in_epoch(0, epoch)["input_ids"].tolist() for epoch in range(20)]
-    assert epochs == [rows.in_epoch(0, epoch)["input_ids"].tolist() for epoch in range(20)]
+    epochs = [rows.row_in_epoch(0, epoch)["input_ids"].tolist() for epoch in range(20)]
+    assert epochs == [rows.row_in_epoch(0, epoch)["input_ids"].tolist() for epoch in range(20)]
     assert len({tuple(ids) for ids in epochs}) > 10
-    assert epochs != [others.in_epoch(0, epoch)["input_ids"].tolist() for epoch in range(20)]
+    assert epochs != [others.row_in_epoch(0, epoch)["input_ids"].tolist() for epoch in range(20)]
 
 
 def test_a_text_shorter_than_a_block_is_one_line(corpus: Corpus, tokenizer: Any) -> None:
@@ -125,7 +125,7 @@ def test_batches_are_padded_on_the_right(corpus: Corpus, tokenizer: Any) -> None
         assert batch["input_ids"][line, :length].tolist() == rows[number]["input_ids"].tolist()
         assert set(batch["input_ids"][line, length:].tolist()) <= {tokenizer.pad_token_id}
         padding = batch["labels"].shape[1] - length
-        assert batch["labels"][line].tolist() == [*rows[number]["labels"], *[IGNORED] * padding]
+        assert batch["labels"][line].tolist() == [*rows[number]["labels"], *[IGNORED_LABEL] * padding]
         assert batch["attention_mask"][line].tolist() == [1] * length + [0] * padding
     assert batch["feature_id"].tolist() == [0, 1]
 
@@ -144,7 +144,7 @@ def test_the_first_token_of_an_isolated_document_is_not_predicted(corpus: Corpus
     ]
     assert starts
     expected = rows[0]["labels"].copy()
-    expected[starts] = IGNORED
+    expected[starts] = IGNORED_LABEL
     assert batch["labels"][0].tolist() == expected.tolist()
     assert seen[0][0].tolist() == rows[0]["documents"].tolist()
     assert "attention_mask" not in batch
@@ -171,8 +171,8 @@ def test_metrics_are_those_of_all_tokens() -> None:
 def test_the_baseline_is_the_frequency_of_each_token() -> None:
     tokens = np.array([3, 1, 3, 3, 2, 1], dtype=np.uint16)
     corpus = Corpus(tokens, np.array([0, 6]))
-    labels = [torch.tensor([[3, IGNORED], [0, 1]]), torch.tensor([[3]])]
-    metrics = LanguageModelEvaluator(MLM, 3).baseline(corpus, labels, vocabulary=5)
+    labels = [torch.tensor([[3, IGNORED_LABEL], [0, 1]]), torch.tensor([[3]])]
+    metrics = LanguageModelEvaluator(MLM, 3).unigram_baseline(corpus, labels, vocabulary_size=5)
     counts = Counter(tokens.tolist())
     losses = [-math.log((counts[token] + 1) / (6 + 5)) for token in (3, 0, 1, 3)]
     assert metrics["loss"] == pytest.approx(sum(losses) / 4, rel=1e-14)
@@ -185,8 +185,8 @@ def test_a_perplexity_may_be_infinite() -> None:
 
 
 def test_the_first_blocks(corpus: Corpus) -> None:
-    blocks = packed(corpus, 4)
+    blocks = cut_packed_blocks(corpus, 4)
     rows = BlockRows(blocks, None, seed=1)
-    assert len(rows.first(2)) == 2
-    assert rows.first(2)[1]["input_ids"].tolist() == rows[1]["input_ids"].tolist()
-    assert len(rows.first(10**6)) == len(rows)
+    assert len(rows.take_first(2)) == 2
+    assert rows.take_first(2)[1]["input_ids"].tolist() == rows[1]["input_ids"].tolist()
+    assert len(rows.take_first(10**6)) == len(rows)

@@ -15,7 +15,7 @@ from datasets.arrow_writer import ArrowWriter
 
 from istar.errors import UserError
 from istar.tasks import demo, formats, hub, readers, sources
-from istar.tasks.loading import hold_out, load_splits, overlap
+from istar.tasks.loading import count_overlap, hold_out, load_splits
 from istar.tasks.specs import TASKS
 from tests.runs.faults import warnings_in
 from tests.waiting import SECONDS
@@ -113,7 +113,7 @@ def test_mnli_has_two_sets_and_two_widths(tmp_path: Path) -> None:
     put(tmp_path / "test_mismatched.tsv", header, row, row)
     texts = {"premise": ["Conceptually."], "hypothesis": ["Product."]}
     spec = TASKS["mnli"]
-    names = [spec.train, *(split.name for split in (*spec.validation, *spec.test) if not split.is_apart)]
+    names = [spec.train, *(split.name for split in (*spec.validation, *spec.test) if not split.is_shipped_separately)]
     train, matched, mismatched, test_matched, test_mismatched = load("mnli", tmp_path, *names)
     assert train == {**texts, "label": [1]}
     assert matched == {**texts, "label": [2]}
@@ -538,7 +538,7 @@ def test_unreachable_hub_is_one_line_without_retries(tmp_path: Path) -> None:
         "done, connect = [], socket.socket.connect\n"
         "socket.socket.connect = lambda *of: done.append(of[1]) or connect(*of)\n"
         "time.sleep = lambda seconds: done.append(f'waited {seconds} s')\n"
-        f"sources.hub_problem = functools.partial(sources.hub_problem, {SECONDS})\n"
+        f"sources.find_hub_problem = functools.partial(sources.find_hub_problem, {SECONDS})\n"
         "try: loading.load_splits(specs.TASKS['rte'], None, ['train'])\n"
         "except UserError as error: print(json.dumps([str(error), done]))\n"
     )
@@ -563,7 +563,7 @@ def test_a_silent_hub_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(hub, "get_session", Silent)
-    assert "no answer within 0.1 s" in hub.hub_problem(seconds=0.1)
+    assert "no answer within 0.1 s" in hub.find_hub_problem(timeout=0.1)
     over.set()
 
 
@@ -575,7 +575,7 @@ def test_offline_by_environment(empty_cache: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_prepared_cache_is_used_when_the_hub_is_away(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "hub_problem", lambda: "the hub cannot be reached")
+    monkeypatch.setattr(sources, "find_hub_problem", lambda: "the hub cannot be reached")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     folder = empty_cache / "nyu-mll___glue" / "rte" / "0.0.0" / "0123456789abcdef"
     folder.mkdir(parents=True)
@@ -605,7 +605,7 @@ def test_what_the_hub_delivers_is_brought_into_shape(monkeypatch: pytest.MonkeyP
     row = {"id": "1", "title": "t", "context": "Rome", "question": "Where?"}
     row["answers"] = {"text": ["Rome"], "answer_start": [0]}  # type: ignore[assignment]
     hub = DatasetDict(train=Dataset.from_list([row], features=Features({**texts, "answers": answers})))
-    monkeypatch.setattr(sources, "hub_problem", lambda: "")
+    monkeypatch.setattr(sources, "find_hub_problem", lambda: "")
     monkeypatch.setattr(sources, "find_commit", lambda *_: "a commit")
     monkeypatch.setattr(datasets, "load_dataset", lambda *asked, **_: hub if asked == TASKS["squad"].hub else None)
     train = load_splits(TASKS["squad"], None, ["train"])["train"]
@@ -618,7 +618,7 @@ def test_hub_that_breaks_down_later(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise OSError("No space\nleft on device")
 
-    monkeypatch.setattr(sources, "hub_problem", lambda: "")
+    monkeypatch.setattr(sources, "find_hub_problem", lambda: "")
     monkeypatch.setattr(sources, "find_commit", lambda *_: "a commit")
     monkeypatch.setattr(datasets, "load_dataset", broken)
     message = complaint("sst5", None, "train")
@@ -644,8 +644,8 @@ def test_overlap_counts_validation_examples_with_all_texts_known() -> None:
     validation = Dataset.from_dict(
         {"sentence1": ["a", "a", "b", "a"], "sentence2": ["x", "y", "y ", "x"], "label": [1, 1, 1, 0]}
     )
-    assert overlap(TASKS["rte"], train, validation) == 2
-    assert overlap(TASKS["rte"], train, validation.select([1, 2])) == 0
+    assert count_overlap(TASKS["rte"], train, validation) == 2
+    assert count_overlap(TASKS["rte"], train, validation.select([1, 2])) == 0
 
 
 # ---- the real files

@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from istar.errors import UserError
 from istar.models import tiny
-from istar.tasks.masking import IGNORED, Masking, continues_word
+from istar.tasks.masking import IGNORED_LABEL, Masking, find_word_continuations
 
 WORDS = [f"w{number}" for number in range(300)]
 
@@ -24,7 +24,7 @@ def test_the_shares_are_those_of_the_paper(tokenizer: PreTrainedTokenizerBase) -
     random = np.random.default_rng(0)
     input_ids = ids(tokenizer, random.choice(WORDS, 100_000).tolist())
     masked, labels = Masking(tokenizer)(input_ids, (0, 1))
-    chosen = labels != IGNORED
+    chosen = labels != IGNORED_LABEL
     n = chosen.sum()
     # Six standard errors of a share p of n tokens.
     assert chosen[1:-1].mean() == pytest.approx(0.15, abs=6 * (0.15 * 0.85 / 100_000) ** 0.5)
@@ -49,16 +49,16 @@ def test_equal_seeds_give_equal_masks_and_others_do_not(tokenizer: PreTrainedTok
 def test_each_text_has_a_token_to_predict_if_it_has_one(tokenizer: PreTrainedTokenizerBase) -> None:
     masking = Masking(tokenizer)
     for seed in range(50):
-        assert (masking(ids(tokenizer, ["w1", "w2"]), (seed,))[1] != IGNORED).any()
+        assert (masking(ids(tokenizer, ["w1", "w2"]), (seed,))[1] != IGNORED_LABEL).any()
     masked, labels = masking(ids(tokenizer, []), (0,))
     assert masked.tolist() == ids(tokenizer, []).tolist()
-    assert (labels == IGNORED).all()
+    assert (labels == IGNORED_LABEL).all()
 
 
 def test_whole_words(tokenizer: PreTrainedTokenizerBase) -> None:
     tokens = [token for number in range(3_000) for token in (f"w{number % 300}", "##x1", "##x2")[: 1 + number % 3]]
     _, labels = Masking(tokenizer, whole_word=True)(ids(tokenizer, tokens), (0,))
-    chosen = (labels != IGNORED)[1:-1]
+    chosen = (labels != IGNORED_LABEL)[1:-1]
     words: list[list[bool]] = []
     for token, is_chosen in zip(tokens, chosen, strict=True):
         if token.startswith("##"):
@@ -79,12 +79,14 @@ def test_whole_words(tokenizer: PreTrainedTokenizerBase) -> None:
     ],
 )
 def test_marks_of_words(tokens: list[str], continuing: list[str]) -> None:
-    assert [token for token, is_one in zip(tokens, continues_word(tokens), strict=True) if is_one] == continuing
+    assert [
+        token for token, is_one in zip(tokens, find_word_continuations(tokens), strict=True) if is_one
+    ] == continuing
 
 
 def test_tokenizers_without_masks_or_marks_are_refused(tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(UserError, match=r"task.whole_word=true: the tokenizer does not mark"):
-        continues_word(["a", "b"])
+        find_word_continuations(["a", "b"])
     mask = tokenizer.mask_token
     tokenizer.mask_token = None
     try:

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from istar.errors import UserError
-from istar.tasks.squad import answer_positions, best_answer, best_span, training_features, windows
+from istar.tasks.squad import best_answer, best_span, find_answer_tokens, make_training_features, tokenize_windows
 
 
 def letters() -> PreTrainedTokenizerFast:
@@ -67,7 +67,7 @@ def made_up(count: int, seed: int = 0):
 def test_windows_cover_the_context_and_overlap_by_the_stride(name, max_length, stride):
     tokenizer = TOKENIZERS[name]
     questions, contexts, *_ = made_up(20)
-    features = windows(questions, contexts, tokenizer, max_length, stride)
+    features = tokenize_windows(questions, contexts, tokenizer, max_length, stride)
     assert max(map(len, features["input_ids"])) <= max_length
     assert ("token_type_ids" in features) == (name == "letters")
     content = max_length - tokenizer.num_special_tokens_to_add(True)
@@ -88,8 +88,8 @@ def test_windows_cover_the_context_and_overlap_by_the_stride(name, max_length, s
 def test_positions_decode_to_the_answer_in_every_window_that_holds_it(name):
     questions, contexts, answers, ids = made_up(60)
     arguments = TOKENIZERS[name], 48, 16
-    training = training_features(questions, contexts, answers, ids, *arguments)
-    evaluation = windows(questions, contexts, *arguments)
+    training = make_training_features(questions, contexts, answers, ids, *arguments)
+    evaluation = tokenize_windows(questions, contexts, *arguments)
     assert training["input_ids"] == evaluation["input_ids"]
     assert "offset_mapping" not in training
     found = 0
@@ -110,7 +110,7 @@ def test_positions_decode_to_the_answer_in_every_window_that_holds_it(name):
 @pytest.mark.parametrize(("start", "end"), [(first, last) for first in range(6) for last in range(first + 1, 7)])
 def test_tokens_that_touch_an_answer_are_not_of_it(start, end):
     offsets = np.array([[-1, -1], *([place, place + 1] for place in range(6)), [-1, -1]])
-    assert answer_positions(offsets, start, end) == (start + 1, end)
+    assert find_answer_tokens(offsets, start, end) == (start + 1, end)
 
 
 def test_no_answer_and_white_space_around_one():
@@ -120,7 +120,7 @@ def test_no_answer_and_white_space_around_one():
         {"text": [" two "], "answer_start": [3]},
         {"text": ["three"], "answer_start": [8]},
     ]
-    features = training_features(["q"] * 3, [context] * 3, answers, list("abc"), letters(), 64)
+    features = make_training_features(["q"] * 3, [context] * 3, answers, list("abc"), letters(), 64)
     assert features["start_positions"] == [0, 6, 9]
     assert features["end_positions"] == [0, 8, 13]
 
@@ -131,18 +131,20 @@ def test_no_answer_and_white_space_around_one():
 def test_a_misplaced_answer_names_its_question(text, start):
     answers = [{"text": [text], "answer_start": [start]}]
     with pytest.raises(UserError, match="question 57ab:"):
-        training_features(["q"], ["one two three"], answers, ["57ab"], letters(), 64)
+        make_training_features(["q"], ["one two three"], answers, ["57ab"], letters(), 64)
 
 
 def test_white_space_around_a_question_takes_no_tokens():
-    plain, padded = (windows([question], ["x y z"], byte_level(), 32) for question in ("who?", " \n" * 5000 + "who?  "))
+    plain, padded = (
+        tokenize_windows([question], ["x y z"], byte_level(), 32) for question in ("who?", " \n" * 5000 + "who?  ")
+    )
     assert plain["input_ids"] == padded["input_ids"]
     assert len(plain["input_ids"]) == 1
 
 
 @pytest.mark.parametrize("max_length", [8, 16, 64])
 def test_a_long_question_is_cut_to_half_of_a_feature(max_length):
-    features = windows(["abc def " * 40], ["uvw " * 30], letters(), max_length)
+    features = tokenize_windows(["abc def " * 40], ["uvw " * 30], letters(), max_length)
     limit = (max_length - 3) // 2
     for ids, offsets in zip(features["input_ids"], features["offset_mapping"], strict=True):
         question = int(np.flatnonzero(offsets[:, 0] >= 0)[0]) - 2
@@ -152,11 +154,11 @@ def test_a_long_question_is_cut_to_half_of_a_feature(max_length):
 
 
 def test_empty_texts_make_one_feature_without_an_answer():
-    features = windows([""], [""], letters(), 16)
+    features = tokenize_windows([""], [""], letters(), 16)
     assert len(features["input_ids"]) == 1
     tokens = len(features["input_ids"][0])
     assert best_answer("", [(np.ones(tokens), np.ones(tokens), features["offset_mapping"][0])]) == ""
-    assert answer_positions(features["offset_mapping"][0], 0, 1) == (0, 0)
+    assert find_answer_tokens(features["offset_mapping"][0], 0, 1) == (0, 0)
 
 
 def test_slow_tokenizers_and_no_room_are_refused():
@@ -164,9 +166,9 @@ def test_slow_tokenizers_and_no_room_are_refused():
         is_fast = False
 
     with pytest.raises(UserError, match="slow"):
-        windows(["q"], ["c"], Slow(), 64)
+        tokenize_windows(["q"], ["c"], Slow(), 64)
     with pytest.raises(UserError, match="max_length=4"):
-        windows(["q"], ["c"], letters(), 4)
+        tokenize_windows(["q"], ["c"], letters(), 4)
 
 
 def naive_best_span(start, end, offsets, n_best, max_answer_length):
@@ -210,8 +212,8 @@ def test_real_questions_keep_their_answers(real_data, minilm):
     rows = [(qa["question"], p["context"], qa["answers"][0], qa["id"]) for p in paragraphs for qa in p["qas"]]
     questions, contexts, golds, ids = map(list, zip(*rows, strict=True))
     answers = [{"text": [gold["text"]], "answer_start": [gold["answer_start"]]} for gold in golds]
-    training = training_features(questions, contexts, answers, ids, tokenizer, 96, 32)
-    evaluation = windows(questions, contexts, tokenizer, 96, 32)
+    training = make_training_features(questions, contexts, answers, ids, tokenizer, 96, 32)
+    evaluation = tokenize_windows(questions, contexts, tokenizer, 96, 32)
     exact, seen = 0, set()
     for first, last, row, offsets in zip(
         training["start_positions"],

@@ -6,8 +6,8 @@ import pytest
 from datasets import Dataset
 
 from istar.errors import UserError
-from istar.tasks.documents import content_digest, document_dataset
-from istar.tasks.texts import read_texts, text_splits, without_blank_rows
+from istar.tasks.documents import cache_documents, compute_content_digest
+from istar.tasks.texts import drop_blank_rows, find_text_splits, read_texts
 
 
 def names_of(splits: dict[str, list[Path]]) -> dict[str, list[str]]:
@@ -19,7 +19,7 @@ def test_names_say_the_split(tmp_path: Path) -> None:
     for name in (*training, "Dev.jsonl", "trainer.txt", "notes.txt", "books.tsv"):
         (tmp_path / name).write_text("text")
     (tmp_path / "validation").mkdir()
-    assert names_of(text_splits(tmp_path)) == {
+    assert names_of(find_text_splits(tmp_path)) == {
         "train": list(training),
         "validation": ["Dev.jsonl", "validation"],
     }
@@ -28,16 +28,16 @@ def test_names_say_the_split(tmp_path: Path) -> None:
 def test_without_such_names_all_is_training_data(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "b.txt").write_text("text")
-    assert text_splits(tmp_path) == {"train": [tmp_path]}
-    assert text_splits(tmp_path / "a.txt") == {"train": [tmp_path / "a.txt"]}
+    assert find_text_splits(tmp_path) == {"train": [tmp_path]}
+    assert find_text_splits(tmp_path / "a.txt") == {"train": [tmp_path / "a.txt"]}
     Dataset.from_dict({"text": ["one"]}).save_to_disk(tmp_path / "train-saved")
-    assert text_splits(tmp_path / "train-saved") == {"train": [tmp_path / "train-saved"]}
+    assert find_text_splits(tmp_path / "train-saved") == {"train": [tmp_path / "train-saved"]}
 
 
 def test_a_saved_data_set_of_several_splits(tmp_path: Path) -> None:
     for split, text in (("train", "one"), ("validation", "two")):
         Dataset.from_dict({"text": [text]}).save_to_disk(tmp_path / split)
-    splits = text_splits(tmp_path)
+    splits = find_text_splits(tmp_path)
     assert {split: read_texts(paths, tmp_path / "cache")["text"][:] for split, paths in splits.items()} == {
         "train": ["one"],
         "validation": ["two"],
@@ -62,7 +62,7 @@ def test_a_reader_that_fails_leaves_nothing(tmp_path: Path) -> None:
         raise UserError("the second is damaged")
 
     with pytest.raises(UserError, match="damaged"):
-        document_dataset(documents(), tmp_path, "content")
+        cache_documents(documents(), tmp_path, "content")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -70,16 +70,16 @@ def test_a_digest_changes_with_content_and_names(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "a.txt").write_text("one")
-    digests = [content_digest(folder), content_digest(folder / "a.txt")]
+    digests = [compute_content_digest(folder), compute_content_digest(folder / "a.txt")]
     (folder / "a.txt").rename(folder / "b.txt")
-    digests.append(content_digest(folder))
+    digests.append(compute_content_digest(folder))
     (folder / "b.txt").write_text("two")
-    digests += [content_digest(folder), content_digest(folder / "b.txt")]
+    digests += [compute_content_digest(folder), compute_content_digest(folder / "b.txt")]
     assert len(set(digests)) == len(digests)
 
 
 def test_blank_rows_are_left_out() -> None:
     dataset = Dataset.from_dict({"text": ["", " = Title = \n", "\n", "A paragraph."], "page": [1, 2, 3, 4]})
-    assert without_blank_rows(dataset, "wikitext").to_dict() == {"text": [" = Title = \n", "A paragraph."]}
+    assert drop_blank_rows(dataset, "wikitext").to_dict() == {"text": [" = Title = \n", "A paragraph."]}
     with pytest.raises(UserError, match="there is no column 'text'"):
-        without_blank_rows(dataset.select_columns(["page"]), "wikitext")
+        drop_blank_rows(dataset.select_columns(["page"]), "wikitext")

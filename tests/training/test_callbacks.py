@@ -40,7 +40,7 @@ def test_the_covariance_is_that_of_the_sample_without_padding(setting, harness, 
     module = setting.module(IStar(-1.0, 0.4, layers=layers))
     refresh = refresh_for(setting, module)
     chosen = {"all": [1, 2], "last": [2], "with_embeddings": [0, 1, 2]}.get(str(layers), layers)
-    sample = refresh.sample(len(chosen), epoch=0)
+    sample = refresh.sample_examples(len(chosen), epoch=0)
     states = states_one_by_one(setting, module, [setting.train[row] for row in sample])
     points = torch.cat([state[number].flatten(0, 1) for state in states for number in chosen])
     trainer = harness.trainer(refresh)
@@ -54,7 +54,7 @@ def test_the_sample_holds_the_points_asked_for_and_no_example_more(setting):
     module = setting.module(IStar(-1.0, 0.4))
     lengths = torch.tensor(setting.train["length"][:])
     for num_layers in (1, 2, 12):
-        sample = refresh_for(setting, module, num_points=3_000).sample(num_layers, epoch=0)
+        sample = refresh_for(setting, module, num_points=3_000).sample_examples(num_layers, epoch=0)
         points = int(lengths[sample].sum()) * num_layers
         assert 3_000 <= points < 3_000 + int(lengths.max()) * num_layers
         assert len(set(sample)) == len(sample)
@@ -62,8 +62,10 @@ def test_the_sample_holds_the_points_asked_for_and_no_example_more(setting):
 
 def test_the_sample_is_seeded_and_new_in_every_epoch(setting):
     module = setting.module(IStar(-1.0, 0.4))
-    samples = [sorted(refresh_for(setting, module, seed=seed).sample(2, epoch)) for seed in (1, 2) for epoch in (0, 1)]
-    assert samples[0] == sorted(refresh_for(setting, module, seed=1).sample(2, 0))
+    samples = [
+        sorted(refresh_for(setting, module, seed=seed).sample_examples(2, epoch)) for seed in (1, 2) for epoch in (0, 1)
+    ]
+    assert samples[0] == sorted(refresh_for(setting, module, seed=1).sample_examples(2, 0))
     assert all(a != b for i, a in enumerate(samples) for b in samples[i + 1 :])
 
 
@@ -71,7 +73,7 @@ def test_fewer_points_than_asked_for_are_all_used_and_said_once(setting, caplog)
     refresh = refresh_for(setting, setting.module(IStar(-1.0, 0.4)), num_points=10**9)
     with caplog.at_level(logging.WARNING):
         for epoch in range(3):
-            assert len(refresh.sample(2, epoch)) == len(setting.train)
+            assert len(refresh.sample_examples(2, epoch)) == len(setting.train)
     assert len(warnings_in(caplog)) == 1
     assert "fewer than reg.num_points=1000000000" in caplog.text
 
@@ -113,9 +115,9 @@ def test_it_is_refreshed_every_n_steps_besides_and_once_for_each(setting, harnes
 
 def test_the_sample_of_a_step_is_another_one_and_a_function_of_seed_epoch_and_step(setting):
     refresh = refresh_for(setting, setting.module(IStar(-1.0, 0.4)), seed=2**32 - 1)
-    samples = [sorted(refresh.sample(2, epoch, step)) for epoch in (0, 1) for step in (0, 4, 5)]
+    samples = [sorted(refresh.sample_examples(2, epoch, step)) for epoch in (0, 1) for step in (0, 4, 5)]
     assert all(a != b for i, a in enumerate(samples) for b in samples[i + 1 :])
-    assert sorted(refresh.sample(2, 1, 4)) == samples[4]
+    assert sorted(refresh.sample_examples(2, 1, 4)) == samples[4]
 
 
 def test_sigma_s_of_a_part_of_the_tokens_takes_batches_until_it_has_the_points(setting, harness):
@@ -123,7 +125,7 @@ def test_sigma_s_of_a_part_of_the_tokens_takes_batches_until_it_has_the_points(s
     module = setting.module(IStar(-1.0, 0.4))
     module.watch = attach(module.model, module.watch.penalty, points=Points("content", special_ids=special))
     refresh = refresh_for(setting, module, num_points=600, batch_size=4)
-    order = refresh.sample(2, epoch=0)
+    order = refresh.sample_examples(2, epoch=0)
     assert sorted(order) == list(range(len(setting.train)))
     points, taken = [], 0
     while 2 * len(points) < 600:
@@ -147,7 +149,7 @@ def test_a_refresh_changes_neither_random_numbers_nor_weights_nor_modes(setting,
     trainer.strategy.connect(module)
     before = {name: value.clone() for name, value in module.state_dict().items()}
     state = torch.get_rng_state()
-    refresh.refresh(trainer, refresh.sample(2, 0))
+    refresh.refresh(trainer, refresh.sample_examples(2, 0))
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     assert module.training
@@ -182,7 +184,7 @@ def test_layer_isotropy_is_that_of_all_tokens_whatever_the_batches(setting, harn
     for number, points in enumerate(layers):
         assert isotropy.scores[str(number)] == pytest.approx(algorithm_1(points).item(), abs=1e-5)
     assert isotropy.scores["union"] == pytest.approx(isoscore(torch.cat(layers[1:])).item(), abs=1e-5)
-    assert isotropy.points == sum(setting.validation["length"])
+    assert isotropy.num_points == sum(setting.validation["length"])
 
 
 def test_a_model_that_has_diverged_is_one_line(setting, harness):
@@ -218,7 +220,7 @@ def test_history_takes_the_first_of_the_best_epochs(setting, metric, values, bes
             module.metrics = {metric: value}
             module.evaluations = {"": Evaluation({metric: value}, [{"id": epoch}], False)}
             history.on_validation_end(trainer, module)
-        assert history.best == expected
+        assert history.best_epoch == expected
         assert history.best_evaluations[""].predictions == [{"id": expected - 1}]
         assert [entry["epoch"] for entry in history.epochs] == [1, 2, 3, 4]
 

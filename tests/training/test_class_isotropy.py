@@ -10,7 +10,7 @@ import transformers as hf
 from istar.errors import NonFiniteError
 from istar.measures import ClassMoments
 from istar.training import ClassIsotropyCallback, History, LayerIsotropy
-from istar.training.class_isotropy import class_scores
+from istar.training.class_isotropy import compute_class_scores
 from tests.oracles import steps_6_to_9
 
 
@@ -80,25 +80,25 @@ def test_a_decoder_is_measured_at_its_last_tokens(setting, harness):
 
 def test_the_history_keeps_the_scores_of_each_epoch(setting, harness):
     module, callback, isotropy = setting.module(), ClassIsotropyCallback(), LayerIsotropy()
-    history = History("accuracy", isotropy, classes=callback)
+    history = History("accuracy", isotropy, class_isotropy=callback)
     trainer = harness.trainer(isotropy, callback, history, max_epochs=2, limit_train_batches=2, limit_val_batches=1.0)
     trainer.validate(module, datamodule=setting.data(), verbose=False)
     before = callback.scores
     trainer.fit(module, datamodule=setting.data())
-    assert history.before["class_isotropy"] == before
+    assert history.before_training["class_isotropy"] == before
     first, second = (entry["class_isotropy"] for entry in history.epochs)
     assert before != first != second == callback.scores
 
 
 def test_a_score_that_is_not_defined_is_none():
     points = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
-    scores = class_scores(ClassMoments.of(points, torch.zeros(6).long()))
+    scores = compute_class_scores(ClassMoments.of(points, torch.zeros(6).long()))
     assert scores["between"] is None
     assert scores["between_share"] == 0
     assert scores["within"] is not None
-    scores = class_scores(ClassMoments.of(points, torch.arange(6)))
+    scores = compute_class_scores(ClassMoments.of(points, torch.arange(6)))
     assert (scores["within"], scores["between_share"]) == (None, 1)
     noise = 1 + 1e-8 * torch.randn(6, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    assert set(class_scores(ClassMoments.of(noise, torch.arange(6) % 2)).values()) == {None}
+    assert set(compute_class_scores(ClassMoments.of(noise, torch.arange(6) % 2)).values()) == {None}
     with pytest.raises(NonFiniteError):
-        class_scores(ClassMoments.of(points / 0, torch.arange(6) % 2))
+        compute_class_scores(ClassMoments.of(points / 0, torch.arange(6) % 2))

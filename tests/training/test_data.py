@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from istar.tasks.features import FeatureRows
-from istar.training.data import LengthGroupedSampler, evaluation_loader, longest_first
+from istar.training.data import LengthGroupedSampler, build_evaluation_loader, sort_longest_first
 
 LENGTHS = torch.randint(5, 100, (1_003,), generator=torch.Generator().manual_seed(0)).tolist()
 
@@ -73,8 +73,8 @@ def test_loaders_leave_the_global_random_numbers_alone(setting):
 
 
 def test_evaluation_begins_with_the_longest(setting):
-    order = longest_first(FeatureRows(setting.validation))
-    loader = evaluation_loader(FeatureRows(setting.validation), setting.collate, 4, order)
+    order = sort_longest_first(FeatureRows(setting.validation))
+    loader = build_evaluation_loader(FeatureRows(setting.validation), setting.collate, 4, order)
     widths = [batch["input_ids"].shape[1] for batch in loader]
     assert widths[0] == max(setting.validation["length"])
     assert widths == sorted(widths, reverse=True)

@@ -13,7 +13,7 @@ from istar.config import Config
 from istar.errors import UserError
 from istar.geometry import saved_checkpoints
 from istar.runs.run import run
-from istar.training.checkpoints import load
+from istar.training.checkpoints import read_checkpoint
 from istar.training.kept_models import is_kept
 
 Build = Callable[..., Config]
@@ -36,7 +36,7 @@ def test_folders_hold_the_models_of_their_steps(small: Build) -> None:
     folder = Path(config.run.root) / run(config).name
     assert sorted(path.name for path in (folder / "models").iterdir()) == ["step-0", "step-4", "step-6"]
     weights = {step: load_file(folder / "models" / f"step-{step}" / "model.safetensors") for step in (0, 4, 6)}
-    last = load(folder / "checkpoints" / "step-6.ckpt")["state_dict"]
+    last = read_checkpoint(folder / "checkpoints" / "step-6.ckpt")["state_dict"]
     for name, values in weights[6].items():
         assert torch.equal(values, last[f"model.{name}"])
     assert not torch.equal(weights[0]["classifier.weight"], weights[4]["classifier.weight"])

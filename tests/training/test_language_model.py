@@ -21,9 +21,9 @@ from transformers import (
 from istar.config import OptimConfig
 from istar.models import tiny
 from istar.tasks.language_modelling import LanguageModelEvaluator
-from istar.tasks.masking import IGNORED
+from istar.tasks.masking import IGNORED_LABEL
 from istar.tasks.specs import TASKS
-from istar.training.language_model import LanguageModelTuner, head_at
+from istar.training.language_model import LanguageModelTuner, restrict_head_to
 
 VOCABULARY = 30
 SHAPE = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -56,8 +56,8 @@ def batch_of(seed: int = 0, is_causal: bool = False) -> dict[str, torch.Tensor]:
     input_ids = torch.randint(5, VOCABULARY, (4, 10), generator=generator)
     mask = torch.arange(10) < torch.tensor([[10], [7], [9], [3]])
     is_chosen = mask if is_causal else mask & (torch.rand(4, 10, generator=generator) < 0.3)
-    labels = torch.where(is_chosen, torch.randint(5, VOCABULARY, (4, 10), generator=generator), IGNORED)
-    labels = torch.where(mask, input_ids, IGNORED) if is_causal else labels
+    labels = torch.where(is_chosen, torch.randint(5, VOCABULARY, (4, 10), generator=generator), IGNORED_LABEL)
+    labels = torch.where(mask, input_ids, IGNORED_LABEL) if is_causal else labels
     return {
         "input_ids": input_ids,
         "attention_mask": mask.long(),
@@ -94,16 +94,16 @@ def test_loss_and_gradient_are_those_of_the_model(build: Any) -> None:
 @pytest.mark.parametrize("build", [bert, albert, distilbert, roberta])
 def test_the_head_at_chosen_tokens_gives_their_logits(build: Any) -> None:
     model, batch = build().double().eval(), batch_of()
-    is_chosen = batch["labels"] != IGNORED
+    is_chosen = batch["labels"] != IGNORED_LABEL
     inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
-    with head_at(model, is_chosen):
+    with restrict_head_to(model, is_chosen):
         chosen = model(**inputs).logits
     whole = model(**inputs).logits
     assert chosen.shape == (1, int(is_chosen.sum()), VOCABULARY)
     assert_close(chosen[0], whole[is_chosen], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("options", [{}, {"head_at_labels": False}], ids=["head at labels", "whole head"])
+@pytest.mark.parametrize("options", [{}, {"restrict_head_to_labels": False}], ids=["head at labels", "whole head"])
 @pytest.mark.parametrize("build", [gpt2, bert])
 def test_validation_counts_each_predicted_token_once(build: Any, options: dict[str, Any]) -> None:
     is_causal = build is gpt2
@@ -121,7 +121,7 @@ def test_validation_counts_each_predicted_token_once(build: Any, options: dict[s
     for row, labels in enumerate(batch["labels"].tolist()):
         for position, label in enumerate(labels):
             source = position - 1 if is_causal else position
-            if label != IGNORED and source >= 0:
+            if label != IGNORED_LABEL and source >= 0:
                 losses.append(-logits[row, source].log_softmax(-1)[label].item())
                 right.append(logits[row, source].argmax().item() == label)
     assert evaluation.metrics["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-6)
@@ -131,7 +131,7 @@ def test_validation_counts_each_predicted_token_once(build: Any, options: dict[s
 
 def test_a_batch_without_a_token_to_predict_has_the_loss_zero() -> None:
     module, batch = tuner(bert(), is_causal=False), batch_of()
-    batch["labels"][:] = IGNORED
+    batch["labels"][:] = IGNORED_LABEL
     loss = module.task_loss(batch)
     assert loss.item() == 0
     loss.backward()

@@ -21,7 +21,7 @@ from istar.tasks.language_modelling import (
     BlockRows,
     LanguageModelEvaluator,
     cut_into_blocks,
-    tokenized_corpus,
+    load_or_tokenize_corpus,
 )
 from istar.tasks.masking import Masking
 from istar.tasks.specs import TASKS
@@ -41,7 +41,7 @@ class Sgd(LanguageModelTuner):
 
 def rows_of(name: str, split: str, count: int, tokenizer: Any, folder: Path) -> BlockRows:
     documents = Dataset.from_dict({"text": demo.generate(name, split)["text"][:count]})
-    corpus = tokenized_corpus(documents, tokenizer, folder)
+    corpus = load_or_tokenize_corpus(documents, tokenizer, folder)
     masking = Masking(tokenizer) if name == "mlm" else None
     # Blocks of one document differ in length, so that processes have different numbers of tokens.
     return BlockRows(cut_into_blocks(TASKS[name], corpus, tokenizer, 24, packing=False), masking, seed=3)
@@ -63,7 +63,7 @@ def outcome(name: str, world_size: int, folder: Path) -> dict[str, Any]:
     """Train for some steps and validate, with global batches of the same size whatever the number of processes."""
     tokenizer = tiny.make_tokenizer(demo.vocabulary())
     train, validation = (rows_of(name, split, 41, tokenizer, folder) for split in ("train", "validation"))
-    validation = validation.first(len(validation) - 1 + len(validation) % 2)  # an odd number
+    validation = validation.take_first(len(validation) - 1 + len(validation) % 2)  # an odd number
     model = model_of(name, len(tokenizer)).double().train()
     module = Sgd(
         model,

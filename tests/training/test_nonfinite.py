@@ -107,7 +107,7 @@ def test_a_skipped_step_leaves_no_trace(setting, harness, cause, caplog):
     assert all(torch.equal(before[name], behind[name]) for name in before)
     assert not all(torch.equal(behind[name], after[name]) for name in before)
     assert all(value.isfinite().all() for value in seen[-1].values())
-    assert module.guard.skipped == 1
+    assert module.step_guard.num_skipped == 1
     assert "step 3 is skipped" in caplog.text
 
 

@@ -147,8 +147,8 @@ def test_states_of_large_mean_and_scale(setting, harness, regularizer, device, p
 @pytest.fixture
 def measured(monkeypatch):
     """`measured(ratio)` makes bfloat16 take that many times as long as float32."""
-    precision_module._warn.cache_clear()
-    return lambda ratio: monkeypatch.setattr(precision_module, "bfloat16_ratio", lambda device: ratio)
+    precision_module._warn_about_emulation.cache_clear()
+    return lambda ratio: monkeypatch.setattr(precision_module, "measure_bfloat16_ratio", lambda device: ratio)
 
 
 @pytest.mark.parametrize(("ratio", "expected"), [(0.5, "bf16-mixed"), (1.1, "32-true"), (50.0, "32-true")])
@@ -188,6 +188,6 @@ def test_the_ratio_is_that_of_the_durations(monkeypatch):
 
     monkeypatch.setattr(torch.Tensor, "__matmul__", multiply)
     monkeypatch.setattr(time, "thread_time", lambda: seconds)
-    precision_module.bfloat16_ratio.cache_clear()
-    assert precision_module.bfloat16_ratio("cpu") == 1.5
-    precision_module.bfloat16_ratio.cache_clear()
+    precision_module.measure_bfloat16_ratio.cache_clear()
+    assert precision_module.measure_bfloat16_ratio("cpu") == 1.5
+    precision_module.measure_bfloat16_ratio.cache_clear()

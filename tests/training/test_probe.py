@@ -19,7 +19,7 @@ from istar.tasks.features import FeatureRows
 from istar.tasks.loading import load_splits
 from istar.tasks.specs import TASKS
 from istar.training import FineTuner
-from istar.training.probe import GeometryProbe, sample_examples
+from istar.training.probe import GeometryProbe, choose_probe_examples
 from tests.jobs import Start, starting
 from tests.oracles import algorithm_1
 
@@ -55,7 +55,7 @@ def test_every_measure_of_every_layer(small: Build) -> None:
     rows = measured_rows(folder)
     assert [(row["epoch"], row["step"]) for row in rows] == [("0", "0"), ("0", "4"), ("0", "6")]
     for row in rows:
-        states = hidden_states(folder / "models" / f"step-{row['step']}", sample_examples(16, 7))
+        states = hidden_states(folder / "models" / f"step-{row['step']}", choose_probe_examples(16, 7))
         for layer, points in enumerate(states):
             unit = points / np.linalg.norm(points, axis=1, keepdims=True)
             cosines, n = unit @ unit.T, len(points)
@@ -77,12 +77,12 @@ def test_every_measure_of_every_layer(small: Build) -> None:
 
 
 def test_the_sample_is_fixed_and_drawn_from_the_whole_set() -> None:
-    sample = sample_examples(1_000, 64)
-    assert sample == sample_examples(1_000, 64) == sorted(set(sample))
+    sample = choose_probe_examples(1_000, 64)
+    assert sample == choose_probe_examples(1_000, 64) == sorted(set(sample))
     assert len(sample) == 64
     assert sample[0] < 100
     assert sample[-1] > 900
-    assert sample_examples(5, 64) == [0, 1, 2, 3, 4]
+    assert choose_probe_examples(5, 64) == [0, 1, 2, 3, 4]
 
 
 def test_modes_and_random_state_are_restored(setting, harness) -> None:

@@ -159,7 +159,7 @@ def train(name, world_size):
     return {
         "start": start,
         "end": parameters_to_vector(module.parameters()).detach(),
-        "skipped": module.guard.skipped,
+        "skipped": module.step_guard.num_skipped,
         "tokens": torch.tensor(witness.tokens),
         "reduced": (witness.forward, witness.backward),
         "used": [sigma for callback in callbacks for sigma in callback.used],
@@ -186,7 +186,7 @@ def validate(name, world_size):
     )
     return {
         "evaluation": asdict(module.evaluations[""]),
-        "isotropy": {**isotropy.scores, "points": isotropy.points},
+        "isotropy": {**isotropy.scores, "points": isotropy.num_points},
         "loss": logged.get("val/loss"),
         "features": len(given.validation),
     }

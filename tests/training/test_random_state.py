@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from istar.training.checkpoints import random_state, set_random_state
+from istar.training.checkpoints import get_random_state, set_random_state
 
 
 @dataclass
@@ -44,7 +44,7 @@ class VisibleGPUs:
 def test_a_run_goes_on_where_fewer_gpus_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
     before, after = VisibleGPUs(4, used=2), VisibleGPUs(1)
     before.install(monkeypatch)
-    state = random_state()
+    state = get_random_state()
     expected = torch.rand(5, generator=before.generators[2])
     after.install(monkeypatch)
     set_random_state(state)
@@ -54,7 +54,7 @@ def test_a_run_goes_on_where_fewer_gpus_are_visible(monkeypatch: pytest.MonkeyPa
 def test_a_run_goes_on_without_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         VisibleGPUs(1).install(patch)
-        state = random_state()
+        state = get_random_state()
         expected = torch.rand(5)
     set_random_state(state)
     assert torch.equal(torch.rand(5), expected)
@@ -68,7 +68,7 @@ def draws() -> list[float]:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_all_generators_draw_the_same_again(device: str) -> None:
     torch.zeros(1, device=device)
-    state = random_state()
+    state = get_random_state()
     expected = draws()
     assert draws() != expected
     set_random_state(state)

@@ -125,7 +125,7 @@ PLACES = [
     pytest.param(models, "save", 1, id="saving the model"),
     pytest.param(results, "write_predictions", 1, id="writing predictions"),
     pytest.param(results, "write", 1, id="writing the result"),
-    pytest.param(run_module, "keep_newest", 1, id="tidying up", marks=pytest.mark.slow),
+    pytest.param(run_module, "remove_old_checkpoints", 1, id="tidying up", marks=pytest.mark.slow),
 ]
 
 

@@ -9,7 +9,7 @@ from istar.errors import UserError
 from istar.regularizers import CosReg, IStar
 from istar.tasks.features import FeatureRows
 from istar.training import ShrinkageCovariance
-from istar.training.module import parameter_groups, warmup_steps
+from istar.training.module import count_warmup_steps, make_parameter_groups
 from tests.oracles import algorithm_1
 
 STEPS = 20
@@ -65,7 +65,7 @@ def test_twenty_steps_of_the_paper_code_preset_equal_algorithm_1_by_hand(setting
     refresh = ShrinkageCovariance(
         module.watch, FeatureRows(setting.train), setting.collate, 5_000, 16, seed=3, progress_bar=False
     )
-    sample = refresh.sample(num_layers=2, epoch=0)
+    sample = refresh.sample_examples(num_layers=2, epoch=0)
     L.seed_everything(5, verbose=False)
     harness.trainer(recorder, refresh, limit_train_batches=STEPS, gradient_clip_val=1.0).fit(
         module, datamodule=setting.data()
@@ -169,15 +169,15 @@ def test_schedules(setting, harness, schedule, warmup, expected):
 
 
 def test_a_warmup_longer_than_the_training_is_refused():
-    assert (warmup_steps(1.0, 8), warmup_steps(0.25, 8), warmup_steps(8.0, 8)) == (8, 2, 8)
+    assert (count_warmup_steps(1.0, 8), count_warmup_steps(0.25, 8), count_warmup_steps(8.0, 8)) == (8, 2, 8)
     with pytest.raises(UserError, match=r"optim\.warmup=9: the training has only 8 optimizer steps"):
-        warmup_steps(9.0, 8)
+        count_warmup_steps(9.0, 8)
 
 
 def test_the_gains_of_rms_norms_are_not_decayed():
     config = LlamaConfig(vocab_size=20, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
     model = LlamaForSequenceClassification(config)
-    decayed, kept = parameter_groups(model, 0.01)
+    decayed, kept = make_parameter_groups(model, 0.01)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     assert {names[id(parameter)] for parameter in kept["params"]} == {name for name in names.values() if "norm" in name}
     assert len(decayed["params"]) + len(kept["params"]) == len(names)
@@ -242,7 +242,7 @@ def test_the_validation_loss_is_the_mean_over_all_examples(setting, harness):
 
 def test_biases_and_layer_norms_are_not_decayed(setting):
     names = {id(parameter): name for name, parameter in setting.model.named_parameters()}
-    decayed, kept = parameter_groups(setting.model, 0.01)
+    decayed, kept = make_parameter_groups(setting.model, 0.01)
     assert (decayed["weight_decay"], kept["weight_decay"]) == (0.01, 0.0)
     kept_names = {names[id(parameter)] for parameter in kept["params"]}
     assert kept_names == {name for name in names.values() if "LayerNorm" in name or name.endswith("bias")}

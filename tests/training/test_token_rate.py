@@ -12,7 +12,7 @@ import torch.distributed as dist
 from istar.runs.run import run
 from istar.training import token_rate
 from istar.training.module import token_mask
-from istar.training.token_rate import KEY, TokenRate, TrainingBar, seconds_to_go
+from istar.training.token_rate import TOKENS_PER_SECOND_KEY, TokenRate, TrainingProgressBar, estimate_remaining_seconds
 from tests.forks import run_in_processes
 from tests.training.conftest import trainer
 
@@ -41,7 +41,9 @@ class Tokens(L.Callback):
 def logged_rates(monkeypatch):
     values = []
     monkeypatch.setattr(
-        token_rate, "log_now", lambda trainer, metrics: values.append((trainer.global_step, metrics[KEY]))
+        token_rate,
+        "log_immediately",
+        lambda trainer, metrics: values.append((trainer.global_step, metrics[TOKENS_PER_SECOND_KEY])),
     )
     return values
 
@@ -105,24 +107,24 @@ def two_batches(rank, folder):
 def test_two_processes_count_together(tmp_path):
     run_in_processes(two_batches, (str(tmp_path),), 2)
     for rank in range(2):
-        assert torch.load(tmp_path / f"{rank}.pt") == {"epoch": 0, KEY: 18.0}
+        assert torch.load(tmp_path / f"{rank}.pt") == {"epoch": 0, TOKENS_PER_SECOND_KEY: 18.0}
 
 
 def test_time_to_go(setting, monkeypatch):
     """After two of ten steps the clock has been read three times: at the start, at the first batch and now."""
-    assert seconds_to_go(seconds=30, steps=3, remaining=4) == 40
+    assert estimate_remaining_seconds(elapsed_seconds=30, completed_steps=3, remaining_steps=4) == 40
     monkeypatch.setattr(token_rate, "time", Clock())
     rate = TokenRate(max_steps=10)
     shown = []
 
     class Shown(L.Callback):
         def on_train_batch_end(self, trainer, pl_module, *arguments):
-            shown.append(TrainingBar(rate).get_metrics(trainer, pl_module))
+            shown.append(TrainingProgressBar(rate).get_metrics(trainer, pl_module))
 
     trainer(rate, Shown(), log_every_n_steps=2, max_steps=3).fit(setting.module(), setting.data(batch_size=8))
     assert "to go" not in shown[0]
     # Lightning's own limit of three steps is lower than that of the callback: one step, at one second a step.
-    assert (rate.time_to_go, shown[1]["to go"]) == ("0:00:01", "0:00:01")
+    assert (rate.remaining_time, shown[1]["to go"]) == ("0:00:01", "0:00:01")
     assert shown[1]["tokens/s"] == f"{rate.tokens_per_second:,.0f}"
 
 
@@ -131,6 +133,6 @@ def test_a_run_logs_its_rate(small):
     folder = Path(config.run.root) / run(config).name
     with (folder / "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    rates = {row["step"]: float(row[KEY]) for row in rows if row[KEY]}
+    rates = {row["step"]: float(row[TOKENS_PER_SECOND_KEY]) for row in rows if row[TOKENS_PER_SECOND_KEY]}
     assert list(rates) == [row["step"] for row in rows if row["train/loss"]] == ["1", "3"]
     assert min(rates.values()) > 0

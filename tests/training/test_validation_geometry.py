@@ -16,7 +16,7 @@ from istar.errors import NonFiniteError
 from istar.runs.run import run
 from istar.tasks.features import FeatureRows
 from istar.training import validation_geometry as geometry_module
-from istar.training.validation_geometry import first_tokens, geometry, last_tokens
+from istar.training.validation_geometry import first_token_positions, last_token_positions, measure_validation_geometry
 from tests import oracles
 
 
@@ -32,7 +32,9 @@ def states_one_by_one(setting, module, rows):
 
 def measured(setting, harness, module, batch_size=16, features=None, **settings):
     features = setting.validation if features is None else features
-    return geometry(harness.trainer(**settings), module, FeatureRows(features), setting.collate, batch_size)
+    return measure_validation_geometry(
+        harness.trainer(**settings), module, FeatureRows(features), setting.collate, batch_size
+    )
 
 
 def trained(setting, scale=4.0):
@@ -65,7 +67,7 @@ def test_it_is_what_a_loop_over_the_texts_finds(setting, harness, batch_size):
 
 def test_the_first_token_is_the_first_that_is_none_of_the_padding(setting, harness):
     module, collate = trained(setting), copy.copy(setting.collate)
-    right = geometry(harness.trainer(), module, FeatureRows(setting.validation), collate, 8)
+    right = measure_validation_geometry(harness.trainer(), module, FeatureRows(setting.validation), collate, 8)
 
     def on_the_left(rows):
         batch = setting.collate(rows)
@@ -80,7 +82,7 @@ def test_the_first_token_is_the_first_that_is_none_of_the_padding(setting, harne
         positions = (moved["attention_mask"].cumsum(1) - 1).clamp(min=0)
         return {**batch, **moved, "position_ids": positions}
 
-    left = geometry(harness.trainer(), module, FeatureRows(setting.validation), on_the_left, 8)
+    left = measure_validation_geometry(harness.trainer(), module, FeatureRows(setting.validation), on_the_left, 8)
     assert left["tokens"] == right["tokens"]
     assert left["two_nn"] == [None, *(pytest.approx(value, rel=1e-3) for value in right["two_nn"][1:])]
     assert left["mean_activation"] == pytest.approx(right["mean_activation"], rel=1e-3, abs=1e-5)
@@ -123,9 +125,9 @@ def test_states_that_differ_by_rounding_alone_have_no_dimension():
     for dtype in (torch.float32, torch.bfloat16):
         states = torch.randn(1, 64, generator=generator).repeat(50, 1)
         noise = torch.finfo(dtype).eps * torch.randn(50, 64, generator=generator)
-        assert geometry_module._dimension((states + states * noise).to(dtype)) is None
+        assert geometry_module._dimension_or_none((states + states * noise).to(dtype)) is None
         spread = torch.randn(50, 64, generator=generator)
-        assert geometry_module._dimension((states + spread).to(dtype)) > 3
+        assert geometry_module._dimension_or_none((states + spread).to(dtype)) > 3
 
 
 def test_states_that_are_not_finite_are_told(setting, harness):
@@ -219,5 +221,5 @@ def test_a_trial_of_one_batch_measures_that(small: Callable[..., Any]) -> None:
 
 def test_first_and_last_tokens_wherever_the_padding_is() -> None:
     mask = torch.tensor([[1, 1, 1, 0], [0, 0, 1, 1], [1, 1, 1, 1], [0, 1, 0, 0]])
-    assert first_tokens(mask).tolist() == [0, 2, 0, 1]
-    assert last_tokens(mask).tolist() == [2, 3, 3, 1]
+    assert first_token_positions(mask).tolist() == [0, 2, 0, 1]
+    assert last_token_positions(mask).tolist() == [2, 3, 3, 1]

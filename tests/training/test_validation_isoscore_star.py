@@ -12,7 +12,7 @@ import torch
 from istar.errors import UserError
 from istar.runs.run import run
 from istar.tasks.features import FeatureRows
-from istar.training.validation_isoscore_star import isoscore_star_of_layers
+from istar.training.validation_isoscore_star import compute_isoscore_star_by_layer
 from tests.oracles import algorithm_1
 from tests.training.test_validation_geometry import only_folder, states_one_by_one
 
@@ -20,7 +20,7 @@ from tests.training.test_validation_geometry import only_folder, states_one_by_o
 def measured(setting, harness, module, batch_size=16, zeta=0.2, seed=3, num_points=10**9, **settings):
     validation, train = FeatureRows(setting.validation), FeatureRows(setting.train)
     trainer = harness.trainer(**settings)
-    return isoscore_star_of_layers(
+    return compute_isoscore_star_by_layer(
         trainer, module, validation, train, setting.collate, batch_size, zeta, seed, num_points
     )
 
@@ -43,7 +43,7 @@ def test_sigma_is_of_the_union_and_of_the_layer(setting, harness, batch_size, ze
     few = setting.train.select(range(30))
     validation = clouds(setting, module, setting.validation)
     training = clouds(setting, module, few)
-    measured_star = isoscore_star_of_layers(
+    measured_star = compute_isoscore_star_by_layer(
         harness.trainer(),
         module,
         FeatureRows(setting.validation),
