@@ -26,7 +26,7 @@ from istar.models.adapters import base_of, has_adapters
 from istar.reports import cells
 from istar.reports.run_frame import Runs, load_runs
 from istar.results import RunRecord
-from istar.runs.prepared_data import collator, prepare
+from istar.runs.prepared_data import make_collator, prepare_data
 from istar.runs.store import Examples, load_examples, model_identity, task_spec
 from istar.tasks.evaluation import Evaluator
 from istar.tasks.features import Rows
@@ -200,8 +200,8 @@ def load(subject: Subject, calibration: int, seed: int) -> Loaded:
     model = models.load_model(config.model, spec, model_config, tokenizer).eval()
     if subject.record is None:
         _check_head(subject, model)
-    prepared = prepare(spec, config, _with_sample(examples, calibration, seed), tokenizer, model_config)
-    collate = collator(spec, config, tokenizer, model)
+    prepared = prepare_data(spec, config, _with_sample(examples, calibration, seed), tokenizer, model_config)
+    collate = make_collator(spec, config, tokenizer, model)
     size = config.data.eval_batch_size
     return Loaded(model, collate, size, prepared.train, prepared.validation[0], prepared.evaluators[""])
 

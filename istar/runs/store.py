@@ -131,7 +131,7 @@ def run_folder(config: Config, data: str, model: str) -> Path:
 
     `data` is the fingerprint of the training and validation examples, `model` is what `model_identity` returns.
     """
-    digest = results.identity(_effective_values(config), data, model)
+    digest = results.identity_hash(_effective_values(config), data, model)
     name = "-".join([config.task.name, Path(config.model.name).name, config.reg.name, digest])
     return Path(config.run.root).expanduser() / name
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from istar.errors import UserError, shorten
-from istar.files import new_folder
+from istar.files import atomic_folder
 from istar.tasks.blocks import Blocks, Corpus, open_corpus, packed, separate, with_separator, write_corpus
 from istar.tasks.documents import documents_of
 from istar.tasks.evaluation import Evaluation
@@ -58,7 +58,7 @@ def tokenized_corpus(documents: Dataset, tokenizer: PreTrainedTokenizerBase, cac
     try:
         if folder.exists():
             shutil.rmtree(folder)  # it is damaged
-        with new_folder(folder) as draft:
+        with atomic_folder(folder) as draft:
             write_corpus(tokens, max(tokenizer.get_vocab().values()) + 1, draft)
     except OSError as error:
         raise UserError(

@@ -284,7 +284,7 @@ def test_a_stopped_run_is_saved_and_goes_on_exactly(tmp_path, start, alone):
         assert re.search(r"seed 1: stopped by SIGTERM: saved at step \d+; the same command goes on", done.stdout)
     for index, done in enumerate(at_once(*(lambda i=i: sent_again(i) for i in range(len(cases))))):
         logs = [path.read_text() for path in (tmp_path / str(index)).glob("runs/sweeps/*/logs/*")]
-        assert "was interrupted; it goes on from step-" in "".join([done.well().stdout, *logs])
+        assert "was interrupted; it resumes from step-" in "".join([done.well().stdout, *logs])
         assert_same(only_run(tmp_path / str(index) / "runs"), alone)
 
 
@@ -345,7 +345,7 @@ def test_a_lost_process_a_stop_and_a_lost_parent(tmp_path, start, pair):
     job.until_it_is_gone()
     record = only_run(tmp_path / "runs") / results.RESULT
     assert not record.exists() or results.read(record.parent).status != "finished"
-    assert "was interrupted; it goes on from step-" in start(tmp_path, *PAIR, **IN_SBATCH).wait().well().stdout
+    assert "was interrupted; it resumes from step-" in start(tmp_path, *PAIR, **IN_SBATCH).wait().well().stdout
     assert_same(only_run(tmp_path / "runs"), pair[0])
 
 

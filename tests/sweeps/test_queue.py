@@ -14,7 +14,7 @@ from istar import results
 from istar.config import Config
 from istar.config.schema import to_dict
 from istar.errors import LockedError, StoppedError, UserError
-from istar.files import sole_writer
+from istar.files import lock_folder
 from istar.results import RunRecord
 from istar.sweeps import pool, sweep
 from istar.sweeps.board import Board
@@ -102,7 +102,7 @@ def lock(runs: Runs, seed: int, locks: ExitStack) -> tuple[Path, Config]:
     """Lock the folder of the run with this seed; returns the folder and the config."""
     [trial] = [trial for trial in runs.trials.values() if trial.config.seed == seed]
     folder = runs.request.root / trial.name
-    locks.enter_context(sole_writer(folder))
+    locks.enter_context(lock_folder(folder))
     return folder, trial.config
 
 
@@ -161,7 +161,7 @@ def test_the_seeds_follow_when_all_is_settled(
     theirs = with_all_runs(runs("optim.lr=1e-4", "seed=1", *TINY))
     [(name, trial)] = theirs.trials.items()
     folder = request.root / name
-    locks.enter_context(sole_writer(folder))
+    locks.enter_context(lock_folder(folder))
 
     class Finishing(TrialQueue):
         def tick(self) -> None:

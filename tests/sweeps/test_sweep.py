@@ -15,7 +15,7 @@ from istar import results
 from istar.config import schema
 from istar.config.schema import to_dict
 from istar.errors import UserError
-from istar.files import sole_writer
+from istar.files import lock_folder
 from istar.results import RunRecord
 from istar.runs import fork_server
 from istar.sweeps.board import read
@@ -153,7 +153,7 @@ def test_the_process_that_starts_the_runs_is_killed(tmp_path: Path, start: Start
 def test_a_run_that_another_process_executes(tmp_path: Path, start: Start, runs: Callable[..., Runs]) -> None:
     """It is not begun as long as its folder is locked, and nothing is reported as failed."""
     first, second = with_all_runs(runs("seed=1,2", *TINY)).trials
-    with sole_writer(tmp_path / "runs" / first):
+    with lock_folder(tmp_path / "runs" / first):
         job = start(tmp_path, "-m", "seed=1,2", *TINY)
         job.until(lambda: second in ended(job) and state(tmp_path).entries_with("finished") != [])
         assert [entry.status for entry in state(tmp_path).entries] == ["elsewhere", "finished"]
