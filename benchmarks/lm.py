@@ -126,10 +126,10 @@ def prepared(config: Any) -> tuple[Any, Any, Any]:
     """Return the rows of the training data, the model, and the function that makes a batch for it."""
     from istar import models
     from istar.runs.prepared_data import load_tokenizer, make_collator, prepare_data
-    from istar.runs.store import load_examples, task_spec
+    from istar.runs.store import find_task_spec, load_examples
     from istar.tasks.loading import fingerprint
 
-    spec = task_spec(config.task)
+    spec = find_task_spec(config.task)
     examples = load_examples(spec, config.task, config.data.cache_dir)
     tokenizer = load_tokenizer(config, spec, examples, fingerprint(examples.train, *examples.validation))
     model_config = models.load_config(config.model, spec, tokenizer)

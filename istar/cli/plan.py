@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> None:
     from datetime import UTC, datetime
 
     from istar.reports import plan_file
-    from istar.runs.provenance import code_state
+    from istar.runs.provenance import describe_code
     from istar.sweeps import planned_runs
     from istar.sweeps.sweep import list_runs
 
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> None:
         "format": plan_file.FORMAT,
         "written": datetime.now(UTC).isoformat(timespec="seconds"),
         "istar_version": __version__,
-        **code_state(),
+        **describe_code(),
         "command": options.typed,
         "train_command": command,
         "hypotheses": [" ".join(text.split()) for text in options.hypothesis]

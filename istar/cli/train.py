@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from istar.config import Config, schema
 from istar.errors import SHOW_TRACE, StoppedError, UserError
 from istar.runs import extras, launch
-from istar.runs.importing import large_imports
+from istar.runs.importing import fast_imports
 
 DRY_RUN = "--dry-run"
 _DRY_RUN_OVERRIDE = "sweep.dry_run=true"
@@ -92,7 +92,7 @@ def start(settings: Config, trial: str | None) -> object:
     if processes > 1:
         return launch.launch(settings, processes, trial)
     # The libraries are imported only now, so that `--help` and config errors do not wait for them.
-    with large_imports():
+    with fast_imports():
         from rich.console import Console
 
         from istar.runs.run import run

@@ -27,7 +27,7 @@ from istar.reports import cells
 from istar.reports.run_frame import Runs, load_runs
 from istar.results import RunRecord
 from istar.runs.prepared_data import make_collator, prepare_data
-from istar.runs.store import Examples, load_examples, model_identity, task_spec
+from istar.runs.store import Examples, find_task_spec, identify_model, load_examples
 from istar.tasks.evaluation import Evaluator
 from istar.tasks.features import Rows
 from istar.tasks.loading import fingerprint
@@ -60,7 +60,7 @@ class Subject:
     @property
     def spec(self) -> TaskSpec:
         """The task."""
-        return task_spec(self.config.task)
+        return find_task_spec(self.config.task)
 
     @property
     def recorded_fingerprint(self) -> str | None:
@@ -217,7 +217,7 @@ def _fingerprint(examples: Examples) -> str:
 
 def _weights_identity(config: ModelConfig) -> str:
     """Return what identifies the weights of a saved model; those of adapters include their base."""
-    identity = model_identity(config)
+    identity = identify_model(config)
     if not has_adapters(config.name):
         return identity
     return f"{identity} on {_weights_identity(base_of(Path(config.name)))}"

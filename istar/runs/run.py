@@ -37,9 +37,9 @@ from istar.results import RunRecord
 from istar.runs import extras
 from istar.runs.prepared_data import PreparedData, load_tokenizer, make_collator, prepare_data
 from istar.runs.private_names import is_compile_error, load_trial
-from istar.runs.provenance import code_state, hardware
-from istar.runs.resolving import resolve
-from istar.runs.store import Examples, finished_run, load_examples, model_identity, run_folder, task_spec
+from istar.runs.provenance import describe_code, describe_hardware
+from istar.runs.resolving import resolve_config
+from istar.runs.store import Examples, find_task_spec, identify_model, load_examples, read_finished_run, run_folder_path
 from istar.tasks.evaluation import write_submission
 from istar.tasks.loading import fingerprint, overlap
 from istar.tasks.specs import TaskSpec
@@ -123,19 +123,19 @@ def run(config: Config, console: Console | None = None, trial: str | None = None
     if getattr(rank_zero_only, "rank", 0):
         # Only rank 0 logs, because all ranks would log the same.
         logging.getLogger("istar").setLevel(logging.ERROR)
-    config = resolve(config)
+    config = resolve_config(config)
     if isinstance(config.logger, TensorBoardConfig):
         extras.require("logger=tensorboard", "tensorboard")
     if config.model.lora:
         extras.require("model.lora=true", "lora")
-    spec = task_spec(config.task)
+    spec = find_task_spec(config.task)
     _check_penalty_fits_task(config, spec)
     check_hardware(config.trainer)
     examples = load_examples(spec, config.task, config.data.cache_dir)
     data_fingerprint = fingerprint(examples.train, *examples.validation)
     tokenizer = load_tokenizer(config, spec, examples, data_fingerprint)
-    folder = run_folder(config, data_fingerprint, model_identity(config.model))
-    finished_record = None if config.run.overwrite else finished_run(folder, config)
+    folder = run_folder_path(config, data_fingerprint, identify_model(config.model))
+    finished_record = None if config.run.overwrite else read_finished_run(folder, config)
     if finished_record is None:
         job = _assemble_job(config, spec, folder, examples, tokenizer, trial)
         _check_num_processes(job)
@@ -293,7 +293,7 @@ def _check_num_processes(job: Job) -> None:
         # Lightning would start the others by executing the current script again.
         raise UserError(
             f"trainer.devices={job.config.trainer.devices} needs more processes than this one: train.py and "
-            "istar.runs.launch.launch(config, processes) start them"
+            "istar.runs.launch.launch(config, num_processes) start them"
         )
     min_size = min(len(rows) for rows in (*job.prepared_data.validation, *job.prepared_data.test))
     if min_size < job.trainer.world_size:
@@ -381,7 +381,7 @@ def _prepare_folder(job: Job) -> tuple[RunRecord | None, Path | None]:
         if config.run.overwrite:
             _rename_existing_folder(folder)
         # Another process may have finished the run while this one was loading.
-        elif (finished_record := finished_run(folder, config)) is not None:
+        elif (finished_record := read_finished_run(folder, config)) is not None:
             return finished_record, None
         remove_temporary_files(folder)
         checkpoint = None
@@ -430,8 +430,8 @@ def _train_and_record(job: Job, checkpoint: Path | None, data_fingerprint: str, 
         versions=results.installed_versions(),
         model_commit=job.config.model.revision,
         data_commit=job.prepared_data.examples.commit,
-        **code_state(),
-        **hardware(job.trainer.strategy.root_device, job.trainer.world_size),
+        **describe_code(),
+        **describe_hardware(job.trainer.strategy.root_device, job.trainer.world_size),
     )
     try:
         with quiet_lightning(), logging_to(job.trainer, job.metrics_file, job.config, folder):

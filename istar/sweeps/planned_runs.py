@@ -15,7 +15,7 @@ from istar.errors import UserError
 from istar.reports.plan_file import family, flat_settings, group_of
 from istar.reports.run_frame import row
 from istar.results import RunRecord
-from istar.runs.store import task_spec
+from istar.runs.store import find_task_spec
 from istar.sweeps.sweep import Runs
 from istar.sweeps.trials import Overrides, Space
 
@@ -79,10 +79,10 @@ def configurations(runs: Runs) -> list[Planned]:
 def _describe(runs: Runs, grid: str, config: Config) -> Planned:
     """Describe the configuration of a run, without its seeds and names."""
     config = runs.folders.resolve(config)
-    runs.folders(config)
+    runs.folders.find(config)
     values = to_dict(config)
     method = row(RunRecord("", "waiting", values))["method"]
-    fingerprint, size = runs.folders.fingerprint(config), runs.folders.size(config)
+    fingerprint, size = runs.folders.fingerprint(config), runs.folders.num_training_examples(config)
     return Planned(config, method, grid, flat_settings(values), {}, [], [], fingerprint, size)
 
 
@@ -178,7 +178,7 @@ def _configuration(entry: Planned, common: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _describe_task(config: TaskConfig) -> dict[str, Any]:
-    spec = task_spec(config)
+    spec = find_task_spec(config)
     return {
         "name": spec.name,
         "metric": spec.headline,
@@ -354,5 +354,5 @@ def _training_examples(entry: Planned) -> int:
     devices = trainer.devices if type(trainer.devices) is int and trainer.devices > 0 else 1
     per_step = entry.config.data.batch_size * trainer.accumulate_grad_batches * devices * trainer.num_nodes
     in_steps = steps * per_step
-    is_text = task_spec(entry.config.task).is_language_modelling
+    is_text = find_task_spec(entry.config.task).is_language_modelling
     return in_steps if is_text else min(in_epochs, in_steps)

@@ -117,7 +117,7 @@ class _Pool:
     def _report(self, trial: Trial, run: RunProcesses, signals: Sequence[int]) -> None:
         """Report the record or the error of a trial that has ended to its source."""
         try:
-            self._source.ended(trial, run.record(signals))
+            self._source.ended(trial, run.read_record(signals))
         except LockedError:
             self._source.set_aside(trial)
         except UserError as error:

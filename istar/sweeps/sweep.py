@@ -21,7 +21,7 @@ from istar.reports import comparison, run_tables
 from istar.results import RunRecord
 from istar.runs import extras
 from istar.runs.resolving import resolve_precision
-from istar.runs.store import RunFolders, finished_run
+from istar.runs.store import RunFolders, read_finished_run
 from istar.sweeps import board, cost, pool, trials
 from istar.sweeps.board import Board, Entry, SweepState, duration
 from istar.sweeps.trials import Overrides, Trial
@@ -145,7 +145,7 @@ class Runs:
         try:
             # The processes of the run load the commit for which the run is named.
             config = self.folders.resolve(config)
-            name = self.folders(config).name
+            name = self.folders.find(config).name
             record = self.finished_record(Trial(overrides, config, name))
         except UserError as error:
             message, name = str(error), f"not-started-{len(self.entries) + 1}"
@@ -164,7 +164,7 @@ class Runs:
     def name(self, overrides: Overrides) -> str:
         """The name of the run with these overrides; the overrides themselves if its data cannot be loaded."""
         try:
-            return self.folders(self.config(overrides)).name
+            return self.folders.find(self.config(overrides)).name
         except UserError:
             return " ".join(overrides)
 
@@ -190,14 +190,14 @@ class Runs:
         Raises:
             UserError: if the folder holds a result that cannot be used.
         """
-        return None if trial.config.run.overwrite else finished_run(self.request.root / trial.name, trial.config)
+        return None if trial.config.run.overwrite else read_finished_run(self.request.root / trial.name, trial.config)
 
     def sample_config(self) -> Config:
         """A config with only the values that are not swept over; raises a `UserError` if its data cannot be loaded."""
         space = next(iter(self.spaces.values()))
         fixed = tuple(override.input_line or "" for override in space.values() if not override.is_sweep_override())
         config = self.config(fixed)
-        self.folders(config)
+        self.folders.find(config)
         return config
 
     def best_with_seeds(self) -> list[Overrides]:
@@ -397,7 +397,7 @@ def print_plan(runs: Runs) -> None:
         state.to_come = len(names) * len(other_seeds)
     # Finding the finished runs reads every record of the folder, so it is left out if nothing is planned.
     if planned:
-        sizes = [(config, runs.folders.size(config)) for config in planned]
+        sizes = [(config, runs.folders.num_training_examples(config)) for config in planned]
         estimate = cost.estimate(sizes, cost.finished_runs(runs.request.root))
         if estimate.seconds is None:
             parts.append(f"duration unknown: {estimate.basis}")

@@ -246,7 +246,7 @@ def test_a_lock_is_told_from_other_errors(composed):
         run = launch.RunProcesses(composed(), 1, spawn=partial(Ended, code))
         assert run.has_ended()
         with pytest.raises(UserError) as error:
-            run.record([])
+            run.read_record([])
         errors.append(error.value)
     assert [type(error) for error in errors] == [LockedError, UserError]
     # What a launcher's job returns is pickled.
@@ -323,7 +323,7 @@ def test_a_signal_that_lightning_hears_first(small, monkeypatch):
 
 
 def lost(rank: int) -> str:
-    return f"error: process {rank} of 2 was killed by SIGKILL; the same command goes on from the last checkpoint"
+    return f"error: process {rank} of 2 was killed by SIGKILL; the same command resumes from the last checkpoint"
 
 
 def assert_a_lost_rank_ends_it(job: Job, rank: int) -> None:

@@ -40,7 +40,7 @@ class Run:
             Run.alive.remove(self)
         return ended
 
-    def record(self, signals: Any) -> RunRecord:
+    def read_record(self, signals: Any) -> RunRecord:
         if self.signals:
             raise StoppedError("stopped by SIGTERM: saved", signal.SIGTERM)
         if self.name.startswith("locked"):

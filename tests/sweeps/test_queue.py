@@ -56,7 +56,7 @@ class Run:
     def has_ended(self) -> bool:
         return True
 
-    def record(self, signals: Any) -> RunRecord:
+    def read_record(self, signals: Any) -> RunRecord:
         if self.is_locked:
             raise LockedError("another process has it")
         folder = Path(self.config.run.root) / self.name
