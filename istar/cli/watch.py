@@ -18,6 +18,6 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Show the table until the sweeps are over, or once."""
-    from istar.sweeps.watch import watch
+    from istar.sweeps.watch import watch_sweeps
 
-    watch(options.folder, make_console(), options.sweep, options.once)
+    watch_sweeps(options.folder, make_console(), options.sweep, options.once)

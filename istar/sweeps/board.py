@@ -23,14 +23,14 @@ from istar.results import METRICS, RunRecord
 from istar.scores import displayed, merit
 from istar.sweeps.trials import Trial
 
-FOLDER, STATE = "sweeps", "sweep.json"  # the state of a sweep is in `<run.root>/sweeps/<sweep>/sweep.json`
+SWEEPS_FOLDER, STATE_FILE = "sweeps", "sweep.json"  # the state of a sweep is in `<run.root>/sweeps/<sweep>/sweep.json`
 FORMAT = 1
 _HEARTBEAT_SECONDS = 10.0
-_ENDED = ("finished", "pruned", "failed", "stopped")
+_END_STATUSES = ("finished", "pruned", "failed", "stopped")
 
 
 @dataclass
-class Entry:
+class SweepEntry:
     """The state of one run of a sweep; `name` is the name of its folder."""
 
     name: str
@@ -69,7 +69,7 @@ class Entry:
         return self.task, self.model, self.method.split(" ")[0]
 
     @property
-    def rank(self) -> float:
+    def selection_merit(self) -> float:
         """The number by which runs are compared, higher for better runs.
 
         The states of earlier versions have the headline metric only.
@@ -98,20 +98,20 @@ class SweepState:
     seen: float = 0.0  # when the file was last written, in seconds since 1970
     is_over: bool = False
     expected: float | None = None  # estimated seconds per run, used until a run has finished; None without an estimate
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[SweepEntry] = field(default_factory=list)
     format: int = FORMAT
 
-    def entries_with(self, *statuses: str) -> list[Entry]:
+    def entries_with(self, *statuses: str) -> list[SweepEntry]:
         """The entries that have one of the statuses."""
         return [entry for entry in self.entries if entry.status in statuses]
 
 
-def make_entry(trial: Trial, stage: str) -> Entry:
+def make_entry(trial: Trial, stage: str) -> SweepEntry:
     """The entry of a trial that is waiting."""
     columns = row(RunRecord(trial.name, "waiting", to_dict(trial.config)))
     epochs = (0, trial.config.trainer.max_epochs)
     description = {key: columns[key] for key in ("task", "model", "method", "seed")}
-    return Entry(trial.name, trial.overrides, stage=stage, epochs=epochs, **description)
+    return SweepEntry(trial.name, trial.overrides, stage=stage, epochs=epochs, **description)
 
 
 class Board:
@@ -128,7 +128,7 @@ class Board:
     def __enter__(self) -> "Board":
         self.state.begun = time.time()
         if self.console.is_terminal:
-            self._live = Live(render(self.state), console=self.console, auto_refresh=False)
+            self._live = Live(render_sweep(self.state), console=self.console, auto_refresh=False)
             self._live.__enter__()
         self._write()
         return self
@@ -137,21 +137,21 @@ class Board:
         self.state.is_over = True
         self._write()
         if self._live is not None:
-            self._live.update(render(self.state), refresh=True)
+            self._live.update(render_sweep(self.state), refresh=True)
             self._live.__exit__(None, None, None)
 
-    def started(self, entry: Entry, log: Path | None) -> None:
+    def record_start(self, entry: SweepEntry, log: Path | None) -> None:
         """Record that a run has started."""
         entry.status, entry.started, entry.error = "running", time.time(), None
         entry.log = str(log) if log is not None else None
         self._write()
 
-    def set_status(self, entry: Entry, status: str) -> None:
+    def set_status(self, entry: SweepEntry, status: str) -> None:
         """Record that a run is executed by another process (`elsewhere`), or no longer is (`waiting`)."""
         entry.status, entry.started, entry.error = status, None, None
         self._write()
 
-    def ended(self, entry: Entry, outcome: RunRecord | UserError, status: str | None = None) -> None:
+    def record_end(self, entry: SweepEntry, outcome: RunRecord | UserError, status: str | None = None) -> None:
         """Record the outcome of a run; after an error, its status is `status`, by default `failed`."""
         if isinstance(outcome, RunRecord):
             entry.apply_record(outcome)
@@ -160,7 +160,7 @@ class Board:
         entry.ended = time.time()
         self._write()
         if self._live is None:
-            self.console.out(result_line(self.state, entry), highlight=False)
+            self.console.out(format_result_line(self.state, entry), highlight=False)
 
     def tick(self) -> None:
         """Update epochs, screen and file, each only if its interval has passed; call this many times a second."""
@@ -169,13 +169,13 @@ class Board:
             self._updated = now
             update_epochs(self.state, Path(self.state.root))
             if self._live is not None:
-                self._live.update(render(self.state), refresh=True)
+                self._live.update(render_sweep(self.state), refresh=True)
             if now - self.state.seen > _HEARTBEAT_SECONDS:
                 self._write()
 
     def _write(self) -> None:
         self.state.seen = time.time()
-        write_text(self.folder / STATE, json.dumps(asdict(self.state), indent=1))
+        write_text(self.folder / STATE_FILE, json.dumps(asdict(self.state), indent=1))
 
     @contextmanager
     def ticking(self) -> Iterator[None]:
@@ -198,10 +198,10 @@ class Board:
 def update_epochs(state: SweepState, root: Path) -> None:
     """Update the completed epochs of running runs from their folders, here and elsewhere."""
     for entry in state.entries_with("running", "elsewhere"):
-        entry.epochs = (epochs_done(root / entry.name), entry.epochs[1])
+        entry.epochs = (count_validated_epochs(root / entry.name), entry.epochs[1])
 
 
-def read(path: Path) -> SweepState:
+def read_state(path: Path) -> SweepState:
     """Read a `sweep.json`.
 
     Raises:
@@ -213,12 +213,12 @@ def read(path: Path) -> SweepState:
             raise UserError(f"{path} has format {values['format']}; this version reads {FORMAT}")
         for entry in values["entries"]:
             entry |= {"overrides": tuple(entry["overrides"]), "epochs": tuple(entry["epochs"])}
-        return SweepState(**values | {"entries": [Entry(**entry) for entry in values["entries"]]})
+        return SweepState(**values | {"entries": [SweepEntry(**entry) for entry in values["entries"]]})
     except (OSError, ValueError, TypeError, LookupError) as error:
         raise UserError(f"{path} is not a sweep that istar wrote: {shorten(error)}") from error
 
 
-def epochs_done(folder: Path) -> int:
+def count_validated_epochs(folder: Path) -> int:
     """The number of epochs that a run has validated, from its `metrics.csv`."""
     try:
         with (folder / METRICS).open(encoding="utf-8", newline="") as file:
@@ -231,7 +231,7 @@ def epochs_done(folder: Path) -> int:
     return max(0, len(validations) - 1)
 
 
-def seconds_left(state: SweepState) -> float | None:
+def estimate_seconds_left(state: SweepState) -> float | None:
     """Estimate the seconds until all runs are done, from the mean duration of the finished runs.
 
     Without any finished run, the mean is `state.expected`; without an expectation, the result is None.
@@ -245,20 +245,20 @@ def seconds_left(state: SweepState) -> float | None:
     return (running + waiting * mean) / state.jobs
 
 
-def result_line(state: SweepState, entry: Entry) -> str:
+def format_result_line(state: SweepState, entry: SweepEntry) -> str:
     """One line on a run that has ended: how many have ended, what the run is, and its score or error."""
-    prefix = f"[{len(state.entries_with(*_ENDED))}/{len(state.entries) + state.to_come}] {entry.label}: "
+    prefix = f"[{len(state.entries_with(*_END_STATUSES))}/{len(state.entries) + state.to_come}] {entry.label}: "
     if entry.value is not None and entry.error is None:
         collapsed = ", collapsed" if entry.collapsed else ""
         pruned = ", pruned" if entry.status == "pruned" else ""
-        origin = "by another process" if entry.started is None else duration(entry.seconds)
+        origin = "by another process" if entry.started is None else format_duration(entry.seconds)
         return f"{prefix}{entry.metric} {displayed(entry.metric or '', entry.value):.2f}{collapsed}{pruned} ({origin})"
     if entry.status == "stopped":
         return f"{prefix}{entry.error}"
     return f"{prefix}{entry.status}: {entry.error}" + (f" ({entry.log})" if entry.log else "")
 
 
-_COLUMNS = {
+_STATUSES_BY_COLUMN = {
     "done": ("finished", "pruned"),
     "running": ("running", "elsewhere"),
     "failed": ("failed",),
@@ -267,23 +267,23 @@ _COLUMNS = {
 """Columns of the live table that count runs by their status."""
 
 
-def render(state: SweepState) -> Group:
+def render_sweep(state: SweepState) -> Group:
     """The live table: a headline, one row for each task, model and method, and one line for each running run.
 
     The column of the running runs includes those that other processes execute.
     """
     table = Table("task", "model", "method")
-    for column in _COLUMNS:
+    for column in _STATUSES_BY_COLUMN:
         table.add_column(column, justify="right")
     table.add_column("best so far")
     table.add_column("by")
-    groups: dict[tuple[str, str, str], list[Entry]] = {}
+    groups: dict[tuple[str, str, str], list[SweepEntry]] = {}
     for entry in state.entries:
         groups.setdefault(entry.group, []).append(entry)
     for names, group in groups.items():
-        counts = [str(sum(entry.status in statuses for entry in group)) for statuses in _COLUMNS.values()]
+        counts = [str(sum(entry.status in statuses for entry in group)) for statuses in _STATUSES_BY_COLUMN.values()]
         scored = [entry for entry in group if entry.value is not None and entry.status == "finished"]
-        best = max(scored, key=lambda entry: entry.rank, default=None)
+        best = max(scored, key=lambda entry: entry.selection_merit, default=None)
         score, origin = "-", "-"
         if best is not None:
             score = f"{best.metric} {displayed(best.metric or '', best.value or 0):.2f}"
@@ -291,39 +291,39 @@ def render(state: SweepState) -> Group:
             origin = " ".join(distinctive) or best.method
         table.add_row(*names, *counts, score, origin)
     lines = []
-    for status, title in _RUNNING.items():
+    for status, title in _RUNNING_TITLES.items():
         entries = state.entries_with(status)
-        lines += [f"{title}:", *map(_progress, entries)] if entries else []
-    return Group(Text(headline(state)), table, *map(Text, lines))
+        lines += [f"{title}:", *map(_format_progress_line, entries)] if entries else []
+    return Group(Text(format_status_line(state)), table, *map(Text, lines))
 
 
-_RUNNING = {"running": "running", "elsewhere": "running elsewhere"}
+_RUNNING_TITLES = {"running": "running", "elsewhere": "running elsewhere"}
 """The statuses of runs that are under way, in words."""
 
 
-def _progress(entry: Entry) -> str:
+def _format_progress_line(entry: SweepEntry) -> str:
     """One line with the epoch of a run that is under way and, if this sweep has started it, the time since then."""
     epoch = f"epoch {min(entry.epochs[0] + 1, entry.epochs[1])} of {entry.epochs[1]}"
-    elapsed = f", {duration(time.time() - entry.started)}" if entry.started else ""
+    elapsed = f", {format_duration(time.time() - entry.started)}" if entry.started else ""
     return f"  {entry.label}: {epoch}{elapsed}"
 
 
-def headline(state: SweepState) -> str:
+def format_status_line(state: SweepState) -> str:
     """One line with the number of runs by status and the estimated time left."""
     statuses = ("finished", "running", "elsewhere", "failed", "pruned", "stopped")
     counts = {status: len(state.entries_with(status)) for status in statuses}
     left = len(state.entries_with("waiting")) + state.to_come
     parts = [f"{state.name}: {counts['finished']} of {len(state.entries) + state.to_come} runs finished"]
     others = [(status, count) for status, count in counts.items() if count and status != "finished"]
-    parts += [f"{count} {_RUNNING.get(status, status)}" for status, count in others]
+    parts += [f"{count} {_RUNNING_TITLES.get(status, status)}" for status, count in others]
     parts += [f"{left} left"] if left else []
-    seconds = seconds_left(state)
+    seconds = estimate_seconds_left(state)
     if not state.is_over and seconds is not None and left + counts["running"]:
-        parts.append(f"about {duration(seconds)} to go")
+        parts.append(f"about {format_duration(seconds)} to go")
     return " · ".join(parts)
 
 
-def duration(seconds: float | None) -> str:
+def format_duration(seconds: float | None) -> str:
     """Format a duration in the two largest units: 45 s, 12 min, 3 h 5 min, 2 d 4 h; `-` for None."""
     if seconds is None:
         return "-"

@@ -16,8 +16,8 @@ from istar.reports.plan_file import family, flat_settings, group_of
 from istar.reports.run_frame import row
 from istar.results import RunRecord
 from istar.runs.store import find_task_spec
-from istar.sweeps.sweep import Runs
-from istar.sweeps.trials import Overrides, Space
+from istar.sweeps.sweep import SweepRuns
+from istar.sweeps.trials import Overrides, SearchSpace
 
 BASE = "Base"
 
@@ -57,36 +57,36 @@ class Planned:
         return family(self.method) == BASE
 
 
-def configurations(runs: Runs) -> list[Planned]:
+def configurations(runs: SweepRuns) -> list[Planned]:
     """Return the configurations of a sweep's runs, in their order.
 
     Raises:
         UserError: if the data or the model of a run cannot be loaded, or a run cannot be used.
     """
     if runs.request.settings.search == "optuna":
-        return [planned for grid, space in runs.spaces.items() for planned in _of_search(runs, grid, space)]
+        return [planned for grid, space in runs.space_by_grid.items() for planned in _of_search(runs, grid, space)]
     grouped: dict[str, Planned] = {}
     for entry in runs.state.entries:
         if entry.status == "failed":
             raise UserError(f"{entry.error} (a plan identifies its runs by their data and models)")
-        planned = _describe(runs, runs.grids[entry.name], runs.trials[entry.name].config)
+        planned = _describe(runs, runs.grid_by_name[entry.name], runs.trial_by_name[entry.name].config)
         known = grouped.setdefault(repr((planned.group, planned.settings, planned.data)), planned)
         known.seeds.append(entry.seed)
         known.names.append(entry.name)
     return list(grouped.values())
 
 
-def _describe(runs: Runs, grid: str, config: Config) -> Planned:
+def _describe(runs: SweepRuns, grid: str, config: Config) -> Planned:
     """Describe the configuration of a run, without its seeds and names."""
-    config = runs.folders.resolve(config)
-    runs.folders.find(config)
+    config = runs.run_folders.resolve(config)
+    runs.run_folders.find(config)
     values = to_dict(config)
     method = row(RunRecord("", "waiting", values))["method"]
-    fingerprint, size = runs.folders.fingerprint(config), runs.folders.num_training_examples(config)
+    fingerprint, size = runs.run_folders.fingerprint(config), runs.run_folders.num_training_examples(config)
     return Planned(config, method, grid, flat_settings(values), {}, [], [], fingerprint, size)
 
 
-def _of_search(runs: Runs, grid: str, space: Space) -> Iterable[Planned]:
+def _of_search(runs: SweepRuns, grid: str, space: SearchSpace) -> Iterable[Planned]:
     """Describe the runs of a space from which Optuna chooses: one configuration for each choice of config groups.
 
     The task and the model are part of the groups, or of the keys `task.name` and `model.name`.
@@ -98,7 +98,7 @@ def _of_search(runs: Runs, grid: str, space: Space) -> Iterable[Planned]:
     first = [f"{key}={_values(override)[0]}" for key, override in keys.items()]
     for choice in product(*([f"{key}={value}" for value in _values(override)] for key, override in groups.items())):
         overrides = (*fixed, *choice, *first)
-        planned = _describe(runs, grid, runs.config(overrides))
+        planned = _describe(runs, grid, runs.compose_config(overrides))
         planned.ranges = {key: _range(runs, overrides, key, override) for key, override in keys.items()}
         seed = swept.get("seed")
         planned.seeds = [planned.config.seed] if seed is None else [int(value) for value in _values(seed)]
@@ -119,15 +119,17 @@ def _values(override: Override) -> list[str]:
     return [str(value) for value in override.sweep_string_iterator()]
 
 
-def _range(runs: Runs, overrides: Overrides, key: str, override: Override) -> Any:
+def _range(runs: SweepRuns, overrides: Overrides, key: str, override: Override) -> Any:
     """The values of a key as configs have them, or the ends of its interval."""
-    settings = [flat_settings(to_dict(runs.config((*overrides, f"{key}={value}")))) for value in _values(override)]
+    settings = [
+        flat_settings(to_dict(runs.compose_config((*overrides, f"{key}={value}")))) for value in _values(override)
+    ]
     values: list[Any] = [setting.get(key) for setting in settings]
     is_interval = isinstance(override.value(), IntervalSweep)
     return {"low": min(values), "high": max(values)} if is_interval else values
 
 
-def contents(planned: Sequence[Planned], runs: Runs) -> dict[str, Any]:
+def contents(planned: Sequence[Planned], runs: SweepRuns) -> dict[str, Any]:
     """Return the fields of a plan that follow from its runs; see `istar.reports.plan_file`."""
     settings = runs.request.settings
     common = common_settings([entry.settings for entry in planned], {key for entry in planned for key in entry.ranges})

@@ -23,18 +23,18 @@ from istar.runs import extras
 from istar.runs.resolving import resolve_precision
 from istar.runs.store import RunFolders, read_finished_run
 from istar.sweeps import board, cost, pool, trials
-from istar.sweeps.board import Board, Entry, SweepState, duration
+from istar.sweeps.board import Board, SweepEntry, SweepState, format_duration
 from istar.sweeps.trials import Overrides, Trial
 
 if TYPE_CHECKING:
     from istar.sweeps.study import Study
 
-SEARCH, SEEDS = "search", "seeds"
-_MAX_COMPARED = 24
+SEARCH_STAGE, SEEDS_STAGE = "search", "seeds"
+_MAX_COMPARED_CONFIGURATIONS = 24
 """With more configurations than fit into a table and a figure, only the best of each method are compared."""
-_PROGRESS_BAR_FROM = 50  # number of runs from which composing them shows a progress bar
+_MIN_RUNS_FOR_PROGRESS_BAR = 50  # number of runs from which composing them shows a progress bar
 
-CHECK_SECONDS = 1.0
+CHECK_INTERVAL_SECONDS = 1.0
 """How often a sweep checks whether the runs that other processes execute have ended."""
 
 Launcher = Callable[[Sequence[Overrides]], Sequence[RunRecord | UserError]]
@@ -56,7 +56,7 @@ class SweepRequest:
     environment: Mapping[str, str] = field(default_factory=dict)  # further variables of the runs' processes
 
 
-def sweep(request: SweepRequest, console: Console) -> int:
+def run_sweep(request: SweepRequest, console: Console) -> int:
     """Execute the runs of a sweep that are not finished yet, and print a comparison of the results.
 
     Returns the exit code: 0 if all runs are finished, 1 if any has failed or was stopped.
@@ -74,15 +74,15 @@ def sweep(request: SweepRequest, console: Console) -> int:
         if settings.search == "grid":
             run_queue(TrialQueue(runs, live_board))
         else:
-            search(runs, live_board)
+            run_search(runs, live_board)
         if settings.seeds and not (settings.fail_fast and runs.state.entries_with("failed")):
             runs.state.to_come = 0
-            runs.add_all(runs.best_with_seeds(), SEEDS)
+            runs.add_runs(runs.list_repetitions_of_best(), SEEDS_STAGE)
             run_queue(TrialQueue(runs, live_board))
     return print_results(runs)
 
 
-def list_runs(request: SweepRequest, console: Console) -> "Runs":
+def list_runs(request: SweepRequest, console: Console) -> "SweepRuns":
     """The runs of a sweep before any is executed: all combinations of a grid. A search has none yet, only its spaces.
 
     Raises:
@@ -90,13 +90,13 @@ def list_runs(request: SweepRequest, console: Console) -> "Runs":
     """
     if request.settings.search == "optuna":
         extras.require("sweep.search=optuna", "sweep")
-    runs = Runs(request, console)
+    runs = SweepRuns(request, console)
     if request.settings.search == "grid":
         runs.add_grids()
     return runs
 
 
-class Runs:
+class SweepRuns:
     """The runs of a sweep: a trial and an entry of the sweep's state for each name of a run's folder."""
 
     def __init__(self, request: SweepRequest, console: Console) -> None:
@@ -104,33 +104,33 @@ class Runs:
         self.request, self.console = request, console
         # The search spaces by the names of the grids.
         grids, loader = settings.grids or {}, request.config_loader
-        self.spaces = trials.spaces(request.arguments, request.params, grids, settings.only, loader)
-        digest = trials.identity(self.spaces, settings.seeds, settings.search, settings.sampler_seed)
-        self.folder = request.root / board.FOLDER / f"{settings.name}-{digest}"
+        self.space_by_grid = trials.make_search_spaces(request.arguments, request.params, grids, settings.only, loader)
+        digest = trials.sweep_hash(self.space_by_grid, settings.seeds, settings.search, settings.sampler_seed)
+        self.folder = request.root / board.SWEEPS_FOLDER / f"{settings.name}-{digest}"
         self.state = SweepState(self.folder.name, request.command, str(request.root), settings.jobs)
-        self.trials: dict[str, Trial] = {}
-        self.entries: dict[str, Entry] = {}
+        self.trial_by_name: dict[str, Trial] = {}
+        self.entry_by_name: dict[str, SweepEntry] = {}
         # The grid of each run that one has asked for, by the name of its folder; the first one, if several have.
-        self.grids: dict[str, str] = {}
-        self.folders = RunFolders()
+        self.grid_by_name: dict[str, str] = {}
+        self.run_folders = RunFolders()
 
     def add_grids(self) -> None:
         """Add the runs of all grids."""
         by_overrides: dict[Overrides, str] = {}
-        for grid, space in self.spaces.items():
-            for overrides in trials.combinations(space):
+        for grid, space in self.space_by_grid.items():
+            for overrides in trials.list_combinations(space):
                 by_overrides.setdefault(overrides, grid)
-        self.add_all(list(by_overrides), SEARCH)
-        for trial in self.trials.values():
-            self.grids[trial.name] = by_overrides[trial.overrides]
+        self.add_runs(list(by_overrides), SEARCH_STAGE)
+        for trial in self.trial_by_name.values():
+            self.grid_by_name[trial.name] = by_overrides[trial.overrides]
 
-    def add_all(self, runs: Sequence[Overrides], stage: str) -> None:
+    def add_runs(self, runs: Sequence[Overrides], stage: str) -> None:
         """Add several runs, with a progress bar if there are many."""
-        is_short = len(runs) < _PROGRESS_BAR_FROM
+        is_short = len(runs) < _MIN_RUNS_FOR_PROGRESS_BAR
         for overrides in track(runs, "composing", console=self.console, transient=True, disable=is_short):
-            self.add(overrides, stage)
+            self.add_run(overrides, stage)
 
-    def add(self, overrides: Overrides, stage: str) -> Trial:
+    def add_run(self, overrides: Overrides, stage: str) -> Trial:
         """Add a run. A known run moves to the given stage; a finished run keeps its result.
 
         A run whose data cannot be loaded is added as failed.
@@ -138,22 +138,22 @@ class Runs:
         Raises:
             UserError: if the overrides do not compose.
         """
-        config = self.config(overrides)
+        config = self.compose_config(overrides)
         if isinstance(config.logger, WandbConfig) and config.logger.group is None:
             config = replace(config, logger=replace(config.logger, group=self.folder.name))
         message, record = None, None
         try:
             # The processes of the run load the commit for which the run is named.
-            config = self.folders.resolve(config)
-            name = self.folders.find(config).name
-            record = self.finished_record(Trial(overrides, config, name))
+            config = self.run_folders.resolve(config)
+            name = self.run_folders.find(config).name
+            record = self.read_finished_record(Trial(overrides, config, name))
         except UserError as error:
-            message, name = str(error), f"not-started-{len(self.entries) + 1}"
-        trial = self.trials.setdefault(name, Trial(overrides, config, name))
-        if name not in self.entries:
-            self.entries[name] = board.make_entry(trial, stage)
-            self.state.entries.append(self.entries[name])
-        entry = self.entries[name]
+            message, name = str(error), f"not-started-{len(self.entry_by_name) + 1}"
+        trial = self.trial_by_name.setdefault(name, Trial(overrides, config, name))
+        if name not in self.entry_by_name:
+            self.entry_by_name[name] = board.make_entry(trial, stage)
+            self.state.entries.append(self.entry_by_name[name])
+        entry = self.entry_by_name[name]
         entry.stage = stage
         if record is not None:
             entry.apply_record(record)
@@ -161,14 +161,14 @@ class Runs:
             entry.status, entry.error = "failed", message
         return trial
 
-    def name(self, overrides: Overrides) -> str:
+    def run_name(self, overrides: Overrides) -> str:
         """The name of the run with these overrides; the overrides themselves if its data cannot be loaded."""
         try:
-            return self.folders.find(self.config(overrides)).name
+            return self.run_folders.find(self.compose_config(overrides)).name
         except UserError:
             return " ".join(overrides)
 
-    def config(self, overrides: Overrides) -> Config:
+    def compose_config(self, overrides: Overrides) -> Config:
         """Compose the config of a run, and resolve its precision unless a launcher executes the runs elsewhere.
 
         Raises:
@@ -184,7 +184,7 @@ class Runs:
             )
         return config
 
-    def finished_record(self, trial: Trial) -> RunRecord | None:
+    def read_finished_record(self, trial: Trial) -> RunRecord | None:
         """The record of a trial that is finished and need not be executed again; None if there is none.
 
         Raises:
@@ -192,29 +192,29 @@ class Runs:
         """
         return None if trial.config.run.overwrite else read_finished_run(self.request.root / trial.name, trial.config)
 
-    def sample_config(self) -> Config:
+    def compose_sample_config(self) -> Config:
         """A config with only the values that are not swept over; raises a `UserError` if its data cannot be loaded."""
-        space = next(iter(self.spaces.values()))
+        space = next(iter(self.space_by_grid.values()))
         fixed = tuple(override.input_line or "" for override in space.values() if not override.is_sweep_override())
-        config = self.config(fixed)
-        self.folders.find(config)
+        config = self.compose_config(fixed)
+        self.run_folders.find(config)
         return config
 
-    def best_with_seeds(self) -> list[Overrides]:
+    def list_repetitions_of_best(self) -> list[Overrides]:
         """The overrides of the best finished run of each task, model, method and grid, with each of `sweep.seeds`."""
-        best: dict[tuple[str, ...], Entry] = {}
+        best: dict[tuple[str, ...], SweepEntry] = {}
         for entry in self.state.entries_with("finished"):
-            key = self.compared_with(entry)
-            if key not in best or entry.rank > best[key].rank:
+            key = self.selection_group(entry)
+            if key not in best or entry.selection_merit > best[key].selection_merit:
                 best[key] = entry
         seeds = self.request.settings.seeds
-        return [trials.with_seed(tuple(entry.overrides), seed) for entry in best.values() for seed in seeds]
+        return [trials.replace_seed(tuple(entry.overrides), seed) for entry in best.values() for seed in seeds]
 
-    def compared_with(self, entry: Entry) -> tuple[str, ...]:
+    def selection_group(self, entry: SweepEntry) -> tuple[str, ...]:
         """Task, model, method and grid: the best of the runs that have these in common is repeated with more seeds."""
-        return (*entry.group, self.grids.get(entry.name, ""))
+        return (*entry.group, self.grid_by_name.get(entry.name, ""))
 
-    def record(self, entry: Entry) -> RunRecord:
+    def read_record(self, entry: SweepEntry) -> RunRecord:
         """The record of a run that has ended."""
         return results.read(self.request.root / entry.name)
 
@@ -226,13 +226,13 @@ class TrialQueue:
     the other process counts, or the run is executed here if the other process has not finished it.
     """
 
-    def __init__(self, runs: Runs, live_board: Board) -> None:
+    def __init__(self, runs: SweepRuns, live_board: Board) -> None:
         self.runs, self.board = runs, live_board
         self._checked = 0.0
 
-    def next(self) -> Trial | None:
+    def next_trial(self) -> Trial | None:
         for entry in self.runs.state.entries_with("waiting"):
-            trial = self.runs.trials[entry.name]
+            trial = self.runs.trial_by_name[entry.name]
             if self._is_elsewhere(entry):
                 self.set_aside(trial)
             elif not self._take_result(trial):
@@ -243,29 +243,29 @@ class TrialQueue:
         return bool(self.runs.state.entries_with("elsewhere"))
 
     def set_aside(self, trial: Trial) -> None:
-        self.board.set_status(self.runs.entries[trial.name], "elsewhere")
+        self.board.set_status(self.runs.entry_by_name[trial.name], "elsewhere")
 
-    def _is_elsewhere(self, entry: Entry) -> bool:
+    def _is_elsewhere(self, entry: SweepEntry) -> bool:
         return is_locked(self.runs.request.root / entry.name)
 
     def _take_result(self, trial: Trial) -> bool:
         """Report the result of a trial that another process has finished; returns whether there is one."""
         try:
-            outcome: RunRecord | UserError | None = self.runs.finished_record(trial)
+            outcome: RunRecord | UserError | None = self.runs.read_finished_record(trial)
         except UserError as error:
             outcome = error
         if outcome is not None:
-            self.ended(trial, outcome)
+            self.on_ended(trial, outcome)
         return outcome is not None
 
-    def started(self, trial: Trial, log: Path | None) -> None:
-        self.board.started(self.runs.entries[trial.name], log)
+    def on_started(self, trial: Trial, log: Path | None) -> None:
+        self.board.record_start(self.runs.entry_by_name[trial.name], log)
 
-    def ended(self, trial: Trial, outcome: RunRecord | UserError, status: str | None = None) -> None:
-        self.board.ended(self.runs.entries[trial.name], outcome, status)
+    def on_ended(self, trial: Trial, outcome: RunRecord | UserError, status: str | None = None) -> None:
+        self.board.record_end(self.runs.entry_by_name[trial.name], outcome, status)
 
     def tick(self) -> None:
-        if time.monotonic() - self._checked >= CHECK_SECONDS:
+        if time.monotonic() - self._checked >= CHECK_INTERVAL_SECONDS:
             self._checked = time.monotonic()
             for entry in self.runs.state.entries_with("elsewhere"):
                 if not self._is_elsewhere(entry):
@@ -279,42 +279,44 @@ class TrialQueue:
 class SearchQueue(TrialQueue):
     """Supplies the trials that Optuna suggests and reports their results to Optuna and the board."""
 
-    def __init__(self, runs: Runs, live_board: Board, study: "Study") -> None:
+    def __init__(self, runs: SweepRuns, live_board: Board, study: "Study") -> None:
         super().__init__(runs, live_board)
         self._study = study
         self._numbers: dict[str, int] = {}
 
-    def next(self) -> Trial | None:
-        while (trial := super().next()) is None:
+    def next_trial(self) -> Trial | None:
+        while (trial := super().next_trial()) is None:
             suggestion = self._study.ask()
-            self.runs.state.to_come = self._study.to_come()
+            self.runs.state.to_come = self._study.num_trials_left()
             if suggestion is None:
                 return None
             self._add(*suggestion)
-        return replace(trial, study=self._study.trial_address(self._numbers[trial.name]))
+        return replace(trial, optuna_trial=self._study.trial_address(self._numbers[trial.name]))
 
     def _add(self, number: int, overrides: Overrides) -> None:
         """Add the run of a suggested trial to the waiting ones, or report its outcome to Optuna if it has one."""
-        entry = self.runs.entries[self.runs.add(overrides, SEARCH).name]
-        self.runs.grids.setdefault(entry.name, self._study.grid(number))
+        entry = self.runs.entry_by_name[self.runs.add_run(overrides, SEARCH_STAGE).name]
+        self.runs.grid_by_name.setdefault(entry.name, self._study.grid_of_trial(number))
         if entry.status in ("waiting", "stopped"):
             entry.status = "waiting"
             self._numbers[entry.name] = number
         else:
             # The run was finished before the search began, or its data cannot be loaded.
             has_record = entry.status in ("finished", "pruned")
-            self._study.tell(number, self.runs.record(entry) if has_record else UserError(entry.error or entry.status))
+            self._study.tell(
+                number, self.runs.read_record(entry) if has_record else UserError(entry.error or entry.status)
+            )
 
-    def ended(self, trial: Trial, outcome: RunRecord | UserError, status: str | None = None) -> None:
+    def on_ended(self, trial: Trial, outcome: RunRecord | UserError, status: str | None = None) -> None:
         number = self._numbers.pop(trial.name)
         if status == "stopped":
             self._study.release(number)
         else:
             self._study.tell(number, outcome)
-        super().ended(trial, outcome, status)
+        super().on_ended(trial, outcome, status)
 
 
-def search(runs: Runs, live_board: Board) -> None:
+def run_search(runs: SweepRuns, live_board: Board) -> None:
     """Execute the trials of an Optuna search; the results of earlier calls count.
 
     Raises:
@@ -323,11 +325,11 @@ def search(runs: Runs, live_board: Board) -> None:
     # Optuna takes seconds to import, and a grid does not need it.
     from istar.sweeps.study import Study
 
-    with closing(Study(runs.request.settings, runs.spaces, runs.folder, runs.name)) as study:
+    with closing(Study(runs.request.settings, runs.space_by_grid, runs.folder, runs.run_name)) as study:
         for number, overrides in study.ended_trials():
-            trial = runs.add(overrides, SEARCH)
-            entry = runs.entries[trial.name]
-            runs.grids.setdefault(entry.name, study.grid(number))
+            trial = runs.add_run(overrides, SEARCH_STAGE)
+            entry = runs.entry_by_name[trial.name]
+            runs.grid_by_name.setdefault(entry.name, study.grid_of_trial(number))
             if entry.status == "waiting":
                 if not (runs.request.root / entry.name / results.RESULT).exists():
                     raise UserError(
@@ -335,8 +337,8 @@ def search(runs: Runs, live_board: Board) -> None:
                         "is gone or the model or the data have changed; choose another sweep.name to search anew, or "
                         "the earlier commit of a hub model with model.revision"
                     )
-                entry.apply_record(runs.record(entry))
-        runs.state.to_come = study.to_come()
+                entry.apply_record(runs.read_record(entry))
+        runs.state.to_come = study.num_trials_left()
         run_queue(SearchQueue(runs, live_board, study))
 
 
@@ -351,59 +353,59 @@ def run_queue(queue: TrialQueue) -> None:
     limit = settings.jobs if isinstance(queue, SearchQueue) else math.inf
     while True:
         batch: list[Trial] = []
-        while len(batch) < limit and (trial := queue.next()) is not None:
-            queue.started(trial, None)
+        while len(batch) < limit and (trial := queue.next_trial()) is not None:
+            queue.on_started(trial, None)
             batch.append(trial)
         if not batch and not queue.is_waiting():
             return
         if batch:
             with queue.board.ticking():
-                outcomes = request.launcher([_launcher_overrides(trial) for trial in batch])
+                outcomes = request.launcher([_make_launcher_overrides(trial) for trial in batch])
             for trial, outcome in zip(batch, outcomes, strict=True):
                 if isinstance(outcome, LockedError):
                     queue.set_aside(trial)
                 else:
-                    queue.ended(trial, outcome, "stopped" if isinstance(outcome, StoppedError) else None)
+                    queue.on_ended(trial, outcome, "stopped" if isinstance(outcome, StoppedError) else None)
         else:
-            time.sleep(CHECK_SECONDS)
+            time.sleep(CHECK_INTERVAL_SECONDS)
         queue.tick()
 
 
-def _launcher_overrides(trial: Trial) -> Overrides:
+def _make_launcher_overrides(trial: Trial) -> Overrides:
     """The overrides of a trial, with those whose values only the config of this process has."""
     logger = trial.config.logger
     group = (f"logger.group={logger.group}",) if isinstance(logger, WandbConfig) else ()
-    study = (f"sweep.trial='{trial.study}'",) if trial.study else ()
+    study = (f"sweep.trial='{trial.optuna_trial}'",) if trial.optuna_trial else ()
     # The commit of a hub model. Quotes, because a hash may look like a number.
     revision = (f"model.revision='{trial.config.model.revision}'",) if trial.config.model.revision else ()
     return (*trial.overrides, *group, *study, *revision)
 
 
-def print_plan(runs: Runs) -> None:
+def print_plan(runs: SweepRuns) -> None:
     """Print the number of runs and their estimated duration; in a dry run also the overrides of each run."""
     settings, state = runs.request.settings, runs.state
     waiting = state.entries_with("waiting")
-    planned = [runs.trials[entry.name].config for entry in waiting]
-    names = {runs.compared_with(entry): entry.name for entry in state.entries}
+    planned = [runs.trial_by_name[entry.name].config for entry in waiting]
+    names = {runs.selection_group(entry): entry.name for entry in state.entries}
     parts = [f"{state.name}: {len(state.entries)} runs, {len(waiting)} of them to do"]
     if settings.search == "optuna":
         parts = [f"{state.name}: a search of {settings.trials} trials"]
-        planned = [runs.sample_config()] * settings.trials
+        planned = [runs.compose_sample_config()] * settings.trials
     if settings.seeds:
         parts.append(f"then {len(settings.seeds)} seeds of the best of each of {len(names) or 'the'} methods")
         # The search has run the best configuration with its first seed already.
         other_seeds = set(settings.seeds) - {entry.seed for entry in state.entries}
-        planned += [runs.trials[name].config for name in names.values() for _ in other_seeds]
+        planned += [runs.trial_by_name[name].config for name in names.values() for _ in other_seeds]
         state.to_come = len(names) * len(other_seeds)
     # Finding the finished runs reads every record of the folder, so it is left out if nothing is planned.
     if planned:
-        sizes = [(config, runs.folders.num_training_examples(config)) for config in planned]
-        estimate = cost.estimate(sizes, cost.finished_runs(runs.request.root))
+        sizes = [(config, runs.run_folders.num_training_examples(config)) for config in planned]
+        estimate = cost.estimate_duration(sizes, cost.read_finished_runs(runs.request.root))
         if estimate.seconds is None:
             parts.append(f"duration unknown: {estimate.basis}")
         else:
             state.expected = estimate.seconds / len(planned)
-            time = duration(estimate.seconds / settings.jobs)
+            time = format_duration(estimate.seconds / settings.jobs)
             parts.append(f"about {time}, {settings.jobs} at a time ({estimate.basis})")
     runs.console.out("; ".join(parts), highlight=False)
     if settings.dry_run:
@@ -411,13 +413,13 @@ def print_plan(runs: Runs) -> None:
             runs.console.out(f"  {entry.status}: {' '.join(entry.overrides)}", highlight=False)
 
 
-def print_results(runs: Runs) -> int:
+def print_results(runs: SweepRuns) -> int:
     """Write and print the comparison of the finished runs, list the failed runs, and return the exit code."""
-    console, records = runs.console, [runs.record(entry) for entry in runs.state.entries_with("finished")]
+    console, records = runs.console, [runs.read_record(entry) for entry in runs.state.entries_with("finished")]
     if records:
         configurations = sum(map(len, run_tables.by_task(records).values()))
-        if configurations > _MAX_COMPARED or runs.request.settings.seeds:
-            records = best_configurations(records, runs.grids)
+        if configurations > _MAX_COMPARED_CONFIGURATIONS or runs.request.settings.seeds:
+            records = select_best_configurations(records, runs.grid_by_name)
         write_text(runs.folder / "comparison.md", run_tables.markdown(records))
         for suffix in ("png", "svg"):
             comparison.comparison(records, runs.folder / f"comparison.{suffix}")
@@ -434,7 +436,7 @@ def print_results(runs: Runs) -> int:
     return 1 if failed or stopped else 0
 
 
-def best_configurations(records: Sequence[RunRecord], grids: Mapping[str, str]) -> list[RunRecord]:
+def select_best_configurations(records: Sequence[RunRecord], grids: Mapping[str, str]) -> list[RunRecord]:
     """The runs, with all seeds, of the best configuration of each task, model, penalty and grid.
 
     That is the configuration with the most seeds, and among several the one with the highest mean selection value.

@@ -7,14 +7,14 @@ from istar.errors import UserError
 from istar.reports.plan_file import flat_settings
 from istar.sweeps import planned_runs
 from istar.sweeps.planned_runs import Planned
-from istar.sweeps.sweep import Runs
+from istar.sweeps.sweep import SweepRuns
 from tests.sweeps.conftest import TINY, with_all_runs, with_grids
 
-Make = Callable[..., Runs]
+Make = Callable[..., SweepRuns]
 SMALL = TINY[1:]
 
 
-def planned(runs: Runs) -> list[Planned]:
+def planned(runs: SweepRuns) -> list[Planned]:
     if runs.request.settings.search == "grid":
         with_all_runs(runs)
     return planned_runs.configurations(runs)
@@ -25,7 +25,7 @@ def test_configurations_are_the_runs_without_their_seeds(runs: Make) -> None:
     found = planned(sweep)
     assert [entry.method for entry in found] == ["Base", "Base", "CosReg λ=1", "CosReg λ=1"]
     assert all(entry.seeds == [1, 2] for entry in found)
-    assert {name for entry in found for name in entry.names} == set(sweep.trials)
+    assert {name for entry in found for name in entry.names} == set(sweep.trial_by_name)
     assert {entry.group for entry in found} == {("demo", "tiny", "Base"), ("demo", "tiny", "CosReg")}
     assert all(entry.examples == 32 for entry in found)
     fields = planned_runs.contents(found, sweep)
@@ -76,20 +76,20 @@ class TestNamedGrids:
     """Each grid is a method, because `sweep.seeds` repeats the best run of each."""
 
     @pytest.fixture
-    def sweep(self, runs: Make) -> Runs:
+    def sweep(self, runs: Make) -> SweepRuns:
         arguments = ("task=demo,demo_sentence", "optim.lr=1e-3,1e-4", "seed=1", *SMALL)
         return with_grids(runs(*arguments), GRIDS, seeds=[1, 2, 3])
 
-    def test_the_groups_are_those_of_the_sweep(self, sweep: Runs) -> None:
+    def test_the_groups_are_those_of_the_sweep(self, sweep: SweepRuns) -> None:
         found = planned(sweep)
         names = {name: entry.group for entry in found for name in entry.names}
-        pairs = {(names[entry.name], sweep.compared_with(entry)) for entry in sweep.state.entries}
+        pairs = {(names[entry.name], sweep.selection_group(entry)) for entry in sweep.state.entries}
         assert len(pairs) == len({ours for ours, _ in pairs}) == len({theirs for _, theirs in pairs}) == 2 * 4
         assert {entry.group for entry in found if entry.grid == "up"} == {
             ("demo", "tiny", "I-STAR (grid up)"), ("demo_sentence", "tiny", "I-STAR (grid up)"),
         }  # fmt: skip
 
-    def test_the_fields(self, sweep: Runs) -> None:
+    def test_the_fields(self, sweep: SweepRuns) -> None:
         found = planned(sweep)
         fields = planned_runs.contents(found, sweep)
         assert [entry["method"] for entry in fields["methods"]] == LABELS
@@ -103,14 +103,14 @@ class TestNamedGrids:
         # Of each grid, two learning rates, and two more seeds of the better one, on two tasks.
         assert fields["budget"]["runs"] == 2 * 4 * (2 + 2)
 
-    def test_the_comparisons(self, sweep: Runs) -> None:
+    def test_the_comparisons(self, sweep: SweepRuns) -> None:
         found = planned(sweep)
         assert planned_runs.comparisons(found, [1, 2, 3]) == 2 * 3
         # Without repetitions, a report compares each method with the settings in its name.
         assert planned_runs.comparisons(found, []) == 2 * 3
         assert planned_runs.comparisons([entry for entry in found if entry.grid != "base"], [1, 2, 3]) == 0
 
-    def test_the_hypotheses(self, sweep: Runs) -> None:
+    def test_the_hypotheses(self, sweep: SweepRuns) -> None:
         found = planned(sweep)
         metrics = {"demo": "accuracy", "demo_sentence": "accuracy"}
         sentences = planned_runs.hypotheses(found, metrics)
@@ -122,7 +122,7 @@ class TestNamedGrids:
         grids = {"small": {"reg": "none,istar", "optim.lr": "1e-5,1e-4"}, "large": {"reg": "none,istar", "optim.lr": 1}}
         sweep = with_grids(runs("seed=1", *SMALL), grids, seeds=[1, 2])
         found = planned(sweep)
-        assert len({entry.group for entry in found}) == len({*map(sweep.compared_with, sweep.state.entries)}) == 4
+        assert len({entry.group for entry in found}) == len({*map(sweep.selection_group, sweep.state.entries)}) == 4
         assert planned_runs.comparisons(found, [1, 2]) == 2
 
     def test_of_a_search(self, runs: Make) -> None:
