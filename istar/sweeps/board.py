@@ -1,4 +1,4 @@
-"""The state of a sweep: a JSON file that `istar watch` reads, and a live table on the terminal."""
+"""Keeps the state of a sweep in a JSON file, which `istar watch` reads, and shows it as a live table."""
 
 import csv
 import json
@@ -31,7 +31,7 @@ _END_STATUSES = ("finished", "pruned", "failed", "stopped")
 
 @dataclass
 class SweepEntry:
-    """The state of one run of a sweep; `name` is the name of its folder."""
+    """The state of one run of a sweep, as an entry of `sweep.json`; `name` is the name of the run's folder."""
 
     name: str
     overrides: Sequence[str]
@@ -55,12 +55,12 @@ class SweepEntry:
 
     @property
     def seconds(self) -> float | None:
-        """Duration including the start of the processes; None if the run has not ended under this command."""
+        """Duration of the run with the start of its processes, or None if it has not ended under this command."""
         return self.ended - self.started if self.started and self.ended else None
 
     @property
     def label(self) -> str:
-        """Task, model, method and seed in one line."""
+        """One line that names the run by task, model, method and seed."""
         return f"{self.task} · {self.model} · {self.method} · seed {self.seed}"
 
     @property
@@ -70,14 +70,14 @@ class SweepEntry:
 
     @property
     def selection_merit(self) -> float:
-        """The number by which runs are compared, higher for better runs.
+        """The value by which runs are compared, as a number that is higher for better runs, also for losses.
 
-        The states of earlier versions have the headline metric only.
+        It is that of the headline metric in states of earlier versions, which have no other.
         """
         return merit(self.metric or "", (self.value if self.selection is None else self.selection) or 0.0)
 
     def apply_record(self, record: RunRecord) -> None:
-        """Copy status, score and epochs from the record of the ended run."""
+        """Copy status, score, error and epochs from the record of the run."""
         self.status = record.status
         self.metric, self.value = record.headline.get("metric"), record.headline.get("value")
         self.selection = record.selection_value
@@ -94,7 +94,7 @@ class SweepState:
     root: str
     jobs: int
     to_come: int = 0  # number of planned runs that have no entry yet: those of the second stage, or of a search
-    begun: float = 0.0  # when this command began, in seconds since 1970
+    begun: float = 0.0  # when this command started, in seconds since 1970
     seen: float = 0.0  # when the file was last written, in seconds since 1970
     is_over: bool = False
     expected: float | None = None  # estimated seconds per run, used until a run has finished; None without an estimate
@@ -102,28 +102,28 @@ class SweepState:
     format: int = FORMAT
 
     def entries_with(self, *statuses: str) -> list[SweepEntry]:
-        """The entries that have one of the statuses."""
+        """Return the entries that have one of the given statuses."""
         return [entry for entry in self.entries if entry.status in statuses]
 
 
 def make_entry(trial: Trial, stage: str) -> SweepEntry:
-    """The entry of a trial that is waiting."""
-    columns = row(RunRecord(trial.name, "waiting", to_dict(trial.config)))
+    """Create the entry of a trial that has not started yet."""
+    run_columns = row(RunRecord(trial.name, "waiting", to_dict(trial.config)))
     epochs = (0, trial.config.trainer.max_epochs)
-    description = {key: columns[key] for key in ("task", "model", "method", "seed")}
-    return SweepEntry(trial.name, trial.overrides, stage=stage, epochs=epochs, **description)
+    labels = {key: run_columns[key] for key in ("task", "model", "method", "seed")}
+    return SweepEntry(trial.name, trial.overrides, stage=stage, epochs=epochs, **labels)
 
 
 class Board:
     """Keeps `sweep.json` and the screen up to date: a live table on a terminal, else one line for each ended run.
 
-    The board changes `state`; `folder` is the folder of the sweep.
+    The board updates `state` in place and writes it to `folder`, the folder of the sweep.
     """
 
     def __init__(self, folder: Path, state: SweepState, console: Console) -> None:
         self.folder, self.state, self.console = folder, state, console
         self._live: Live | None = None
-        self._updated = 0.0
+        self._updated_at = 0.0
 
     def __enter__(self) -> "Board":
         self.state.begun = time.time()
@@ -147,7 +147,7 @@ class Board:
         self._write()
 
     def set_status(self, entry: SweepEntry, status: str) -> None:
-        """Record that a run is executed by another process (`elsewhere`), or no longer is (`waiting`)."""
+        """Record that another process executes a run (`elsewhere`), or no longer does (`waiting`)."""
         entry.status, entry.started, entry.error = status, None, None
         self._write()
 
@@ -163,10 +163,10 @@ class Board:
             self.console.out(format_result_line(self.state, entry), highlight=False)
 
     def tick(self) -> None:
-        """Update epochs, screen and file, each only if its interval has passed; call this many times a second."""
+        """Update epochs and screen once a second, and the file every ten seconds; call this many times a second."""
         now = time.time()
-        if now - self._updated > 1:
-            self._updated = now
+        if now - self._updated_at > 1:
+            self._updated_at = now
             update_epochs(self.state, Path(self.state.root))
             if self._live is not None:
                 self._live.update(render_sweep(self.state), refresh=True)
@@ -174,12 +174,13 @@ class Board:
                 self._write()
 
     def _write(self) -> None:
+        """Write the state to `sweep.json`."""
         self.state.seen = time.time()
         write_text(self.folder / STATE_FILE, json.dumps(asdict(self.state), indent=1))
 
     @contextmanager
     def ticking(self) -> Iterator[None]:
-        """Call `tick` from a thread every second during a block that waits for something else."""
+        """Call `tick` every second from a thread while the `with` block waits for something else."""
         is_over = threading.Event()
 
         def tick() -> None:
@@ -196,7 +197,7 @@ class Board:
 
 
 def update_epochs(state: SweepState, root: Path) -> None:
-    """Update the completed epochs of running runs from their folders, here and elsewhere."""
+    """Update the number of completed epochs of each running run, also of those in other processes, from its folder."""
     for entry in state.entries_with("running", "elsewhere"):
         entry.epochs = (count_validated_epochs(root / entry.name), entry.epochs[1])
 
@@ -208,45 +209,47 @@ def read_state(path: Path) -> SweepState:
         UserError: if the file cannot be read or istar did not write it.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        if values["format"] != FORMAT:
-            raise UserError(f"{path} has format {values['format']}; this version reads {FORMAT}")
-        for entry in values["entries"]:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["format"] != FORMAT:
+            raise UserError(f"{path} has format {content['format']}; this version reads {FORMAT}")
+        for entry in content["entries"]:
             entry |= {"overrides": tuple(entry["overrides"]), "epochs": tuple(entry["epochs"])}
-        return SweepState(**values | {"entries": [SweepEntry(**entry) for entry in values["entries"]]})
+        return SweepState(**content | {"entries": [SweepEntry(**entry) for entry in content["entries"]]})
     except (OSError, ValueError, TypeError, LookupError) as error:
         raise UserError(f"{path} is not a sweep that istar wrote: {shorten(error)}") from error
 
 
 def count_validated_epochs(folder: Path) -> int:
-    """The number of epochs that a run has validated, from its `metrics.csv`."""
+    """Return the number of epochs that a run has validated, as its `metrics.csv` shows."""
     try:
         with (folder / METRICS).open(encoding="utf-8", newline="") as file:
             reader = csv.DictReader(file)
-            metrics = [name for name in reader.fieldnames or () if name.startswith("val/")]
-            validations = [row for row in reader if any(row[name] for name in metrics)]
+            metric_columns = [name for name in reader.fieldnames or () if name.startswith("val/")]
+            validation_rows = [row for row in reader if any(row[name] for name in metric_columns)]
     except (OSError, ValueError):
         return 0
     # The first validation takes place before the training.
-    return max(0, len(validations) - 1)
+    return max(0, len(validation_rows) - 1)
 
 
 def estimate_seconds_left(state: SweepState) -> float | None:
-    """Estimate the seconds until all runs are done, from the mean duration of the finished runs.
+    """Estimate the seconds until all runs are done from the mean duration of the finished runs.
 
-    Without any finished run, the mean is `state.expected`; without an expectation, the result is None.
+    If no run is finished, `state.expected` is used instead of the mean; if this is None, None is returned.
     """
     durations = [entry.seconds for entry in state.entries_with("finished") if entry.seconds]
-    mean = sum(durations) / len(durations) if durations else state.expected
-    if mean is None:
+    mean_seconds = sum(durations) / len(durations) if durations else state.expected
+    if mean_seconds is None:
         return None
-    running = sum(max(0.0, mean - (time.time() - (entry.started or 0))) for entry in state.entries_with("running"))
-    waiting = len(state.entries_with("waiting")) + state.to_come
-    return (running + waiting * mean) / state.jobs
+    running_seconds = sum(
+        max(0.0, mean_seconds - (time.time() - (entry.started or 0))) for entry in state.entries_with("running")
+    )
+    num_waiting = len(state.entries_with("waiting")) + state.to_come
+    return (running_seconds + num_waiting * mean_seconds) / state.jobs
 
 
 def format_result_line(state: SweepState, entry: SweepEntry) -> str:
-    """One line on a run that has ended: how many have ended, what the run is, and its score or error."""
+    """Return a line about a run that has ended: how many have ended, which run it is, and its score or error."""
     prefix = f"[{len(state.entries_with(*_END_STATUSES))}/{len(state.entries) + state.to_come}] {entry.label}: "
     if entry.value is not None and entry.error is None:
         collapsed = ", collapsed" if entry.collapsed else ""
@@ -264,32 +267,36 @@ _STATUSES_BY_COLUMN = {
     "failed": ("failed",),
     "left": ("waiting", "stopped"),
 }
-"""Columns of the live table that count runs by their status."""
+"""The columns of the live table that count runs, with the statuses that each counts."""
 
 
 def render_sweep(state: SweepState) -> Group:
-    """The live table: a headline, one row for each task, model and method, and one line for each running run.
+    """Render the live table of a sweep: a status line, a row for each task, model and method, and the running runs.
 
-    The column of the running runs includes those that other processes execute.
+    The column "running" also counts runs that other processes execute.
     """
     table = Table("task", "model", "method")
     for column in _STATUSES_BY_COLUMN:
         table.add_column(column, justify="right")
     table.add_column("best so far")
     table.add_column("by")
-    groups: dict[tuple[str, str, str], list[SweepEntry]] = {}
+    entries_by_group: dict[tuple[str, str, str], list[SweepEntry]] = {}
     for entry in state.entries:
-        groups.setdefault(entry.group, []).append(entry)
-    for names, group in groups.items():
-        counts = [str(sum(entry.status in statuses for entry in group)) for statuses in _STATUSES_BY_COLUMN.values()]
-        scored = [entry for entry in group if entry.value is not None and entry.status == "finished"]
-        best = max(scored, key=lambda entry: entry.selection_merit, default=None)
-        score, origin = "-", "-"
+        entries_by_group.setdefault(entry.group, []).append(entry)
+    for group_key, group_entries in entries_by_group.items():
+        counts = [
+            str(sum(entry.status in statuses for entry in group_entries)) for statuses in _STATUSES_BY_COLUMN.values()
+        ]
+        finished_entries = [entry for entry in group_entries if entry.value is not None and entry.status == "finished"]
+        best = max(finished_entries, key=lambda entry: entry.selection_merit, default=None)
+        best_score, best_by = "-", "-"
         if best is not None:
-            score = f"{best.metric} {displayed(best.metric or '', best.value or 0):.2f}"
-            distinctive = [text for text in best.overrides if not all(text in entry.overrides for entry in group)]
-            origin = " ".join(distinctive) or best.method
-        table.add_row(*names, *counts, score, origin)
+            best_score = f"{best.metric} {displayed(best.metric or '', best.value or 0):.2f}"
+            distinctive_overrides = [
+                text for text in best.overrides if not all(text in entry.overrides for entry in group_entries)
+            ]
+            best_by = " ".join(distinctive_overrides) or best.method
+        table.add_row(*group_key, *counts, best_score, best_by)
     lines = []
     for status, title in _RUNNING_TITLES.items():
         entries = state.entries_with(status)
@@ -298,27 +305,27 @@ def render_sweep(state: SweepState) -> Group:
 
 
 _RUNNING_TITLES = {"running": "running", "elsewhere": "running elsewhere"}
-"""The statuses of runs that are under way, in words."""
+"""Titles of the statuses of runs that are in progress."""
 
 
 def _format_progress_line(entry: SweepEntry) -> str:
-    """One line with the epoch of a run that is under way and, if this sweep has started it, the time since then."""
+    """Return a line with the epoch of a running run and, if this sweep has started it, the time since then."""
     epoch = f"epoch {min(entry.epochs[0] + 1, entry.epochs[1])} of {entry.epochs[1]}"
     elapsed = f", {format_duration(time.time() - entry.started)}" if entry.started else ""
     return f"  {entry.label}: {epoch}{elapsed}"
 
 
 def format_status_line(state: SweepState) -> str:
-    """One line with the number of runs by status and the estimated time left."""
+    """Return a line with the number of runs by status and the estimated time left."""
     statuses = ("finished", "running", "elsewhere", "failed", "pruned", "stopped")
-    counts = {status: len(state.entries_with(status)) for status in statuses}
-    left = len(state.entries_with("waiting")) + state.to_come
-    parts = [f"{state.name}: {counts['finished']} of {len(state.entries) + state.to_come} runs finished"]
-    others = [(status, count) for status, count in counts.items() if count and status != "finished"]
-    parts += [f"{count} {_RUNNING_TITLES.get(status, status)}" for status, count in others]
-    parts += [f"{left} left"] if left else []
+    count_by_status = {status: len(state.entries_with(status)) for status in statuses}
+    num_left = len(state.entries_with("waiting")) + state.to_come
+    parts = [f"{state.name}: {count_by_status['finished']} of {len(state.entries) + state.to_come} runs finished"]
+    other_counts = [(status, count) for status, count in count_by_status.items() if count and status != "finished"]
+    parts += [f"{count} {_RUNNING_TITLES.get(status, status)}" for status, count in other_counts]
+    parts += [f"{num_left} left"] if num_left else []
     seconds = estimate_seconds_left(state)
-    if not state.is_over and seconds is not None and left + counts["running"]:
+    if not state.is_over and seconds is not None and num_left + count_by_status["running"]:
         parts.append(f"about {format_duration(seconds)} to go")
     return " · ".join(parts)
 

@@ -12,14 +12,14 @@ from istar.results import RESULT, RunRecord, read
 
 @dataclass(frozen=True)
 class DurationEstimate:
-    """The estimated duration of a number of runs."""
+    """The estimated total duration of several runs, and what the estimate is based on."""
 
     seconds: float | None  # duration of all runs one after another; None if no finished run is similar enough
-    basis: str  # the finished runs behind the estimate, in words
+    basis: str  # description of the finished runs that the estimate is based on
 
 
 def read_finished_runs(root: Path) -> list[RunRecord]:
-    """The records of the finished runs in a folder; unreadable records are skipped."""
+    """Read the records of the finished runs in a folder; unreadable records are skipped."""
     records = []
     for path in sorted(root.glob(f"*/{RESULT}")):
         try:
@@ -58,6 +58,6 @@ def estimate_duration(planned: Sequence[tuple[Config, int]], finished: Iterable[
 
 
 def _similarity_keys(model: str, task: str, reg: str) -> list[tuple[str, ...]]:
-    """What two similar runs have in common, from the most similar to the least."""
+    """Return keys that similar runs share: of the most similar runs all three, of less similar ones only the last."""
     name = Path(model).name
     return [(name, task, reg), (name, task), (name,)]

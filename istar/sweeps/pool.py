@@ -1,4 +1,4 @@
-"""Executes trials on this machine, a number of them in parallel, each with processes and GPUs of its own."""
+"""Executes trials on this machine, several of them in parallel, each with processes and GPUs of its own."""
 
 import os
 import signal
@@ -19,25 +19,25 @@ class TrialSource(Protocol):
     """Supplies trials and receives their results; see `istar.sweeps.sweep.TrialQueue`."""
 
     def next_trial(self) -> Trial | None:
-        """The next trial to start; None if there is none at the moment."""
+        """Return the next trial to start, or None if there is none at the moment."""
 
     def is_waiting(self) -> bool:
-        """Whether `next` may return another trial later, although none is running."""
+        """Return whether `next_trial` may return another trial later, although none is running."""
 
     def on_started(self, trial: Trial, log_path: Path) -> None:
-        """Called when a trial has started."""
+        """Take note that a trial has started, with its output in the file `log_path`."""
 
     def on_ended(self, trial: Trial, outcome: RunRecord | UserError, status: str | None = None) -> None:
-        """Called when a trial has ended; `status` is given if it does not follow from the outcome."""
+        """Take note of the outcome of a trial; `status` is given if it does not follow from the outcome."""
 
     def set_aside(self, trial: Trial) -> None:
-        """Called when a trial could not be executed because another process executes it."""
+        """Set a trial aside because another process executes it."""
 
     def tick(self) -> None:
-        """Called many times a second while trials run or are waited for."""
+        """Do periodic work; called many times a second while trials are running or waited for."""
 
     def warn(self, message: str) -> None:
-        """Called with a line for the user."""
+        """Show a warning to the user."""
 
 
 def run_trials(
@@ -45,7 +45,7 @@ def run_trials(
 ) -> None:
     """Execute trials, `settings.jobs` of them in parallel, until the source has no more and all have ended.
 
-    The output of the processes goes to files in the folder `logs`; `environment` has further variables for them. With
+    The processes write their output to files in `log_folder`, and have the additional variables of `environment`. With
     `settings.fail_fast`, a failure stops all trials.
 
     Raises:
@@ -67,7 +67,7 @@ def run_trials(
 
 
 class _TrialPool:
-    """The running trials, each in a slot of its own, and their processes (`runs`)."""
+    """Runs trials in parallel, each in a slot of its own; `runs` are the processes of the running trials."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class _TrialPool:
         self._is_stopping = False
 
     def fill_slots(self, signals: Sequence[int]) -> bool:
-        """Start a trial in each free slot; returns whether any trial is running or waited for."""
+        """Start a trial in each free slot, and return whether any trial is running or waited for."""
         for slot in range(self._jobs):
             while slot not in self._running_by_slot and not signals and not self._is_stopping:
                 trial = self._source.next_trial()
@@ -126,13 +126,14 @@ class _TrialPool:
         except LockedError:
             self._source.set_aside(trial)
         except UserError as error:
-            # Without a signal to the sweep, a trial that was stopped has failed, and the sweep goes on.
+            # If the sweep itself was not stopped, a stopped trial counts as failed, and the sweep continues.
             if isinstance(error, StoppedError) and (signals or self._is_stopping):
                 self._source.on_ended(trial, error, "stopped")
             else:
                 self._report_failure(trial, error)
 
     def _report_failure(self, trial: Trial, error: UserError) -> None:
+        """Report the error of a failed trial to its source; with `fail_fast`, stop all running trials."""
         self._source.on_ended(trial, error)
         if self._fail_fast:
             self._is_stopping = True
@@ -141,7 +142,7 @@ class _TrialPool:
 
 
 def list_visible_gpus() -> list[str]:
-    """The GPUs that this process may use, in the notation of CUDA_VISIBLE_DEVICES."""
+    """Return the GPUs that this process may use, in the notation of CUDA_VISIBLE_DEVICES."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name for name in visible.split(",") if name.strip()]
@@ -151,9 +152,12 @@ def list_visible_gpus() -> list[str]:
 
 
 def make_slot_environment(slot: int, num_jobs: int, settings: TrainerConfig, gpus: Sequence[str]) -> dict[str, str]:
-    """Environment variables that give a slot its share of the machine: of the GPUs, or else of the CPU threads.
+    """Return environment variables that give a slot its share of the GPUs, or else of the CPU threads.
 
-    With more jobs than GPUs, several jobs share a GPU. A `UserError` says if `trainer.devices` is not a number.
+    With more jobs than GPUs, several jobs share a GPU.
+
+    Raises:
+        UserError: if `trainer.devices` is not a number of devices.
     """
     if num_jobs == 1:
         return {}
@@ -168,7 +172,11 @@ def make_slot_environment(slot: int, num_jobs: int, settings: TrainerConfig, gpu
 
 
 def parse_num_devices(settings: TrainerConfig) -> int:
-    """The value of `trainer.devices`; raises a `UserError` unless it is a number of devices."""
+    """Return the number of devices that `trainer.devices` gives.
+
+    Raises:
+        UserError: if it is not a number of devices, for example a list of them.
+    """
     count = str(settings.devices)
     if not count.isdigit() or int(count) == 0:
         raise UserError(f"trainer.devices={count}: with sweep.jobs above 1 say how many devices a run gets, not which")
