@@ -366,6 +366,7 @@ def forward_signals(runs: Sequence[RunProcesses]) -> Iterator[list[int]]:
     signals: list[int] = []
 
     def forward(signal_number: int, frame: FrameType | None) -> None:
+        """Handle a signal by forwarding it to all runs."""
         signals.append(signal_number)
         for run in runs:
             run.send_signal(signal_number)
@@ -397,12 +398,13 @@ def blocked_signals() -> Iterator[None]:
 def _terminate_with_parent(parent_pid: int) -> None:
     """Start a thread that sends SIGTERM to this process when its parent has died."""
 
-    def wait_for_parent() -> None:
+    def terminate_when_parent_ends() -> None:
+        """Wait until the parent has ended, then send SIGTERM to this process."""
         while os.getppid() == parent_pid:
             time.sleep(0.25)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    threading.Thread(target=wait_for_parent, daemon=True).start()
+    threading.Thread(target=terminate_when_parent_ends, daemon=True).start()
 
 
 if __name__ == "__main__":

@@ -183,11 +183,11 @@ class Board:
         """Call `tick` every second from a thread while the `with` block waits for something else."""
         is_over = threading.Event()
 
-        def tick() -> None:
+        def tick_every_second() -> None:
             while not is_over.wait(1):
                 self.tick()
 
-        ticker = threading.Thread(target=tick, daemon=True)
+        ticker = threading.Thread(target=tick_every_second, daemon=True)
         ticker.start()
         try:
             yield

@@ -73,7 +73,7 @@ def list_planned_configurations(runs: SweepRuns) -> list[PlannedConfiguration]:
     for entry in runs.state.entries:
         if entry.status == "failed":
             raise UserError(f"{entry.error} (a plan identifies its runs by their data and models)")
-        planned = _describe_configuration(runs, runs.grid_by_name[entry.name], runs.trial_by_name[entry.name].config)
+        planned = _describe_configuration(runs, runs.grid_by_run[entry.name], runs.trial_by_name[entry.name].config)
         configuration = configuration_by_key.setdefault(repr((planned.group, planned.settings, planned.data)), planned)
         configuration.seeds.append(entry.seed)
         configuration.names.append(entry.name)

@@ -113,7 +113,7 @@ class SweepRuns:
         self.trial_by_name: dict[str, Trial] = {}
         self.entry_by_name: dict[str, SweepEntry] = {}
         # The name of the grid that each run is from, by the name of the run; the first one, if several have the run.
-        self.grid_by_name: dict[str, str] = {}
+        self.grid_by_run: dict[str, str] = {}
         self.run_folders = RunFolders()
 
     def add_grids(self) -> None:
@@ -124,7 +124,7 @@ class SweepRuns:
                 grid_by_overrides.setdefault(overrides, grid)
         self.add_runs(list(grid_by_overrides), SEARCH_STAGE)
         for trial in self.trial_by_name.values():
-            self.grid_by_name[trial.name] = grid_by_overrides[trial.overrides]
+            self.grid_by_run[trial.name] = grid_by_overrides[trial.overrides]
 
     def add_runs(self, runs: Sequence[Overrides], stage: str) -> None:
         """Add the runs with the given overrides, with a progress bar if there are many."""
@@ -221,7 +221,7 @@ class SweepRuns:
 
     def selection_group(self, entry: SweepEntry) -> tuple[str, ...]:
         """Return task, model, method and grid of a run; the best run of each such group is repeated with more seeds."""
-        return (*entry.group, self.grid_by_name.get(entry.name, ""))
+        return (*entry.group, self.grid_by_run.get(entry.name, ""))
 
     def read_record(self, entry: SweepEntry) -> RunRecord:
         """Read the record of a run that has ended."""
@@ -271,13 +271,16 @@ class TrialQueue:
             self.on_ended(trial, outcome)
         return outcome is not None
 
-    def on_started(self, trial: Trial, log: Path | None) -> None:
-        self.board.record_start(self.runs.entry_by_name[trial.name], log)
+    def on_started(self, trial: Trial, log_path: Path | None) -> None:
+        """Show on the board that a trial has started, with its output in the file `log_path`."""
+        self.board.record_start(self.runs.entry_by_name[trial.name], log_path)
 
     def on_ended(self, trial: Trial, outcome: RunRecord | UserError, status: str | None = None) -> None:
+        """Show the outcome of a trial on the board; `status` is given if it does not follow from the outcome."""
         self.board.record_end(self.runs.entry_by_name[trial.name], outcome, status)
 
     def tick(self) -> None:
+        """Update the board, and check every second whether runs that other processes execute have ended."""
         if time.monotonic() - self._checked_at >= CHECK_INTERVAL_SECONDS:
             self._checked_at = time.monotonic()
             for entry in self.runs.state.entries_with("elsewhere"):
@@ -286,6 +289,7 @@ class TrialQueue:
         self.board.tick()
 
     def warn(self, message: str) -> None:
+        """Print a warning to the user."""
         self.runs.console.out(f"warning: {message}", highlight=False)
 
 
@@ -310,7 +314,7 @@ class SearchQueue(TrialQueue):
     def _add_suggested_trial(self, trial_number: int, overrides: Overrides) -> None:
         """Add the run of a trial that Optuna suggests as waiting, or report its outcome if it already has one."""
         entry = self.runs.entry_by_name[self.runs.add_run(overrides, SEARCH_STAGE).name]
-        self.runs.grid_by_name.setdefault(entry.name, self._study.grid_of_trial(trial_number))
+        self.runs.grid_by_run.setdefault(entry.name, self._study.grid_of_trial(trial_number))
         if entry.status in ("waiting", "stopped"):
             entry.status = "waiting"
             self._trial_number_by_run[entry.name] = trial_number
@@ -322,6 +326,7 @@ class SearchQueue(TrialQueue):
             )
 
     def on_ended(self, trial: Trial, outcome: RunRecord | UserError, status: str | None = None) -> None:
+        """Report the outcome of a trial to Optuna and to the board; a stopped trial is released instead."""
         trial_number = self._trial_number_by_run.pop(trial.name)
         if status == "stopped":
             self._study.release(trial_number)
@@ -344,7 +349,7 @@ def run_search(runs: SweepRuns, live_board: Board) -> None:
         for trial_number, overrides in study.ended_trials():
             trial = runs.add_run(overrides, SEARCH_STAGE)
             entry = runs.entry_by_name[trial.name]
-            runs.grid_by_name.setdefault(entry.name, study.grid_of_trial(trial_number))
+            runs.grid_by_run.setdefault(entry.name, study.grid_of_trial(trial_number))
             if entry.status == "waiting":
                 if not (runs.request.root / entry.name / results.RESULT).exists():
                     raise UserError(
@@ -436,7 +441,7 @@ def print_results(runs: SweepRuns) -> int:
     if records:
         num_configurations = sum(map(len, run_tables.by_task(records).values()))
         if num_configurations > _MAX_COMPARED_CONFIGURATIONS or runs.request.settings.seeds:
-            records = select_best_configurations(records, runs.grid_by_name)
+            records = select_best_configurations(records, runs.grid_by_run)
         write_text(runs.folder / "comparison.md", run_tables.markdown(records))
         for suffix in ("png", "svg"):
             comparison.comparison(records, runs.folder / f"comparison.{suffix}")
@@ -453,22 +458,22 @@ def print_results(runs: SweepRuns) -> int:
     return 1 if failed or stopped else 0
 
 
-def select_best_configurations(records: Sequence[RunRecord], grid_by_name: Mapping[str, str]) -> list[RunRecord]:
+def select_best_configurations(records: Sequence[RunRecord], grid_by_run: Mapping[str, str]) -> list[RunRecord]:
     """Return the runs, with all seeds, of the best configuration of each task, model, penalty and grid.
 
     That is the configuration with the most seeds and, among several, the one with the highest mean selection value.
-    `grid_by_name` has the name of the grid for the names of runs; a configuration belongs to the grid of any of its
+    `grid_by_run` has the name of the grid by the name of a run; a configuration belongs to the grid of any of its
     runs.
     """
 
-    def rank(runs: Sequence[RunRecord]) -> tuple[int, float]:
+    def selection_rank(runs: Sequence[RunRecord]) -> tuple[int, float]:
         return run_tables.selection_rank([run.selection_merit for run in runs])
 
     best_by_key: dict[tuple[str, ...], list[RunRecord]] = {}
     for (task, model), configurations in run_tables.by_task(records).items():
         for runs in configurations:
-            grid = next((grid_by_name[run.name] for run in runs if run.name in grid_by_name), "")
+            grid = next((grid_by_run[run.name] for run in runs if run.name in grid_by_run), "")
             key = (task, model, runs[0].config["reg"]["name"], grid)
-            if key not in best_by_key or rank(runs) > rank(best_by_key[key]):
+            if key not in best_by_key or selection_rank(runs) > selection_rank(best_by_key[key]):
                 best_by_key[key] = runs
     return [record for runs in best_by_key.values() for record in runs]

@@ -147,13 +147,13 @@ def test_the_file_is_kept_up_to_date(composed: Any, tmp_path: Path) -> None:
     console = Console(file=io.StringIO())
     with Board(tmp_path / "s", whole, console) as shown:
         assert read_state(tmp_path / "s" / STATE_FILE) == whole
-        shown.started(own, tmp_path / "log")
+        shown.record_start(own, tmp_path / "log")
         assert read_state(tmp_path / "s" / STATE_FILE).entries[0].status == "running"
-        shown.ended(own, finished(config, 0.7))
+        shown.record_end(own, finished(config, 0.7))
         kept = read_state(tmp_path / "s" / STATE_FILE)
         assert (kept.entries[0].status, kept.entries[0].value, kept.entries[0].epochs) == ("finished", 0.7, (3, 3))
         assert not kept.is_over
-        shown.ended(own, UserError("it broke"))
+        shown.record_end(own, UserError("it broke"))
         assert read_state(tmp_path / "s" / STATE_FILE).entries[0].error == "it broke"
     assert read_state(tmp_path / "s" / STATE_FILE).is_over
 
@@ -162,9 +162,9 @@ def test_on_a_terminal_the_table_lives(composed: Any, tmp_path: Path) -> None:
     own = board.make_entry(Trial(("task=rte",), composed("task=rte"), "run1"), "search")
     console = Console(file=io.StringIO(), force_terminal=True, width=150)
     with Board(tmp_path / "s", state(own, root=str(tmp_path)), console) as shown:
-        shown.started(own, None)
+        shown.record_start(own, None)
         shown.tick()
-        shown.ended(own, UserError("it broke"))
+        shown.record_end(own, UserError("it broke"))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "epoch 1 of 3" in text
     assert "1 failed" in text

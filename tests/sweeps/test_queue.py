@@ -272,7 +272,7 @@ def test_the_best_of_each_grid_is_repeated(runs: Callable[..., SweepRuns]) -> No
     for weight, rate in (("1", "0.001"), ("-1", "0.0001")):
         for seed in (7, 8):
             assert any({f"reg.lambda={weight}", f"optim.lr={rate}", f"seed={seed}"} <= each for each in repeated)
-    shown = select_best_configurations(records, sweep.grid_by_name)
+    shown = select_best_configurations(records, sweep.grid_by_run)
     assert {(run.config["reg"]["lambda"], run.config["optim"]["lr"]) for run in shown} == {(1, 1e-3), (-1, 1e-4)}
 
 

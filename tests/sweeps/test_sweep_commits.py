@@ -41,13 +41,13 @@ def runs(
 def test_the_runs_of_a_sweep_have_one_commit(runs: Callable[..., SweepRuns]) -> None:
     call = runs()
     for more in ("seed=1", "model.compile=true"):
-        trial = call.add((*MODEL, more), "search")
+        trial = call.add_run((*MODEL, more), "search")
         assert trial.config.model.revision == COMMITS[0]
         assert trial.name == call.run_folders.find(trial.config).name
         # What a launcher composes on another machine.
         overrides = _make_launcher_overrides(trial)
         assert schema.load(call.request.compose(overrides)).model == trial.config.model
-    assert runs().add(MODEL, "search").config.model.revision == COMMITS[1]
+    assert runs().add_run(MODEL, "search").config.model.revision == COMMITS[1]
 
 
 def test_a_search_does_not_mix_the_results_of_two_commits(runs: Callable[..., SweepRuns]) -> None:
@@ -55,7 +55,7 @@ def test_a_search_does_not_mix_the_results_of_two_commits(runs: Callable[..., Sw
     first.folder.mkdir(parents=True)
     with closing(Study(first.request.settings, first.space_by_grid, first.folder, first.run_name)) as study:
         number, overrides = study.ask() or (0, ())
-        name = first.add(overrides, "search").name
+        name = first.add_run(overrides, "search").name
         record = RunRecord(name, "finished", {}, {"metric": "accuracy", "value": 0.5, "epoch": 1})
         study.tell(number, record)
         results.write(record, first.request.root / name)
