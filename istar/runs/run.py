@@ -165,6 +165,7 @@ def _assemble_job(
     """Build tokenized data, model, penalty, callbacks and trainer; write no files but the cache of tokenized data."""
     model_config = models.load_config(config.model, spec, tokenizer)
     if isinstance(config.reg, CosRegConfig):
+        # Called only to refuse layers that the model does not have.
         layer_numbers(model_config.num_hidden_layers, config.reg.layers)
     prepared_data = prepare_data(spec, config, examples, tokenizer, model_config)
     # From here on, only the initialization of the head and dropout draw from the global random generators.
@@ -323,8 +324,8 @@ def _count_batches_per_epoch(job: Job) -> int:
     num_batches = math.ceil(
         math.ceil(len(job.prepared_data.train) / job.trainer.world_size) / job.config.data.batch_size
     )
-    max_batches = job.config.trainer.lightning.get("limit_train_batches") or 1.0
-    return min(max_batches, num_batches) if type(max_batches) is int else int(max_batches * num_batches)
+    batch_limit = job.config.trainer.lightning.get("limit_train_batches") or 1.0
+    return min(batch_limit, num_batches) if type(batch_limit) is int else int(batch_limit * num_batches)
 
 
 def _check_same_run_on_all_ranks(job: Job) -> None:
