@@ -38,7 +38,7 @@ def start(own_cache: Path) -> Iterator[Start]:
 
 def records(folder: Path) -> dict[str, RunRecord]:
     """The runs of a call made in a folder, by their names."""
-    return {path.name: results.read_state(path) for path in (folder / "runs").glob("demo*")}
+    return {path.name: results.read(path) for path in (folder / "runs").glob("demo*")}
 
 
 def state(folder: Path):
