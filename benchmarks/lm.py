@@ -128,17 +128,17 @@ def make_config(settings: argparse.Namespace) -> Any:
 def prepare_data(config: Any) -> tuple[Any, Any, Any]:
     """Return the rows of the training data, the model, and the function that makes a batch of rows for it."""
     from istar import models
-    from istar.runs.prepared_data import collator, load_tokenizer, prepare
-    from istar.runs.store import load_examples, task_spec
+    from istar.runs.prepared_data import load_tokenizer, make_collator, prepare_data
+    from istar.runs.store import find_task_spec, load_examples
     from istar.tasks.loading import fingerprint
 
-    spec = task_spec(config.task)
+    spec = find_task_spec(config.task)
     examples = load_examples(spec, config.task, config.data.cache_dir)
     tokenizer = load_tokenizer(config, spec, examples, fingerprint(examples.train, *examples.validation))
     model_config = models.load_config(config.model, spec, tokenizer)
-    data = prepare(spec, config, examples, tokenizer, model_config)
+    data = prepare_data(spec, config, examples, tokenizer, model_config)
     model = models.load_model(config.model, spec, model_config, tokenizer)
-    return data.train, model, collator(spec, config, tokenizer, model)
+    return data.train, model, make_collator(spec, config, tokenizer, model)
 
 
 def train_with_trainer(config: Any, settings: argparse.Namespace) -> None:

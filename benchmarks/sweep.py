@@ -132,7 +132,7 @@ def seconds_beyond_training(runs: Path, overrides: Sequence[str], start: Spawn, 
         run = RunProcesses(config, 1, None, {"OMP_NUM_THREADS": "1"}, runs.with_suffix(".log"), start)
     while not run.has_ended():
         time.sleep(0.01)
-    timing = run.record([]).timing
+    timing = run.read_record([]).timing
     return time.perf_counter() - started_at - timing["fit"] - timing["first_validation"]
 
 
@@ -179,7 +179,7 @@ def write_finished_runs(count: int, folder: Path) -> None:
     record, config, folders = results.read(template), compose_config(f"run.root={folder / 'runs'}"), RunFolders()
     for seed in track(range(1, count + 1), "writing finished runs", transient=True):
         seeded = replace(config, seed=seed)
-        run_folder = folders(seeded)
+        run_folder = folders.find(seeded)
         results.write(replace(record, name=run_folder.name, config=schema.to_dict(seeded)), run_folder)
         shutil.copy(template / results.GEOMETRY, run_folder)
         (run_folder / "model").mkdir()

@@ -52,7 +52,7 @@ class IstarSweeper(Sweeper):
 
         from istar.errors import UserError
         from istar.runs import launch
-        from istar.sweeps.sweep import sweep
+        from istar.sweeps.sweep import run_sweep
 
         launch.fix_slurm_detection()
         if launch.has_external_launcher():
@@ -61,7 +61,7 @@ class IstarSweeper(Sweeper):
             self._refuse_job_callbacks()
         command = f"{sys.argv[0]} {shlex.join(sys.argv[1:])}"
         # After a return, Hydra calls on_multirun_end; as for its own sweepers, not after a failure.
-        if code := sweep(self.request(arguments, command), Console()):
+        if code := run_sweep(self.request(arguments, command), Console()):
             sys.exit(code)
 
     def request(self, arguments: Sequence[str], command: str) -> "SweepRequest":

@@ -36,7 +36,7 @@ class StoppedError(UserError):
     """A signal stopped the run; the same command resumes it.
 
     Args:
-        message: says what was saved.
+        message: line for the user that says what was saved.
         signal_number: number of the signal. The exit code is 128 plus this number, as in shells.
     """
 
@@ -50,13 +50,13 @@ class StoppedError(UserError):
         return type(self), (str(self), self.exit_code - StoppedError.exit_code)
 
 
-def shorten(text: object, length: int = 200) -> str:
-    """Convert to one line of text, and truncate it after `length` characters."""
-    line = " ".join(str(text).split())
-    return line if len(line) <= length else f"{line[:length]}..."
+def shorten(text: object, max_length: int = 200) -> str:
+    """Convert any object to one line of text, truncated after `max_length` characters."""
+    one_line = " ".join(str(text).split())
+    return one_line if len(one_line) <= max_length else f"{one_line[:max_length]}..."
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return `; did you mean X?` with the most similar known word, or an empty string if none is similar."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else ""
+def did_you_mean(word: str, known_words: Iterable[str]) -> str:
+    """Return `; did you mean X?` with the known word that is most similar, or an empty string if none is similar."""
+    similar_words = difflib.get_close_matches(word, list(known_words), n=1, cutoff=0.5)
+    return f"; did you mean {similar_words[0]}?" if similar_words else ""

@@ -1,4 +1,4 @@
-"""Atomic writing of files, and locks on folders."""
+"""Functions that write files and folders atomically, and that lock folders."""
 
 import os
 import re
@@ -46,10 +46,11 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder that becomes `path` when the `with` block ends without an exception.
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Yield a temporary folder that is renamed to `path` when the `with` block ends without an exception.
 
-    If another process has made `path` in the meantime, that one stays. After an exception, the folder is removed.
+    If another process has created `path` in the meantime, its folder is kept. After an exception, the temporary folder
+    is removed.
 
     Raises:
         OSError: if the folder cannot be written.
@@ -74,7 +75,7 @@ def write_text(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
-def remove_drafts(folder: Path) -> None:
+def remove_temporary_files(folder: Path) -> None:
     """Remove the temporary files that killed processes left in a folder and its subfolders."""
     for path in folder.rglob(".*"):
         if _TEMPORARY_NAME.fullmatch(path.name):
@@ -94,17 +95,17 @@ def _sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def sole_writer(folder: Path) -> Iterator[None]:
-    """Lock a folder, so that no other process that uses this lock writes to it.
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder during the `with` block, so that no other process that uses the lock writes to it.
 
-    The lock is released at the end of the `with` block, or when the process ends for any reason.
+    The lock is also released when the process ends for any reason.
 
     Raises:
         LockedError: if another process still holds the lock after 10 seconds.
         UserError: if the lock file cannot be written.
     """
     path = _lock_path(folder)
-    lock = FileLock(path, timeout=_LOCK_SECONDS)
+    lock = FileLock(path, timeout=_LOCK_TIMEOUT_SECONDS)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire()
@@ -121,9 +122,9 @@ def sole_writer(folder: Path) -> Iterator[None]:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a process holds the lock of a folder at the moment.
+    """Return whether a process holds the lock of a folder at the moment.
 
-    A lock file that cannot be opened counts as not locked: whoever writes to the folder reports the reason.
+    A lock file that cannot be opened counts as not locked, because writing to the folder will report the reason.
     """
     path = _lock_path(folder)
     if not path.exists():
@@ -138,9 +139,9 @@ def is_locked(folder: Path) -> bool:
 
 
 def _lock_path(folder: Path) -> Path:
-    """The lock file of a folder, beside which it lies, so that the folder can be renamed while it is locked."""
+    """Return the path of a folder's lock file, which is outside the folder so that a locked folder can be renamed."""
     return folder.parent / ".locks" / f"{folder.name}.lock"
 
 
-_LOCK_SECONDS = 10.0
-"""Timeout of the lock; long enough for a process that is being stopped, for example after a Slurm requeue."""
+_LOCK_TIMEOUT_SECONDS = 10.0
+"""How long to wait for a lock; long enough for another process to stop, for example after a Slurm requeue."""

@@ -18,8 +18,8 @@ GEOMETRY = "geometry.json"
 METRICS = "metrics.csv"
 KEPT_MODELS = "models"
 FORMAT = 1
-_BEGIN_COMMENT = "# The run began at "
-_VERSIONS = ("istar", "torch", "lightning", "transformers", "datasets", "numpy", "scikit-learn")
+_START_COMMENT = "# The run began at "
+_REPORTED_PACKAGES = ("istar", "torch", "lightning", "transformers", "datasets", "numpy", "scikit-learn")
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class RunRecord:
     config: dict[str, Any]  # resolved config, with the keys of the command line
     # Name of the headline `metric`, its `value` on the validation set, and the best `epoch` (counted from 1).
     headline: dict[str, Any] = field(default_factory=dict)
-    # What has chosen that epoch: the `set` (a validation set, or `held_out`), the name of the `metric` and its `value`.
+    # What that epoch was chosen by: the `set` (a validation set or `held_out`), the name of the `metric`, its `value`.
     selection: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)  # all validation metrics of that epoch, as fractions
     metrics_before: dict[str, float] = field(default_factory=dict)  # the same before training
@@ -51,13 +51,13 @@ class RunRecord:
     # Sizes and fingerprint of the data sets, and number of validation examples that also occur in the training data.
     data: dict[str, Any] = field(default_factory=dict)
     skipped_steps: int = 0  # optimizer steps skipped because of a non-finite gradient (`trainer.nonfinite=skip`)
-    # When the run first `began` (UTC, ISO 8601), and durations in seconds: in `total` and by phase, measured in the
-    # process that finished the run.
+    # When the run first `began` (UTC, ISO 8601), and its durations in seconds, in `total` and by phase, as measured in
+    # the process that finished the run.
     timing: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)  # versions of istar and of the libraries
     model_commit: str | None = None  # commit of the model on the hub; None for a local folder and the tiny model
-    # Commit of the data set on the hub. None for a local folder and generated examples, and if the cache of `datasets`,
-    # read without the hub, does not name it.
+    # Commit of the data set on the hub. None for a local folder, for generated examples, and if the data set was read
+    # offline from the cache of `datasets` and the cache does not name the commit.
     data_commit: str | None = None
     code_commit: str | None = None  # commit of istar's git checkout; None if istar does not run from one
     code_modified: bool | None = None  # whether tracked files of the checkout differed from its commit
@@ -70,7 +70,7 @@ class RunRecord:
 
     @property
     def selection_value(self) -> Any:
-        """The value by which configurations are compared to choose one; that of the headline metric by default."""
+        """The value by which configurations are compared to choose one; by default that of the headline metric."""
         return self.selection.get("value", self.headline.get("value"))
 
     @property
@@ -80,12 +80,12 @@ class RunRecord:
         return merit(metric, self.selection_value)
 
 
-def identity(config: Mapping[str, Any], data: str, model: str) -> str:
+def identity_hash(config: Mapping[str, Any], data: str, model: str) -> str:
     """Return the hash that identifies a run: twelve hexadecimal digits.
 
-    Runs with equal settings, data and weights have equal hashes. Settings whose field is marked
-    `NOT_IN_IDENTITY` in `istar.config.groups` (paths, logging, hardware) do not count. The number of processes does,
-    because it multiplies the batch size.
+    Runs with equal settings, data and weights have equal hashes. Settings whose field is marked `NOT_IN_IDENTITY` in
+    `istar.config.groups` (paths, logging, hardware) are ignored. The number of processes is not, because it multiplies
+    the batch size.
 
     Args:
         config: resolved config as plain data, with the keys of the command line.
@@ -99,27 +99,27 @@ def identity(config: Mapping[str, Any], data: str, model: str) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def versions() -> dict[str, str]:
+def installed_versions() -> dict[str, str]:
     """Return the installed versions of istar and of the libraries that affect results."""
-    return {name: version(name) for name in _VERSIONS}
+    return {name: version(name) for name in _REPORTED_PACKAGES}
 
 
-def begin_comment(began: str) -> str:
-    """Return the first line of `config.yaml`, which says when the run began."""
-    return f"{_BEGIN_COMMENT}{began}\n"
+def start_comment(started_at: str) -> str:
+    """Return the first line of `config.yaml`, a comment that says when the run started."""
+    return f"{_START_COMMENT}{started_at}\n"
 
 
-def read_begin(folder: Path) -> str | None:
-    """Return when the run in a folder began, from its `config.yaml`; None without this file or its first line.
+def read_start_time(folder: Path) -> str | None:
+    """Return when the run in a folder started, as the first line of its `config.yaml` says.
 
-    The files of earlier versions of istar do not say it.
+    Returns None if there is no such file or line; earlier versions of istar did not write the line.
     """
     try:
         with (folder / CONFIG).open(encoding="utf-8") as file:
             line = file.readline()
     except (OSError, ValueError):
         return None
-    return line.removeprefix(_BEGIN_COMMENT).strip() if line.startswith(_BEGIN_COMMENT) else None
+    return line.removeprefix(_START_COMMENT).strip() if line.startswith(_START_COMMENT) else None
 
 
 def write(record: RunRecord, folder: Path) -> None:

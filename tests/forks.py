@@ -28,7 +28,7 @@ from torch.multiprocessing import start_processes
 import istar
 from istar.cli.main import train_main
 from istar.runs import fork_server, launch
-from istar.runs.fork_server import IMPORT_TIME_VARIABLES, PRELOADED_MODULES, RANK_KEYS, is_supported
+from istar.runs.fork_server import IMPORT_TIME_VARIABLES, PRELOADED_MODULES, RANK_VARIABLE_ORDER, is_supported
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 METHOD = "forkserver" if is_supported() else "spawn"
@@ -151,7 +151,7 @@ def _adopt_environment(environment: Mapping[str, str]) -> None:
     """Have these variables and no others, and the rank that Lightning reads from them on import."""
     os.environ.clear()
     os.environ.update(environment)
-    rank = next((int(environment[key]) for key in RANK_KEYS if key in environment), 0)
+    rank = next((int(environment[key]) for key in RANK_VARIABLE_ORDER if key in environment), 0)
     rank_zero_only.rank = rank  # type: ignore[attr-defined]
 
 
@@ -176,9 +176,9 @@ def _close_files(kept: set[int]) -> None:
 
 
 class ForkedScript:
-    """A fork that executes a script which gets a file descriptor, as `fork_server.Server` starts a server.
+    """A fork that executes a script which gets a file descriptor, as `fork_server.ForkServer` starts a server.
 
-    It has the part of the interface of `subprocess.Popen` that `Server` uses.
+    It has the part of the interface of `subprocess.Popen` that `ForkServer` uses.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from istar.cli.main import _parser, main
+from istar.cli.main import _make_parser, main
 from istar.geometry import measure, model_page
 from tests.geometry.test_embed import TOKENIZER, build
 
@@ -89,7 +89,7 @@ def test_the_command_parses(command: str) -> None:
     program, name, *arguments = shlex.split(command)
     assert program == "istar"
     if name != "train":
-        assert _parser().parse_args([name, *arguments]).name == name
+        assert _make_parser().parse_args([name, *arguments]).name == name
         return
     # Hydra parses the options of `istar train`.
     assert arguments[0] == "-m"
@@ -123,7 +123,7 @@ def test_the_commands_of_the_third_paper_make_their_files(tmp_path: Path, monkey
         assert main(shlex.split(command)[1:]) == 0, command
     for row in THIRD:
         [command] = row.commands
-        out = tmp_path / _parser().parse_args(shlex.split(command)[1:]).out
+        out = tmp_path / _make_parser().parse_args(shlex.split(command)[1:]).out
         for name in row.files:
             assert (out / name).stat().st_size > 0, (row.artefact, name)
     # The paper's numbers stand beside those of its models, in each table.
@@ -145,7 +145,7 @@ def test_the_commands_of_figures_of_the_second_paper_make_their_files(
     assert len(figures) == len(FIGURES_OF_THE_SECOND)
     [options] = {
         (options.name, tuple(options.text), str(options.out))
-        for options in (_parser().parse_args(shlex.split(row.commands[0])[1:]) for row in figures)
+        for options in (_make_parser().parse_args(shlex.split(row.commands[0])[1:]) for row in figures)
     }
     assert options == ("compare", ("enron.jsonl",), "comparison")
     monkeypatch.chdir(tmp_path)

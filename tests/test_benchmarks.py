@@ -12,7 +12,7 @@ from scipy.stats import binom
 from benchmarks import common, finetune, sweep
 from istar import results
 from istar.results import RunRecord
-from istar.runs.store import RunFolders, finished_run
+from istar.runs.store import RunFolders, read_finished_run
 
 # ---- rotation and paired ratios
 
@@ -134,7 +134,7 @@ def test_finished_runs_are_finished_for_a_sweep(commands: list[tuple[str, ...]],
     sweep.write_finished_runs(2, tmp_path)
     for seed in (1, 2):
         config = sweep.compose_config(f"run.root={tmp_path / 'runs'}", f"seed={seed}")
-        record = finished_run(RunFolders()(config), config)
+        record = read_finished_run(RunFolders().find(config), config)
         assert record is not None
         assert record.config["seed"] == seed
 

@@ -212,12 +212,14 @@ def test_everything_imported_is_declared() -> None:
     assert {module for module in imported() if distribution(module) not in anywhere} == set()
 
 
-@pytest.mark.parametrize("extra", extras.MODULES)
+@pytest.mark.parametrize("extra", extras.MODULES_BY_EXTRA)
 def test_messages_know_the_extras(extra: str) -> None:
     brought = set(declared(PROJECT["optional-dependencies"][extra])) - {"torch"}
-    assert {distribution(module) for module in extras.MODULES[extra]} <= brought
+    assert {distribution(module) for module in extras.MODULES_BY_EXTRA[extra]} <= brought
     if extra == "train":
-        assert set(extras.MODULES[extra]) == {module for module in imported() if distribution(module) in brought}
+        assert set(extras.MODULES_BY_EXTRA[extra]) == {
+            module for module in imported() if distribution(module) in brought
+        }
 
 
 def test_dev_brings_every_extra_and_nightly_adds_to_it() -> None:

@@ -12,7 +12,7 @@ from istar import files, results
 from istar.config import Config
 from istar.config.schema import to_dict
 from istar.errors import UserError
-from istar.results import RESULT, RunRecord, identity
+from istar.results import RESULT, RunRecord, identity_hash
 
 RECORD = RunRecord(
     name="demo-tiny-none-0123456789ab",
@@ -86,7 +86,7 @@ OTHER = [
 
 
 def name_of(config: Config, data: str = "d", model: str = "m") -> str:
-    return identity(to_dict(config), data, model)
+    return identity_hash(to_dict(config), data, model)
 
 
 def test_identity_is_a_name(composed: Callable[..., Config]) -> None:
@@ -119,13 +119,13 @@ def test_key_order_does_not_count(composed: Callable[..., Config]) -> None:
         for group, part in reversed(values.items())
     }
     assert list(turned) != list(values)
-    assert identity(turned, "d", "m") == identity(values, "d", "m")
+    assert identity_hash(turned, "d", "m") == identity_hash(values, "d", "m")
 
 
 def test_identity_leaves_the_config_alone(composed: Callable[..., Config]) -> None:
     values = to_dict(composed("task=rte"))
     before = json.dumps(values)
-    identity(values, "d", "m")
+    identity_hash(values, "d", "m")
     assert json.dumps(values) == before
 
 
@@ -243,16 +243,16 @@ def test_another_format(tmp_path: Path, more: dict[str, int]) -> None:
 
 
 def test_versions_name_what_a_result_depends_on() -> None:
-    assert {"istar", "torch", "transformers", "lightning", "datasets"} <= set(results.versions())
+    assert {"istar", "torch", "transformers", "lightning", "datasets"} <= set(results.installed_versions())
 
 
 def test_a_key_that_no_dataclass_has_counts() -> None:
     config: dict[str, dict[str, Any]] = {"task": {"name": "demo"}, "trainer": {"max_epochs": 3}}
     unknown = {**config, "trainer": {"max_epochs": 3, "colour": "red"}}
-    assert identity(unknown, "d", "m") != identity(config, "d", "m")
+    assert identity_hash(unknown, "d", "m") != identity_hash(config, "d", "m")
 
 
 def test_groups_that_are_missing_are_allowed() -> None:
     config: dict[str, dict[str, Any]] = {"task": {"name": "demo"}}
     ignored = {"task": {"name": "demo", "data_dir": "elsewhere"}, "run": {"root": "runs"}, "logger": {"name": "csv"}}
-    assert identity(ignored, "d", "m") == identity(config, "d", "m")
+    assert identity_hash(ignored, "d", "m") == identity_hash(config, "d", "m")

@@ -35,19 +35,19 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure the models that are not measured yet, print the table of all models, and write the page."""
+    """Measure the models that are not measured yet, print a table that compares all models, and write the page."""
     check_minima(options, documents=0, length=1, max_tokens=1)
     from istar.geometry import compare, compare_page, corpus, trajectory_comparison
 
-    chosen = compare.parse_compared_models(options.models)
-    if any(map(trajectory_comparison.has_trajectory, chosen)):
-        _compare_trainings(options, chosen)
+    choices = compare.parse_compared_models(options.models)
+    if any(map(trajectory_comparison.has_trajectory, choices)):
+        _compare_trajectories(options, choices)
         return
     compare_page.check_output_folder(options.out)
     sources = corpus.sources(options.text)
     console, progress = make_console(), make_console(stderr=True)
-    subjects = _measured(chosen, sources, options, progress)
-    similarities = _similarities(subjects, sources, options, progress)
+    subjects = _measure_models(choices, sources, options, progress)
+    similarities = _compute_similarities(subjects, sources, options, progress)
     page = compare_page.write_page(subjects, options.out, similarities, options.typed)
     console.print(compare.make_terminal_table(subjects))
     for sentence in compare.describe_differences(subjects):
@@ -55,37 +55,37 @@ def run(options: argparse.Namespace) -> None:
     console.out(f"{page}, and figures, tables, {compare.TABLE_FILE} beside it", highlight=False)
 
 
-def _compare_trainings(options: argparse.Namespace, chosen: Sequence["ModelArgument"]) -> None:
-    """Print the table of several trajectories, and write their page."""
+def _compare_trajectories(options: argparse.Namespace, choices: Sequence["ModelArgument"]) -> None:
+    """Compare models over their training: print the table of their trajectories, and write the page."""
     from istar.geometry import trajectory_comparison
 
     if options.text:
         raise UserError("--text does not go with folders of trainings, which are measured already; leave it out")
     trajectory_comparison.check_output_folder(options.out)
-    trainings = trajectory_comparison.read_trainings(chosen)
-    page = trajectory_comparison.write_page(trainings, options.out, options.typed)
+    trajectories = trajectory_comparison.read_trainings(choices)
+    page = trajectory_comparison.write_page(trajectories, options.out, options.typed)
     console = make_console()
-    console.print(trajectory_comparison.make_terminal_table(trainings))
-    for sentence in trajectory_comparison.describe_differences(trainings):
+    console.print(trajectory_comparison.make_terminal_table(trajectories))
+    for sentence in trajectory_comparison.describe_differences(trajectories):
         console.print(f"warning: {sentence}", highlight=False, soft_wrap=True, markup=False)
     console.out(f"{page}, and figures, tables, {trajectory_comparison.TABLE_FILE} beside it", highlight=False)
 
 
-def _measured(
-    chosen: Sequence["ModelArgument"], sources: Sequence["Source"], options: argparse.Namespace, progress: "Console"
+def _measure_models(
+    choices: Sequence["ModelArgument"], sources: Sequence["Source"], options: argparse.Namespace, progress: "Console"
 ) -> list["MeasuredModel"]:
-    """Read the measures of the finished folders, and measure the other models, each into a folder beside `--out`."""
+    """Read the measures of models that are measured already, and measure the others into folders beside `--out`."""
     from istar.geometry import compare, measure, model_page
     from istar.geometry.stream import Pass
 
     if not sources:
-        for choice in chosen:
+        for choice in choices:
             if not choice.is_measured:
                 raise UserError(
                     f"{choice.name} holds no {measure.JSON}; give a folder of istar measure, or --text to measure it"
                 )
     measurements = []
-    for choice in chosen:
+    for choice in choices:
         if choice.is_measured:
             measurements.append(measure.read(Path(choice.name) / measure.JSON))
             continue
@@ -98,13 +98,13 @@ def _measured(
         )
         model_page.write(measured, out)
         measurements.append(measured)
-    return compare.label_models(chosen, measurements)
+    return compare.label_models(choices, measurements)
 
 
-def _similarities(
+def _compute_similarities(
     subjects: Sequence["MeasuredModel"], sources: Sequence["Source"], options: argparse.Namespace, progress: "Console"
 ) -> list["Similarity"]:
-    """Compute CKA of the layers of each pair of models over documents of the texts; none without texts."""
+    """Compute CKA between the layers of each pair of models over documents of the texts; return [] without texts."""
     if not sources or not options.documents:
         return []
     from istar.config import ModelConfig

@@ -26,7 +26,10 @@ def make_folder(folder: Path) -> None:
 
 
 def check_minima(options: argparse.Namespace, **minima: int) -> None:
-    """Raise a `UserError` if an option has a value below its minimum; options that are None are not checked."""
+    """Raise a `UserError` if an option has a value below its minimum.
+
+    `minima` has the minimum of each option by name. Options that are None are not checked.
+    """
     for name, minimum in minima.items():
         value = getattr(options, name)
         if value is not None and value < minimum:

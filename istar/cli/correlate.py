@@ -1,4 +1,4 @@
-"""Implements `istar correlate`: correlates geometry with task scores over the course of a training."""
+"""Implements `istar correlate`: correlates measures of the geometry with task scores over the course of a training."""
 
 import argparse
 from pathlib import Path
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> None:
         pool=options.pool,
         resamples=options.resamples,
         seed=options.seed,
-        block_length=_block_length(options.blocks),
+        block_length=_parse_block_length(options.blocks),
     )
     correlations = correlate.correlate(options.geometry, options.scores, selection)
     sheet = correlation_tables.make_sheet(correlations, selection)
@@ -74,8 +74,8 @@ def run(options: argparse.Namespace) -> None:
         console.out(line, highlight=False)
 
 
-def _block_length(text: str | None) -> int | None:
-    """Return the value of `--blocks`; 0 for auto, and None without it."""
+def _parse_block_length(text: str | None) -> int | None:
+    """Parse the value of `--blocks`: a number of checkpoints, 0 for `auto`, or None if the option is not given."""
     if text is None or text == "auto":
         return None if text is None else 0
     if not text.isdecimal() or int(text) < 1:

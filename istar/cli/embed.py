@@ -1,4 +1,4 @@
-"""Implements `istar embed`: the geometry and the word similarity of embedding matrices, raw and post-processed."""
+"""Implements `istar embed`: measures the geometry and word similarity of embedding matrices, raw and post-processed."""
 
 import argparse
 from pathlib import Path
@@ -36,7 +36,7 @@ def add_parser(commands: Any) -> None:
 
 
 def _parse_forms(text: str) -> tuple[str, ...]:
-    """Parse the value of `--forms`."""
+    """Parse the value of `--forms`, the names of post-processing forms separated by commas."""
     forms = tuple(form.strip() for form in text.split(","))
     for form in forms:
         if form not in _FORMS:
@@ -45,15 +45,15 @@ def _parse_forms(text: str) -> tuple[str, ...]:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure one matrix and write its files, or several matrices or forms and write a page with tables and figures."""
+    """Measure one embedding matrix and write its files, or several matrices or forms and write a page about them."""
     if len(options.models) > 1 or options.forms is not None:
-        _write_page(options)
+        _measure_several_matrices(options)
     else:
-        _write_matrix(options)
+        _measure_one_matrix(options)
 
 
-def _write_matrix(options: argparse.Namespace) -> None:
-    """Measure one matrix, write the results to the output folder and print them."""
+def _measure_one_matrix(options: argparse.Namespace) -> None:
+    """Measure one embedding matrix, write the results to the output folder and print them."""
     from istar.config import ModelConfig
     from istar.geometry import corpus, embed, embed_page
 
@@ -74,13 +74,13 @@ def _write_matrix(options: argparse.Namespace) -> None:
         console.out(line, highlight=False)
 
 
-def _write_page(options: argparse.Namespace) -> None:
-    """Measure the matrices of all models in all forms, print Tables 1 and 2 and write the page."""
+def _measure_several_matrices(options: argparse.Namespace) -> None:
+    """Measure the embedding matrices of all models in all forms, print the first two tables and write the page."""
     from istar.geometry import compare, corpus, embed_models, embed_page, embed_tables
 
-    for name, instead in _NOT_FOR_PAGES.items():
+    for name, advice in _OPTIONS_FOR_ONE_MATRIX.items():
         if getattr(options, name) is not None:
-            raise UserError(f"--{name} is for one matrix in one form; {instead}")
+            raise UserError(f"--{name} is for one matrix in one form; {advice}")
     forms = options.forms or embed_models.WORDSIM_FORMS
     if options.components is not None and not any(form.startswith("all_but_the_top") for form in forms):
         raise UserError("--components needs an all_but_the_top form, but --forms has none; remove --components")
@@ -106,9 +106,9 @@ def _write_page(options: argparse.Namespace) -> None:
     console.out(f"{page}, and figures, tables, CSV files and {embed_page.JSON} beside it", highlight=False)
 
 
-_NOT_FOR_PAGES = {
+_OPTIONS_FOR_ONE_MATRIX = {
     "form": "name the forms with --forms",
     "save": "call istar embed with one model and --form",
     "revision": "give it with its model, as in <model>@<revision>",
 }
-"""Options that a page refuses, with what to do instead."""
+"""Options that several models or forms refuse, with advice what to do instead."""

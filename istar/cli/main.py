@@ -12,12 +12,12 @@ from istar.runs import extras
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Execute the command `istar` with these arguments, by default those of the process; returns its exit code."""
+    """Execute the command `istar` with these arguments, by default those of the process, and return the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments[:1] == ["train"]:
         # Hydra parses the options of `istar train`, including `--help`.
         return train_main(arguments[1:])
-    options = _parser().parse_args(arguments)
+    options = _make_parser().parse_args(arguments)
     options.typed = shlex.join(["istar", *arguments])
     try:
         extras.require(f"istar {options.name}", options.extra)
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def train_main(arguments: Sequence[str] | None = None, command: str = "istar train") -> int:
-    """Execute `istar train`; returns the exit code 0, or exits the process with another one.
+    """Execute `istar train`, and return the exit code, or exit the process if the run fails.
 
     Args:
         arguments: overrides and options of Hydra; None takes those of the process.
@@ -46,8 +46,8 @@ def train_main(arguments: Sequence[str] | None = None, command: str = "istar tra
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands."""
+def _make_parser() -> argparse.ArgumentParser:
+    """Create the parser of the command `istar` with all its subcommands."""
     parser = argparse.ArgumentParser(
         prog="istar", description="Train models, measure their geometry, and compare and report runs."
     )

@@ -1,4 +1,4 @@
-"""Implements `istar measure`: the geometry of a model's layers on texts, at one or several points of its training."""
+"""Implements `istar measure`: measures the geometry of a model's layers on texts, also at several checkpoints."""
 
 import argparse
 import os
@@ -78,15 +78,15 @@ def run(options: argparse.Namespace) -> None:
     sources = corpus.sources(options.text)
     with stream.processes() as rank:
         if options.revisions is None and options.checkpoints is None:
-            _measure_one(options, sources, settings, rank)
+            _measure_model(options, sources, settings, rank)
         elif rank == 0 and "WORLD_SIZE" not in os.environ:
             _measure_trajectory(options, sources, settings)
         else:
             raise UserError("--revisions and --checkpoints are measured by one process; call them without torchrun")
 
 
-def _measure_one(options: argparse.Namespace, sources: Sequence["Source"], settings: "Pass", rank: int) -> None:
-    """Measure one model, then print its table and write its page on rank 0."""
+def _measure_model(options: argparse.Namespace, sources: Sequence["Source"], settings: "Pass", rank: int) -> None:
+    """Measure one model; on rank 0, print the table of its layers and write its page."""
     from istar.geometry import measure, model_page
 
     if options.model is None:
@@ -108,12 +108,12 @@ def _measure_one(options: argparse.Namespace, sources: Sequence["Source"], setti
 
 
 def _measure_trajectory(options: argparse.Namespace, sources: Sequence["Source"], settings: "Pass") -> None:
-    """Measure several checkpoints of a training, then print their table and write their page."""
+    """Measure several checkpoints of a training, print their table and write their page."""
     from istar.geometry import saved_checkpoints, trajectory, trajectory_page
 
-    given = [name for name in ("revision", "revisions", "checkpoints") if getattr(options, name) is not None]
-    if len(given) > 1:
-        raise UserError(f"--{given[0]} and --{given[1]} do not go together; give one of them")
+    given_options = [name for name in ("revision", "revisions", "checkpoints") if getattr(options, name) is not None]
+    if len(given_options) > 1:
+        raise UserError(f"--{given_options[0]} and --{given_options[1]} do not go together; give one of them")
     steps = None if options.steps is None else saved_checkpoints.read_steps(options.steps)
     if options.checkpoints is not None:
         stops = saved_checkpoints.find_checkpoints(options.checkpoints, steps)

@@ -40,7 +40,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """List the runs of the sweep, write the plan and print its path and its hash."""
+    """List the runs of the sweep, write the plan, and print its path and the number of runs."""
     for text in options.hypothesis:
         if not text.strip():
             raise UserError("--hypothesis is empty; expected a sentence, such as 'I-STAR raises the accuracy on RTE'")
@@ -48,49 +48,52 @@ def run(options: argparse.Namespace) -> None:
     from datetime import UTC, datetime
 
     from istar.reports import plan_file
-    from istar.runs.provenance import code_state
+    from istar.runs.provenance import describe_code
     from istar.sweeps import planned_runs
     from istar.sweeps.sweep import list_runs
 
     plan_file.check_folder(options.out, options.force)
-    # Refuses wrong options before the runs are listed.
+    # Called only to refuse wrong options before the runs are listed.
     plan_file.planned_test(options.test, options.alpha, 1, 2, options.sd, options.power)
     arguments = [f"+{text}" if text.startswith("sweep=") else text for text in options.overrides]
     command = shlex.join(["istar", "train", "-m", *arguments])
     console = make_console(stderr=True)
-    with _request(arguments, command) as request:
+    with _compose_sweep(arguments, command) as request:
         runs = list_runs(request, console)
-        planned = planned_runs.configurations(runs)
-        fields = planned_runs.contents(planned, runs)
-    metrics = {task["name"]: task["metric"] for task in fields["tasks"]}
+        configurations = planned_runs.list_planned_configurations(runs)
+        fields = planned_runs.make_plan_fields(configurations, runs)
+    metric_by_task = {task["name"]: task["metric"] for task in fields["tasks"]}
     seeds = request.settings.seeds
-    comparisons, pairs = planned_runs.comparisons(planned, seeds), planned_runs.pairs_of_seeds(planned, seeds)
-    contents = {
+    num_comparisons = planned_runs.count_comparisons(configurations, seeds)
+    num_pairs = planned_runs.count_seed_pairs(configurations, seeds)
+    plan = {
         "kind": plan_file.KIND,
         "format": plan_file.FORMAT,
         "written": datetime.now(UTC).isoformat(timespec="seconds"),
         "istar_version": __version__,
-        **code_state(),
+        **describe_code(),
         "command": options.typed,
         "train_command": command,
         "hypotheses": [" ".join(text.split()) for text in options.hypothesis]
-        or planned_runs.hypotheses(planned, metrics),
+        or planned_runs.make_hypotheses(configurations, metric_by_task),
         "hypotheses_generated": not options.hypothesis,
-        "test": plan_file.planned_test(options.test, options.alpha, comparisons, pairs, options.sd, options.power),
+        "test": plan_file.planned_test(
+            options.test, options.alpha, num_comparisons, num_pairs, options.sd, options.power
+        ),
         **fields,
     }
-    path = plan_file.write(contents, options.out, options.force)
-    count = fields["budget"]["runs"]
-    text = f"{path}: {count} run{'s' * (count != 1)}, and {plan_file.TEXT} beside it"
+    path = plan_file.write(plan, options.out, options.force)
+    num_runs = fields["budget"]["runs"]
+    text = f"{path}: {num_runs} run{'s' * (num_runs != 1)}, and {plan_file.TEXT} beside it"
     make_console().out(text, highlight=False)
 
 
 @contextmanager
-def _request(arguments: Sequence[str], command: str) -> Iterator["SweepRequest"]:
-    """Compose the sweep as `istar train -m` does; within the `with` block, its runs can be composed, too.
+def _compose_sweep(arguments: Sequence[str], command: str) -> Iterator["SweepRequest"]:
+    """Yield the sweep that `istar train -m` would execute; its runs can be composed within the `with` block.
 
     Raises:
-        UserError: for overrides that Hydra refuses, also from within the block.
+        UserError: for overrides that Hydra refuses, also if this happens within the block.
     """
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
@@ -106,7 +109,7 @@ def _request(arguments: Sequence[str], command: str) -> Iterator["SweepRequest"]
     schema.register()
     schema.register_sweeps()
     GlobalHydra.instance().clear()
-    earlier = HydraConfig.instance().cfg
+    previous_config = HydraConfig.instance().cfg
     try:
         with initialize_config_dir(str(schema.config_folder()), version_base="1.3", job_name="istar"):
             hydra = GlobalHydra.instance().hydra
@@ -125,4 +128,4 @@ def _request(arguments: Sequence[str], command: str) -> Iterator["SweepRequest"]
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise UserError(schema.explain(error)) from error
     finally:
-        HydraConfig.instance().cfg = earlier
+        HydraConfig.instance().cfg = previous_config

@@ -29,7 +29,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the answer as a sentence or, with `--runs`, as a table with a row for each method and task."""
+    """Answer the power question in a sentence or, with `--runs`, in a table with a row for each method and task."""
     if (options.sd is None) == (options.runs is None):
         raise UserError("istar power needs either --sd or --runs; for example istar power --sd 2.1 --difference 1.0")
     if options.difference is not None and options.pairs is not None:
@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> None:
 
     console = make_console()
     if options.runs is not None:
-        console.print(_table(options))
+        console.print(_make_spread_table(options))
     elif options.pairs is not None:
         text = power.smallest_difference_sentence(options.sd, options.pairs, options.alpha, options.power)
         console.out(text, highlight=False)
@@ -50,19 +50,22 @@ def run(options: argparse.Namespace) -> None:
         console.out(text, highlight=False)
 
 
-def _table(options: argparse.Namespace) -> "Table":
-    """Return the spread of the differences from Base for each method in the folder, and what follows from it."""
+def _make_spread_table(options: argparse.Namespace) -> "Table":
+    """Return a table of the standard deviation of each method's differences from Base, with the requested answer.
+
+    The answer is the number of seeds for `--difference`, or the minimum detectable difference for the seeds.
+    """
     from rich.table import Table
 
     from istar.reports.paired_differences import differences_from_base
     from istar.statistics import power
     from istar.statistics.arguments import check_positive
 
-    # Refuses wrong options before the runs are read.
+    # Called only to refuse wrong options before the runs are read.
     power.smallest_difference(1.0, 2 if options.pairs is None else options.pairs, options.alpha, options.power)
     if options.difference is not None:
         check_positive(abs(options.difference), "the size of the difference")
-    rows = differences_from_base(options.runs)
+    spreads = differences_from_base(options.runs)
     if options.difference is not None:
         answer = f"seeds for a\ndifference of {options.difference:g}"
     elif options.pairs is not None:
@@ -81,14 +84,14 @@ def _table(options: argparse.Namespace) -> "Table":
         table.add_column(column)
     for column in ("seeds", "sd", "95% interval", answer):
         table.add_column(column, justify="right")
-    for row in rows:
-        cells = _spread_cells(list(row.by_seed.values()), options)
-        table.add_row(row.model, f"{row.task}, {row.metric}", row.method, str(len(row.by_seed)), *cells)
+    for spread in spreads:
+        cells = _make_spread_cells(list(spread.by_seed.values()), options)
+        table.add_row(spread.model, f"{spread.task}, {spread.metric}", spread.method, str(len(spread.by_seed)), *cells)
     return table
 
 
-def _spread_cells(differences: list[float], options: argparse.Namespace) -> tuple[str, str, str]:
-    """Return the standard deviation, its interval, and the number of seeds or the smallest difference."""
+def _make_spread_cells(differences: list[float], options: argparse.Namespace) -> tuple[str, str, str]:
+    """Return the table cells of a method: the standard deviation of its differences, its interval, and the answer."""
     import numpy as np
 
     from istar.reports.paper_tables import NONE

@@ -1,4 +1,4 @@
-"""Implements `istar quantize`: what quantization does to the scores of saved models."""
+"""Implements `istar quantize`: scores saved models in float32 and quantized, beside the geometry of activations."""
 
 import argparse
 import math
@@ -12,7 +12,7 @@ _FORMS = "w8a8,w6a6,w4a4,int8"
 _NOT_FOR_EMBEDDINGS = {
     "forms": _FORMS, "weights": "channel", "activations": "tensor", "control": "none", "outlier_factor": None
 }  # fmt: skip
-"""Options of the forms of models, with their defaults."""
+"""Options that `--embeddings` refuses, with their defaults."""
 
 
 def add_parser(commands: Any) -> None:
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _score_embeddings(options: argparse.Namespace) -> None:
-    """Score the embeddings of each encoder, print the table and write the page."""
+    """Score the sentence embeddings of encoders in float32, int8 and one bit, print the table and write the page."""
     from istar.geometry.embed_tables import make_terminal_table
     from istar.quantization import embedding_scores
 
@@ -87,7 +87,7 @@ def _score_embeddings(options: argparse.Namespace) -> None:
 
 
 def _score_models(options: argparse.Namespace) -> None:
-    """Score models in each form, print the tables and write the page."""
+    """Score models in float32 and in each quantized form, print the tables and write the page."""
     from istar.geometry.embed_tables import make_terminal_table
     from istar.quantization import form_tables, quantize, quantize_page, saved_runs
     from istar.quantization.controls import FACTOR

@@ -17,7 +17,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Write the report and print its path and how many of the papers' rows lack runs."""
+    """Write the report, and print its path, the number of runs and how many rows of the papers' tables lack runs."""
     from istar.reports import report
 
     written = report.write(options.folder, options.out, make_console(stderr=True), options.plan)

@@ -18,7 +18,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the table of runs and the records that cannot be read; write the table if `--out` is given."""
+    """Print the table of runs and the errors of unreadable records, and write the table to a file with `--out`."""
     # Imported here so that `istar --help` does not wait for pandas.
     from istar.reports import run_frame, run_tables
 
@@ -27,11 +27,11 @@ def run(options: argparse.Namespace) -> None:
         hint = did_you_mean(options.sort, map(str, runs.frame))
         raise UserError(f"--sort {options.sort}: there is no such column{hint}")
     is_number = runs.frame[options.sort].dtype.kind in "if"
-    frame = runs.frame.sort_values(options.sort, ascending=not is_number, na_position="last", kind="stable")
+    sorted_frame = runs.frame.sort_values(options.sort, ascending=not is_number, na_position="last", kind="stable")
     console = make_console()
-    console.print(run_tables.runs(frame))
+    console.print(run_tables.runs(sorted_frame))
     for error in runs.read_errors.values():
         console.out(f"not read: {error}", highlight=False)
     if options.out is not None:
-        run_frame.export(frame, options.out)
+        run_frame.export(sorted_frame, options.out)
         console.out(str(options.out), highlight=False)

@@ -17,25 +17,27 @@ from omegaconf.errors import OmegaConfBaseException
 from istar.config import Config, schema
 from istar.errors import SHOW_TRACE, StoppedError, UserError
 from istar.runs import extras, launch
-from istar.runs.importing import large_imports
+from istar.runs.importing import fast_imports
 
-DRY_RUN = "--dry-run"
+DRY_RUN_OPTION = "--dry-run"
 _DRY_RUN_OVERRIDE = "sweep.dry_run=true"
 
 
 def main(arguments: Sequence[str], command: str) -> None:
-    """Execute a run, or several with `-m`; after an error, print it in one line and exit the process.
+    """Execute a run, or a sweep with `-m`; print an error in one line and exit the process.
 
-    The arguments are overrides and options of Hydra; `command` is what was typed before them.
+    Args:
+        arguments: overrides and options of Hydra.
+        command: the command that was typed before the arguments, for messages that repeat it.
     """
     # Hydra raises its errors instead of printing them over many lines.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     # Hydra and the sweeper read the arguments from sys.argv.
-    sys.argv = [command, *(_DRY_RUN_OVERRIDE if argument == DRY_RUN else argument for argument in arguments)]
+    sys.argv = [command, *(_DRY_RUN_OVERRIDE if argument == DRY_RUN_OPTION else argument for argument in arguments)]
     schema.register()
     schema.register_sweeps()
     try:
-        check_folders(arguments)
+        refuse_hydra_folders(arguments)
         hydra.main(version_base="1.3", config_path=str(schema.config_folder()), config_name="config")(compose_and_run)()
     except (UserError, HydraException, OmegaConfBaseException, ValueError, KeyboardInterrupt) as error:
         if SHOW_TRACE:
@@ -43,8 +45,8 @@ def main(arguments: Sequence[str], command: str) -> None:
         exit_with_error(error)
 
 
-def check_folders(arguments: Sequence[str]) -> None:
-    """Raise a `UserError` if an argument sets a folder of Hydra, which has no effect: `run.root` does."""
+def refuse_hydra_folders(arguments: Sequence[str]) -> None:
+    """Raise a `UserError` if an argument sets one of Hydra's output folders, which istar replaces by `run.root`."""
     for argument in arguments:
         key = argument.partition("=")[0].lstrip("+")
         if key in ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir"):
@@ -54,10 +56,13 @@ def check_folders(arguments: Sequence[str]) -> None:
 
 
 def compose_and_run(config: DictConfig) -> object:
-    """Execute the run of a composed config; Hydra calls this function once, or with `-m` once for each run."""
+    """Execute the run that a composed config describes, and return its record.
+
+    Hydra calls this function for a single run. For a sweep, Hydra's launchers call it once for each run.
+    """
     try:
-        _check_mode()
-        return start(schema.load(config), config.sweep.trial)
+        _refuse_sweep_options()
+        return start_run(schema.load(config), config.sweep.trial)
     except UserError as error:
         if SHOW_TRACE:
             raise
@@ -65,34 +70,30 @@ def compose_and_run(config: DictConfig) -> object:
         exit_with_error(error)
 
 
-def _check_mode() -> None:
-    """Refuse `--dry-run` and `sweep.` keys in a single run, which would ignore them.
-
-    Raises:
-        UserError: if the command line has one of them, but neither `-m` nor an option that starts a sweep.
-    """
+def _refuse_sweep_options() -> None:
+    """Raise a `UserError` if a single run is started with `--dry-run` or `sweep.` keys, which it would ignore."""
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         return
     # Unresolved, because an override may hold an interpolation of a key that does not exist.
     overrides: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
     for override in overrides:
         if override.lstrip("+").startswith("sweep."):
-            name = DRY_RUN if override == _DRY_RUN_OVERRIDE else override
+            name = DRY_RUN_OPTION if override == _DRY_RUN_OVERRIDE else override
             raise UserError(f"{name} is for sweeps, and this command starts a single run; add -m, or leave it out")
 
 
-def start(settings: Config, trial: str | None) -> object:
-    """Train in this process, or in new processes for a run of a sweep or with several devices; returns the record."""
+def start_run(settings: Config, trial: str | None) -> object:
+    """Train in this process, or in new processes for a run of a sweep or with several devices; return the record."""
     if trial is not None:
         extras.require("sweep.trial", "sweep")
     launch.fix_slurm_detection()
-    processes = launch.processes_to_start(settings.trainer)
+    num_processes = launch.processes_to_start(settings.trainer)
     if HydraConfig.get().mode == RunMode.MULTIRUN:
-        return run_launched_job(settings, processes, trial)
-    if processes > 1:
-        return launch.launch(settings, processes, trial)
+        return run_launched_job(settings, num_processes, trial)
+    if num_processes > 1:
+        return launch.launch(settings, num_processes, trial)
     # The libraries are imported only now, so that `--help` and config errors do not wait for them.
-    with large_imports():
+    with fast_imports():
         from rich.console import Console
 
         from istar.runs.run import run
@@ -100,10 +101,10 @@ def start(settings: Config, trial: str | None) -> object:
     return run(settings, Console(), trial)
 
 
-def run_launched_job(settings: Config, processes: int, trial: str | None) -> object:
-    """Execute one run for a Hydra launcher; returns the record, or the error for the sweep to report."""
+def run_launched_job(settings: Config, num_processes: int, trial: str | None) -> object:
+    """Execute one run for a Hydra launcher, and return the record, or the error for the sweep to report."""
     try:
-        return launch.launch(settings, processes, trial)
+        return launch.launch(settings, num_processes, trial)
     except StoppedError as error:
         executor = os.environ.get("SUBMITIT_EXECUTOR")
         if executor is None:
@@ -117,7 +118,7 @@ def run_launched_job(settings: Config, processes: int, trial: str | None) -> obj
 
 
 def exit_with_error(error: Exception | KeyboardInterrupt) -> NoReturn:
-    """Print a one-line error message and exit with the code of the error, which is 2 for mistakes in the config."""
+    """Print an error in one line and exit with the exit code of the error, which is 2 for mistakes in the config."""
     if isinstance(error, UserError):
         message, code = str(error), error.exit_code
     elif isinstance(error, KeyboardInterrupt):

@@ -17,7 +17,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Show the table until the sweeps are over, or once."""
-    from istar.sweeps.watch import watch
+    """Show the live table until the sweeps are over or, with `--once`, show it once."""
+    from istar.sweeps.watch import watch_sweeps
 
-    watch(options.folder, make_console(), options.sweep, options.once)
+    watch_sweeps(options.folder, make_console(), options.sweep, options.once)

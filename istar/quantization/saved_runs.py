@@ -26,8 +26,8 @@ from istar.models.adapters import has_adapters, read_base_config
 from istar.reports import cells
 from istar.reports.run_frame import Runs, load_runs
 from istar.results import RunRecord
-from istar.runs.prepared_data import collator, prepare
-from istar.runs.store import Examples, load_examples, model_identity, task_spec
+from istar.runs.prepared_data import make_collator, prepare_data
+from istar.runs.store import Examples, find_task_spec, identify_model, load_examples
 from istar.tasks.evaluation import Evaluator
 from istar.tasks.features import Rows
 from istar.tasks.loading import fingerprint
@@ -60,7 +60,7 @@ class SavedModel:
     @property
     def spec(self) -> TaskSpec:
         """Return the specification of the task."""
-        return task_spec(self.config.task)
+        return find_task_spec(self.config.task)
 
     @property
     def recorded_fingerprint(self) -> str | None:
@@ -212,8 +212,8 @@ def load_model_and_data(saved_model: SavedModel, num_calibration: int, seed: int
     if saved_model.record is None:
         _check_saved_head(saved_model, model)
     sampled = _sample_training_examples(examples, num_calibration, seed)
-    prepared = prepare(spec, config, sampled, tokenizer, model_config)
-    collate = collator(spec, config, tokenizer, model)
+    prepared = prepare_data(spec, config, sampled, tokenizer, model_config)
+    collate = make_collator(spec, config, tokenizer, model)
     batch_size = config.data.eval_batch_size
     return LoadedModel(model, collate, batch_size, prepared.train, prepared.validation[0], prepared.evaluators[""])
 
@@ -230,7 +230,7 @@ def _fingerprint_examples(examples: Examples) -> str:
 
 def _weights_identity(config: ModelConfig) -> str:
     """Return a string that identifies the weights of a saved model, including the base model of adapters."""
-    identity = model_identity(config)
+    identity = identify_model(config)
     if not has_adapters(config.name):
         return identity
     return f"{identity} on {_weights_identity(read_base_config(Path(config.name)))}"

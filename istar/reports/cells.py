@@ -1,8 +1,8 @@
 """Groups runs that differ only in the seed, and selects the configuration for each cell of Table 1.
 
-A configuration is everything that identifies a run (see `istar.results.identity`) except the seed: settings, data and
-model. The selection uses the headline metric on the set that chose the epoch, which is the validation set or a held-out
-part of the training data, and no other result.
+A configuration is everything that identifies a run (see `istar.results.identity_hash`) except the seed: settings, data
+and model. The selection uses the headline metric on the set that chose the epoch, which is the validation set or a
+held-out part of the training data, and no other result.
 """
 
 import math
@@ -17,7 +17,7 @@ from istar.reports import paper
 from istar.reports.run_frame import Runs
 from istar.reports.run_tables import selection_rank
 from istar.reports.statistics import Spread, spread
-from istar.results import RunRecord, identity
+from istar.results import RunRecord, identity_hash
 from istar.scores import displayed, merit
 
 VARIED = {"lambda": "reg.lambda", "zeta": "reg.zeta", "layers": "reg.layers", "method": "reg"}
@@ -176,7 +176,7 @@ def config_hash(record: RunRecord, ignored_key: str = "", with_data: bool = True
     else:
         settings.pop(group, None)
     fingerprint = record.data.get("fingerprint", "") if with_data else ""
-    return identity(settings, fingerprint, f"{model}@{revision}")
+    return identity_hash(settings, fingerprint, f"{model}@{revision}")
 
 
 def is_candidate(frame: pd.DataFrame) -> pd.Series:

@@ -13,7 +13,7 @@ import yaml
 from istar.errors import UserError, shorten
 from istar.files import atomic_write
 from istar.reports.run_tables import method
-from istar.results import CONFIG, RESULT, RunRecord, read, read_begin
+from istar.results import CONFIG, RESULT, RunRecord, read, read_start_time
 
 _COLUMNS = (
     "name", "status", "task", "model", "method", "seed", "metric", "value", "selection", "epoch", "constant",
@@ -138,7 +138,7 @@ def _read_record(folder: Path) -> RunRecord:
         config = yaml.load((folder / CONFIG).read_text(encoding="utf-8"), Loader=_YAML_LOADER)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"{folder / CONFIG} cannot be read: {shorten(error)}") from error
-    return RunRecord(folder.name, "unfinished", config, timing={"began": read_begin(folder)})
+    return RunRecord(folder.name, "unfinished", config, timing={"began": read_start_time(folder)})
 
 
 def _run_folders(root: Path) -> Iterator[Path]:

@@ -9,7 +9,7 @@ from istar.errors import UserError
 
 _REPORT = ("filelock", "jinja2", "markupsafe", "matplotlib", "numpy", "omegaconf", "pandas", "pyarrow", "rich",
            "scipy", "yaml")  # fmt: skip
-MODULES = {
+MODULES_BY_EXTRA = {
     "transformers": ("transformers",),
     "report": _REPORT,
     "lora": ("peft",),
@@ -22,19 +22,21 @@ MODULES = {
 
 
 def require(feature: str, extra: str) -> None:
-    """Check that all modules of an extra, a key of `MODULES`, are installed, without importing them.
+    """Check that all modules of an extra, a key of `MODULES_BY_EXTRA`, are installed, without importing them.
 
     Raises:
         UserError: if any is missing; the message names the feature, such as `istar report`, the modules and the extra.
     """
-    missing = [module for module in MODULES[extra] if not is_installed(module)]
+    missing = [module for module in MODULES_BY_EXTRA[extra] if not is_installed(module)]
     if missing:
-        names = ", ".join(missing) if len(missing) <= 3 else f"{', '.join(missing[:3])} and {len(missing) - 3} more"
-        raise UserError(f"{feature} needs {names}; pip install 'istar[{extra}]'")
+        missing_names = (
+            ", ".join(missing) if len(missing) <= 3 else f"{', '.join(missing[:3])} and {len(missing) - 3} more"
+        )
+        raise UserError(f"{feature} needs {missing_names}; pip install 'istar[{extra}]'")
 
 
 def is_installed(module: str) -> bool:
-    """Whether a module can be imported; does not import it."""
+    """Return whether a module can be imported, without importing it."""
     try:
         return find_spec(module) is not None
     except (ImportError, ValueError):

@@ -1,7 +1,7 @@
 """Starts a run in new processes, one for each device, and waits for them.
 
-`python -m istar.runs.launch <parent PID> <config.yaml> <folder> [trial]` is one such process. Lightning would start
-them by repeating the command line, which with `-m` is the command line of the whole sweep.
+`python -m istar.runs.launch <parent PID> <config.yaml> <folder> [trial]` executes one such process. Lightning does not
+start them, because it would repeat the command line, which with `-m` is the command line of the whole sweep.
 """
 
 import json
@@ -31,11 +31,11 @@ from istar.config import Config, TrainerConfig, schema
 from istar.errors import SHOW_TRACE, LockedError, StoppedError, UserError, shorten
 from istar.files import write_text
 from istar.results import RunRecord
-from istar.runs.importing import large_imports
-from istar.runs.resolving import resolve
+from istar.runs.importing import fast_imports
+from istar.runs.resolving import resolve_config
 
 UNEXPECTED_ERROR = 1
-"""Exit code of a process that ends with any exception but a `UserError`."""
+"""Exit code of a process that ends with any exception except a `UserError`."""
 GRACE_SECONDS = 10.0
 """How long the other processes may continue after one has failed."""
 RANK_VARIABLES = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "ROLE_RANK", "LOCAL_WORLD_SIZE",
@@ -45,10 +45,10 @@ FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGI
 
 
 def has_external_launcher() -> bool:
-    """Whether torchrun or srun has started this process as one of several.
+    """Return whether torchrun or srun has started this process as one of several.
 
-    `SLURM_NTASKS` and `SLURM_PROCID` do not tell: a script under sbatch has them, too, and runs as a single process.
-    Only srun sets the variables of a step.
+    `SLURM_NTASKS` and `SLURM_PROCID` do not show this, because a script under sbatch has them, too, and runs as a
+    single process. Only srun sets the variables of a job step.
     """
     return "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1"
 
@@ -56,22 +56,22 @@ def has_external_launcher() -> bool:
 def fix_slurm_detection() -> None:
     """Change the `SLURM_*` variables so that Lightning detects srun if, and only if, srun has started several tasks.
 
-    Lightning reads `SLURM_NTASKS`, which is what the job requested, with or without srun, and ignores SLURM in jobs
-    that have a name which salloc gives.
+    Lightning reads `SLURM_NTASKS`, the number of tasks that the job requested with or without srun, and ignores SLURM
+    in jobs that have the name of an interactive salloc job.
     """
-    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
-    if tasks == "1":
+    num_tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if num_tasks == "1":
         os.environ.pop("SLURM_NTASKS", None)
     else:
-        os.environ["SLURM_NTASKS"] = tasks
+        os.environ["SLURM_NTASKS"] = num_tasks
         # Lightning refuses a job without --ntasks-per-node.
-        per_node = os.environ.get("SLURM_STEP_TASKS_PER_NODE", tasks)
-        os.environ.setdefault("SLURM_NTASKS_PER_NODE", per_node.partition("(")[0])
+        tasks_per_node = os.environ.get("SLURM_STEP_TASKS_PER_NODE", num_tasks)
+        os.environ.setdefault("SLURM_NTASKS_PER_NODE", tasks_per_node.partition("(")[0])
         os.environ.pop("SLURM_JOB_NAME", None)
 
 
 def processes_to_start(settings: TrainerConfig) -> int:
-    """The number of processes that a run needs on this machine; 1 means that the current process is enough.
+    """Return the number of processes that a run needs on this machine; 1 means that the current process is enough.
 
     Raises:
         UserError: if an external launcher has started a different number, or Lightning refuses the settings.
@@ -93,18 +93,18 @@ def processes_to_start(settings: TrainerConfig) -> int:
 
 
 def _check_process_count(settings: TrainerConfig) -> None:
-    """Refuse a number of started processes that would wait for missing ones forever, or train a run twice."""
-    started = os.environ.get("WORLD_SIZE" if "TORCHELASTIC_RUN_ID" in os.environ else "SLURM_STEP_NUM_TASKS")
-    expected = settings.devices * settings.num_nodes if isinstance(settings.devices, int) else -1
-    if expected > 0 and str(expected) != started:
+    """Raise a `UserError` if the external launcher has started more or fewer processes than the settings expect."""
+    num_started = os.environ.get("WORLD_SIZE" if "TORCHELASTIC_RUN_ID" in os.environ else "SLURM_STEP_NUM_TASKS")
+    num_expected = settings.devices * settings.num_nodes if isinstance(settings.devices, int) else -1
+    if num_expected > 0 and str(num_expected) != num_started:
         raise UserError(
-            f"{started} processes have been started, but trainer.devices={settings.devices} on trainer.num_nodes="
-            f"{settings.num_nodes} are {expected}; devices counts the processes of one node"
+            f"{num_started} processes have been started, but trainer.devices={settings.devices} on trainer.num_nodes="
+            f"{settings.num_nodes} are {num_expected}; devices counts the processes of one node"
         )
 
 
 def _check_rendezvous(settings: TrainerConfig) -> None:
-    """Refuse to run on several nodes without the address of rank 0, where every node would wait for itself."""
+    """Raise a `UserError` if a run on several nodes lacks the environment variables by which the nodes connect."""
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK") if name not in os.environ]
     if settings.num_nodes > 1 and missing:
         raise UserError(
@@ -113,30 +113,30 @@ def _check_rendezvous(settings: TrainerConfig) -> None:
         )
 
 
-def launch(config: Config, processes: int, trial: str | None = None) -> RunRecord:
+def launch(config: Config, num_processes: int, trial: str | None = None) -> RunRecord:
     """Execute a run in new processes, forward signals to them, wait for them, and return the record of the run.
 
     Args:
         config: settings of the run.
-        processes: number of processes on this machine.
-        trial: the trial of a search that may prune the run, as `istar.training.pruning` reads it.
+        num_processes: number of processes on this machine.
+        trial: address of the Optuna trial that may prune the run, as `istar.training.pruning` reads it.
 
     Raises:
         UserError: the error of the first process that failed; the other processes are terminated.
         StoppedError: if a signal has stopped the run.
     """
     # All processes load the same commit, even if the branch moves while they start.
-    config = resolve(config)
+    config = resolve_config(config)
     runs: list[RunProcesses] = []
     with forward_signals(runs) as signals:
         with blocked_signals():
-            runs.append(RunProcesses(config, processes, trial))
-            for number in signals:
-                runs[0].send_signal(number)
+            runs.append(RunProcesses(config, num_processes, trial))
+            for signal_number in signals:
+                runs[0].send_signal(signal_number)
         while not runs[0].has_ended():
             time.sleep(0.05)
     try:
-        return runs[0].record(signals)
+        return runs[0].read_record(signals)
     except StoppedError:
         if signal.SIGUSR2 in signals and callable(signal.getsignal(signal.SIGUSR2)):
             # submitit's handler requeues the job; this must wait until the run has saved its checkpoint.
@@ -145,13 +145,13 @@ def launch(config: Config, processes: int, trial: str | None = None) -> RunRecor
 
 
 class Process(Protocol):
-    """The interface of a process that `RunProcesses` needs, a part of `subprocess.Popen`."""
+    """The part of the interface of `subprocess.Popen` that `RunProcesses` needs."""
 
     returncode: int | Any
 
     def poll(self) -> int | None: ...
 
-    def send_signal(self, number: int, /) -> None: ...
+    def send_signal(self, signal_number: int, /) -> None: ...
 
     def kill(self) -> None: ...
 
@@ -159,66 +159,67 @@ class Process(Protocol):
 
 
 Spawn = Callable[[Sequence[str], Mapping[str, str], Path | None], Process]
-"""Starts a process which calls `main`: `spawn` or `istar.runs.fork_server.ServerPool.spawn`.
+"""Type of a function that starts a process which calls `main`: `spawn` or `fork_server.ServerPool.spawn`.
 
-It takes the arguments of `main` after the parent's PID, the environment variables of the process, and the file for
-stdout and stderr, where None inherits them.
+It takes the arguments of `main` after the parent's PID, the environment variables of the process, and the path of the
+file for stdout and stderr, which are inherited for None.
 """
 
 
-def spawn(arguments: Sequence[str], environment: Mapping[str, str], log: Path | None) -> "subprocess.Popen[bytes]":
-    """Start `main`, as `Spawn` describes, in a new Python interpreter, which takes seconds to import the libraries."""
+def spawn(arguments: Sequence[str], environment: Mapping[str, str], log_path: Path | None) -> "subprocess.Popen[bytes]":
+    """Start a new Python interpreter that calls `main`, as `Spawn` describes; its imports take seconds."""
     command = [sys.executable, "-m", "istar.runs.launch", str(os.getpid()), *arguments]
-    with log.open("ab") if log is not None else nullcontext() as output:
+    with log_path.open("ab") if log_path is not None else nullcontext() as output:
         return subprocess.Popen(command, env=environment, start_new_session=True, stdout=output, stderr=output)
 
 
 class RunProcesses:
-    """The processes of a run. Create it within `blocked_signals()`, poll `has_ended`, then call `record`.
+    """The processes of a run. Create it within `blocked_signals()`, poll `has_ended`, then call `read_record`.
 
-    The processes have the environment of this process and `variables`. They write stdout and stderr to the file `log`,
-    or inherit both without it.
+    The processes have the environment variables of this process and `extra_variables`. They write stdout and stderr to
+    `log_path`, or inherit both if it is None.
     """
 
     def __init__(
         self,
         config: Config,
-        processes: int,
+        num_processes: int,
         trial: str | None = None,
-        variables: Mapping[str, str] | None = None,
-        log: Path | None = None,
+        extra_variables: Mapping[str, str] | None = None,
+        log_path: Path | None = None,
         spawn: Spawn = spawn,
     ) -> None:
-        self._exchange = tempfile.TemporaryDirectory(prefix="istar-")
-        self._folder = Path(self._exchange.name)
+        self._temporary_folder = tempfile.TemporaryDirectory(prefix="istar-")
+        self._folder = Path(self._temporary_folder.name)
         self._deadline = float("inf")
         self._failed_ranks: list[int] = []
         self._server_error: UserError | None = None
-        settings = self._folder / "config.yaml"
-        write_text(settings, yaml.safe_dump(schema.to_dict(config)))
-        arguments = [str(settings), str(self._folder), *([trial] if trial else [])]
+        config_path = self._folder / "config.yaml"
+        write_text(config_path, yaml.safe_dump(schema.to_dict(config)))
+        arguments = [str(config_path), str(self._folder), *([trial] if trial else [])]
         with socket() as listener:
             listener.bind(("127.0.0.1", 0))
             port = listener.getsockname()[1]
         self._processes: list[Process] = []
-        for rank in range(processes):
-            environment = _environment(rank, processes, config.trainer, port) | dict(variables or {})
-            self._processes.append(spawn(arguments, environment, log))
+        for rank in range(num_processes):
+            environment = _process_environment(rank, num_processes, config.trainer, port) | dict(extra_variables or {})
+            self._processes.append(spawn(arguments, environment, log_path))
 
-    def send_signal(self, number: int) -> None:
+    def send_signal(self, signal_number: int) -> None:
+        """Send a signal to all processes of the run."""
         for process in self._processes:
-            process.send_signal(number)
+            process.send_signal(signal_number)
 
     def has_ended(self) -> bool:
-        """Whether all processes have exited; kills the others `GRACE_SECONDS` after one has failed."""
+        """Return whether all processes have exited; kill the others `GRACE_SECONDS` after one has failed."""
         try:
-            codes = [process.poll() for process in self._processes]
-            failed = [rank for rank, code in enumerate(codes) if code]
+            exit_codes = [process.poll() for process in self._processes]
+            failed_ranks = [rank for rank, exit_code in enumerate(exit_codes) if exit_code]
             # A process that waits for a dead one in a collective would wait until the timeout of the process group.
-            if failed and self._deadline == float("inf"):
+            if failed_ranks and self._deadline == float("inf"):
                 self._deadline = time.monotonic() + GRACE_SECONDS
-            if None not in codes or time.monotonic() > self._deadline:
-                self._failed_ranks = failed
+            if None not in exit_codes or time.monotonic() > self._deadline:
+                self._failed_ranks = failed_ranks
                 for process in self._processes:
                     process.kill()
                     process.wait()
@@ -230,147 +231,180 @@ class RunProcesses:
             return True
         return False
 
-    def record(self, signals: Sequence[int]) -> RunRecord:
-        """Return the record of the ended run, which was sent these signals, or raise its error as `launch` does."""
-        with self._exchange:
+    def read_record(self, signals: Sequence[int]) -> RunRecord:
+        """Return the record of the run after it has ended, or raise its error as `launch` does.
+
+        `signals` are the numbers of the signals that were sent to the run.
+        """
+        with self._temporary_folder:
             if self._server_error is not None:
                 raise self._server_error
             if self._failed_ranks:
-                codes = {rank: self._processes[rank].returncode for rank in self._failed_ranks}
-                raise _run_error(self._folder, codes, len(self._processes), signals)
+                exit_code_by_rank = {rank: self._processes[rank].returncode for rank in self._failed_ranks}
+                raise _make_run_error(self._folder, exit_code_by_rank, len(self._processes), signals)
             return results.read(self._folder)
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """Execute a run as one of its processes; leaves the record or the error in the folder of the parent process."""
-    parent, config, folder, *trial = arguments
+    """Execute a run as one of its processes, write the record or the error for the parent process, and exit.
+
+    `arguments` are the parent's PID, the config file, the folder for the record or the error, and optionally the trial.
+    """
+    parent_pid, config_path, folder, *trial = arguments
     rank = os.environ.get("LOCAL_RANK", "0")
     # Until the training has installed its handlers, Ctrl-C ends this process without a KeyboardInterrupt.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED_SIGNALS)
-    _terminate_with_parent(int(parent))
+    _terminate_with_parent(int(parent_pid))
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     schema.register()
     try:
-        with large_imports():
+        with fast_imports():
             from istar.runs.run import run
 
-        settings = schema.load(OmegaConf.load(config))  # type: ignore[arg-type]
-        record = run(settings, Console(), *trial)
+        config = schema.load(OmegaConf.load(config_path))  # type: ignore[arg-type]
+        record = run(config, Console(), *trial)
         if rank == "0":
             # The parent does not read the run's folder: on a second node, the result may not be visible there yet.
             results.write(record, Path(folder))
-        message, code, trace = "", 0, ""
+        message, exit_code, stack_trace = "", 0, ""
     except UserError as error:
-        message, code, trace = str(error), error.exit_code, traceback.format_exc()
+        message, exit_code, stack_trace = str(error), error.exit_code, traceback.format_exc()
     except Exception as error:
-        message, code, trace = f"{type(error).__name__}: {shorten(error)}", UNEXPECTED_ERROR, traceback.format_exc()
-    if code:
-        write_text(Path(folder) / f"error-{rank}.json", json.dumps({"message": message, "code": code, "trace": trace}))
+        message, exit_code, stack_trace = (
+            f"{type(error).__name__}: {shorten(error)}",
+            UNEXPECTED_ERROR,
+            traceback.format_exc(),
+        )
+    if exit_code:
+        write_text(
+            Path(folder) / f"error-{rank}.json",
+            json.dumps({"message": message, "code": exit_code, "trace": stack_trace}),
+        )
     sys.stdout.flush()
     sys.stderr.flush()
     # A normal exit of the interpreter may hang or abort in the destructor of a process group.
-    os._exit(code)
+    os._exit(exit_code)
 
 
-def _environment(rank: int, processes: int, settings: TrainerConfig, port: int) -> dict[str, str]:
-    """The environment of a run's process: that of this process with other rank variables."""
+def _process_environment(rank: int, num_processes: int, settings: TrainerConfig, port: int) -> dict[str, str]:
+    """Return the environment variables of a run's process: those of this process, with its own rank."""
     environment = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith("TORCHELASTIC") and name not in ("SLURM_NTASKS", "HYDRA_FULL_ERROR")
     }
     # The process imports this copy of istar, even if another one is installed.
-    paths = [str(Path(__file__).parents[2]), environment.get("PYTHONPATH")]
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    python_paths = [str(Path(__file__).parents[2]), environment.get("PYTHONPATH")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, python_paths))
     if settings.num_nodes == 1:
         environment = {name: value for name, value in environment.items() if name not in RANK_VARIABLES}
-    if processes > 1 or settings.num_nodes > 1:
+    if num_processes > 1 or settings.num_nodes > 1:
         environment["LOCAL_RANK"] = str(rank)
         environment.setdefault("NODE_RANK", "0")
         environment.setdefault("MASTER_ADDR", "127.0.0.1")
         environment.setdefault("MASTER_PORT", str(port))
         # With one thread per core in each process, the processes would compete for the cores.
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
     return environment
 
 
-def _run_error(folder: Path, codes: dict[int, int], processes: int, signals: Sequence[int]) -> UserError:
-    """The error that ended a run: a `UserError`, else the signal that killed a process, else an unexpected exception.
+def _make_run_error(
+    folder: Path, exit_code_by_rank: dict[int, int], num_processes: int, signals: Sequence[int]
+) -> UserError:
+    """Return the error that ended a run, given the exit codes of the processes that failed, by rank.
 
-    The order matters because the other processes fail, too, once one is gone. `codes` are the exit codes of the failed
-    processes by rank.
+    A `UserError` of any process comes first, then the signal that killed a process, then an unexpected exception. The
+    order matters because the failure of one process makes the others fail, too.
     """
-    errors = {rank: json.loads(path.read_text()) for rank in codes if (path := folder / f"error-{rank}.json").exists()}
-    known = [error for error in errors.values() if error["code"] != UNEXPECTED_ERROR]
-    if known or len(errors) == len(codes):
-        error = (known or list(errors.values()))[0]
-        if SHOW_TRACE or not known:
-            print(error["trace"], file=sys.stderr, end="")
-        return _user_error(error["message"], error["code"])
-    rank = min(codes.keys() - errors.keys())
-    code = codes[rank]
-    if -code in signals:
-        name = signal.Signals(-code).name
-        return StoppedError(f"stopped by {name} outside of the training; the same command goes on from there", -code)
-    process = f"process {rank} of {processes}" if processes > 1 else "the process of the run"
-    return _user_error(f"{process} {describe_exit(code)}; the same command goes on from the last checkpoint")
+    error_by_rank = {
+        rank: json.loads(path.read_text())
+        for rank in exit_code_by_rank
+        if (path := folder / f"error-{rank}.json").exists()
+    }
+    user_errors = [error for error in error_by_rank.values() if error["code"] != UNEXPECTED_ERROR]
+    if user_errors or len(error_by_rank) == len(exit_code_by_rank):
+        first_error = (user_errors or list(error_by_rank.values()))[0]
+        if SHOW_TRACE or not user_errors:
+            print(first_error["trace"], file=sys.stderr, end="")
+        return _make_user_error(first_error["message"], first_error["code"])
+    rank = min(exit_code_by_rank.keys() - error_by_rank.keys())
+    exit_code = exit_code_by_rank[rank]
+    if -exit_code in signals:
+        name = signal.Signals(-exit_code).name
+        return StoppedError(
+            f"stopped by {name} outside of the training; the same command goes on from there", -exit_code
+        )
+    process_label = f"process {rank} of {num_processes}" if num_processes > 1 else "the process of the run"
+    return _make_user_error(
+        f"{process_label} {describe_exit_code(exit_code)}; the same command resumes from the last checkpoint"
+    )
 
 
-def describe_exit(code: int) -> str:
-    """An exit code in words; negative codes are signals, as in `subprocess`."""
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+def describe_exit_code(exit_code: int) -> str:
+    """Describe how a process ended, given its exit code, which is negative for a signal as in `subprocess`."""
+    return f"was killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with exit code {exit_code}"
 
 
-def _user_error(message: str, code: int = UNEXPECTED_ERROR) -> UserError:
-    """The exception for the message and the exit code of a process."""
-    if code > StoppedError.exit_code:
-        return StoppedError(message, code - StoppedError.exit_code)
-    if code == LockedError.exit_code:
+def _make_user_error(message: str, exit_code: int = UNEXPECTED_ERROR) -> UserError:
+    """Return the exception that corresponds to the message and the exit code of a process."""
+    if exit_code > StoppedError.exit_code:
+        return StoppedError(message, exit_code - StoppedError.exit_code)
+    if exit_code == LockedError.exit_code:
         return LockedError(message)
     error = UserError(message)
-    error.exit_code = code
+    error.exit_code = exit_code
     return error
 
 
 @contextmanager
 def forward_signals(runs: Sequence[RunProcesses]) -> Iterator[list[int]]:
-    """Forward signals to the processes of the runs; yields the list of the received signals, which grows."""
+    """Forward signals to the processes of the runs during the `with` block.
+
+    Yields the list of the received signal numbers, to which each further signal is appended.
+    """
     signals: list[int] = []
 
-    def forward(number: int, frame: FrameType | None) -> None:
-        signals.append(number)
+    def forward(signal_number: int, frame: FrameType | None) -> None:
+        """Handle a signal by forwarding it to all runs."""
+        signals.append(signal_number)
         for run in runs:
-            run.send_signal(number)
+            run.send_signal(signal_number)
 
-    is_main = threading.current_thread() is threading.main_thread()
-    handlers = {number: signal.signal(number, forward) for number in FORWARDED_SIGNALS if is_main}
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    previous_handlers = {
+        signal_number: signal.signal(signal_number, forward) for signal_number in FORWARDED_SIGNALS if is_main_thread
+    }
     try:
         yield signals
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        for signal_number, handler in previous_handlers.items():
+            signal.signal(signal_number, handler)
 
 
 @contextmanager
 def blocked_signals() -> Iterator[None]:
-    """Delay signals until the end of the block; a process started in the block inherits the mask and unblocks them."""
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED_SIGNALS)
+    """Delay signals until the end of the `with` block.
+
+    A process that is started in the block inherits the signal mask, and unblocks the signals when it is ready.
+    """
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED_SIGNALS)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
 
 
-def _terminate_with_parent(parent: int) -> None:
-    """Send SIGTERM to this process when its parent has died."""
+def _terminate_with_parent(parent_pid: int) -> None:
+    """Start a thread that sends SIGTERM to this process when its parent has died."""
 
-    def watch() -> None:
-        while os.getppid() == parent:
+    def terminate_when_parent_ends() -> None:
+        """Wait until the parent has ended, then send SIGTERM to this process."""
+        while os.getppid() == parent_pid:
             time.sleep(0.25)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    threading.Thread(target=watch, daemon=True).start()
+    threading.Thread(target=terminate_when_parent_ends, daemon=True).start()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The data of a run, tokenized: rows for training and evaluation, and what turns outputs into metrics."""
+"""Tokenizes the data of a run: rows for training and evaluation, and evaluators that turn outputs into metrics."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from istar import models
 from istar.config import Config
 from istar.errors import UserError, shorten
-from istar.files import cache_folder, new_folder
+from istar.files import atomic_folder, cache_folder
 from istar.runs.store import Examples
 from istar.tasks.blocks import Corpus
 from istar.tasks.evaluation import Evaluator, constant_baseline
@@ -42,8 +42,8 @@ class PreparedData:
     """The tokenized data of a run.
 
     Attributes:
-        examples: the examples, with evaluation sets cut to `trainer.limit_val_batches`.
-        train, validation, test: rows of the splits.
+        examples: the examples before tokenization, with evaluation sets cut to `trainer.limit_val_batches`.
+        train, validation, test: tokenized rows of the splits.
         evaluators: evaluator of each validation set, by the suffix of its metrics.
         test_evaluators: evaluator of each test set.
         corpus: tokens of the training data, for language modelling only.
@@ -57,102 +57,109 @@ class PreparedData:
     test_evaluators: Sequence[Evaluator] = ()
     corpus: Corpus | None = None
 
-    def baseline(self, spec: TaskSpec, collate: Collate, batch_size: int, vocabulary: int) -> dict[str, float]:
-        """Return the metrics of a prediction that ignores the input, on the first validation set."""
+    def compute_baseline(
+        self, spec: TaskSpec, collate: Collate, batch_size: int, vocabulary_size: int
+    ) -> dict[str, float]:
+        """Compute the metrics of a prediction that ignores the input, on the first validation set."""
         if self.corpus is None:
             return constant_baseline(spec, self.examples.train, self.examples.validation[0])
         rows = self.validation[0]
         batches = build_evaluation_loader(rows, collate, batch_size, range(len(rows)))
         labels: list[Tensor] = [batch["labels"][:, 1:] if _is_causal(spec) else batch["labels"] for batch in batches]
         evaluator: LanguageModelEvaluator = self.evaluators[""]
-        return evaluator.unigram_baseline(self.corpus, labels, vocabulary)
+        return evaluator.unigram_baseline(self.corpus, labels, vocabulary_size)
 
 
-def prepare(
+def prepare_data(
     spec: TaskSpec, config: Config, examples: Examples, tokenizer: PreTrainedTokenizerBase, model_config: Any
 ) -> PreparedData:
-    """Tokenize all splits, using the cache of tokenized data.
+    """Tokenize all splits of a task, or read them from the cache of tokenized data.
 
     Raises:
         UserError: if the data do not fit the task or the model.
     """
-    length = limit_max_length(tokenizer, model_config, config.task.max_length or spec.max_length)
+    max_length = limit_max_length(tokenizer, model_config, config.task.max_length or spec.max_length)
     if spec.is_language_modelling:
-        return _prepare_text(spec, config, examples, tokenizer, length)
-    return _prepare_labelled(spec, config, examples, tokenizer, length)
+        return _prepare_documents(spec, config, examples, tokenizer, max_length)
+    return _prepare_labelled(spec, config, examples, tokenizer, max_length)
 
 
 def load_tokenizer(
     config: Config, spec: TaskSpec, examples: Examples, data_fingerprint: str
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of the model, or train one on the training texts; a trained one is kept in the cache.
+    """Load the tokenizer of the model, or train one on the training texts and keep it in the cache.
 
     Raises:
         UserError: see `istar.models.load_tokenizer`.
     """
     if not config.model.trains_tokenizer:
         return models.load_tokenizer(config.model)
-    description = [repr(config.model), data_fingerprint, tokenizers.__version__, transformers.__version__]
-    key = hashlib.sha256(json.dumps(description).encode()).hexdigest()
-    folder = cache_folder(config.data.cache_dir) / "tokenizers" / key
+    key_parts = [repr(config.model), data_fingerprint, tokenizers.__version__, transformers.__version__]
+    cache_key = hashlib.sha256(json.dumps(key_parts).encode()).hexdigest()
+    folder = cache_folder(config.data.cache_dir) / "tokenizers" / cache_key
     if not folder.exists():
         columns = [examples.train[name] for name in spec.text_columns]
         texts = columns[0] if len(columns) == 1 else list(chain(*columns))
         log.info("training a tokenizer on %d texts", len(texts))
         tokenizer = models.load_tokenizer(config.model, texts)
         try:
-            with new_folder(folder) as draft:
-                tokenizer.save_pretrained(draft)
+            with atomic_folder(folder) as temporary_folder:
+                tokenizer.save_pretrained(temporary_folder)
         except OSError as error:
             raise UserError(
                 f"the tokenizer cannot be cached: {shorten(error)}; name another folder with data.cache_dir"
             ) from error
-    # Also the process that trained it loads it from the folder, so that all processes have the same object.
+    # The process that trained the tokenizer loads it, too, so that all processes have the same object.
     return models.load_tokenizer(replace(config.model, tokenizer=str(folder)))
 
 
-def collator(spec: TaskSpec, config: Config, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> Collate:
-    """Return the function that makes a batch of rows for a model."""
+def make_collator(
+    spec: TaskSpec, config: Config, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
+) -> Collate:
+    """Create the collator of a task, which makes a batch for the model out of rows."""
     if not spec.is_language_modelling:
         return Collator(tokenizer, with_positions=models.accepts_position_ids(model))
-    return BlockCollator(tokenizer.pad_token_id, _isolate(spec, config, model), _is_causal(spec))
+    return BlockCollator(tokenizer.pad_token_id, _make_isolating_inputs(spec, config, model), _is_causal(spec))
 
 
-def _isolate(spec: TaskSpec, config: Config, model: PreTrainedModel) -> Callable[[Tensor], dict[str, Tensor]] | None:
-    """Return the function that gives packed documents the inputs that keep them apart in the model.
+def _make_isolating_inputs(
+    spec: TaskSpec, config: Config, model: PreTrainedModel
+) -> Callable[[Tensor], dict[str, Tensor]] | None:
+    """Return a function that computes the inputs by which the model keeps the documents of a packed block apart.
 
-    It is None if blocks hold one document each, or if the model has no such inputs, about which a line is logged.
+    Returns None if documents are not packed, or if the model has no such inputs, in which case a warning is logged.
     """
     if not config.task.packing:
         return None
-    way = models.isolation(model)
-    if way is None:
+    isolation_inputs = models.isolation(model)
+    if isolation_inputs is None:
         log.warning(
             "%s attends across the documents of a block, because it has no inputs that prevent it; "
             "task.packing=false gives each document blocks of its own",
             model.config.model_type,
         )
         return None
-    return partial(models.make_isolating_inputs, way, is_causal=_is_causal(spec))
+    return partial(models.make_isolating_inputs, isolation_inputs, is_causal=_is_causal(spec))
 
 
 def _is_causal(spec: TaskSpec) -> bool:
+    """Return whether the task is causal language modelling, where each token is predicted from those before it."""
     return spec.kind == "causal_lm"
 
 
-def _prepare_text(
-    spec: TaskSpec, config: Config, examples: Examples, tokenizer: PreTrainedTokenizerBase, length: int
+def _prepare_documents(
+    spec: TaskSpec, config: Config, examples: Examples, tokenizer: PreTrainedTokenizerBase, max_length: int
 ) -> PreparedData:
-    """Tokenize documents and cut them into blocks."""
+    """Tokenize the documents of a language modelling task and cut them into blocks of `max_length` tokens."""
     cache = cache_folder(config.data.cache_dir)
     masking = None if _is_causal(spec) else Masking(tokenizer, config.task.whole_word)
     document_sets = (examples.train, *examples.validation)
     corpora = [load_or_tokenize_corpus(documents, tokenizer, cache) for documents in document_sets]
     train, *validation = (
-        BlockRows(cut_into_blocks(spec, corpus, tokenizer, length, config.task.packing), masking, config.seed)
+        BlockRows(cut_into_blocks(spec, corpus, tokenizer, max_length, config.task.packing), masking, config.seed)
         for corpus in corpora
     )
-    validation = [rows.take_first(_evaluated_rows(config, len(rows))) for rows in validation]
+    validation = [rows.take_first(_num_evaluated_rows(config, len(rows))) for rows in validation]
     evaluators = {
         split.suffix: LanguageModelEvaluator(spec, len(rows))
         for split, rows in zip(spec.validation, validation, strict=True)
@@ -161,23 +168,23 @@ def _prepare_text(
 
 
 def _prepare_labelled(
-    spec: TaskSpec, config: Config, examples: Examples, tokenizer: PreTrainedTokenizerBase, length: int
+    spec: TaskSpec, config: Config, examples: Examples, tokenizer: PreTrainedTokenizerBase, max_length: int
 ) -> PreparedData:
-    """Tokenize texts with labels or answers."""
+    """Tokenize the texts of a task with labels or answers."""
     tokenize = partial(
         featurize,
         spec,
         tokenizer=tokenizer,
-        max_length=length,
+        max_length=max_length,
         doc_stride=config.task.doc_stride,
         cache_dir=cache_folder(config.data.cache_dir),
     )
     train = tokenize(examples.train, training=True)
     validation = [(rows, tokenize(rows, training=False)) for rows in examples.validation]
-    validation = [_first_features(*pair, _evaluated_rows(config, len(pair[1]))) for pair in validation]
+    validation = [_take_first_features(*pair, _num_evaluated_rows(config, len(pair[1]))) for pair in validation]
     test = [(rows, tokenize(rows, training=False)) for rows in examples.test]
     if config.trainer.fast_dev_run:
-        test = [_first_features(*pair, _evaluated_rows(config, len(pair[1]))) for pair in test]
+        test = [_take_first_features(*pair, _num_evaluated_rows(config, len(pair[1]))) for pair in test]
     examples = replace(examples, validation=[rows for rows, _ in validation], test=[rows for rows, _ in test])
     evaluators = {
         split.suffix: Evaluator(spec, *pair, config.task.n_best, config.task.max_answer_length)
@@ -193,22 +200,27 @@ def _prepare_labelled(
     )
 
 
-def _evaluated_rows(config: Config, count: int) -> int:
-    """Return how many of the rows of an evaluation set are used: `fast_dev_run` or `limit_val_batches` batches.
+def _num_evaluated_rows(config: Config, num_rows: int) -> int:
+    """Return how many rows of an evaluation set are used, as `fast_dev_run` and `limit_val_batches` limit its batches.
 
-    Lightning would leave out batches while it validates, but metrics need the predictions of complete sets.
+    The set is cut beforehand because Lightning would skip batches, but metrics need predictions for complete sets.
     """
-    limit = 1 if config.trainer.fast_dev_run else config.trainer.lightning.get("limit_val_batches", 1.0)
-    size = limit * config.data.eval_batch_size if type(limit) is int else max(1, int(limit * count))
-    return min(count, size)
+    batch_limit = 1 if config.trainer.fast_dev_run else config.trainer.lightning.get("limit_val_batches", 1.0)
+    max_rows = (
+        batch_limit * config.data.eval_batch_size if type(batch_limit) is int else max(1, int(batch_limit * num_rows))
+    )
+    return min(num_rows, max_rows)
 
 
-def _first_features(rows: Dataset, tokens: Dataset, size: int) -> tuple[Dataset, Dataset]:
-    """Return the first examples that have at most `size` features together (for spans: windows), and these features."""
-    if len(tokens) <= size:
-        return rows, tokens
-    example_ids = tokens["example_id"][: size + 1]
-    incomplete = example_ids[size]
-    if incomplete == 0:
-        raise UserError(f"the first example has more than {size} windows; set a larger data.eval_batch_size")
-    return rows.select(range(incomplete)), tokens.select(range(example_ids.index(incomplete)))
+def _take_first_features(examples: Dataset, features: Dataset, max_features: int) -> tuple[Dataset, Dataset]:
+    """Return the first examples, as many as have at most `max_features` features together, and their features.
+
+    An example has one feature or, for questions with answer spans, one for each window of its text.
+    """
+    if len(features) <= max_features:
+        return examples, features
+    example_ids = features["example_id"][: max_features + 1]
+    num_complete = example_ids[max_features]
+    if num_complete == 0:
+        raise UserError(f"the first example has more than {max_features} windows; set a larger data.eval_batch_size")
+    return examples.select(range(num_complete)), features.select(range(example_ids.index(num_complete)))

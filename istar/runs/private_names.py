@@ -10,15 +10,15 @@ if TYPE_CHECKING:
 
 
 def is_compile_error(error: Exception) -> bool:
-    """Whether `torch.compile` raised the error: torch has no public base class of its compile errors."""
+    """Return whether `torch.compile` raised the error; torch has no public base class of its compile errors."""
     from torch._dynamo.exc import TorchDynamoException
 
     return isinstance(error, TorchDynamoException)
 
 
-def load_trial(study: "optuna.Study", number: int) -> "optuna.trial.Trial":
-    """Load a started trial by its number, so that it can be resumed: Optuna's public trials can only be read."""
+def load_trial(study: "optuna.Study", trial_number: int) -> "optuna.trial.Trial":
+    """Load a started trial by its number so that it can be resumed; Optuna's public trials can only be read."""
     import optuna
 
-    known = study.get_trials(deepcopy=False)[number]
-    return optuna.trial.Trial(study, known._trial_id)
+    frozen_trial = study.get_trials(deepcopy=False)[trial_number]
+    return optuna.trial.Trial(study, frozen_trial._trial_id)

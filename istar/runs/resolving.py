@@ -1,4 +1,4 @@
-"""Replacement of settings whose meaning depends on the machine or the moment by the values that they have now.
+"""Replaces settings that depend on the machine or the time, such as the branch of a hub model, by fixed values.
 
 Large libraries are imported within the functions, because their import takes seconds and many configs need none.
 """
@@ -8,10 +8,10 @@ from dataclasses import replace
 from istar.config import Config, ModelConfig
 
 
-def resolve(config: Config) -> Config:
+def resolve_config(config: Config) -> Config:
     """Replace `trainer.precision=auto` by a precision, and the branch of a hub model by its commit.
 
-    The name of a run contains both, and all its processes must use the same.
+    Both are part of the hash in the run's name, and all processes of the run must use the same values.
 
     Raises:
         UserError: if `resolve_model` fails.
@@ -21,9 +21,9 @@ def resolve(config: Config) -> Config:
 
 
 def resolve_precision(config: Config) -> Config:
-    """Replace `trainer.precision=auto` by the precision that is fast on this machine.
+    """Replace `trainer.precision=auto` by a precision that is fast on this machine.
 
-    A warning is logged if the requested precision is slow on this machine.
+    A warning is logged if another precision is requested that is slow on this machine.
     """
     if config.trainer.precision in ("32-true", "16-mixed"):
         return config
@@ -33,9 +33,9 @@ def resolve_precision(config: Config) -> Config:
 
 
 def resolve_model(config: ModelConfig) -> ModelConfig:
-    """Replace the branch or tag in the config of a hub model by its commit, by which all files are then loaded.
+    """Replace the branch or tag in the config of a hub model by its commit, so that all files have the same version.
 
-    A tokenizer of the hub becomes `<hub id>@<commit>`. Everything else is returned unchanged.
+    A tokenizer from the hub becomes `<hub id>@<commit>`. Other models and tokenizers are left unchanged.
 
     Raises:
         UserError: if `istar.tasks.hub.find_commit` does not find the commit.

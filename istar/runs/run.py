@@ -1,4 +1,4 @@
-"""Executes a run: `run(config)` assembles data, model, penalty and trainer, trains, and writes the results."""
+"""Executes a run: `run(config)` assembles data, model, penalty and trainer, trains the model and writes the results."""
 
 import json
 import logging
@@ -26,7 +26,7 @@ from istar.config import Config, TensorBoardConfig, TrainerConfig
 from istar.config.penalties import CosRegConfig
 from istar.config.schema import to_dict
 from istar.errors import NonFiniteError, StoppedError, UserError, shorten
-from istar.files import atomic_write, remove_drafts, sole_writer, write_text
+from istar.files import atomic_write, lock_folder, remove_temporary_files, write_text
 from istar.regularizers import EmbeddingWatch, IStar, Watch, layer_numbers, special_ids
 from istar.regularizers.by_sentence import MIN_SENTENCES
 from istar.regularizers.istar import BY_SENTENCE
@@ -35,11 +35,11 @@ from istar.reports.run_picture import isotropy_picture
 from istar.reports.run_tables import summary
 from istar.results import RunRecord
 from istar.runs import extras
-from istar.runs.prepared_data import PreparedData, collator, load_tokenizer, prepare
+from istar.runs.prepared_data import PreparedData, load_tokenizer, make_collator, prepare_data
 from istar.runs.private_names import is_compile_error, load_trial
-from istar.runs.provenance import code_state, hardware
-from istar.runs.resolving import resolve
-from istar.runs.store import Examples, finished_run, load_examples, model_identity, run_folder, task_spec
+from istar.runs.provenance import describe_code, describe_hardware
+from istar.runs.resolving import resolve_config
+from istar.runs.store import Examples, find_task_spec, identify_model, load_examples, read_finished_run, run_folder_path
 from istar.tasks.evaluation import write_submission
 from istar.tasks.loading import count_overlap, fingerprint
 from istar.tasks.specs import TaskSpec
@@ -73,8 +73,8 @@ from istar.training.trainer import (
 from istar.training.validation_geometry import measure_validation_geometry
 from istar.training.validation_isoscore_star import compute_isoscore_star_by_layer
 
-CHECKPOINTS = "checkpoints"
-PICTURE = "isotropy.png"
+CHECKPOINTS_FOLDER = "checkpoints"
+ISOTROPY_PICTURE = "isotropy.png"
 GEOMETRY_PICTURE = "geometry_over_steps.png"
 T = TypeVar("T")
 
@@ -83,22 +83,22 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Job:
-    """The assembled parts of a run, ready to train."""
+    """The parts of a run, assembled and ready to train: config, data, model, callbacks and trainer."""
 
     config: Config
     spec: TaskSpec
     folder: Path
-    prepared: PreparedData
+    prepared_data: PreparedData
     tokenizer: PreTrainedTokenizerBase
     module: FineTuner
-    data: FineTuningData
+    data_module: FineTuningData
     trainer: L.Trainer
-    isotropy: LayerIsotropy
+    layer_isotropy: LayerIsotropy
     history: History
-    refresh: ShrinkageCovariance | None
+    covariance_callback: ShrinkageCovariance | None
     checkpoints: Checkpoints | None
-    metrics: MetricsFile
-    stop: StopSignal
+    metrics_file: MetricsFile
+    stop_signal: StopSignal
 
 
 def run(config: Config, console: Console | None = None, trial: str | None = None) -> RunRecord:
@@ -107,54 +107,54 @@ def run(config: Config, console: Console | None = None, trial: str | None = None
     If a run of an equal config is finished, its record is returned without training. An interrupted run resumes from
     its last checkpoint, with the same results as without the interruption.
 
-    Writes `result.json`, `config.yaml`, `predictions.jsonl`, `geometry.json`, `metrics.csv`, `model/` and
-    `checkpoints/` into `<run.root>/<name>/`, but nothing before the data, the tokenizer and the model are loaded.
+    `result.json`, `config.yaml`, `predictions.jsonl`, `geometry.json`, `metrics.csv`, `model/` and `checkpoints/` are
+    written into `<run.root>/<name>/`, but nothing is written before the data, the tokenizer and the model are loaded.
 
     Args:
-        config: from `istar.config.schema.load`.
-        console: prints the table of results; None prints nothing.
-        trial: the trial of a search that may prune the run, as in `sweep.trial`.
+        config: settings of the run, as `istar.config.schema.load` returns them.
+        console: console that prints the table of results; None prints nothing.
+        trial: address of the Optuna trial that may prune the run, as in `sweep.trial`; None outside of a search.
 
     Raises:
         UserError: for any mistake in the config, the data or the model that the user can correct.
         StoppedError: if a signal has stopped the run; its checkpoints are kept.
     """
-    started = time.perf_counter()
+    start_time = time.perf_counter()
     if getattr(rank_zero_only, "rank", 0):
         # Only rank 0 logs, because all ranks would log the same.
         logging.getLogger("istar").setLevel(logging.ERROR)
-    config = resolve(config)
+    config = resolve_config(config)
     if isinstance(config.logger, TensorBoardConfig):
         extras.require("logger=tensorboard", "tensorboard")
     if config.model.lora:
         extras.require("model.lora=true", "lora")
-    spec = task_spec(config.task)
-    _check_has_classes(config, spec)
+    spec = find_task_spec(config.task)
+    _check_penalty_fits_task(config, spec)
     check_precision_support(config.trainer)
     examples = load_examples(spec, config.task, config.data.cache_dir)
     data_fingerprint = fingerprint(examples.train, *examples.validation)
     tokenizer = load_tokenizer(config, spec, examples, data_fingerprint)
-    folder = run_folder(config, data_fingerprint, model_identity(config.model))
-    finished = None if config.run.overwrite else finished_run(folder, config)
-    if finished is None:
-        job = _assemble(config, spec, folder, examples, tokenizer, trial)
-        _check_processes(job)
+    folder = run_folder_path(config, data_fingerprint, identify_model(config.model))
+    finished_record = None if config.run.overwrite else read_finished_run(folder, config)
+    if finished_record is None:
+        job = _assemble_job(config, spec, folder, examples, tokenizer, trial)
+        _check_num_processes(job)
         _check_last_batch(job)
-        check_validation_interval(config.trainer, _batches_per_epoch(job))
-        with _process_group(job.trainer), sole_writer(folder) if job.trainer.is_global_zero else nullcontext():
-            _check_agreement(job)
-            finished, checkpoint = _on_rank_zero(job.trainer, lambda: _prepare_folder(job))
-            if finished is None:
+        check_validation_interval(config.trainer, _count_batches_per_epoch(job))
+        with _process_group(job.trainer), lock_folder(folder) if job.trainer.is_global_zero else nullcontext():
+            _check_same_run_on_all_ranks(job)
+            finished_record, checkpoint = _call_on_rank_zero(job.trainer, lambda: _prepare_folder(job))
+            if finished_record is None:
                 with preserve_signal_handlers():
-                    record = _train_and_record(job, checkpoint, data_fingerprint, started)
-                _print_summary(console, record, f"{folder}{os.sep}, with a picture of the table: {PICTURE}")
+                    record = _train_and_record(job, checkpoint, data_fingerprint, start_time)
+                _print_summary(console, record, f"{folder}{os.sep}, with a picture of the table: {ISOTROPY_PICTURE}")
                 return record
-    log_result_to_sweep_agent(config, asdict(finished), folder)
-    _print_summary(console, finished, f"{folder} is finished; run.overwrite=true runs it again")
-    return finished
+    log_result_to_sweep_agent(config, asdict(finished_record), folder)
+    _print_summary(console, finished_record, f"{folder} is finished; run.overwrite=true runs it again")
+    return finished_record
 
 
-def _assemble(
+def _assemble_job(
     config: Config,
     spec: TaskSpec,
     folder: Path,
@@ -162,42 +162,45 @@ def _assemble(
     tokenizer: PreTrainedTokenizerBase,
     trial: str | None,
 ) -> Job:
-    """Build tokenized data, model, penalty, callbacks and trainer; writes no files but the cache of tokenized data."""
+    """Build tokenized data, model, penalty, callbacks and trainer; write no files but the cache of tokenized data."""
     model_config = models.load_config(config.model, spec, tokenizer)
     if isinstance(config.reg, CosRegConfig):
+        # Called only to refuse layers that the model does not have.
         layer_numbers(model_config.num_hidden_layers, config.reg.layers)
-    prepared = prepare(spec, config, examples, tokenizer, model_config)
+    prepared_data = prepare_data(spec, config, examples, tokenizer, model_config)
     # From here on, only the initialization of the head and dropout draw from the global random generators.
     L.seed_everything(config.seed, workers=True, verbose=False)
     model = models.load_model(config.model, spec, model_config, tokenizer)
-    # Before the penalty is attached, because the model is tried out.
-    collate = collator(spec, config, tokenizer, model)
+    # Created before the penalty is attached, because this runs the model on a trial input.
+    collate = make_collator(spec, config, tokenizer, model)
     watch = config.reg.attach(model, special_ids(tokenizer), config.seed)
-    module = _module(config, spec, model, watch, prepared)
-    data = FineTuningData(prepared.train, prepared.validation, prepared.test, collate, config.data, config.seed)
-    isotropy = LayerIsotropy()
-    classes = ClassIsotropyCallback() if spec.kind == "classification" else None
-    history = History(spec.selection_metric, isotropy, writes_checkpoints(config.trainer), classes)
-    stop, metrics = StopSignal(), MetricsFile(folder / results.METRICS)
-    refresh = _refresh(config, module, data, stop)
-    callbacks: list[L.Callback] = [stop, isotropy, *([] if classes is None else [classes]), *_monitor(config.trainer)]
-    callbacks += [history, *_pruning(trial, history)]
-    callbacks += [refresh] if refresh is not None else []
-    callbacks += _instruments(config, folder, data, tokenizer)
-    checkpoints = _checkpoints(config.trainer, folder, history, metrics, stop)
+    module = _make_module(config, spec, model, watch, prepared_data)
+    data_module = FineTuningData(
+        prepared_data.train, prepared_data.validation, prepared_data.test, collate, config.data, config.seed
+    )
+    layer_isotropy = LayerIsotropy()
+    class_isotropy = ClassIsotropyCallback() if spec.kind == "classification" else None
+    history = History(spec.selection_metric, layer_isotropy, writes_checkpoints(config.trainer), class_isotropy)
+    stop_signal, metrics_file = StopSignal(), MetricsFile(folder / results.METRICS)
+    covariance_callback = _make_covariance_callback(config, module, data_module, stop_signal)
+    callbacks: list[L.Callback] = [stop_signal, layer_isotropy, *([] if class_isotropy is None else [class_isotropy])]
+    callbacks += [*_make_isotropy_monitors(config.trainer), history, *_make_pruning_callbacks(trial, history)]
+    callbacks += [covariance_callback] if covariance_callback is not None else []
+    callbacks += _make_observing_callbacks(config, folder, data_module, tokenizer)
+    checkpoints = _make_checkpoints(config.trainer, folder, history, metrics_file, stop_signal)
     trainer = build_trainer(config.trainer, spec.selection_metric, folder, callbacks, checkpoints)
     if trainer.strategy.root_device.type == "cpu":
         keep_freed_memory()
     return Job(
-        config, spec, folder, prepared, tokenizer, module, data, trainer,
-        isotropy, history, refresh, checkpoints, metrics, stop,
+        config, spec, folder, prepared_data, tokenizer, module, data_module, trainer,
+        layer_isotropy, history, covariance_callback, checkpoints, metrics_file, stop_signal,
     )  # fmt: skip
 
 
-def _module(
+def _make_module(
     config: Config, spec: TaskSpec, model: PreTrainedModel, watch: Watch | EmbeddingWatch | None, prepared: PreparedData
 ) -> FineTuner:
-    """The LightningModule of the task."""
+    """Create the LightningModule that trains the model on the task with the penalty that `watch` computes."""
     options: dict[str, Any] = {
         "skip_nonfinite": config.trainer.nonfinite == "skip",
         "max_steps": config.trainer.lightning.get("max_steps"),
@@ -210,36 +213,41 @@ def _module(
     return LanguageModelTuner(model, watch, optim, prepared.evaluators, **options)
 
 
-def _checkpoints(
-    settings: TrainerConfig, folder: Path, history: History, metrics: MetricsFile, stop: StopSignal
+def _make_checkpoints(
+    settings: TrainerConfig, folder: Path, history: History, metrics_file: MetricsFile, stop_signal: StopSignal
 ) -> Checkpoints | None:
+    """Return the callback that saves checkpoints, or None if the trainer is configured without checkpoints."""
     if not writes_checkpoints(settings):
         return None
     steps, minutes = settings.checkpoint_every_n_steps, settings.checkpoint_every_n_minutes
-    return Checkpoints(folder / CHECKPOINTS, folder.name, history, metrics, stop, steps, minutes)
+    return Checkpoints(folder / CHECKPOINTS_FOLDER, folder.name, history, metrics_file, stop_signal, steps, minutes)
 
 
-def _monitor(settings: TrainerConfig) -> list[L.Callback]:
+def _make_isotropy_monitors(settings: TrainerConfig) -> list[L.Callback]:
+    """Return the callback that monitors isotropy during training, in a list that is empty if no setting needs it."""
     if not settings.monitor_isotropy and settings.stop_at_inter_sim is None:
         return []
     return [IsotropyMonitor(settings.stop_at_inter_sim, settings.inter_sim_patience)]
 
 
-def _instruments(
-    config: Config, folder: Path, data: FineTuningData, tokenizer: PreTrainedTokenizerBase
+def _make_observing_callbacks(
+    config: Config, folder: Path, data_module: FineTuningData, tokenizer: PreTrainedTokenizerBase
 ) -> list[L.Callback]:
-    """The callbacks that observe the training every so many steps: the geometry probe and the kept models."""
+    """Return the callbacks that measure the geometry, or save the model, at scheduled steps of the training."""
     callbacks: list[L.Callback] = []
     settings = config.trainer
     if settings.measure_every_n_steps is not None:
         steps, examples = settings.measure_every_n_steps, settings.measure_examples
-        callbacks.append(GeometryProbe(data.validation[0], data.collate, config.data.eval_batch_size, steps, examples))
+        callbacks.append(
+            GeometryProbe(data_module.validation[0], data_module.collate, config.data.eval_batch_size, steps, examples)
+        )
     if settings.keep_models is not None:
         callbacks.append(KeptModels(folder / results.KEPT_MODELS, settings.keep_models, tokenizer))
     return callbacks
 
 
-def _pruning(trial: str | None, history: History) -> list[L.Callback]:
+def _make_pruning_callbacks(trial: str | None, history: History) -> list[L.Callback]:
+    """Return the callback that prunes the run of an Optuna trial, in a list that is empty without a trial."""
     if trial is None:
         return []
     from istar.training.pruning import PruningCallback, TrialReference
@@ -247,8 +255,10 @@ def _pruning(trial: str | None, history: History) -> list[L.Callback]:
     return [PruningCallback(TrialReference.parse(trial), history, load_trial)]
 
 
-def _refresh(config: Config, module: FineTuner, data: FineTuningData, stop: StopSignal) -> ShrinkageCovariance | None:
-    """The callback that refreshes the shrinkage covariance; None if the penalty does not need it."""
+def _make_covariance_callback(
+    config: Config, module: FineTuner, data_module: FineTuningData, stop_signal: StopSignal
+) -> ShrinkageCovariance | None:
+    """Return the callback that refreshes the shrinkage covariance, or None if the penalty does not need it."""
     watch = module.watch
     if watch is None or not isinstance(watch.penalty, IStar) or watch.penalty.weight == 0:
         return None
@@ -257,76 +267,80 @@ def _refresh(config: Config, module: FineTuner, data: FineTuningData, stop: Stop
     points, batch_size, progress_bar = config.reg.num_points, config.data.eval_batch_size, config.trainer.progress_bar
     return ShrinkageCovariance(
         watch,
-        data.train,
-        data.collate,
+        data_module.train,
+        data_module.collate,
         points,
         batch_size,
         config.seed,
         progress_bar=progress_bar,
         every_n_steps=config.reg.refresh_every_n_steps,
-        stop_signal=stop,
+        stop_signal=stop_signal,
     )
 
 
-def _check_has_classes(config: Config, spec: TaskSpec) -> None:
-    """Refuse a penalty within classes for a task that has none."""
-    within = getattr(config.reg, "within", None)
-    if within is not None and spec.kind != "classification":
+def _check_penalty_fits_task(config: Config, spec: TaskSpec) -> None:
+    """Raise a `UserError` if the penalty is computed within classes, but the task has no classes."""
+    within_classes = getattr(config.reg, "within", None)
+    if within_classes is not None and spec.kind != "classification":
         kind = "language modelling" if spec.is_language_modelling else f"a {spec.kind} task"
-        raise UserError(f"reg.within={within} needs a classification task; {spec.name} is {kind}, so leave it out")
+        raise UserError(
+            f"reg.within={within_classes} needs a classification task; {spec.name} is {kind}, so leave it out"
+        )
 
 
-def _check_processes(job: Job) -> None:
-    """Refuse a trainer that needs more processes than are running, or more than an evaluation set has examples."""
+def _check_num_processes(job: Job) -> None:
+    """Raise a `UserError` if too few processes are running, or more than an evaluation set has examples."""
     if count_processes_to_start(job.trainer) > 1:
         # Lightning would start the others by executing the current script again.
         raise UserError(
             f"trainer.devices={job.config.trainer.devices} needs more processes than this one: train.py and "
-            "istar.runs.launch.launch(config, processes) start them"
+            "istar.runs.launch.launch(config, num_processes) start them"
         )
-    smallest = min(len(rows) for rows in (*job.prepared.validation, *job.prepared.test))
-    if smallest < job.trainer.world_size:
+    min_size = min(len(rows) for rows in (*job.prepared_data.validation, *job.prepared_data.test))
+    if min_size < job.trainer.world_size:
         raise UserError(
-            f"{job.trainer.world_size} processes are too many for an evaluation set of {smallest}; give fewer devices"
+            f"{job.trainer.world_size} processes are too many for an evaluation set of {min_size}; give fewer devices"
         )
 
 
 def _check_last_batch(job: Job) -> None:
-    """Refuse the estimator by sentence if the last micro-batch of an epoch has too few sequences for it."""
+    """Raise a `UserError` if the penalty is estimated by sentence, but the last micro-batch has too few sequences."""
     reg, data = job.config.reg, job.config.data
     # A row of a language model's batch may hold several sentences.
     if getattr(reg, "estimator", None) != BY_SENTENCE or job.spec.is_language_modelling:
         return
-    together = job.trainer.world_size if reg.sync else 1
-    examples = len(job.prepared.train) // (job.trainer.world_size // together)
-    rest = examples % (data.batch_size * together)
-    if 0 < rest < MIN_SENTENCES:
+    num_ranks = job.trainer.world_size if reg.sync else 1
+    num_examples = len(job.prepared_data.train) // (job.trainer.world_size // num_ranks)
+    num_left = num_examples % (data.batch_size * num_ranks)
+    if 0 < num_left < MIN_SENTENCES:
         raise UserError(
             f"reg.estimator={BY_SENTENCE} needs {MIN_SENTENCES} sequences in each micro-batch; with data.batch_size="
-            f"{data.batch_size}, the last one of {examples} examples has {rest}: choose another data.batch_size"
+            f"{data.batch_size}, the last one of {num_examples} examples has {num_left}: choose another data.batch_size"
         )
 
 
-def _batches_per_epoch(job: Job) -> int:
-    """Return the number of training batches of an epoch in each process."""
-    batches = math.ceil(math.ceil(len(job.prepared.train) / job.trainer.world_size) / job.config.data.batch_size)
-    limit = job.config.trainer.lightning.get("limit_train_batches") or 1.0
-    return min(limit, batches) if type(limit) is int else int(limit * batches)
+def _count_batches_per_epoch(job: Job) -> int:
+    """Return the number of training batches that each process has in an epoch."""
+    num_batches = math.ceil(
+        math.ceil(len(job.prepared_data.train) / job.trainer.world_size) / job.config.data.batch_size
+    )
+    batch_limit = job.config.trainer.lightning.get("limit_train_batches") or 1.0
+    return min(batch_limit, num_batches) if type(batch_limit) is int else int(batch_limit * num_batches)
 
 
-def _check_agreement(job: Job) -> None:
-    """Refuse processes whose runs have different names: torchrun and srun start them independently of each other."""
-    names = sorted(set(all_gather_object(job.folder.name)))
-    if len(names) > 1:
+def _check_same_run_on_all_ranks(job: Job) -> None:
+    """Raise a `UserError` if the processes, which torchrun and srun start independently, would train different runs."""
+    run_names = sorted(set(all_gather_object(job.folder.name)))
+    if len(run_names) > 1:
         raise UserError(
-            f"the processes are about to train different runs ({', '.join(names)}), because their data or models "
+            f"the processes are about to train different runs ({', '.join(run_names)}), because their data or models "
             "differ, for example because a branch on the hub has just moved; send the same command again"
         )
 
 
 @contextmanager
 def _process_group(trainer: L.Trainer) -> Iterator[None]:
-    """Create the process group before `trainer.fit` does, because rank 0 has to broadcast before the training."""
+    """Provide a process group during the `with` block, for broadcasts before `trainer.fit`; destroy it at the end."""
     with suppress_lightning_messages():
         trainer.strategy.setup_environment()
     if trainer.global_rank > 0:
@@ -339,13 +353,13 @@ def _process_group(trainer: L.Trainer) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _on_rank_zero(trainer: L.Trainer, function: Callable[[], T]) -> T:
-    """Call a function on rank 0; return its result, or raise its `UserError`, on all ranks."""
+def _call_on_rank_zero(trainer: L.Trainer, compute: Callable[[], T]) -> T:
+    """Call `compute` on rank 0 only, and return its result or raise its `UserError` on all ranks."""
     result: T | None = None
     error: UserError | None = None
     if trainer.is_global_zero:
         try:
-            result = function()
+            result = compute()
         except UserError as raised:
             error = raised
     result, error = trainer.strategy.broadcast((result, error))
@@ -355,120 +369,130 @@ def _on_rank_zero(trainer: L.Trainer, function: Callable[[], T]) -> T:
 
 
 def _prepare_folder(job: Job) -> tuple[RunRecord | None, Path | None]:
-    """Write the config into the folder; return the record of the finished run, or the checkpoint to resume from.
+    """Write `config.yaml` into the run folder, and find the checkpoint to resume from.
+
+    Returns the record of the run and None if another process has finished it, in which case nothing is written. Else
+    returns None and the checkpoint, which is None if there is none.
 
     Raises:
-        UserError: if the folder cannot be written, or the checkpoint is from another number of processes.
+        UserError: if the folder cannot be written, or the checkpoint was saved with a different number of processes.
     """
     folder, config = job.folder, job.config
     try:
         if config.run.overwrite:
-            _move_aside(folder)
+            _rename_existing_folder(folder)
         # Another process may have finished the run while this one was loading.
-        elif (finished := finished_run(folder, config)) is not None:
-            return finished, None
-        remove_drafts(folder)
+        elif (finished_record := read_finished_run(folder, config)) is not None:
+            return finished_record, None
+        remove_temporary_files(folder)
         checkpoint = None
         if job.checkpoints is not None:
-            checkpoint = find_resumable_checkpoint(folder / CHECKPOINTS, folder.name, job.trainer.world_size)
+            checkpoint = find_resumable_checkpoint(folder / CHECKPOINTS_FOLDER, folder.name, job.trainer.world_size)
         if checkpoint is not None:
-            log.warning("%s was interrupted; it goes on from %s", folder, checkpoint.name)
-        began = None if checkpoint is None else results.read_begin(folder)
-        comment = results.begin_comment(began or datetime.now(UTC).isoformat(timespec="seconds"))
-        write_text(folder / results.CONFIG, comment + yaml.safe_dump(to_dict(config), sort_keys=False))
+            log.warning("%s was interrupted; it resumes from %s", folder, checkpoint.name)
+        started_at = None if checkpoint is None else results.read_start_time(folder)
+        first_line = results.start_comment(started_at or datetime.now(UTC).isoformat(timespec="seconds"))
+        write_text(folder / results.CONFIG, first_line + yaml.safe_dump(to_dict(config), sort_keys=False))
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {shorten(error)}") from error
     return None, checkpoint
 
 
-def _move_aside(folder: Path) -> None:
-    """Rename an existing run folder to `<name>.old-1`, or the next number that is free."""
+def _rename_existing_folder(folder: Path) -> None:
+    """Rename a run folder that is not empty to `<name>.old-1`, or to the first such name that is free."""
     if not folder.exists() or not any(folder.iterdir()):
         return
-    number = 1
-    while (backup := folder.with_name(f"{folder.name}.old-{number}")).exists():
-        number += 1
-    folder.rename(backup)
-    log.warning("%s held another run of the same config; it is kept as %s", folder, backup)
+    suffix = 1
+    while (old_folder := folder.with_name(f"{folder.name}.old-{suffix}")).exists():
+        suffix += 1
+    folder.rename(old_folder)
+    log.warning("%s held another run of the same config; it is kept as %s", folder, old_folder)
 
 
-def _train_and_record(job: Job, checkpoint: Path | None, data_fingerprint: str, started: float) -> RunRecord:
-    """Train from the checkpoint, if there is one; save the results; write the record of the run, also if it fails.
+def _train_and_record(job: Job, checkpoint: Path | None, data_fingerprint: str, start_time: float) -> RunRecord:
+    """Train the model, save the outputs, and write and return the record of the run; write it also if the run fails.
 
-    `started` is `time.perf_counter()` at the start of the run.
+    Args:
+        job: the assembled run.
+        checkpoint: checkpoint to resume from; None starts a new training.
+        data_fingerprint: hash of the training and validation examples.
+        start_time: value of `time.perf_counter()` at the start of the run.
 
     Raises:
-        UserError: if the run fails for a known reason; the message has advice.
+        UserError: if the run fails for a known reason; the message says how to continue.
+        StoppedError: if a signal has stopped the run.
     """
     folder = job.folder
     record = RunRecord(
         folder.name,
         "failed",
         to_dict(job.config),
-        timing={"began": results.read_begin(folder)},
-        versions=results.versions(),
+        timing={"began": results.read_start_time(folder)},
+        versions=results.installed_versions(),
         model_commit=job.config.model.revision,
-        data_commit=job.prepared.examples.commit,
-        **code_state(),
-        **hardware(job.trainer.strategy.root_device, job.trainer.world_size),
+        data_commit=job.prepared_data.examples.commit,
+        **describe_code(),
+        **describe_hardware(job.trainer.strategy.root_device, job.trainer.world_size),
     )
     try:
-        with suppress_lightning_messages(), attach_loggers(job.trainer, job.metrics, job.config, folder):
-            timing = _fit(job, checkpoint)
-            _save(job)
-            timing = {**record.timing, "total": time.perf_counter() - started, **timing}
+        with suppress_lightning_messages(), attach_loggers(job.trainer, job.metrics_file, job.config, folder):
+            timing = _train_and_load_best_epoch(job, checkpoint)
+            _save_outputs(job)
+            timing = {**record.timing, "total": time.perf_counter() - start_time, **timing}
             status = "pruned" if job.history.pruned else "finished"
-            record = replace(record, status=status, timing=timing, **_results(job, data_fingerprint))
+            record = replace(record, status=status, timing=timing, **_make_result_fields(job, data_fingerprint))
             if job.trainer.is_global_zero:
                 if job.checkpoints is not None:
-                    remove_old_checkpoints(folder / CHECKPOINTS, job.checkpoints.best_weights_path())
-                with atomic_write(folder / PICTURE) as file:
+                    remove_old_checkpoints(folder / CHECKPOINTS_FOLDER, job.checkpoints.best_weights_path())
+                with atomic_write(folder / ISOTROPY_PICTURE) as file:
                     file.write(isotropy_picture(record))
                 if job.config.trainer.measure_every_n_steps is not None:
                     with atomic_write(folder / GEOMETRY_PICTURE) as file:
-                        file.write(geometry_picture(job.metrics.rows))
-                # result.json comes last, because a folder that has it is taken for a finished run.
-                job.metrics.finalize("success")
+                        file.write(geometry_picture(job.metrics_file.rows))
+                # result.json is written last, because a folder that has it counts as a finished run.
+                job.metrics_file.finalize("success")
                 log_result(job.trainer, asdict(record))
                 results.write(record, folder)
     except StoppedError:
         raise
     except Exception as error:
         # When a signal stops all processes, some ranks fail in a collective before they handle their own signal.
-        job.stop.raise_if_signaled()
-        explained = _with_advice(error, job)
+        job.stop_signal.raise_if_signaled()
+        advised_error = _add_advice(error, job)
         if job.trainer.is_global_zero:
             with suppress(OSError):
-                results.write(replace(record, status="failed", error=shorten(explained, 500)), folder)
-        if explained is error:
+                results.write(replace(record, status="failed", error=shorten(advised_error, 500)), folder)
+        if advised_error is error:
             raise
-        raise explained from error
+        raise advised_error from error
     return record
 
 
-def _with_advice(error: Exception, job: Job) -> Exception:
-    """An error with advice how to continue the run; other exceptions are returned unchanged."""
-    last = None if job.checkpoints is None else job.checkpoints.newest_path()
-    checkpoint = f"the last good state is {last}" if last else "there is no checkpoint yet"
-    consequence = "goes on from there" if last else "starts anew"
+def _add_advice(error: Exception, job: Job) -> Exception:
+    """Return a new error that also says how to continue the run, or the same error if there is no such advice."""
+    last_checkpoint = None if job.checkpoints is None else job.checkpoints.newest_path()
+    checkpoint_note = f"the last good state is {last_checkpoint}" if last_checkpoint else "there is no checkpoint yet"
+    effect_of_restart = "resumes from there" if last_checkpoint else "starts anew"
     if isinstance(error, NonFiniteError):
         advice = "lower optim.lr or reg.lambda, or skip such steps with trainer.nonfinite=skip"
-        return NonFiniteError(f"{error}; {checkpoint}; {advice}")
+        return NonFiniteError(f"{error}; {checkpoint_note}; {advice}")
     if isinstance(error, OSError):
-        return UserError(f"{shorten(error)}; {checkpoint}; mend it and send the same command, which {consequence}")
+        return UserError(
+            f"{shorten(error)}; {checkpoint_note}; mend it and send the same command, which {effect_of_restart}"
+        )
     if is_compile_error(error):
         return UserError(f"model.compile=true: the model cannot be compiled here: {shorten(error)}")
     return error
 
 
-def _fit(job: Job, checkpoint: Path | None) -> dict[str, Any]:
-    """Train, then restore the weights of the best epoch; returns durations in seconds."""
-    start = time.perf_counter()
+def _train_and_load_best_epoch(job: Job, checkpoint: Path | None) -> dict[str, Any]:
+    """Train the model, load the weights of the best epoch, and return the durations of the phases in seconds."""
+    started_at = time.perf_counter()
     if checkpoint is None:
-        job.trainer.validate(job.module, datamodule=job.data, verbose=False)
-    validated = time.perf_counter()
-    job.trainer.fit(job.module, datamodule=job.data, ckpt_path=checkpoint, weights_only=True)
-    fitted = time.perf_counter()
+        job.trainer.validate(job.module, datamodule=job.data_module, verbose=False)
+    validated_at = time.perf_counter()
+    job.trainer.fit(job.module, datamodule=job.data_module, ckpt_path=checkpoint, weights_only=True)
+    fitted_at = time.perf_counter()
     if not job.history.epochs:
         raise UserError(
             "the training has ended before its first validation; lower trainer.check_val_every_n_epoch, or set it to "
@@ -476,14 +500,18 @@ def _fit(job: Job, checkpoint: Path | None) -> dict[str, Any]:
         )
     if job.checkpoints is not None:
         job.module.load_state_dict(read_checkpoint(job.checkpoints.best_weights_path())["state_dict"])
-    shrinkage = job.refresh.seconds if job.refresh is not None else []
-    return {"first_validation": validated - start, "fit": fitted - validated, "shrinkage": shrinkage}
+    covariance_seconds = job.covariance_callback.seconds if job.covariance_callback is not None else []
+    return {
+        "first_validation": validated_at - started_at,
+        "fit": fitted_at - validated_at,
+        "shrinkage": covariance_seconds,
+    }
 
 
-def _save(job: Job) -> None:
-    """Write the submission, the predictions, the geometry and the model of the best epoch."""
+def _save_outputs(job: Job) -> None:
+    """Write the predictions of the best epoch and, if requested, the submission, the geometry and the model."""
     if job.config.task.submission:
-        _write_submission(job)
+        _predict_and_write_submission(job)
     if not job.trainer.is_global_zero:
         return
     for suffix, evaluation in job.history.best_evaluations.items():
@@ -492,87 +520,97 @@ def _save(job: Job) -> None:
         path = job.folder / (f"predictions_{suffix}.jsonl" if suffix else "predictions.jsonl")
         results.write_predictions(path, evaluation.predictions)
     if job.config.run.geometry:
-        write_text(job.folder / results.GEOMETRY, json.dumps(_geometry(job)) + "\n")
+        write_text(job.folder / results.GEOMETRY, json.dumps(_measure_geometry(job)) + "\n")
     if job.config.run.save_model:
-        temporary, model = job.folder / ".model", job.folder / "model"
-        for folder in (temporary, model):
+        temporary_folder, model_folder = job.folder / ".model", job.folder / "model"
+        for folder in (temporary_folder, model_folder):
             shutil.rmtree(folder, ignore_errors=True)
-        models.save(job.module.model, job.tokenizer, temporary)
-        temporary.rename(model)
+        models.save(job.module.model, job.tokenizer, temporary_folder)
+        temporary_folder.rename(model_folder)
 
 
-def _geometry(job: Job) -> dict[str, Any]:
-    """Return the content of `geometry.json`."""
-    config, validation, collate = job.config, job.prepared.validation[0], job.data.collate
-    values = measure_validation_geometry(job.trainer, job.module, validation, collate, config.data.eval_batch_size)
+def _measure_geometry(job: Job) -> dict[str, Any]:
+    """Measure the geometry of the model on the first validation set, and return it as `geometry.json` stores it."""
+    config, validation, collate = job.config, job.prepared_data.validation[0], job.data_module.collate
+    content = measure_validation_geometry(job.trainer, job.module, validation, collate, config.data.eval_batch_size)
     if config.run.isotropy_zeta is not None and not config.trainer.fast_dev_run:
-        values["isoscore_star"] = compute_isoscore_star_by_layer(
+        content["isoscore_star"] = compute_isoscore_star_by_layer(
             job.trainer,
             job.module,
             validation,
-            job.prepared.train,
+            job.prepared_data.train,
             collate,
             config.data.eval_batch_size,
             config.run.isotropy_zeta,
             config.seed,
         )
-    return values
+    return content
 
 
-def _write_submission(job: Job) -> None:
+def _predict_and_write_submission(job: Job) -> None:
     """Predict the test sets and write their submission files."""
-    batches: Any = job.trainer.predict(job.module, datamodule=job.data)
+    outputs: Any = job.trainer.predict(job.module, datamodule=job.data_module)
     # Lightning returns a list of batches for a single test set, and a list of such lists for several.
-    evaluators = job.prepared.test_evaluators
-    batches_by_set = batches if len(evaluators) > 1 else [batches]
-    sets = zip(job.prepared.examples.test_sets, evaluators, batches_by_set, strict=True)
-    for split, evaluator, outputs in sets:
-        evaluation = evaluator(merge_outputs(all_gather_object(merge_outputs(outputs))))
+    evaluators = job.prepared_data.test_evaluators
+    outputs_by_set = outputs if len(evaluators) > 1 else [outputs]
+    test_sets = zip(job.prepared_data.examples.test_sets, evaluators, outputs_by_set, strict=True)
+    for split, evaluator, set_outputs in test_sets:
+        evaluation = evaluator(merge_outputs(all_gather_object(merge_outputs(set_outputs))))
         if job.trainer.is_global_zero:
             write_submission(job.spec, split, evaluation.predictions, job.folder / "submission")
 
 
-def _results(job: Job, data_fingerprint: str) -> dict[str, Any]:
-    """The fields of `RunRecord` that only a completed training has."""
-    spec, history, examples = job.spec, job.history, job.prepared.examples
-    train, best = examples.train, history.epochs[history.best_epoch - 1]
+def _make_result_fields(job: Job, data_fingerprint: str) -> dict[str, Any]:
+    """Return the fields of `RunRecord` that are known only after training, by name."""
+    spec, history, examples = job.spec, job.history, job.prepared_data.examples
+    train, best_epoch = examples.train, history.epochs[history.best_epoch - 1]
     validation = {split.name: rows for split, rows in zip(spec.validation, examples.validation, strict=True)}
-    baseline = job.prepared.baseline(
-        spec, job.data.collate, job.config.data.eval_batch_size, max(job.tokenizer.get_vocab().values()) + 1
+    baseline = job.prepared_data.compute_baseline(
+        spec, job.data_module.collate, job.config.data.eval_batch_size, max(job.tokenizer.get_vocab().values()) + 1
     )
-    sizes = {name: len(rows) for name, rows in validation.items()}
+    validation_sizes = {name: len(rows) for name, rows in validation.items()}
     overlaps = {name: count_overlap(spec, train, rows) for name, rows in validation.items()}
     return {
-        "headline": {"metric": spec.headline, "value": best["metrics"][spec.headline], "epoch": best["epoch"]},
+        "headline": {
+            "metric": spec.headline,
+            "value": best_epoch["metrics"][spec.headline],
+            "epoch": best_epoch["epoch"],
+        },
         "selection": {
             "set": spec.selection_set.name,
             "metric": spec.selection_metric,
-            "value": best["metrics"][spec.selection_metric],
+            "value": best_epoch["metrics"][spec.selection_metric],
         },
-        "metrics": best["metrics"],
+        "metrics": best_epoch["metrics"],
         "metrics_before": history.before_training["metrics"],
         "baseline": baseline,
         "collapsed": {split.name: history.best_evaluations[split.suffix].collapsed for split in spec.validation},
         "isotropy": {
             "before": history.before_training["isotropy"],
-            "after": best["isotropy"],
-            "points": job.isotropy.num_points,
+            "after": best_epoch["isotropy"],
+            "points": job.layer_isotropy.num_points,
         },
-        "class_isotropy": _class_isotropy(history.before_training, best),
+        "class_isotropy": _make_class_isotropy_field(history.before_training, best_epoch),
         "epochs": history.epochs,
         "skipped_steps": job.module.step_guard.num_skipped,
-        "data": {"fingerprint": data_fingerprint, "train": len(train), "validation": sizes, "overlap": overlaps},
+        "data": {
+            "fingerprint": data_fingerprint,
+            "train": len(train),
+            "validation": validation_sizes,
+            "overlap": overlaps,
+        },
     }
 
 
-def _class_isotropy(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """Return the field of `RunRecord` from two entries of the history; empty for a task without classes."""
-    name = "class_isotropy"
-    return {"before": before.get(name, {}), "after": after[name]} if name in after else {}
+def _make_class_isotropy_field(first_entry: dict[str, Any], best_entry: dict[str, Any]) -> dict[str, Any]:
+    """Return the field `class_isotropy` of `RunRecord` from two entries of the history; empty without classes."""
+    key = "class_isotropy"
+    return {"before": first_entry.get(key, {}), "after": best_entry[key]} if key in best_entry else {}
 
 
 @rank_zero_only
 def _print_summary(console: Console | None, record: RunRecord, note: str) -> None:
+    """Print the table of results and a line below it, on rank 0 only; without a console, print nothing."""
     if console is not None:
         console.print(summary(record))
         console.out(note, highlight=False)

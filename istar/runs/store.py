@@ -1,6 +1,6 @@
-"""Run folders: their names, which follow from config, data and model, and whether they hold a finished run.
+"""Finds the folders of runs, whose names follow from config, data and model, and checks whether a run is finished.
 
-Nothing here imports the training, so a sweep can look up thousands of runs quickly.
+This module does not import the training, so that a sweep can look up thousands of runs quickly.
 """
 
 import hashlib
@@ -25,13 +25,14 @@ from istar.tasks.specs import HELD_OUT, TASKS, Split, TaskSpec
 _VALIDATION_SHARE = 0.05
 """Share of the documents of a text corpus without validation data that is held out for validation."""
 
-_SHARED_DOCUMENTS = 0.01
+_MAX_SHARED_DOCUMENTS = 0.01
 """Share of the validation documents that may also be in the training data without a warning."""
 
 log = logging.getLogger(__name__)
 
-# Keys that earlier versions did not have, with their defaults. Runs with the default keep the names that they had.
-_LATER_KEYS: dict[str, dict[str, Any]] = {
+# Keys that the first version did not have, with their defaults. They are left out of a run's hash where they have the
+# default, so that runs of earlier versions keep their names.
+_DEFAULTS_OF_LATER_KEYS: dict[str, dict[str, Any]] = {
     "task": {"validation_fraction": None, "packing": True, "whole_word": False},
     "model": {
         "architecture": None, "config": {}, "vocab_size": 8192, "load_in": "float32", "lora": False, "lora_r": 8,
@@ -47,53 +48,54 @@ _LATER_KEYS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Examples:
-    """The splits of a task, as texts with labels or as tokenized features."""
+    """The examples of a task before tokenization: its training, validation and test splits."""
 
     train: Dataset
     validation: list[Dataset]
     test: list[Dataset]
-    test_sets: Sequence[Split]  # the specifications of the sets in `test`
-    commit: str | None = None  # commit of the data set on the hub; None for other sources, or if it is not known
+    test_sets: Sequence[Split]  # the specifications of the sets in `test`, in the same order
+    commit: str | None = None  # commit of the data set on the hub; None for other sources, or if it is unknown
 
 
 def load_examples(spec: TaskSpec, config: TaskConfig, cache_dir: str | None = None) -> Examples:
-    """Load the task's splits, cut to `limit_train` and `limit_validation` examples.
+    """Load the splits of a task, cut to `limit_train` and `limit_validation` examples.
 
-    A text corpus without validation data gives a twentieth of its documents, chosen at random, to the validation set.
+    If a text corpus has no validation data, a twentieth of its documents, chosen at random, is held out for validation.
     Its documents are cached below `cache_dir`, see `istar.files.cache_folder`.
 
-    If `spec` has the validation set `HELD_OUT`, it is split off the training data by `hold_out`. A warning is logged if
-    the training data contain validation examples, or if a test set that the benchmark ships apart is missing.
+    If `spec` has the validation set `HELD_OUT`, `hold_out` splits it off the training data. A warning is logged if the
+    training data contain validation examples, or if a test set that the benchmark provides separately is missing.
     """
-    names = [split.name for split in spec.validation if split != HELD_OUT]
+    set_names = [split.name for split in spec.validation if split != HELD_OUT]
     test: Sequence[Split] = spec.test if config.submission else ()
-    requested = [spec.train, *names, *(split.name for split in test)]
+    requested = [spec.train, *set_names, *(split.name for split in test)]
     source = find_source(spec, config.data_dir, requested, cache_dir)
-    missing = [split for split in test if split.is_shipped_separately and not source.has_split(split.name)]
-    for split in missing:
+    missing_splits = [split for split in test if split.is_shipped_separately and not source.has_split(split.name)]
+    for split in missing_splits:
         message = "the submission lacks %s: task.data_dir=%s holds no %s, which the benchmark ships apart"
         log.warning(message, split.submission, config.data_dir, " or ".join(f"{stem}.tsv" for stem in split.stems))
-    test = [split for split in test if split not in missing]
+    test = [split for split in test if split not in missing_splits]
     if spec.is_language_modelling and not source.has_split(spec.validation[0].name):
-        splits = _split_text(spec, read_splits(source, spec, [spec.train])[spec.train], config)
+        splits = _hold_out_documents(spec, read_splits(source, spec, [spec.train])[spec.train], config)
     else:
-        splits = read_splits(source, spec, [spec.train, *names, *(split.name for split in test)])
-    train = _first(splits[spec.train], config.limit_train)
-    validation = [_first(splits[name], config.limit_validation) for name in names]
+        splits = read_splits(source, spec, [spec.train, *set_names, *(split.name for split in test)])
+    train = _take_first(splits[spec.train], config.limit_train)
+    validation = [_take_first(splits[name], config.limit_validation) for name in set_names]
     if config.validation_fraction is not None:
         train, held_out = hold_out(spec, train, config.validation_fraction)
         validation.append(held_out)
     examples = Examples(train, validation, [splits[split.name] for split in test], test, source.commit)
     for name, split in zip([split.name for split in spec.validation], validation, strict=True):
-        shared = count_overlap(spec, examples.train, split)
+        num_shared = count_overlap(spec, examples.train, split)
         # In a corpus, a heading or a short paragraph may well occur again.
-        if shared > (_SHARED_DOCUMENTS * len(split) if spec.is_language_modelling else 0):
+        if num_shared > (_MAX_SHARED_DOCUMENTS * len(split) if spec.is_language_modelling else 0):
             message = "%d of the %d examples of %s are also in the training data, word for word: the score is inflated"
-            log.warning(message, shared, len(split), name)
+            log.warning(message, num_shared, len(split), name)
     return examples
 
 
-def _split_text(spec: TaskSpec, documents: Dataset, config: TaskConfig) -> dict[str, Dataset]:
+def _hold_out_documents(spec: TaskSpec, documents: Dataset, config: TaskConfig) -> dict[str, Dataset]:
+    """Split the documents of a corpus into training and validation set at random, and log a warning about it."""
     train, validation = hold_out(spec, documents, _VALIDATION_SHARE)
     log.warning(
         "task.data_dir=%s has no validation data such as validation.txt; %d of its %d documents, chosen at random, are "
@@ -105,8 +107,10 @@ def _split_text(spec: TaskSpec, documents: Dataset, config: TaskConfig) -> dict[
     return {spec.train: train, spec.validation[0].name: validation}
 
 
-def task_spec(config: TaskConfig) -> TaskSpec:
-    """Look up the task that a config names; with `validation_fraction`, add `HELD_OUT` to its validation sets.
+def find_task_spec(config: TaskConfig) -> TaskSpec:
+    """Return the specification of the task that a config names.
+
+    With `validation_fraction`, `HELD_OUT` is added to its validation sets.
 
     Raises:
         UserError: if there is no such task, or `task.submission=true` and the task has no submission file.
@@ -122,30 +126,34 @@ def task_spec(config: TaskConfig) -> TaskSpec:
     return spec
 
 
-def _first(dataset: Dataset, limit: int | None) -> Dataset:
-    return dataset if limit is None else dataset.select(range(min(limit, len(dataset))))
+def _take_first(dataset: Dataset, max_examples: int | None) -> Dataset:
+    """Return the first `max_examples` examples of a data set, or all of them for None."""
+    return dataset if max_examples is None else dataset.select(range(min(max_examples, len(dataset))))
 
 
-def run_folder(config: Config, data: str, model: str) -> Path:
-    """The folder of a run, whose name ends with a hash of config, data and model.
+def run_folder_path(config: Config, data_fingerprint: str, model_identity: str) -> Path:
+    """Return the path of a run's folder, whose name ends with a hash of config, data and model.
 
-    `data` is the fingerprint of the training and validation examples, `model` is what `model_identity` returns.
+    Args:
+        config: config of the run, after `istar.runs.resolving.resolve_config`.
+        data_fingerprint: hash of the training and validation examples.
+        model_identity: what `identify_model` returns for the model.
     """
-    digest = results.identity(_effective_values(config), data, model)
+    digest = results.identity_hash(_normalized_config(config), data_fingerprint, model_identity)
     name = "-".join([config.task.name, Path(config.model.name).name, config.reg.name, digest])
     return Path(config.run.root).expanduser() / name
 
 
-def _effective_values(config: Config) -> dict[str, Any]:
-    """The config as plain data in which values that give the same run are equal.
+def _normalized_config(config: Config) -> dict[str, Any]:
+    """Return the config as nested dictionaries that are equal for configs of the same run.
 
-    A value that has no effect, or that says what the default means, is replaced by the default.
+    Values that have no effect, or that mean the same as the default, are replaced by the default.
     """
-    values, spec = to_dict(config), task_spec(config.task)
-    task, trainer = values["task"], values["trainer"]
-    # The fingerprint of the data stands for these two.
+    settings, spec = to_dict(config), find_task_spec(config.task)
+    task, trainer = settings["task"], settings["trainer"]
+    # The fingerprint of the data covers these two.
     task["limit_train"] = task["limit_validation"] = None
-    model = values["model"]
+    model = settings["model"]
     if not config.model.trains_tokenizer:
         model["vocab_size"] = ModelConfig.vocab_size
     if not config.model.lora:
@@ -163,17 +171,18 @@ def _effective_values(config: Config) -> dict[str, Any]:
     if config.trainer.stop_at_inter_sim is None:
         trainer["inter_sim_patience"] = TrainerConfig.inter_sim_patience
     # Only the number of devices changes the result, because it multiplies the batch size.
-    trainer["devices"] = _device_count(config.trainer)
+    trainer["devices"] = _get_num_devices(config.trainer)
     for name in redundant_arguments(config.trainer.lightning):
         del trainer[name]
-    for group, defaults in _LATER_KEYS.items():
+    for group, defaults in _DEFAULTS_OF_LATER_KEYS.items():
         for key, default in defaults.items():
-            if key in values[group] and values[group][key] == default:
-                del values[group][key]
-    return values
+            if key in settings[group] and settings[group][key] == default:
+                del settings[group][key]
+    return settings
 
 
-def _device_count(settings: TrainerConfig) -> int:
+def _get_num_devices(settings: TrainerConfig) -> int:
+    """Return the number of devices that `trainer.devices` stands for on this machine."""
     if type(settings.devices) is int and settings.devices > 0:
         return settings.devices
     # `auto`, -1 or a list depend on the hardware; imported here because the import takes seconds.
@@ -183,93 +192,96 @@ def _device_count(settings: TrainerConfig) -> int:
 
 
 class RunFolders:
-    """Finds the folders of many runs; loads each data set, resolves and hashes each model only once."""
+    """Finds the folders of many runs, and loads each data set and hashes each model only once."""
 
     def __init__(self) -> None:
-        self._resolved: dict[tuple[str | None, ...], dict[str, Any]] = {}
-        self._sizes: dict[str, int] = {}
-        self._fingerprints: dict[str, str] = {}
-        self._model_identities: dict[str, str] = {}
+        self._resolved_values_by_model: dict[tuple[str | None, ...], dict[str, Any]] = {}
+        self._num_examples_by_data: dict[str, int] = {}
+        self._fingerprint_by_data: dict[str, str] = {}
+        self._identity_by_model: dict[str, str] = {}
 
-    def __call__(self, config: Config) -> Path:
-        """The folder of a run, whether it exists or not.
+    def find(self, config: Config) -> Path:
+        """Return the path of a run's folder, whether it exists or not.
 
         Raises:
             UserError: if the run's data cannot be loaded, or `resolve_model` fails.
         """
         config = self.resolve(config)
-        data, model = _data_key(config.task), repr(config.model)
-        if data not in self._sizes:
-            # Test sets do not identify a run.
+        data_key, model_key = _data_key(config.task), repr(config.model)
+        if data_key not in self._num_examples_by_data:
+            # Test sets are not part of a run's hash.
             task = replace(config.task, submission=False)
-            examples = load_examples(task_spec(config.task), task, config.data.cache_dir)
-            self._fingerprints[data] = fingerprint(examples.train, *examples.validation)
-            self._sizes[data] = len(examples.train)
-        if model not in self._model_identities:
-            self._model_identities[model] = model_identity(config.model)
-        return run_folder(config, self._fingerprints[data], self._model_identities[model])
+            examples = load_examples(find_task_spec(config.task), task, config.data.cache_dir)
+            self._fingerprint_by_data[data_key] = fingerprint(examples.train, *examples.validation)
+            self._num_examples_by_data[data_key] = len(examples.train)
+        if model_key not in self._identity_by_model:
+            self._identity_by_model[model_key] = identify_model(config.model)
+        return run_folder_path(config, self._fingerprint_by_data[data_key], self._identity_by_model[model_key])
 
     def resolve(self, config: Config) -> Config:
-        """The config with its model resolved by `resolve_model`; runs of the same model get the same commit."""
+        """Return the config with its model resolved by `resolve_model`; all runs of a model get the same commit."""
         key = config.model.name, config.model.revision, config.model.tokenizer, config.model.architecture
-        if key not in self._resolved:
+        if key not in self._resolved_values_by_model:
             resolved = resolve_model(config.model)
-            self._resolved[key] = {"revision": resolved.revision, "tokenizer": resolved.tokenizer}
-        return replace(config, model=replace(config.model, **self._resolved[key]))
+            self._resolved_values_by_model[key] = {"revision": resolved.revision, "tokenizer": resolved.tokenizer}
+        return replace(config, model=replace(config.model, **self._resolved_values_by_model[key]))
 
-    def size(self, config: Config) -> int:
-        """The number of training examples of a run whose folder is known; 0 if its data cannot be loaded."""
-        return self._sizes.get(_data_key(config.task), 0)
+    def num_training_examples(self, config: Config) -> int:
+        """Return the number of training examples of a run, or 0 if `find` has not loaded its data."""
+        return self._num_examples_by_data.get(_data_key(config.task), 0)
 
     def fingerprint(self, config: Config) -> str:
-        """The fingerprint of the training and validation examples of a run whose folder is known."""
-        return self._fingerprints[_data_key(config.task)]
+        """Return the hash of the training and validation examples of a run; `find` must have loaded its data."""
+        return self._fingerprint_by_data[_data_key(config.task)]
 
 
 def _data_key(task: TaskConfig) -> str:
-    """A key that is equal for runs on the same examples."""
+    """Return a key that is equal for task configs that load the same examples."""
     return repr(replace(task, max_length=None, submission=False))
 
 
-def model_identity(config: ModelConfig) -> str:
-    """What identifies a model that `resolve_model` returned: hub id and commit, or the hash of the files of a folder.
+def identify_model(config: ModelConfig) -> str:
+    """Return a string that identifies a model: hub id and commit, or the hash of the files of a local folder.
 
-    The weights do not count if they are not loaded (`pretrained=False`). A new model is identified by its config alone.
-    If the tokenizer is not the model's, what identifies the tokenizer is added.
+    The weights are ignored if they are not loaded (`pretrained=False`). A model with a new architecture is called
+    "new", because its config identifies it. If the tokenizer is not the model's own, its identity is appended.
+
+    Args:
+        config: config of the model, after `resolve_model`.
     """
     if config.architecture is not None:
         identity = "new"
     elif config.is_tiny or not Path(config.name).is_dir():
         identity = f"{config.name}@{config.revision or 'main'}"
     else:
-        identity = _folder_hash(Path(config.name), with_weights=config.pretrained)
+        identity = _hash_model_folder(Path(config.name), include_weights=config.pretrained)
     if config.tokenizer is None:
         return identity
-    # The fingerprint of the data stands for the text on which a tokenizer is trained.
+    # The fingerprint of the data covers the text on which a tokenizer is trained.
     is_folder = not config.trains_tokenizer and Path(config.tokenizer).is_dir()
-    tokenizer = _folder_hash(Path(config.tokenizer), with_weights=False) if is_folder else config.tokenizer
+    tokenizer = _hash_model_folder(Path(config.tokenizer), include_weights=False) if is_folder else config.tokenizer
     return f"{identity} tokenizer {tokenizer}"
 
 
-def _folder_hash(folder: Path, with_weights: bool) -> str:
-    """Return the hash of the files of a model in a folder, with or without its weights."""
+def _hash_model_folder(folder: Path, include_weights: bool) -> str:
+    """Return the hash of the files of a saved model, with or without its weights."""
     digest = hashlib.blake2b()
     for path in sorted(folder.iterdir()):
         is_weights = path.suffix in (".safetensors", ".bin") or path.name.endswith(".index.json")
-        is_counted = path.suffix in (".json", ".txt", ".model") or is_weights
-        if path.is_file() and is_counted and (with_weights or not is_weights):
+        is_included = path.suffix in (".json", ".txt", ".model") or is_weights
+        if path.is_file() and is_included and (include_weights or not is_weights):
             digest.update(path.name.encode())
             with path.open("rb") as file:
                 digest.update(hashlib.file_digest(file, "blake2b").digest())
     return digest.hexdigest()
 
 
-def finished_run(folder: Path, config: Config) -> RunRecord | None:
-    """The record of the finished run in this folder; None if there is none.
+def read_finished_run(folder: Path, config: Config) -> RunRecord | None:
+    """Read the record of the run in a folder, or return None if the folder has no finished run.
 
     Raises:
-        UserError: if the run lacks something that the config requests by settings that are not part of the folder's
-            name, such as the submission file.
+        UserError: if the finished run lacks an output that the config requests, such as the submission file, by a
+            setting that is not part of the folder's name.
     """
     try:
         if not (folder / results.RESULT).exists():
@@ -279,61 +291,69 @@ def finished_run(folder: Path, config: Config) -> RunRecord | None:
     record = results.read(folder)
     if record.status != "finished":
         return None
-    if shortcoming := _shortcoming(folder, record, config):
+    if shortcoming := _describe_shortcoming(folder, record, config):
         raise UserError(f"{folder} is finished but {shortcoming}; run.overwrite=true runs it again")
     return record
 
 
-def _shortcoming(folder: Path, record: RunRecord, config: Config) -> str:
-    """What a finished run lacks of what the config requests, and the setting that accepts it; empty if nothing."""
+def _describe_shortcoming(folder: Path, record: RunRecord, config: Config) -> str:
+    """Describe the first requested output that a finished run lacks, and the setting that accepts the run without it.
+
+    Returns an empty string if the run has everything that the config requests.
+    """
     outputs = {
         "submission/": ("task.submission", config.task.submission),
         "model/": ("run.save_model", config.run.save_model),
         results.GEOMETRY: ("run.geometry", config.run.geometry),
     }
-    for name, (key, is_requested) in outputs.items():
-        if is_requested and not (folder / name).exists():
-            return f"was run without {name}; {key}=false accepts it"
-    before = record.config.get("trainer", {})
-    is_monitored = before.get("monitor_isotropy") or before.get("stop_at_inter_sim") is not None
+    for file_name, (key, is_requested) in outputs.items():
+        if is_requested and not (folder / file_name).exists():
+            return f"was run without {file_name}; {key}=false accepts it"
+    previous_settings = record.config.get("trainer", {})
+    is_monitored = previous_settings.get("monitor_isotropy") or previous_settings.get("stop_at_inter_sim") is not None
     if config.trainer.monitor_isotropy and not is_monitored:
         return "was run without trainer.monitor_isotropy, whose measures it did not log"
-    if shortcoming := _missing_models(folder, record, config) or _missing_measurements(before, config.trainer):
-        return shortcoming
+    if missing_models := _describe_missing_models(folder, record, config):
+        return missing_models
+    if missing_measurements := _describe_missing_measurements(previous_settings, config.trainer):
+        return missing_measurements
     if config.trainer.nonfinite == "stop" and record.skipped_steps:
         return f"has skipped {record.skipped_steps} steps; trainer.nonfinite=skip accepts it"
     return ""
 
 
-def _missing_models(folder: Path, record: RunRecord, config: Config) -> str:
-    """The first model of the schedule `trainer.keep_models` that a finished run lacks, in words; empty if none."""
+def _describe_missing_models(folder: Path, record: RunRecord, config: Config) -> str:
+    """Describe the first model of the schedule `trainer.keep_models` that a finished run lacks; empty if none."""
     if config.trainer.keep_models is None:
         return ""
     # Imported here because the import takes seconds.
     from istar.training.kept_models import find_missing_steps, model_folder_of_step
 
-    models, last = folder / results.KEPT_MODELS, record.epochs[-1]["step"]
-    missing = find_missing_steps(models, config.trainer.keep_models, last)
+    models_folder, last_step = folder / results.KEPT_MODELS, record.epochs[-1]["step"]
+    missing = find_missing_steps(models_folder, config.trainer.keep_models, last_step)
     if not missing:
         return ""
-    name, schedule = model_folder_of_step(models, missing[0]).relative_to(folder), config.trainer.keep_models
+    name, schedule = model_folder_of_step(models_folder, missing[0]).relative_to(folder), config.trainer.keep_models
     return f"was run without {name}/ of trainer.keep_models={schedule}; trainer.keep_models=null accepts it"
 
 
-def _missing_measurements(before: Mapping[str, Any], settings: TrainerConfig) -> str:
-    """What a run with the settings `before` has not measured of what `settings` ask for, in words; empty if nothing."""
-    requested, measured = settings.measure_every_n_steps, before.get("measure_every_n_steps")
-    if requested is None:
+def _describe_missing_measurements(previous_settings: Mapping[str, Any], settings: TrainerConfig) -> str:
+    """Describe the measurements at training steps that `settings` request and a finished run lacks; empty if none.
+
+    `previous_settings` are the trainer settings of the finished run.
+    """
+    interval, previous_interval = settings.measure_every_n_steps, previous_settings.get("measure_every_n_steps")
+    if interval is None:
         return ""
-    if measured is None:
+    if previous_interval is None:
         return (
             "was run without trainer.measure_every_n_steps, whose measures it did not log; "
             "trainer.measure_every_n_steps=null accepts it"
         )
-    examples = before["measure_examples"]
-    if requested % measured or examples != settings.measure_examples:
+    num_examples = previous_settings["measure_examples"]
+    if interval % previous_interval or num_examples != settings.measure_examples:
         return (
-            f"was run with trainer.measure_every_n_steps={measured} trainer.measure_examples={examples}, "
+            f"was run with trainer.measure_every_n_steps={previous_interval} trainer.measure_examples={num_examples}, "
             "which accept it"
         )
     return ""

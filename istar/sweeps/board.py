@@ -1,4 +1,4 @@
-"""The state of a sweep: a JSON file that `istar watch` reads, and a live table on the terminal."""
+"""Keeps the state of a sweep in a JSON file, which `istar watch` reads, and shows it as a live table."""
 
 import csv
 import json
@@ -23,15 +23,15 @@ from istar.results import METRICS, RunRecord
 from istar.scores import displayed, merit
 from istar.sweeps.trials import Trial
 
-FOLDER, STATE = "sweeps", "sweep.json"  # the state of a sweep is in `<run.root>/sweeps/<sweep>/sweep.json`
+SWEEPS_FOLDER, STATE_FILE = "sweeps", "sweep.json"  # the state of a sweep is in `<run.root>/sweeps/<sweep>/sweep.json`
 FORMAT = 1
 _HEARTBEAT_SECONDS = 10.0
-_ENDED = ("finished", "pruned", "failed", "stopped")
+_END_STATUSES = ("finished", "pruned", "failed", "stopped")
 
 
 @dataclass
-class Entry:
-    """The state of one run of a sweep; `name` is the name of its folder."""
+class SweepEntry:
+    """The state of one run of a sweep, as an entry of `sweep.json`; `name` is the name of the run's folder."""
 
     name: str
     overrides: Sequence[str]
@@ -55,12 +55,12 @@ class Entry:
 
     @property
     def seconds(self) -> float | None:
-        """Duration including the start of the processes; None if the run has not ended under this command."""
+        """Duration of the run with the start of its processes, or None if it has not ended under this command."""
         return self.ended - self.started if self.started and self.ended else None
 
     @property
     def label(self) -> str:
-        """Task, model, method and seed in one line."""
+        """One line that names the run by task, model, method and seed."""
         return f"{self.task} · {self.model} · {self.method} · seed {self.seed}"
 
     @property
@@ -69,15 +69,15 @@ class Entry:
         return self.task, self.model, self.method.split(" ")[0]
 
     @property
-    def rank(self) -> float:
-        """The number by which runs are compared, higher for better runs.
+    def selection_merit(self) -> float:
+        """The value by which runs are compared, as a number that is higher for better runs, also for losses.
 
-        The states of earlier versions have the headline metric only.
+        It is that of the headline metric in states of earlier versions, which have no other.
         """
         return merit(self.metric or "", (self.value if self.selection is None else self.selection) or 0.0)
 
     def apply_record(self, record: RunRecord) -> None:
-        """Copy status, score and epochs from the record of the ended run."""
+        """Copy status, score, error and epochs from the record of the run."""
         self.status = record.status
         self.metric, self.value = record.headline.get("metric"), record.headline.get("value")
         self.selection = record.selection_value
@@ -94,41 +94,41 @@ class SweepState:
     root: str
     jobs: int
     to_come: int = 0  # number of planned runs that have no entry yet: those of the second stage, or of a search
-    begun: float = 0.0  # when this command began, in seconds since 1970
+    begun: float = 0.0  # when this command started, in seconds since 1970
     seen: float = 0.0  # when the file was last written, in seconds since 1970
     is_over: bool = False
     expected: float | None = None  # estimated seconds per run, used until a run has finished; None without an estimate
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[SweepEntry] = field(default_factory=list)
     format: int = FORMAT
 
-    def entries_with(self, *statuses: str) -> list[Entry]:
-        """The entries that have one of the statuses."""
+    def entries_with(self, *statuses: str) -> list[SweepEntry]:
+        """Return the entries that have one of the given statuses."""
         return [entry for entry in self.entries if entry.status in statuses]
 
 
-def make_entry(trial: Trial, stage: str) -> Entry:
-    """The entry of a trial that is waiting."""
-    columns = row(RunRecord(trial.name, "waiting", to_dict(trial.config)))
+def make_entry(trial: Trial, stage: str) -> SweepEntry:
+    """Create the entry of a trial that has not started yet."""
+    run_columns = row(RunRecord(trial.name, "waiting", to_dict(trial.config)))
     epochs = (0, trial.config.trainer.max_epochs)
-    description = {key: columns[key] for key in ("task", "model", "method", "seed")}
-    return Entry(trial.name, trial.overrides, stage=stage, epochs=epochs, **description)
+    labels = {key: run_columns[key] for key in ("task", "model", "method", "seed")}
+    return SweepEntry(trial.name, trial.overrides, stage=stage, epochs=epochs, **labels)
 
 
 class Board:
     """Keeps `sweep.json` and the screen up to date: a live table on a terminal, else one line for each ended run.
 
-    The board changes `state`; `folder` is the folder of the sweep.
+    The board updates `state` in place and writes it to `folder`, the folder of the sweep.
     """
 
     def __init__(self, folder: Path, state: SweepState, console: Console) -> None:
         self.folder, self.state, self.console = folder, state, console
         self._live: Live | None = None
-        self._updated = 0.0
+        self._updated_at = 0.0
 
     def __enter__(self) -> "Board":
         self.state.begun = time.time()
         if self.console.is_terminal:
-            self._live = Live(render(self.state), console=self.console, auto_refresh=False)
+            self._live = Live(render_sweep(self.state), console=self.console, auto_refresh=False)
             self._live.__enter__()
         self._write()
         return self
@@ -137,21 +137,21 @@ class Board:
         self.state.is_over = True
         self._write()
         if self._live is not None:
-            self._live.update(render(self.state), refresh=True)
+            self._live.update(render_sweep(self.state), refresh=True)
             self._live.__exit__(None, None, None)
 
-    def started(self, entry: Entry, log: Path | None) -> None:
+    def record_start(self, entry: SweepEntry, log: Path | None) -> None:
         """Record that a run has started."""
         entry.status, entry.started, entry.error = "running", time.time(), None
         entry.log = str(log) if log is not None else None
         self._write()
 
-    def set_status(self, entry: Entry, status: str) -> None:
-        """Record that a run is executed by another process (`elsewhere`), or no longer is (`waiting`)."""
+    def set_status(self, entry: SweepEntry, status: str) -> None:
+        """Record that another process executes a run (`elsewhere`), or no longer does (`waiting`)."""
         entry.status, entry.started, entry.error = status, None, None
         self._write()
 
-    def ended(self, entry: Entry, outcome: RunRecord | UserError, status: str | None = None) -> None:
+    def record_end(self, entry: SweepEntry, outcome: RunRecord | UserError, status: str | None = None) -> None:
         """Record the outcome of a run; after an error, its status is `status`, by default `failed`."""
         if isinstance(outcome, RunRecord):
             entry.apply_record(outcome)
@@ -160,33 +160,34 @@ class Board:
         entry.ended = time.time()
         self._write()
         if self._live is None:
-            self.console.out(result_line(self.state, entry), highlight=False)
+            self.console.out(format_result_line(self.state, entry), highlight=False)
 
     def tick(self) -> None:
-        """Update epochs, screen and file, each only if its interval has passed; call this many times a second."""
+        """Update epochs and screen once a second, and the file every ten seconds; call this many times a second."""
         now = time.time()
-        if now - self._updated > 1:
-            self._updated = now
+        if now - self._updated_at > 1:
+            self._updated_at = now
             update_epochs(self.state, Path(self.state.root))
             if self._live is not None:
-                self._live.update(render(self.state), refresh=True)
+                self._live.update(render_sweep(self.state), refresh=True)
             if now - self.state.seen > _HEARTBEAT_SECONDS:
                 self._write()
 
     def _write(self) -> None:
+        """Write the state to `sweep.json`."""
         self.state.seen = time.time()
-        write_text(self.folder / STATE, json.dumps(asdict(self.state), indent=1))
+        write_text(self.folder / STATE_FILE, json.dumps(asdict(self.state), indent=1))
 
     @contextmanager
     def ticking(self) -> Iterator[None]:
-        """Call `tick` from a thread every second during a block that waits for something else."""
+        """Call `tick` every second from a thread while the `with` block waits for something else."""
         is_over = threading.Event()
 
-        def tick() -> None:
+        def tick_every_second() -> None:
             while not is_over.wait(1):
                 self.tick()
 
-        ticker = threading.Thread(target=tick, daemon=True)
+        ticker = threading.Thread(target=tick_every_second, daemon=True)
         ticker.start()
         try:
             yield
@@ -196,134 +197,140 @@ class Board:
 
 
 def update_epochs(state: SweepState, root: Path) -> None:
-    """Update the completed epochs of running runs from their folders, here and elsewhere."""
+    """Update the number of completed epochs of each running run, also of those in other processes, from its folder."""
     for entry in state.entries_with("running", "elsewhere"):
-        entry.epochs = (epochs_done(root / entry.name), entry.epochs[1])
+        entry.epochs = (count_validated_epochs(root / entry.name), entry.epochs[1])
 
 
-def read(path: Path) -> SweepState:
+def read_state(path: Path) -> SweepState:
     """Read a `sweep.json`.
 
     Raises:
         UserError: if the file cannot be read or istar did not write it.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        if values["format"] != FORMAT:
-            raise UserError(f"{path} has format {values['format']}; this version reads {FORMAT}")
-        for entry in values["entries"]:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["format"] != FORMAT:
+            raise UserError(f"{path} has format {content['format']}; this version reads {FORMAT}")
+        for entry in content["entries"]:
             entry |= {"overrides": tuple(entry["overrides"]), "epochs": tuple(entry["epochs"])}
-        return SweepState(**values | {"entries": [Entry(**entry) for entry in values["entries"]]})
+        return SweepState(**content | {"entries": [SweepEntry(**entry) for entry in content["entries"]]})
     except (OSError, ValueError, TypeError, LookupError) as error:
         raise UserError(f"{path} is not a sweep that istar wrote: {shorten(error)}") from error
 
 
-def epochs_done(folder: Path) -> int:
-    """The number of epochs that a run has validated, from its `metrics.csv`."""
+def count_validated_epochs(folder: Path) -> int:
+    """Return the number of epochs that a run has validated, as its `metrics.csv` shows."""
     try:
         with (folder / METRICS).open(encoding="utf-8", newline="") as file:
             reader = csv.DictReader(file)
-            metrics = [name for name in reader.fieldnames or () if name.startswith("val/")]
-            validations = [row for row in reader if any(row[name] for name in metrics)]
+            metric_columns = [name for name in reader.fieldnames or () if name.startswith("val/")]
+            validation_rows = [row for row in reader if any(row[name] for name in metric_columns)]
     except (OSError, ValueError):
         return 0
     # The first validation takes place before the training.
-    return max(0, len(validations) - 1)
+    return max(0, len(validation_rows) - 1)
 
 
-def seconds_left(state: SweepState) -> float | None:
-    """Estimate the seconds until all runs are done, from the mean duration of the finished runs.
+def estimate_seconds_left(state: SweepState) -> float | None:
+    """Estimate the seconds until all runs are done from the mean duration of the finished runs.
 
-    Without any finished run, the mean is `state.expected`; without an expectation, the result is None.
+    If no run is finished, `state.expected` is used instead of the mean; if this is None, None is returned.
     """
     durations = [entry.seconds for entry in state.entries_with("finished") if entry.seconds]
-    mean = sum(durations) / len(durations) if durations else state.expected
-    if mean is None:
+    mean_seconds = sum(durations) / len(durations) if durations else state.expected
+    if mean_seconds is None:
         return None
-    running = sum(max(0.0, mean - (time.time() - (entry.started or 0))) for entry in state.entries_with("running"))
-    waiting = len(state.entries_with("waiting")) + state.to_come
-    return (running + waiting * mean) / state.jobs
+    running_seconds = sum(
+        max(0.0, mean_seconds - (time.time() - (entry.started or 0))) for entry in state.entries_with("running")
+    )
+    num_waiting = len(state.entries_with("waiting")) + state.to_come
+    return (running_seconds + num_waiting * mean_seconds) / state.jobs
 
 
-def result_line(state: SweepState, entry: Entry) -> str:
-    """One line on a run that has ended: how many have ended, what the run is, and its score or error."""
-    prefix = f"[{len(state.entries_with(*_ENDED))}/{len(state.entries) + state.to_come}] {entry.label}: "
+def format_result_line(state: SweepState, entry: SweepEntry) -> str:
+    """Return a line about a run that has ended: how many have ended, which run it is, and its score or error."""
+    prefix = f"[{len(state.entries_with(*_END_STATUSES))}/{len(state.entries) + state.to_come}] {entry.label}: "
     if entry.value is not None and entry.error is None:
         collapsed = ", collapsed" if entry.collapsed else ""
         pruned = ", pruned" if entry.status == "pruned" else ""
-        origin = "by another process" if entry.started is None else duration(entry.seconds)
+        origin = "by another process" if entry.started is None else format_duration(entry.seconds)
         return f"{prefix}{entry.metric} {displayed(entry.metric or '', entry.value):.2f}{collapsed}{pruned} ({origin})"
     if entry.status == "stopped":
         return f"{prefix}{entry.error}"
     return f"{prefix}{entry.status}: {entry.error}" + (f" ({entry.log})" if entry.log else "")
 
 
-_COLUMNS = {
+_STATUSES_BY_COLUMN = {
     "done": ("finished", "pruned"),
     "running": ("running", "elsewhere"),
     "failed": ("failed",),
     "left": ("waiting", "stopped"),
 }
-"""Columns of the live table that count runs by their status."""
+"""The columns of the live table that count runs, with the statuses that each counts."""
 
 
-def render(state: SweepState) -> Group:
-    """The live table: a headline, one row for each task, model and method, and one line for each running run.
+def render_sweep(state: SweepState) -> Group:
+    """Render the live table of a sweep: a status line, a row for each task, model and method, and the running runs.
 
-    The column of the running runs includes those that other processes execute.
+    The column "running" also counts runs that other processes execute.
     """
     table = Table("task", "model", "method")
-    for column in _COLUMNS:
+    for column in _STATUSES_BY_COLUMN:
         table.add_column(column, justify="right")
     table.add_column("best so far")
     table.add_column("by")
-    groups: dict[tuple[str, str, str], list[Entry]] = {}
+    entries_by_group: dict[tuple[str, str, str], list[SweepEntry]] = {}
     for entry in state.entries:
-        groups.setdefault(entry.group, []).append(entry)
-    for names, group in groups.items():
-        counts = [str(sum(entry.status in statuses for entry in group)) for statuses in _COLUMNS.values()]
-        scored = [entry for entry in group if entry.value is not None and entry.status == "finished"]
-        best = max(scored, key=lambda entry: entry.rank, default=None)
-        score, origin = "-", "-"
+        entries_by_group.setdefault(entry.group, []).append(entry)
+    for group_key, group_entries in entries_by_group.items():
+        counts = [
+            str(sum(entry.status in statuses for entry in group_entries)) for statuses in _STATUSES_BY_COLUMN.values()
+        ]
+        finished_entries = [entry for entry in group_entries if entry.value is not None and entry.status == "finished"]
+        best = max(finished_entries, key=lambda entry: entry.selection_merit, default=None)
+        best_score, best_by = "-", "-"
         if best is not None:
-            score = f"{best.metric} {displayed(best.metric or '', best.value or 0):.2f}"
-            distinctive = [text for text in best.overrides if not all(text in entry.overrides for entry in group)]
-            origin = " ".join(distinctive) or best.method
-        table.add_row(*names, *counts, score, origin)
+            best_score = f"{best.metric} {displayed(best.metric or '', best.value or 0):.2f}"
+            distinctive_overrides = [
+                text for text in best.overrides if not all(text in entry.overrides for entry in group_entries)
+            ]
+            best_by = " ".join(distinctive_overrides) or best.method
+        table.add_row(*group_key, *counts, best_score, best_by)
     lines = []
-    for status, title in _RUNNING.items():
+    for status, title in _RUNNING_TITLES.items():
         entries = state.entries_with(status)
-        lines += [f"{title}:", *map(_progress, entries)] if entries else []
-    return Group(Text(headline(state)), table, *map(Text, lines))
+        lines += [f"{title}:", *map(_format_progress_line, entries)] if entries else []
+    return Group(Text(format_status_line(state)), table, *map(Text, lines))
 
 
-_RUNNING = {"running": "running", "elsewhere": "running elsewhere"}
-"""The statuses of runs that are under way, in words."""
+_RUNNING_TITLES = {"running": "running", "elsewhere": "running elsewhere"}
+"""Titles of the statuses of runs that are in progress."""
 
 
-def _progress(entry: Entry) -> str:
-    """One line with the epoch of a run that is under way and, if this sweep has started it, the time since then."""
+def _format_progress_line(entry: SweepEntry) -> str:
+    """Return a line with the epoch of a running run and, if this sweep has started it, the time since then."""
     epoch = f"epoch {min(entry.epochs[0] + 1, entry.epochs[1])} of {entry.epochs[1]}"
-    elapsed = f", {duration(time.time() - entry.started)}" if entry.started else ""
+    elapsed = f", {format_duration(time.time() - entry.started)}" if entry.started else ""
     return f"  {entry.label}: {epoch}{elapsed}"
 
 
-def headline(state: SweepState) -> str:
-    """One line with the number of runs by status and the estimated time left."""
+def format_status_line(state: SweepState) -> str:
+    """Return a line with the number of runs by status and the estimated time left."""
     statuses = ("finished", "running", "elsewhere", "failed", "pruned", "stopped")
-    counts = {status: len(state.entries_with(status)) for status in statuses}
-    left = len(state.entries_with("waiting")) + state.to_come
-    parts = [f"{state.name}: {counts['finished']} of {len(state.entries) + state.to_come} runs finished"]
-    others = [(status, count) for status, count in counts.items() if count and status != "finished"]
-    parts += [f"{count} {_RUNNING.get(status, status)}" for status, count in others]
-    parts += [f"{left} left"] if left else []
-    seconds = seconds_left(state)
-    if not state.is_over and seconds is not None and left + counts["running"]:
-        parts.append(f"about {duration(seconds)} to go")
+    count_by_status = {status: len(state.entries_with(status)) for status in statuses}
+    num_left = len(state.entries_with("waiting")) + state.to_come
+    parts = [f"{state.name}: {count_by_status['finished']} of {len(state.entries) + state.to_come} runs finished"]
+    other_counts = [(status, count) for status, count in count_by_status.items() if count and status != "finished"]
+    parts += [f"{count} {_RUNNING_TITLES.get(status, status)}" for status, count in other_counts]
+    parts += [f"{num_left} left"] if num_left else []
+    seconds = estimate_seconds_left(state)
+    if not state.is_over and seconds is not None and num_left + count_by_status["running"]:
+        parts.append(f"about {format_duration(seconds)} to go")
     return " · ".join(parts)
 
 
-def duration(seconds: float | None) -> str:
+def format_duration(seconds: float | None) -> str:
     """Format a duration in the two largest units: 45 s, 12 min, 3 h 5 min, 2 d 4 h; `-` for None."""
     if seconds is None:
         return "-"

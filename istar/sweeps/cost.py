@@ -11,15 +11,15 @@ from istar.results import RESULT, RunRecord, read
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """The estimated duration of a number of runs."""
+class DurationEstimate:
+    """The estimated total duration of several runs, and what the estimate is based on."""
 
     seconds: float | None  # duration of all runs one after another; None if no finished run is similar enough
-    basis: str  # the finished runs behind the estimate, in words
+    basis: str  # description of the finished runs that the estimate is based on
 
 
-def finished_runs(root: Path) -> list[RunRecord]:
-    """The records of the finished runs in a folder; unreadable records are skipped."""
+def read_finished_runs(root: Path) -> list[RunRecord]:
+    """Read the records of the finished runs in a folder; unreadable records are skipped."""
     records = []
     for path in sorted(root.glob(f"*/{RESULT}")):
         try:
@@ -29,33 +29,35 @@ def finished_runs(root: Path) -> list[RunRecord]:
     return [record for record in records if record.status == "finished" and record.timing.get("total")]
 
 
-def estimate(planned: Sequence[tuple[Config, int]], finished: Iterable[RunRecord]) -> Estimate:
+def estimate_duration(planned: Sequence[tuple[Config, int]], finished: Iterable[RunRecord]) -> DurationEstimate:
     """Estimate the duration of planned runs, given as configs with their numbers of training examples.
 
     Each planned run uses the median of the seconds per training example and epoch of the finished runs with the same
     model, task and method; if there are none, of those with the same model and task, or else with the same model.
     """
-    rates: dict[tuple[str, ...], dict[int, float]] = {}
-    for number, record in enumerate(finished):
+    rates_by_key: dict[tuple[str, ...], dict[int, float]] = {}
+    for index, record in enumerate(finished):
         config = record.config
         examples = record.data.get("train", 0) * config["trainer"]["max_epochs"]
         if examples:
             for key in _similarity_keys(config["model"]["name"], config["task"]["name"], config["reg"]["name"]):
-                rates.setdefault(key, {})[number] = record.timing["total"] / examples
-    total, used = 0.0, set()
-    for planned_config, size in planned:
+                rates_by_key.setdefault(key, {})[index] = record.timing["total"] / examples
+    total_seconds, used_keys = 0.0, set()
+    for planned_config, num_examples in planned:
         names = planned_config.model.name, planned_config.task.name, planned_config.reg.name
-        similar = [key for key in _similarity_keys(*names) if key in rates]
+        similar = [key for key in _similarity_keys(*names) if key in rates_by_key]
         if not similar:
-            return Estimate(None, "no finished run of this model to estimate by")
-        used.add(similar[0])
-        total += median(rates[similar[0]].values()) * size * planned_config.trainer.max_epochs
-    count = len({number for key in used for number in rates[key]})
-    similarity = {3: "model, task and method", 2: "model and task", 1: "model"}[min(map(len, used), default=3)]
-    return Estimate(total, f"by {count} finished run{'s' if count != 1 else ''} of the same {similarity}")
+            return DurationEstimate(None, "no finished run of this model to estimate by")
+        used_keys.add(similar[0])
+        total_seconds += median(rates_by_key[similar[0]].values()) * num_examples * planned_config.trainer.max_epochs
+    num_runs = len({index for key in used_keys for index in rates_by_key[key]})
+    similarity = {3: "model, task and method", 2: "model and task", 1: "model"}[min(map(len, used_keys), default=3)]
+    return DurationEstimate(
+        total_seconds, f"by {num_runs} finished run{'s' if num_runs != 1 else ''} of the same {similarity}"
+    )
 
 
 def _similarity_keys(model: str, task: str, reg: str) -> list[tuple[str, ...]]:
-    """What two similar runs have in common, from the most similar to the least."""
+    """Return keys that similar runs share: of the most similar runs all three, of less similar ones only the last."""
     name = Path(model).name
     return [(name, task, reg), (name, task), (name,)]

@@ -1,4 +1,4 @@
-"""Describes the runs of a sweep for the plan of an experiment, before any of them is executed."""
+"""Describes the planned runs of a sweep for the file of `istar plan`, before any of them is executed."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,25 +15,25 @@ from istar.errors import UserError
 from istar.reports.plan_file import family, flat_settings, group_of
 from istar.reports.run_frame import row
 from istar.results import RunRecord
-from istar.runs.store import task_spec
-from istar.sweeps.sweep import Runs
-from istar.sweeps.trials import Overrides, Space
+from istar.runs.store import find_task_spec
+from istar.sweeps.sweep import SweepRuns
+from istar.sweeps.trials import Overrides, SearchSpace
 
 BASE = "Base"
 
 
 @dataclass
-class Planned:
-    """A configuration of a plan: runs that differ only in the seed, or those from which a search chooses."""
+class PlannedConfiguration:
+    """A configuration of a plan: runs that differ only in the seed, or the runs from which a search chooses."""
 
     config: Config  # config of the first run
-    method: str  # as in the report
+    method: str  # label of the method with its hyperparameters, as in reports
     grid: str  # name of the grid of the sweep; empty if the sweep has no named grids
-    settings: dict[str, Any]  # of `istar.reports.plan_file.flat_settings`
+    settings: dict[str, Any]  # settings by key, from `istar.reports.plan_file.flat_settings`
     ranges: dict[str, Any]  # by key, the values from which a search chooses, or the ends of an interval
     seeds: list[int]
     names: list[str]  # names of the runs, in the order of the seeds; empty for a search
-    data: str  # fingerprint of the examples
+    data: str  # hash of the training and validation examples
     examples: int  # number of training examples
 
     @property
@@ -48,70 +48,78 @@ class Planned:
 
     @property
     def group(self) -> tuple[str, str, str]:
-        """Task, model and method of the plan, among whose runs `sweep.seeds` repeats the best."""
+        """Task, model and method of the plan; `sweep.seeds` repeats the best run of each such group."""
         return group_of(self.task, self.model, self.method, self.grid)
 
     @property
     def is_base(self) -> bool:
-        """Whether the configuration is one of Base, with which the others are compared."""
+        """Whether the method is Base, with which the others are compared."""
         return family(self.method) == BASE
 
 
-def configurations(runs: Runs) -> list[Planned]:
-    """Return the configurations of a sweep's runs, in their order.
+def list_planned_configurations(runs: SweepRuns) -> list[PlannedConfiguration]:
+    """Group the runs of a sweep into configurations, in the order of the runs.
 
     Raises:
         UserError: if the data or the model of a run cannot be loaded, or a run cannot be used.
     """
     if runs.request.settings.search == "optuna":
-        return [planned for grid, space in runs.spaces.items() for planned in _of_search(runs, grid, space)]
-    grouped: dict[str, Planned] = {}
+        return [
+            planned
+            for grid, space in runs.space_by_grid.items()
+            for planned in _describe_search_configurations(runs, grid, space)
+        ]
+    configuration_by_key: dict[str, PlannedConfiguration] = {}
     for entry in runs.state.entries:
         if entry.status == "failed":
             raise UserError(f"{entry.error} (a plan identifies its runs by their data and models)")
-        planned = _describe(runs, runs.grids[entry.name], runs.trials[entry.name].config)
-        known = grouped.setdefault(repr((planned.group, planned.settings, planned.data)), planned)
-        known.seeds.append(entry.seed)
-        known.names.append(entry.name)
-    return list(grouped.values())
+        planned = _describe_configuration(runs, runs.grid_by_run[entry.name], runs.trial_by_name[entry.name].config)
+        configuration = configuration_by_key.setdefault(repr((planned.group, planned.settings, planned.data)), planned)
+        configuration.seeds.append(entry.seed)
+        configuration.names.append(entry.name)
+    return list(configuration_by_key.values())
 
 
-def _describe(runs: Runs, grid: str, config: Config) -> Planned:
-    """Describe the configuration of a run, without its seeds and names."""
-    config = runs.folders.resolve(config)
-    runs.folders(config)
+def _describe_configuration(runs: SweepRuns, grid: str, config: Config) -> PlannedConfiguration:
+    """Describe the configuration of a run, with empty lists of seeds and names."""
+    config = runs.run_folders.resolve(config)
+    runs.run_folders.find(config)
     values = to_dict(config)
     method = row(RunRecord("", "waiting", values))["method"]
-    fingerprint, size = runs.folders.fingerprint(config), runs.folders.size(config)
-    return Planned(config, method, grid, flat_settings(values), {}, [], [], fingerprint, size)
+    fingerprint, size = runs.run_folders.fingerprint(config), runs.run_folders.num_training_examples(config)
+    return PlannedConfiguration(config, method, grid, flat_settings(values), {}, [], [], fingerprint, size)
 
 
-def _of_search(runs: Runs, grid: str, space: Space) -> Iterable[Planned]:
-    """Describe the runs of a space from which Optuna chooses: one configuration for each choice of config groups.
+def _describe_search_configurations(runs: SweepRuns, grid: str, space: SearchSpace) -> Iterable[PlannedConfiguration]:
+    """Yield the configurations of a search space from which Optuna chooses, one for each choice of config groups.
 
-    The task and the model are part of the groups, or of the keys `task.name` and `model.name`.
+    The keys `task.name` and `model.name` count as config groups.
     """
-    swept = {key: override for key, override in space.items() if override.is_sweep_override()}
-    groups = {key: override for key, override in swept.items() if _chooses_group(key)}
-    keys = {key: override for key, override in swept.items() if key not in groups and key != "seed"}
-    fixed = [override.input_line or "" for key, override in space.items() if key not in swept]
-    first = [f"{key}={_values(override)[0]}" for key, override in keys.items()]
-    for choice in product(*([f"{key}={value}" for value in _values(override)] for key, override in groups.items())):
-        overrides = (*fixed, *choice, *first)
-        planned = _describe(runs, grid, runs.config(overrides))
-        planned.ranges = {key: _range(runs, overrides, key, override) for key, override in keys.items()}
-        seed = swept.get("seed")
-        planned.seeds = [planned.config.seed] if seed is None else [int(value) for value in _values(seed)]
+    swept_overrides = {key: override for key, override in space.items() if override.is_sweep_override()}
+    group_overrides = {key: override for key, override in swept_overrides.items() if _is_group_choice(key)}
+    key_overrides = {
+        key: override for key, override in swept_overrides.items() if key not in group_overrides and key != "seed"
+    }
+    fixed_overrides = [override.input_line or "" for key, override in space.items() if key not in swept_overrides]
+    first_values = [f"{key}={_swept_values(override)[0]}" for key, override in key_overrides.items()]
+    for choice in product(
+        *([f"{key}={value}" for value in _swept_values(override)] for key, override in group_overrides.items())
+    ):
+        overrides = (*fixed_overrides, *choice, *first_values)
+        planned = _describe_configuration(runs, grid, runs.compose_config(overrides))
+        planned.ranges = {key: _search_range(runs, overrides, key, override) for key, override in key_overrides.items()}
+        seed = swept_overrides.get("seed")
+        planned.seeds = [planned.config.seed] if seed is None else [int(value) for value in _swept_values(seed)]
         yield planned
 
 
-def _chooses_group(key: str) -> bool:
-    """Whether a key of a space chooses the option of a config group, the task or the model."""
+def _is_group_choice(key: str) -> bool:
+    """Return whether a key of a search space chooses the option of a config group, the task or the model."""
     return ("." not in key and key != "seed") or key in ("task.name", "model.name")
 
 
-def _values(override: Override) -> list[str]:
-    """The values of a key that is swept over, as on the command line; of an interval, its ends."""
+def _swept_values(override: Override) -> list[str]:
+    """Return the values of a key that is swept over, as on the command line; for an interval, its two ends."""
     sweep = override.value()
     if isinstance(sweep, IntervalSweep):
         ends = [sweep.start or 0.0, sweep.end or 0.0]
@@ -119,66 +127,81 @@ def _values(override: Override) -> list[str]:
     return [str(value) for value in override.sweep_string_iterator()]
 
 
-def _range(runs: Runs, overrides: Overrides, key: str, override: Override) -> Any:
-    """The values of a key as configs have them, or the ends of its interval."""
-    settings = [flat_settings(to_dict(runs.config((*overrides, f"{key}={value}")))) for value in _values(override)]
+def _search_range(runs: SweepRuns, overrides: Overrides, key: str, override: Override) -> Any:
+    """Return the values of a key as they are in composed configs, or the ends `low` and `high` of its interval."""
+    settings = [
+        flat_settings(to_dict(runs.compose_config((*overrides, f"{key}={value}")))) for value in _swept_values(override)
+    ]
     values: list[Any] = [setting.get(key) for setting in settings]
     is_interval = isinstance(override.value(), IntervalSweep)
     return {"low": min(values), "high": max(values)} if is_interval else values
 
 
-def contents(planned: Sequence[Planned], runs: Runs) -> dict[str, Any]:
-    """Return the fields of a plan that follow from its runs; see `istar.reports.plan_file`."""
+def make_plan_fields(configurations: Sequence[PlannedConfiguration], runs: SweepRuns) -> dict[str, Any]:
+    """Return the fields of a plan file that follow from its runs; see `istar.reports.plan_file`."""
     settings = runs.request.settings
-    common = common_settings([entry.settings for entry in planned], {key for entry in planned for key in entry.ranges})
+    common = find_common_settings(
+        [configuration.settings for configuration in configurations],
+        {key for configuration in configurations for key in configuration.ranges},
+    )
     is_search = settings.search == "optuna"
-    trials = trial_count(planned, settings.trials) if is_search else None
-    tasks = list({entry.task: _describe_task(entry.config.task) for entry in planned}.values())
+    num_trials = count_trials(configurations, settings.trials) if is_search else None
+    tasks = list(
+        {configuration.task: _describe_task(configuration.config.task) for configuration in configurations}.values()
+    )
     return {
         "sweep": {
             "name": settings.name,
             "search": settings.search,
-            "trials": trials,
+            "trials": num_trials,
             "sampler": settings.sampler if is_search else None,
             "sampler_seed": settings.sampler_seed if is_search else None,
             "pruner": settings.pruner if is_search else None,
             "seeds_of_best": list(settings.seeds),
         },
         "tasks": tasks,
-        "models": list(dict.fromkeys(entry.model for entry in planned)),
-        "seeds": sorted({seed for entry in planned for seed in entry.seeds}),
-        "selection": selection_rule(tasks, settings.seeds, any(entry.grid for entry in planned)),
-        "methods": methods(planned, common),
-        "budget": budget(planned, settings.seeds, trials, len(runs.state.entries_with("finished"))),
+        "models": list(dict.fromkeys(configuration.model for configuration in configurations)),
+        "seeds": sorted({seed for configuration in configurations for seed in configuration.seeds}),
+        "selection": describe_selection_rule(
+            tasks, settings.seeds, any(configuration.grid for configuration in configurations)
+        ),
+        "methods": describe_methods(configurations, common),
+        "budget": compute_budget(configurations, settings.seeds, num_trials, len(runs.state.entries_with("finished"))),
         "settings": common,
-        "configurations": [_configuration(entry, common) for entry in planned],
+        "configurations": [_make_configuration_field(configuration, common) for configuration in configurations],
     }
 
 
-def trial_count(planned: Sequence[Planned], trials: int) -> int:
-    """Return the number of trials of a search, which ends early when it has tried all runs of its search space."""
-    values = [[entry.seeds, *entry.ranges.values()] for entry in planned]
+def count_trials(configurations: Sequence[PlannedConfiguration], max_trials: int) -> int:
+    """Return the number of trials of a search: `max_trials`, or fewer if its search space has fewer runs."""
+    values = [[configuration.seeds, *configuration.ranges.values()] for configuration in configurations]
     if any(isinstance(choice, Mapping) for choices in values for choice in choices):
-        return trials
-    return min(trials, sum(prod(map(len, choices)) for choices in values))
+        return max_trials
+    return min(max_trials, sum(prod(map(len, choices)) for choices in values))
 
 
-def _configuration(entry: Planned, common: Mapping[str, Any]) -> dict[str, Any]:
+def _make_configuration_field(configuration: PlannedConfiguration, common: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration as the plan file has it, without the settings that all configurations share."""
     return {
-        "task": entry.task,
-        "model": entry.model,
-        "method": entry.method,
-        "grid": entry.grid,
-        "seeds": entry.seeds,
-        "settings": {k: v for k, v in entry.settings.items() if k not in common and k not in entry.ranges},
-        "ranges": entry.ranges,
-        "data": entry.data,
-        "names": entry.names,
+        "task": configuration.task,
+        "model": configuration.model,
+        "method": configuration.method,
+        "grid": configuration.grid,
+        "seeds": configuration.seeds,
+        "settings": {
+            key: value
+            for key, value in configuration.settings.items()
+            if key not in common and key not in configuration.ranges
+        },
+        "ranges": configuration.ranges,
+        "data": configuration.data,
+        "names": configuration.names,
     }
 
 
 def _describe_task(config: TaskConfig) -> dict[str, Any]:
-    spec = task_spec(config)
+    """Return a task as the plan file has it: its name, its metrics and the data sets that they are measured on."""
+    spec = find_task_spec(config)
     return {
         "name": spec.name,
         "metric": spec.headline,
@@ -188,8 +211,8 @@ def _describe_task(config: TaskConfig) -> dict[str, Any]:
     }
 
 
-def common_settings(settings: Sequence[Mapping[str, Any]], excluded: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the settings that all configurations have with equal values, without the excluded keys."""
+def find_common_settings(settings: Sequence[Mapping[str, Any]], excluded: Iterable[str] = ()) -> dict[str, Any]:
+    """Return the settings that have equal values in all configurations, except those with excluded keys."""
     first, *others = settings
     return {
         key: value
@@ -198,58 +221,70 @@ def common_settings(settings: Sequence[Mapping[str, Any]], excluded: Iterable[st
     }
 
 
-def methods(planned: Sequence[Planned], common: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the methods of a plan: the settings in which each differs from others, and the values of its grid.
+def describe_methods(configurations: Sequence[PlannedConfiguration], common: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Describe each method of a plan: the settings in which it differs from others, and the values of its grid.
 
-    A method is what `istar.reports.plan_file.group_of` says, such as I-STAR, or each grid of a sweep with named grids.
-    `configurations` is the number of its configurations on each task and model, or 0 if a search chooses them.
+    A method is the last part of a configuration's group, such as I-STAR or, in a sweep with named grids, a grid. The
+    field `configurations` is the number of its configurations on each task and model, or 0 if a search chooses them.
+    `common` are the settings that all configurations share.
     """
-    grouped: dict[str, list[Planned]] = {}
-    for entry in planned:
-        grouped.setdefault(entry.group[2], []).append(entry)
-    result = []
-    for name, entries in grouped.items():
-        ranges = {key: values for entry in entries for key, values in entry.ranges.items()}
-        keys = dict.fromkeys(key for entry in entries for key in entry.settings if key not in common)
-        varied = {key: _distinct(entry.settings.get(key) for entry in entries) for key in keys if key not in ranges}
-        counts = {group: sum(entry.group == group for entry in entries) for group in {e.group for e in entries}}
-        result.append(
+    configurations_by_method: dict[str, list[PlannedConfiguration]] = {}
+    for configuration in configurations:
+        configurations_by_method.setdefault(configuration.group[2], []).append(configuration)
+    fields = []
+    for name, method_configurations in configurations_by_method.items():
+        ranges = {
+            key: values for configuration in method_configurations for key, values in configuration.ranges.items()
+        }
+        keys = dict.fromkeys(
+            key for configuration in method_configurations for key in configuration.settings if key not in common
+        )
+        values_by_key = {
+            key: _remove_duplicates(configuration.settings.get(key) for configuration in method_configurations)
+            for key in keys
+            if key not in ranges
+        }
+        counts = {
+            group: sum(configuration.group == group for configuration in method_configurations)
+            for group in {configuration.group for configuration in method_configurations}
+        }
+        fields.append(
             {
                 "method": name,
                 "configurations": 0 if ranges else max(counts.values()),
-                "settings": {key: values[0] for key, values in varied.items() if len(values) == 1},
-                "grid": {key: values for key, values in varied.items() if len(values) > 1} | ranges,
+                "settings": {key: values[0] for key, values in values_by_key.items() if len(values) == 1},
+                "grid": {key: values for key, values in values_by_key.items() if len(values) > 1} | ranges,
             }
         )
-    return result
+    return fields
 
 
-def _distinct(values: Iterable[Any]) -> list[Any]:
-    """Return the values without repetitions, in their order; they need not be hashable."""
-    result: list[Any] = []
+def _remove_duplicates(values: Iterable[Any]) -> list[Any]:
+    """Return the distinct values in the order of their first occurrence; they need not be hashable."""
+    distinct_values: list[Any] = []
     for value in values:
-        if value not in result:
-            result.append(value)
-    return result
+        if value not in distinct_values:
+            distinct_values.append(value)
+    return distinct_values
 
 
-def selection_rule(tasks: Sequence[Mapping[str, Any]], seeds: Sequence[int], has_grids: bool) -> str:
-    """Return in words which epoch and which configuration are reported, and by which set they are chosen.
+def describe_selection_rule(tasks: Sequence[Mapping[str, Any]], seeds: Sequence[int], has_grids: bool) -> str:
+    """Describe which epoch and which configuration are reported, and on which data set they are chosen.
 
     Args:
         tasks: the field `tasks` of a plan.
         seeds: seeds with which the best configuration of each method is repeated.
-        has_grids: whether the sweep has named grids, of each of which the best is repeated.
+        has_grids: whether the sweep has named grids, so that the best configuration of each grid is repeated.
     """
-    chosen = "; ".join(
+    selection_values = "; ".join(
         f"{task['selection_metric']} on the set {task['selection_set']}" + f" ({task['name']})" * (len(tasks) > 1)
         for task in tasks
     )
-    text = f"The epoch of each run is the one with the best value of {chosen}. "
+    text = f"The epoch of each run is the one with the best value of {selection_values}. "
     if seeds:
-        group = "task, model, method and grid" if has_grids else "task, model and method"
+        group_label = "task, model, method and grid" if has_grids else "task, model and method"
         text += (
-            f"Of each {group}, the run with the best such value is repeated with the seeds "
+            f"Of each {group_label}, the run with the best such value is repeated with the seeds "
             f"{', '.join(map(str, seeds))}, and its configuration is reported."
         )
     else:
@@ -265,94 +300,116 @@ def selection_rule(tasks: Sequence[Mapping[str, Any]], seeds: Sequence[int], has
     return text
 
 
-def comparisons(planned: Sequence[Planned], seeds_of_best: Sequence[int]) -> int:
-    """Return the number of comparisons with Base: one for each group of configurations if the best are repeated.
+def count_comparisons(configurations: Sequence[PlannedConfiguration], seeds_of_best: Sequence[int]) -> int:
+    """Count the comparisons of methods with Base on the same task and model.
 
-    Otherwise each method with its settings, as the table of all methods of the report has them, is a comparison. Tasks
-    and models without Base have none.
+    If the best configurations are repeated with further seeds, each group of configurations is compared with Base once.
+    Otherwise, each method with its hyperparameters is compared. Tasks and models without Base have no comparisons.
     """
-    is_by_group = bool(seeds_of_best) or any(entry.ranges for entry in planned)
-    pairs = {(entry.task, entry.model) for entry in planned if entry.is_base}
-    others = {
-        entry.group if is_by_group else (entry.task, entry.model, entry.method)
-        for entry in planned
-        if not entry.is_base
+    is_by_group = bool(seeds_of_best) or any(configuration.ranges for configuration in configurations)
+    pairs_with_base = {
+        (configuration.task, configuration.model) for configuration in configurations if configuration.is_base
     }
-    return sum((task, model) in pairs for task, model, _ in others)
+    other_methods = {
+        configuration.group if is_by_group else (configuration.task, configuration.model, configuration.method)
+        for configuration in configurations
+        if not configuration.is_base
+    }
+    return sum((task, model) in pairs_with_base for task, model, _ in other_methods)
 
 
-def pairs_of_seeds(planned: Sequence[Planned], seeds_of_best: Sequence[int]) -> int:
-    """Return the number of seeds that every reported configuration has."""
-    return min(len({*entry.seeds, *seeds_of_best}) for entry in planned)
+def count_seed_pairs(configurations: Sequence[PlannedConfiguration], seeds_of_best: Sequence[int]) -> int:
+    """Return the number of seeds that every reported configuration has, which is the number of paired differences."""
+    return min(len({*configuration.seeds, *seeds_of_best}) for configuration in configurations)
 
 
-def hypotheses(planned: Sequence[Planned], metrics: Mapping[str, str]) -> list[str]:
-    """Return a sentence for each method but Base, or one for all methods if there is no Base.
+def make_hypotheses(configurations: Sequence[PlannedConfiguration], metric_by_task: Mapping[str, str]) -> list[str]:
+    """Write a hypothesis as a sentence for each method but Base, or one sentence for all methods without Base.
 
-    `metrics` has the headline metric of each task.
+    `metric_by_task` has the headline metric of each task.
     """
-    tasks = list(dict.fromkeys(entry.task for entry in planned))
-    models = ", ".join(dict.fromkeys(entry.model for entry in planned))
-    where = " and ".join(f"the {metrics[task]} on {task}" for task in tasks)
-    others = list(dict.fromkeys(entry.group[2] for entry in planned if not entry.is_base))
-    if not any(entry.is_base for entry in planned):
-        return [f"The configurations of {', '.join(others)} differ in {where} ({models})."]
-    if not others:
-        return [f"Base has, with each of its configurations, another mean of {where} ({models})."]
-    return [f"{name} changes {where} compared with Base over the same seeds ({models})." for name in others]
+    tasks = list(dict.fromkeys(configuration.task for configuration in configurations))
+    models = ", ".join(dict.fromkeys(configuration.model for configuration in configurations))
+    scores = " and ".join(f"the {metric_by_task[task]} on {task}" for task in tasks)
+    other_methods = list(
+        dict.fromkeys(configuration.group[2] for configuration in configurations if not configuration.is_base)
+    )
+    if not any(configuration.is_base for configuration in configurations):
+        return [f"The configurations of {', '.join(other_methods)} differ in {scores} ({models})."]
+    if not other_methods:
+        return [f"Base has, with each of its configurations, another mean of {scores} ({models})."]
+    return [f"{name} changes {scores} compared with Base over the same seeds ({models})." for name in other_methods]
 
 
-def budget(
-    planned: Sequence[Planned], seeds_of_best: Sequence[int], trials: int | None, finished: int
+def compute_budget(
+    configurations: Sequence[PlannedConfiguration],
+    seeds_of_best: Sequence[int],
+    num_trials: int | None,
+    num_finished: int,
 ) -> dict[str, Any]:
-    """Return the number of runs, and upper limits for the sums of their epochs and training examples.
+    """Compute the number of runs, and upper limits for their total epochs and training examples.
 
-    The repetitions of the best configurations, and the trials of a search, count with the longest training of those
-    that may be chosen. Training that stops early, or is pruned, needs less.
+    Repetitions of the best configurations and trials of a search count as the longest training that may be chosen.
+    Training that stops early or is pruned needs less.
 
     Args:
-        planned: all configurations.
+        configurations: all configurations.
         seeds_of_best: seeds with which the best configuration of each group is repeated.
-        trials: number of trials of a search; None for a grid.
-        finished: number of runs that were finished before.
+        num_trials: number of trials of a search; None for a grid.
+        num_finished: number of runs that were finished before.
     """
-    groups: dict[tuple[str, str, str], list[Planned]] = {}
-    for entry in planned:
-        groups.setdefault(entry.group, []).append(entry)
-    runs: list[tuple[int, int, int]] = []  # number of runs, with the epochs and the training examples of each
-    if trials is None:
-        runs += [(len(entry.seeds), _epochs(entry), _training_examples(entry)) for entry in planned]
+    configurations_by_group: dict[tuple[str, str, str], list[PlannedConfiguration]] = {}
+    for configuration in configurations:
+        configurations_by_group.setdefault(configuration.group, []).append(configuration)
+    planned_runs: list[tuple[int, int, int]] = []  # number of runs, with the epochs and the training examples of each
+    if num_trials is None:
+        planned_runs += [
+            (len(configuration.seeds), _max_epochs(configuration), _max_training_examples(configuration))
+            for configuration in configurations
+        ]
     else:
-        runs.append((trials, max(map(_epochs, planned)), max(map(_training_examples, planned))))
-    for entries in groups.values():
-        more = len(set(seeds_of_best) - {seed for entry in entries for seed in entry.seeds})
-        runs.append((more, max(map(_epochs, entries)), max(map(_training_examples, entries))))
+        planned_runs.append(
+            (num_trials, max(map(_max_epochs, configurations)), max(map(_max_training_examples, configurations)))
+        )
+    for group_configurations in configurations_by_group.values():
+        num_repetitions = len(
+            set(seeds_of_best) - {seed for configuration in group_configurations for seed in configuration.seeds}
+        )
+        planned_runs.append(
+            (
+                num_repetitions,
+                max(map(_max_epochs, group_configurations)),
+                max(map(_max_training_examples, group_configurations)),
+            )
+        )
     return {
-        "runs": sum(count for count, _, _ in runs),
-        "epochs": sum(count * epochs for count, epochs, _ in runs),
-        "training_examples": sum(count * examples for count, _, examples in runs),
-        "finished_before": finished,
+        "runs": sum(num_runs for num_runs, _, _ in planned_runs),
+        "epochs": sum(num_runs * epochs for num_runs, epochs, _ in planned_runs),
+        "training_examples": sum(num_runs * examples for num_runs, _, examples in planned_runs),
+        "finished_before": num_finished,
     }
 
 
-def _epochs(entry: Planned) -> int:
-    """Return the largest number of epochs of a configuration."""
-    values = entry.ranges.get("trainer.max_epochs", [entry.config.trainer.max_epochs])
+def _max_epochs(configuration: PlannedConfiguration) -> int:
+    """Return the largest number of epochs that a run of a configuration may have."""
+    values = configuration.ranges.get("trainer.max_epochs", [configuration.config.trainer.max_epochs])
     return int(values["high"] if isinstance(values, Mapping) else max(values))
 
 
-def _training_examples(entry: Planned) -> int:
+def _max_training_examples(configuration: PlannedConfiguration) -> int:
     """Return the largest number of training examples of a run, counted once for each epoch.
 
-    Of a text corpus, examples are documents, and with a number of optimizer steps, blocks of tokens.
+    The examples of a text corpus are documents or, if the number of optimizer steps is limited, blocks of tokens.
     """
-    in_epochs = entry.examples * _epochs(entry)
-    steps = entry.config.trainer.lightning.get("max_steps")
+    examples_in_epochs = configuration.examples * _max_epochs(configuration)
+    steps = configuration.config.trainer.lightning.get("max_steps")
     if steps is None or steps < 0:
-        return in_epochs
-    trainer = entry.config.trainer
+        return examples_in_epochs
+    trainer = configuration.config.trainer
     devices = trainer.devices if type(trainer.devices) is int and trainer.devices > 0 else 1
-    per_step = entry.config.data.batch_size * trainer.accumulate_grad_batches * devices * trainer.num_nodes
-    in_steps = steps * per_step
-    is_text = task_spec(entry.config.task).is_language_modelling
-    return in_steps if is_text else min(in_epochs, in_steps)
+    examples_per_step = (
+        configuration.config.data.batch_size * trainer.accumulate_grad_batches * devices * trainer.num_nodes
+    )
+    examples_in_steps = steps * examples_per_step
+    is_text = find_task_spec(configuration.config.task).is_language_modelling
+    return examples_in_steps if is_text else min(examples_in_epochs, examples_in_steps)

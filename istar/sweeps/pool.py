@@ -1,4 +1,4 @@
-"""Executes trials on this machine, a number of them in parallel, each with processes and GPUs of its own."""
+"""Executes trials on this machine, several of them in parallel, each with processes and GPUs of its own."""
 
 import os
 import signal
@@ -18,44 +18,44 @@ from istar.sweeps.trials import Trial
 class TrialSource(Protocol):
     """Supplies trials and receives their results; see `istar.sweeps.sweep.TrialQueue`."""
 
-    def next(self) -> Trial | None:
-        """The next trial to start; None if there is none at the moment."""
+    def next_trial(self) -> Trial | None:
+        """Return the next trial to start, or None if there is none at the moment."""
 
     def is_waiting(self) -> bool:
-        """Whether `next` may return another trial later, although none is running."""
+        """Return whether `next_trial` may return another trial later, although none is running."""
 
-    def started(self, trial: Trial, log: Path) -> None:
-        """Called when a trial has started."""
+    def on_started(self, trial: Trial, log_path: Path) -> None:
+        """Take note that a trial has started, with its output in the file `log_path`."""
 
-    def ended(self, trial: Trial, outcome: RunRecord | UserError, status: str | None = None) -> None:
-        """Called when a trial has ended; `status` is given if it does not follow from the outcome."""
+    def on_ended(self, trial: Trial, outcome: RunRecord | UserError, status: str | None = None) -> None:
+        """Take note of the outcome of a trial; `status` is given if it does not follow from the outcome."""
 
     def set_aside(self, trial: Trial) -> None:
-        """Called when a trial could not be executed because another process executes it."""
+        """Set a trial aside because another process executes it."""
 
     def tick(self) -> None:
-        """Called many times a second while trials run or are waited for."""
+        """Do periodic work; called many times a second while trials are running or waited for."""
 
     def warn(self, message: str) -> None:
-        """Called with a line for the user."""
+        """Show a warning to the user."""
 
 
 def run_trials(
-    source: TrialSource, settings: SweepConfig, logs: Path, environment: Mapping[str, str] | None = None
+    source: TrialSource, settings: SweepConfig, log_folder: Path, environment: Mapping[str, str] | None = None
 ) -> None:
     """Execute trials, `settings.jobs` of them in parallel, until the source has no more and all have ended.
 
-    The output of the processes goes to files in the folder `logs`; `environment` has further variables for them. With
+    The processes write their output to files in `log_folder`, and have the additional variables of `environment`. With
     `settings.fail_fast`, a failure stops all trials.
 
     Raises:
         StoppedError: if a signal has stopped the sweep; the signal was forwarded to the running trials.
     """
-    logs.mkdir(parents=True, exist_ok=True)
-    with fork_server.ServerPool(logs / "server.log", source.warn) as servers:
+    log_folder.mkdir(parents=True, exist_ok=True)
+    with fork_server.ServerPool(log_folder / "server.log", source.warn) as servers:
         # A new interpreter costs seconds for every run; a forked process does not.
-        start = servers.spawn if settings.fork and fork_server.is_supported() else spawn
-        pool = _Pool(source, settings, logs, environment or {}, start)
+        spawn_process = servers.spawn if settings.fork and fork_server.is_supported() else spawn
+        pool = _TrialPool(source, settings, log_folder, environment or {}, spawn_process)
         with forward_signals(pool.runs) as signals:
             while pool.fill_slots(signals):
                 pool.collect_ended(signals)
@@ -66,104 +66,117 @@ def run_trials(
         raise StoppedError(f"stopped by {name}; the same command goes on", signals[0])
 
 
-class _Pool:
-    """The running trials, each in a slot of its own, and their processes (`runs`)."""
+class _TrialPool:
+    """Runs trials in parallel, each in a slot of its own; `runs` are the processes of the running trials."""
 
     def __init__(
-        self, source: TrialSource, settings: SweepConfig, logs: Path, environment: Mapping[str, str], start: Spawn
+        self,
+        source: TrialSource,
+        settings: SweepConfig,
+        log_folder: Path,
+        environment: Mapping[str, str],
+        spawn_process: Spawn,
     ) -> None:
         self.runs: list[RunProcesses] = []
-        self._source, self._logs, self._environment, self._spawn = source, logs, environment, start
+        self._source, self._log_folder, self._environment, self._spawn = source, log_folder, environment, spawn_process
         self._jobs, self._fail_fast = settings.jobs, settings.fail_fast
-        self._slots: dict[int, tuple[Trial, RunProcesses]] = {}
-        self._gpus = visible_gpus() if settings.jobs > 1 else []
+        self._running_by_slot: dict[int, tuple[Trial, RunProcesses]] = {}
+        self._gpus = list_visible_gpus() if settings.jobs > 1 else []
         self._is_stopping = False
 
     def fill_slots(self, signals: Sequence[int]) -> bool:
-        """Start a trial in each free slot; returns whether any trial is running or waited for."""
+        """Start a trial in each free slot, and return whether any trial is running or waited for."""
         for slot in range(self._jobs):
-            while slot not in self._slots and not signals and not self._is_stopping:
-                trial = self._source.next()
+            while slot not in self._running_by_slot and not signals and not self._is_stopping:
+                trial = self._source.next_trial()
                 if trial is None:
                     break
                 self._start(slot, trial)
         may_start = not signals and not self._is_stopping
-        return bool(self._slots) or (may_start and self._source.is_waiting())
+        return bool(self._running_by_slot) or (may_start and self._source.is_waiting())
 
     def collect_ended(self, signals: Sequence[int]) -> None:
         """Free the slots of trials that have ended, and report their outcomes to the source."""
-        for slot, (trial, run) in list(self._slots.items()):
+        for slot, (trial, run) in list(self._running_by_slot.items()):
             if run.has_ended():
-                del self._slots[slot]
+                del self._running_by_slot[slot]
                 self.runs.remove(run)
                 self._report(trial, run, signals)
 
     def _start(self, slot: int, trial: Trial) -> None:
         """Start a trial in a slot; a trial that cannot start counts as failed."""
-        log = self._logs / f"{trial.name}.log"
+        log_path = self._log_folder / f"{trial.name}.log"
         try:
-            variables = slot_environment(slot, self._jobs, trial.config.trainer, self._gpus)
-            variables.update(self._environment)
-            processes = processes_to_start(trial.config.trainer)
+            extra_variables = make_slot_environment(slot, self._jobs, trial.config.trainer, self._gpus)
+            extra_variables.update(self._environment)
+            num_processes = processes_to_start(trial.config.trainer)
         except UserError as error:
-            self._fail(trial, error)
+            self._report_failure(trial, error)
             return
         with blocked_signals():
-            run = RunProcesses(trial.config, processes, trial.study, variables, log, self._spawn)
+            run = RunProcesses(trial.config, num_processes, trial.optuna_trial, extra_variables, log_path, self._spawn)
             self.runs.append(run)
-        self._slots[slot] = trial, run
-        self._source.started(trial, log)
+        self._running_by_slot[slot] = trial, run
+        self._source.on_started(trial, log_path)
 
     def _report(self, trial: Trial, run: RunProcesses, signals: Sequence[int]) -> None:
         """Report the record or the error of a trial that has ended to its source."""
         try:
-            self._source.ended(trial, run.record(signals))
+            self._source.on_ended(trial, run.read_record(signals))
         except LockedError:
             self._source.set_aside(trial)
         except UserError as error:
-            # Without a signal to the sweep, a trial that was stopped has failed, and the sweep goes on.
+            # If the sweep itself was not stopped, a stopped trial counts as failed, and the sweep continues.
             if isinstance(error, StoppedError) and (signals or self._is_stopping):
-                self._source.ended(trial, error, "stopped")
+                self._source.on_ended(trial, error, "stopped")
             else:
-                self._fail(trial, error)
+                self._report_failure(trial, error)
 
-    def _fail(self, trial: Trial, error: UserError) -> None:
-        self._source.ended(trial, error)
+    def _report_failure(self, trial: Trial, error: UserError) -> None:
+        """Report the error of a failed trial to its source; with `fail_fast`, stop all running trials."""
+        self._source.on_ended(trial, error)
         if self._fail_fast:
             self._is_stopping = True
             for run in self.runs:
                 run.send_signal(signal.SIGTERM)
 
 
-def visible_gpus() -> list[str]:
-    """The GPUs that this process may use, in the notation of CUDA_VISIBLE_DEVICES."""
+def list_visible_gpus() -> list[str]:
+    """Return the GPUs that this process may use, in the notation of CUDA_VISIBLE_DEVICES."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name for name in visible.split(",") if name.strip()]
     import torch
 
-    return [str(number) for number in range(torch.cuda.device_count())]
+    return [str(index) for index in range(torch.cuda.device_count())]
 
 
-def slot_environment(slot: int, jobs: int, settings: TrainerConfig, gpus: Sequence[str]) -> dict[str, str]:
-    """Environment variables that give a slot its share of the machine: of the GPUs, or else of the CPU threads.
+def make_slot_environment(slot: int, num_jobs: int, settings: TrainerConfig, gpus: Sequence[str]) -> dict[str, str]:
+    """Return environment variables that give a slot its share of the GPUs, or else of the CPU threads.
 
-    With more jobs than GPUs, several jobs share a GPU. A `UserError` says if `trainer.devices` is not a number.
+    With more jobs than GPUs, several jobs share a GPU.
+
+    Raises:
+        UserError: if `trainer.devices` is not a number of devices.
     """
-    if jobs == 1:
+    if num_jobs == 1:
         return {}
-    count = device_count(settings)
+    num_devices = parse_num_devices(settings)
     if gpus and settings.accelerator in ("auto", "gpu", "cuda"):
         # dict.fromkeys removes duplicates, which occur if a job needs more GPUs than there are.
-        share = dict.fromkeys(gpus[(slot * count + number) % len(gpus)] for number in range(count))
-        return {"CUDA_VISIBLE_DEVICES": ",".join(share)}
+        gpus_of_slot = dict.fromkeys(gpus[(slot * num_devices + index) % len(gpus)] for index in range(num_devices))
+        return {"CUDA_VISIBLE_DEVICES": ",".join(gpus_of_slot)}
     if "OMP_NUM_THREADS" in os.environ:
         return {}
-    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // (jobs * count)))}
+    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // (num_jobs * num_devices)))}
 
 
-def device_count(settings: TrainerConfig) -> int:
-    """The value of `trainer.devices`; raises a `UserError` unless it is a number of devices."""
+def parse_num_devices(settings: TrainerConfig) -> int:
+    """Return the number of devices that `trainer.devices` gives.
+
+    Raises:
+        UserError: if it is not a number of devices, for example a list of them.
+    """
     count = str(settings.devices)
     if not count.isdigit() or int(count) == 0:
         raise UserError(f"trainer.devices={count}: with sweep.jobs above 1 say how many devices a run gets, not which")

@@ -21,24 +21,27 @@ from istar.reports import comparison, run_tables
 from istar.results import RunRecord
 from istar.runs import extras
 from istar.runs.resolving import resolve_precision
-from istar.runs.store import RunFolders, finished_run
+from istar.runs.store import RunFolders, read_finished_run
 from istar.sweeps import board, cost, pool, trials
-from istar.sweeps.board import Board, Entry, SweepState, duration
+from istar.sweeps.board import Board, SweepEntry, SweepState, format_duration
 from istar.sweeps.trials import Overrides, Trial
 
 if TYPE_CHECKING:
     from istar.sweeps.study import Study
 
-SEARCH, SEEDS = "search", "seeds"
-_MAX_COMPARED = 24
-"""With more configurations than fit into a table and a figure, only the best of each method are compared."""
-_PROGRESS_BAR_FROM = 50  # number of runs from which composing them shows a progress bar
+SEARCH_STAGE, SEEDS_STAGE = "search", "seeds"
+_MAX_COMPARED_CONFIGURATIONS = 24
+"""Number of configurations that fit into a table and a figure; of more, only the best of each method are compared."""
+_MIN_RUNS_FOR_PROGRESS_BAR = 50  # number of runs from which a progress bar is shown while their configs are composed
 
-CHECK_SECONDS = 1.0
+CHECK_INTERVAL_SECONDS = 1.0
 """How often a sweep checks whether the runs that other processes execute have ended."""
 
 Launcher = Callable[[Sequence[Overrides]], Sequence[RunRecord | UserError]]
-"""Executes several runs elsewhere, as Hydra's launchers do; returns the record or the error of each."""
+"""Type of a function that executes several runs elsewhere, as Hydra's launchers do.
+
+It takes the overrides of each run and returns the record or the error of each.
+"""
 
 
 @dataclass(frozen=True)
@@ -56,10 +59,10 @@ class SweepRequest:
     environment: Mapping[str, str] = field(default_factory=dict)  # further variables of the runs' processes
 
 
-def sweep(request: SweepRequest, console: Console) -> int:
-    """Execute the runs of a sweep that are not finished yet, and print a comparison of the results.
+def run_sweep(request: SweepRequest, console: Console) -> int:
+    """Execute the runs of a sweep that are not finished yet, compare all results, and return the exit code.
 
-    Returns the exit code: 0 if all runs are finished, 1 if any has failed or was stopped.
+    The exit code is 0 if all runs are finished, and 1 if any has failed or was stopped.
 
     Raises:
         UserError: for overrides that do not compose or cannot be searched, before any run has started.
@@ -74,105 +77,105 @@ def sweep(request: SweepRequest, console: Console) -> int:
         if settings.search == "grid":
             run_queue(TrialQueue(runs, live_board))
         else:
-            search(runs, live_board)
+            run_search(runs, live_board)
         if settings.seeds and not (settings.fail_fast and runs.state.entries_with("failed")):
             runs.state.to_come = 0
-            runs.add_all(runs.best_with_seeds(), SEEDS)
+            runs.add_runs(runs.list_repetitions_of_best(), SEEDS_STAGE)
             run_queue(TrialQueue(runs, live_board))
     return print_results(runs)
 
 
-def list_runs(request: SweepRequest, console: Console) -> "Runs":
-    """The runs of a sweep before any is executed: all combinations of a grid. A search has none yet, only its spaces.
+def list_runs(request: SweepRequest, console: Console) -> "SweepRuns":
+    """List the runs of a sweep without executing any: all combinations of a grid; a search has none before it starts.
 
     Raises:
         UserError: for overrides that do not compose or cannot be searched, or if Optuna is not installed.
     """
     if request.settings.search == "optuna":
         extras.require("sweep.search=optuna", "sweep")
-    runs = Runs(request, console)
+    runs = SweepRuns(request, console)
     if request.settings.search == "grid":
         runs.add_grids()
     return runs
 
 
-class Runs:
-    """The runs of a sweep: a trial and an entry of the sweep's state for each name of a run's folder."""
+class SweepRuns:
+    """The runs of a sweep: for the name of each run, a trial and an entry of the sweep's state."""
 
     def __init__(self, request: SweepRequest, console: Console) -> None:
         settings = request.settings
         self.request, self.console = request, console
-        # The search spaces by the names of the grids.
         grids, loader = settings.grids or {}, request.config_loader
-        self.spaces = trials.spaces(request.arguments, request.params, grids, settings.only, loader)
-        digest = trials.identity(self.spaces, settings.seeds, settings.search, settings.sampler_seed)
-        self.folder = request.root / board.FOLDER / f"{settings.name}-{digest}"
+        self.space_by_grid = trials.make_search_spaces(request.arguments, request.params, grids, settings.only, loader)
+        sweep_hash = trials.sweep_hash(self.space_by_grid, settings.seeds, settings.search, settings.sampler_seed)
+        self.folder = request.root / board.SWEEPS_FOLDER / f"{settings.name}-{sweep_hash}"
         self.state = SweepState(self.folder.name, request.command, str(request.root), settings.jobs)
-        self.trials: dict[str, Trial] = {}
-        self.entries: dict[str, Entry] = {}
-        # The grid of each run that one has asked for, by the name of its folder; the first one, if several have.
-        self.grids: dict[str, str] = {}
-        self.folders = RunFolders()
+        self.trial_by_name: dict[str, Trial] = {}
+        self.entry_by_name: dict[str, SweepEntry] = {}
+        # The name of the grid that each run is from, by the name of the run; the first one, if several have the run.
+        self.grid_by_run: dict[str, str] = {}
+        self.run_folders = RunFolders()
 
     def add_grids(self) -> None:
         """Add the runs of all grids."""
-        by_overrides: dict[Overrides, str] = {}
-        for grid, space in self.spaces.items():
-            for overrides in trials.combinations(space):
-                by_overrides.setdefault(overrides, grid)
-        self.add_all(list(by_overrides), SEARCH)
-        for trial in self.trials.values():
-            self.grids[trial.name] = by_overrides[trial.overrides]
+        grid_by_overrides: dict[Overrides, str] = {}
+        for grid, space in self.space_by_grid.items():
+            for overrides in trials.list_combinations(space):
+                grid_by_overrides.setdefault(overrides, grid)
+        self.add_runs(list(grid_by_overrides), SEARCH_STAGE)
+        for trial in self.trial_by_name.values():
+            self.grid_by_run[trial.name] = grid_by_overrides[trial.overrides]
 
-    def add_all(self, runs: Sequence[Overrides], stage: str) -> None:
-        """Add several runs, with a progress bar if there are many."""
-        is_short = len(runs) < _PROGRESS_BAR_FROM
+    def add_runs(self, runs: Sequence[Overrides], stage: str) -> None:
+        """Add the runs with the given overrides, with a progress bar if there are many."""
+        is_short = len(runs) < _MIN_RUNS_FOR_PROGRESS_BAR
         for overrides in track(runs, "composing", console=self.console, transient=True, disable=is_short):
-            self.add(overrides, stage)
+            self.add_run(overrides, stage)
 
-    def add(self, overrides: Overrides, stage: str) -> Trial:
-        """Add a run. A known run moves to the given stage; a finished run keeps its result.
+    def add_run(self, overrides: Overrides, stage: str) -> Trial:
+        """Add the run with the given overrides and return its trial; a known run is moved to the given stage.
 
-        A run whose data cannot be loaded is added as failed.
+        If the run is finished, its result is taken over. A run whose data cannot be loaded is added as failed.
 
         Raises:
             UserError: if the overrides do not compose.
         """
-        config = self.config(overrides)
+        config = self.compose_config(overrides)
         if isinstance(config.logger, WandbConfig) and config.logger.group is None:
             config = replace(config, logger=replace(config.logger, group=self.folder.name))
-        message, record = None, None
+        error_message, record = None, None
         try:
             # The processes of the run load the commit for which the run is named.
-            config = self.folders.resolve(config)
-            name = self.folders(config).name
-            record = self.finished_record(Trial(overrides, config, name))
+            config = self.run_folders.resolve(config)
+            name = self.run_folders.find(config).name
+            record = self.read_finished_record(Trial(overrides, config, name))
         except UserError as error:
-            message, name = str(error), f"not-started-{len(self.entries) + 1}"
-        trial = self.trials.setdefault(name, Trial(overrides, config, name))
-        if name not in self.entries:
-            self.entries[name] = board.make_entry(trial, stage)
-            self.state.entries.append(self.entries[name])
-        entry = self.entries[name]
+            error_message, name = str(error), f"not-started-{len(self.entry_by_name) + 1}"
+        trial = self.trial_by_name.setdefault(name, Trial(overrides, config, name))
+        if name not in self.entry_by_name:
+            self.entry_by_name[name] = board.make_entry(trial, stage)
+            self.state.entries.append(self.entry_by_name[name])
+        entry = self.entry_by_name[name]
         entry.stage = stage
         if record is not None:
             entry.apply_record(record)
-        if message is not None:
-            entry.status, entry.error = "failed", message
+        if error_message is not None:
+            entry.status, entry.error = "failed", error_message
         return trial
 
-    def name(self, overrides: Overrides) -> str:
-        """The name of the run with these overrides; the overrides themselves if its data cannot be loaded."""
+    def run_name(self, overrides: Overrides) -> str:
+        """Return the name of the run with these overrides, or the overrides if its data cannot be loaded."""
         try:
-            return self.folders(self.config(overrides)).name
+            return self.run_folders.find(self.compose_config(overrides)).name
         except UserError:
             return " ".join(overrides)
 
-    def config(self, overrides: Overrides) -> Config:
-        """Compose the config of a run, and resolve its precision unless a launcher executes the runs elsewhere.
+    def compose_config(self, overrides: Overrides) -> Config:
+        """Compose the config of a run from its overrides, and resolve its precision if it runs on this machine.
 
         Raises:
-            UserError: if a launcher would have to choose the precision, which is part of the name of a run.
+            UserError: if a launcher executes the runs and `trainer.precision` is `auto`. The precision is part of a
+                run's name, but this machine cannot choose it for another one.
         """
         config = schema.load(self.request.compose(overrides))
         if self.request.launcher is None:
@@ -184,150 +187,169 @@ class Runs:
             )
         return config
 
-    def finished_record(self, trial: Trial) -> RunRecord | None:
-        """The record of a trial that is finished and need not be executed again; None if there is none.
+    def read_finished_record(self, trial: Trial) -> RunRecord | None:
+        """Read the record of a trial that is finished and need not be executed again, or return None.
 
         Raises:
             UserError: if the folder holds a result that cannot be used.
         """
-        return None if trial.config.run.overwrite else finished_run(self.request.root / trial.name, trial.config)
+        return None if trial.config.run.overwrite else read_finished_run(self.request.root / trial.name, trial.config)
 
-    def sample_config(self) -> Config:
-        """A config with only the values that are not swept over; raises a `UserError` if its data cannot be loaded."""
-        space = next(iter(self.spaces.values()))
-        fixed = tuple(override.input_line or "" for override in space.values() if not override.is_sweep_override())
-        config = self.config(fixed)
-        self.folders(config)
+    def compose_sample_config(self) -> Config:
+        """Compose a config with only the overrides that are not swept over, which stands for the runs of a search.
+
+        Raises:
+            UserError: if its data cannot be loaded.
+        """
+        space = next(iter(self.space_by_grid.values()))
+        fixed_overrides = tuple(
+            override.input_line or "" for override in space.values() if not override.is_sweep_override()
+        )
+        config = self.compose_config(fixed_overrides)
+        self.run_folders.find(config)
         return config
 
-    def best_with_seeds(self) -> list[Overrides]:
-        """The overrides of the best finished run of each task, model, method and grid, with each of `sweep.seeds`."""
-        best: dict[tuple[str, ...], Entry] = {}
+    def list_repetitions_of_best(self) -> list[Overrides]:
+        """List the overrides by which the best run of each selection group is repeated with each of `sweep.seeds`."""
+        best_by_group: dict[tuple[str, ...], SweepEntry] = {}
         for entry in self.state.entries_with("finished"):
-            key = self.compared_with(entry)
-            if key not in best or entry.rank > best[key].rank:
-                best[key] = entry
+            key = self.selection_group(entry)
+            if key not in best_by_group or entry.selection_merit > best_by_group[key].selection_merit:
+                best_by_group[key] = entry
         seeds = self.request.settings.seeds
-        return [trials.with_seed(tuple(entry.overrides), seed) for entry in best.values() for seed in seeds]
+        return [trials.replace_seed(tuple(entry.overrides), seed) for entry in best_by_group.values() for seed in seeds]
 
-    def compared_with(self, entry: Entry) -> tuple[str, ...]:
-        """Task, model, method and grid: the best of the runs that have these in common is repeated with more seeds."""
-        return (*entry.group, self.grids.get(entry.name, ""))
+    def selection_group(self, entry: SweepEntry) -> tuple[str, ...]:
+        """Return task, model, method and grid of a run; the best run of each such group is repeated with more seeds."""
+        return (*entry.group, self.grid_by_run.get(entry.name, ""))
 
-    def record(self, entry: Entry) -> RunRecord:
-        """The record of a run that has ended."""
+    def read_record(self, entry: SweepEntry) -> RunRecord:
+        """Read the record of a run that has ended."""
         return results.read(self.request.root / entry.name)
 
 
 class TrialQueue:
-    """Supplies the waiting runs in their order and reports their results to the board; see `pool.TrialSource`.
+    """Supplies the waiting runs in their order and reports their results to the board, as a `pool.TrialSource`.
 
     A run whose folder another process has locked has the status `elsewhere` until the lock is free. Then the result of
-    the other process counts, or the run is executed here if the other process has not finished it.
+    the other process is taken over or, if the other process has not finished the run, it is executed here.
     """
 
-    def __init__(self, runs: Runs, live_board: Board) -> None:
+    def __init__(self, runs: SweepRuns, live_board: Board) -> None:
         self.runs, self.board = runs, live_board
-        self._checked = 0.0
+        self._checked_at = 0.0
 
-    def next(self) -> Trial | None:
+    def next_trial(self) -> Trial | None:
+        """Return the next waiting trial that no other process executes or has finished, or None if there is none."""
         for entry in self.runs.state.entries_with("waiting"):
-            trial = self.runs.trials[entry.name]
+            trial = self.runs.trial_by_name[entry.name]
             if self._is_elsewhere(entry):
                 self.set_aside(trial)
-            elif not self._take_result(trial):
+            elif not self._report_if_finished(trial):
                 return trial
         return None
 
     def is_waiting(self) -> bool:
+        """Return whether other processes still execute some of the runs."""
         return bool(self.runs.state.entries_with("elsewhere"))
 
     def set_aside(self, trial: Trial) -> None:
-        self.board.set_status(self.runs.entries[trial.name], "elsewhere")
+        """Record that another process executes the run of a trial."""
+        self.board.set_status(self.runs.entry_by_name[trial.name], "elsewhere")
 
-    def _is_elsewhere(self, entry: Entry) -> bool:
+    def _is_elsewhere(self, entry: SweepEntry) -> bool:
+        """Return whether another process executes the run, and so holds the lock of its folder."""
         return is_locked(self.runs.request.root / entry.name)
 
-    def _take_result(self, trial: Trial) -> bool:
-        """Report the result of a trial that another process has finished; returns whether there is one."""
+    def _report_if_finished(self, trial: Trial) -> bool:
+        """Report the result of a trial if another process has finished it, and return whether it has."""
         try:
-            outcome: RunRecord | UserError | None = self.runs.finished_record(trial)
+            outcome: RunRecord | UserError | None = self.runs.read_finished_record(trial)
         except UserError as error:
             outcome = error
         if outcome is not None:
-            self.ended(trial, outcome)
+            self.on_ended(trial, outcome)
         return outcome is not None
 
-    def started(self, trial: Trial, log: Path | None) -> None:
-        self.board.started(self.runs.entries[trial.name], log)
+    def on_started(self, trial: Trial, log_path: Path | None) -> None:
+        """Show on the board that a trial has started, with its output in the file `log_path`."""
+        self.board.record_start(self.runs.entry_by_name[trial.name], log_path)
 
-    def ended(self, trial: Trial, outcome: RunRecord | UserError, status: str | None = None) -> None:
-        self.board.ended(self.runs.entries[trial.name], outcome, status)
+    def on_ended(self, trial: Trial, outcome: RunRecord | UserError, status: str | None = None) -> None:
+        """Show the outcome of a trial on the board; `status` is given if it does not follow from the outcome."""
+        self.board.record_end(self.runs.entry_by_name[trial.name], outcome, status)
 
     def tick(self) -> None:
-        if time.monotonic() - self._checked >= CHECK_SECONDS:
-            self._checked = time.monotonic()
+        """Update the board, and check every second whether runs that other processes execute have ended."""
+        if time.monotonic() - self._checked_at >= CHECK_INTERVAL_SECONDS:
+            self._checked_at = time.monotonic()
             for entry in self.runs.state.entries_with("elsewhere"):
                 if not self._is_elsewhere(entry):
                     self.board.set_status(entry, "waiting")
         self.board.tick()
 
     def warn(self, message: str) -> None:
+        """Print a warning to the user."""
         self.runs.console.out(f"warning: {message}", highlight=False)
 
 
 class SearchQueue(TrialQueue):
-    """Supplies the trials that Optuna suggests and reports their results to Optuna and the board."""
+    """Supplies the trials that Optuna suggests, and reports their results to Optuna and the board."""
 
-    def __init__(self, runs: Runs, live_board: Board, study: "Study") -> None:
+    def __init__(self, runs: SweepRuns, live_board: Board, study: "Study") -> None:
         super().__init__(runs, live_board)
         self._study = study
-        self._numbers: dict[str, int] = {}
+        self._trial_number_by_run: dict[str, int] = {}
 
-    def next(self) -> Trial | None:
-        while (trial := super().next()) is None:
+    def next_trial(self) -> Trial | None:
+        """Return the next waiting trial, for which Optuna suggests new values, or None if there are enough trials."""
+        while (trial := super().next_trial()) is None:
             suggestion = self._study.ask()
-            self.runs.state.to_come = self._study.to_come()
+            self.runs.state.to_come = self._study.num_trials_left()
             if suggestion is None:
                 return None
-            self._add(*suggestion)
-        return replace(trial, study=self._study.trial_address(self._numbers[trial.name]))
+            self._add_suggested_trial(*suggestion)
+        return replace(trial, optuna_trial=self._study.trial_address(self._trial_number_by_run[trial.name]))
 
-    def _add(self, number: int, overrides: Overrides) -> None:
-        """Add the run of a suggested trial to the waiting ones, or report its outcome to Optuna if it has one."""
-        entry = self.runs.entries[self.runs.add(overrides, SEARCH).name]
-        self.runs.grids.setdefault(entry.name, self._study.grid(number))
+    def _add_suggested_trial(self, trial_number: int, overrides: Overrides) -> None:
+        """Add the run of a trial that Optuna suggests as waiting, or report its outcome if it already has one."""
+        entry = self.runs.entry_by_name[self.runs.add_run(overrides, SEARCH_STAGE).name]
+        self.runs.grid_by_run.setdefault(entry.name, self._study.grid_of_trial(trial_number))
         if entry.status in ("waiting", "stopped"):
             entry.status = "waiting"
-            self._numbers[entry.name] = number
+            self._trial_number_by_run[entry.name] = trial_number
         else:
             # The run was finished before the search began, or its data cannot be loaded.
             has_record = entry.status in ("finished", "pruned")
-            self._study.tell(number, self.runs.record(entry) if has_record else UserError(entry.error or entry.status))
+            self._study.tell(
+                trial_number, self.runs.read_record(entry) if has_record else UserError(entry.error or entry.status)
+            )
 
-    def ended(self, trial: Trial, outcome: RunRecord | UserError, status: str | None = None) -> None:
-        number = self._numbers.pop(trial.name)
+    def on_ended(self, trial: Trial, outcome: RunRecord | UserError, status: str | None = None) -> None:
+        """Report the outcome of a trial to Optuna and to the board; a stopped trial is released instead."""
+        trial_number = self._trial_number_by_run.pop(trial.name)
         if status == "stopped":
-            self._study.release(number)
+            self._study.release(trial_number)
         else:
-            self._study.tell(number, outcome)
-        super().ended(trial, outcome, status)
+            self._study.tell(trial_number, outcome)
+        super().on_ended(trial, outcome, status)
 
 
-def search(runs: Runs, live_board: Board) -> None:
-    """Execute the trials of an Optuna search; the results of earlier calls count.
+def run_search(runs: SweepRuns, live_board: Board) -> None:
+    """Execute the trials of an Optuna search, which includes the results of earlier calls.
 
     Raises:
-        UserError: if a finished trial has no run any more, as its name has changed with the model or the data.
+        UserError: if the run of a finished trial no longer exists, for example because its name has changed with the
+            model or the data.
     """
     # Optuna takes seconds to import, and a grid does not need it.
     from istar.sweeps.study import Study
 
-    with closing(Study(runs.request.settings, runs.spaces, runs.folder, runs.name)) as study:
-        for number, overrides in study.ended_trials():
-            trial = runs.add(overrides, SEARCH)
-            entry = runs.entries[trial.name]
-            runs.grids.setdefault(entry.name, study.grid(number))
+    with closing(Study(runs.request.settings, runs.space_by_grid, runs.folder, runs.run_name)) as study:
+        for trial_number, overrides in study.ended_trials():
+            trial = runs.add_run(overrides, SEARCH_STAGE)
+            entry = runs.entry_by_name[trial.name]
+            runs.grid_by_run.setdefault(entry.name, study.grid_of_trial(trial_number))
             if entry.status == "waiting":
                 if not (runs.request.root / entry.name / results.RESULT).exists():
                     raise UserError(
@@ -335,8 +357,8 @@ def search(runs: Runs, live_board: Board) -> None:
                         "is gone or the model or the data have changed; choose another sweep.name to search anew, or "
                         "the earlier commit of a hub model with model.revision"
                     )
-                entry.apply_record(runs.record(entry))
-        runs.state.to_come = study.to_come()
+                entry.apply_record(runs.read_record(entry))
+        runs.state.to_come = study.num_trials_left()
         run_queue(SearchQueue(runs, live_board, study))
 
 
@@ -348,107 +370,110 @@ def run_queue(queue: TrialQueue) -> None:
         pool.run_trials(queue, settings, queue.runs.folder / "logs", request.environment)
         return
     # A grid is launched as a whole; a search in batches, because later trials depend on earlier results.
-    limit = settings.jobs if isinstance(queue, SearchQueue) else math.inf
+    max_batch_size = settings.jobs if isinstance(queue, SearchQueue) else math.inf
     while True:
         batch: list[Trial] = []
-        while len(batch) < limit and (trial := queue.next()) is not None:
-            queue.started(trial, None)
+        while len(batch) < max_batch_size and (trial := queue.next_trial()) is not None:
+            queue.on_started(trial, None)
             batch.append(trial)
         if not batch and not queue.is_waiting():
             return
         if batch:
             with queue.board.ticking():
-                outcomes = request.launcher([_launcher_overrides(trial) for trial in batch])
+                outcomes = request.launcher([_make_launcher_overrides(trial) for trial in batch])
             for trial, outcome in zip(batch, outcomes, strict=True):
                 if isinstance(outcome, LockedError):
                     queue.set_aside(trial)
                 else:
-                    queue.ended(trial, outcome, "stopped" if isinstance(outcome, StoppedError) else None)
+                    queue.on_ended(trial, outcome, "stopped" if isinstance(outcome, StoppedError) else None)
         else:
-            time.sleep(CHECK_SECONDS)
+            time.sleep(CHECK_INTERVAL_SECONDS)
         queue.tick()
 
 
-def _launcher_overrides(trial: Trial) -> Overrides:
-    """The overrides of a trial, with those whose values only the config of this process has."""
+def _make_launcher_overrides(trial: Trial) -> Overrides:
+    """Return the overrides of a trial for a launcher, with those that only the config in this process has."""
     logger = trial.config.logger
-    group = (f"logger.group={logger.group}",) if isinstance(logger, WandbConfig) else ()
-    study = (f"sweep.trial='{trial.study}'",) if trial.study else ()
+    logger_group = (f"logger.group={logger.group}",) if isinstance(logger, WandbConfig) else ()
+    trial_address = (f"sweep.trial='{trial.optuna_trial}'",) if trial.optuna_trial else ()
     # The commit of a hub model. Quotes, because a hash may look like a number.
     revision = (f"model.revision='{trial.config.model.revision}'",) if trial.config.model.revision else ()
-    return (*trial.overrides, *group, *study, *revision)
+    return (*trial.overrides, *logger_group, *trial_address, *revision)
 
 
-def print_plan(runs: Runs) -> None:
+def print_plan(runs: SweepRuns) -> None:
     """Print the number of runs and their estimated duration; in a dry run also the overrides of each run."""
     settings, state = runs.request.settings, runs.state
     waiting = state.entries_with("waiting")
-    planned = [runs.trials[entry.name].config for entry in waiting]
-    names = {runs.compared_with(entry): entry.name for entry in state.entries}
-    parts = [f"{state.name}: {len(state.entries)} runs, {len(waiting)} of them to do"]
+    planned_configs = [runs.trial_by_name[entry.name].config for entry in waiting]
+    run_by_group = {runs.selection_group(entry): entry.name for entry in state.entries}
+    message_parts = [f"{state.name}: {len(state.entries)} runs, {len(waiting)} of them to do"]
     if settings.search == "optuna":
-        parts = [f"{state.name}: a search of {settings.trials} trials"]
-        planned = [runs.sample_config()] * settings.trials
+        message_parts = [f"{state.name}: a search of {settings.trials} trials"]
+        planned_configs = [runs.compose_sample_config()] * settings.trials
     if settings.seeds:
-        parts.append(f"then {len(settings.seeds)} seeds of the best of each of {len(names) or 'the'} methods")
+        message_parts.append(
+            f"then {len(settings.seeds)} seeds of the best of each of {len(run_by_group) or 'the'} methods"
+        )
         # The search has run the best configuration with its first seed already.
         other_seeds = set(settings.seeds) - {entry.seed for entry in state.entries}
-        planned += [runs.trials[name].config for name in names.values() for _ in other_seeds]
-        state.to_come = len(names) * len(other_seeds)
-    # Finding the finished runs reads every record of the folder, so it is left out if nothing is planned.
-    if planned:
-        sizes = [(config, runs.folders.size(config)) for config in planned]
-        estimate = cost.estimate(sizes, cost.finished_runs(runs.request.root))
+        planned_configs += [runs.trial_by_name[name].config for name in run_by_group.values() for _ in other_seeds]
+        state.to_come = len(run_by_group) * len(other_seeds)
+    # Reading the records of all finished runs takes time, so it is skipped if nothing is planned.
+    if planned_configs:
+        config_sizes = [(config, runs.run_folders.num_training_examples(config)) for config in planned_configs]
+        estimate = cost.estimate_duration(config_sizes, cost.read_finished_runs(runs.request.root))
         if estimate.seconds is None:
-            parts.append(f"duration unknown: {estimate.basis}")
+            message_parts.append(f"duration unknown: {estimate.basis}")
         else:
-            state.expected = estimate.seconds / len(planned)
-            time = duration(estimate.seconds / settings.jobs)
-            parts.append(f"about {time}, {settings.jobs} at a time ({estimate.basis})")
-    runs.console.out("; ".join(parts), highlight=False)
+            state.expected = estimate.seconds / len(planned_configs)
+            duration_text = format_duration(estimate.seconds / settings.jobs)
+            message_parts.append(f"about {duration_text}, {settings.jobs} at a time ({estimate.basis})")
+    runs.console.out("; ".join(message_parts), highlight=False)
     if settings.dry_run:
         for entry in state.entries:
             runs.console.out(f"  {entry.status}: {' '.join(entry.overrides)}", highlight=False)
 
 
-def print_results(runs: Runs) -> int:
+def print_results(runs: SweepRuns) -> int:
     """Write and print the comparison of the finished runs, list the failed runs, and return the exit code."""
-    console, records = runs.console, [runs.record(entry) for entry in runs.state.entries_with("finished")]
+    console, records = runs.console, [runs.read_record(entry) for entry in runs.state.entries_with("finished")]
     if records:
-        configurations = sum(map(len, run_tables.by_task(records).values()))
-        if configurations > _MAX_COMPARED or runs.request.settings.seeds:
-            records = best_configurations(records, runs.grids)
+        num_configurations = sum(map(len, run_tables.by_task(records).values()))
+        if num_configurations > _MAX_COMPARED_CONFIGURATIONS or runs.request.settings.seeds:
+            records = select_best_configurations(records, runs.grid_by_run)
         write_text(runs.folder / "comparison.md", run_tables.markdown(records))
         for suffix in ("png", "svg"):
             comparison.comparison(records, runs.folder / f"comparison.{suffix}")
         console.print(run_tables.comparison(records))
         console.out(f"{runs.folder / 'comparison.png'} and .svg, .md", highlight=False)
-    count = len(runs.state.entries)
+    num_runs = len(runs.state.entries)
     failed, stopped = runs.state.entries_with("failed"), runs.state.entries_with("waiting", "stopped", "elsewhere")
     if failed:
-        console.out(f"{len(failed)} of {count} runs failed; the same command runs them again:")
+        console.out(f"{len(failed)} of {num_runs} runs failed; the same command runs them again:")
         for entry in failed:
             console.out(f"  {' '.join(entry.overrides)}: {entry.error}", highlight=False)
     elif stopped:
-        console.out(f"{len(stopped)} of {count} runs are not done; the same command goes on with them")
+        console.out(f"{len(stopped)} of {num_runs} runs are not done; the same command goes on with them")
     return 1 if failed or stopped else 0
 
 
-def best_configurations(records: Sequence[RunRecord], grids: Mapping[str, str]) -> list[RunRecord]:
-    """The runs, with all seeds, of the best configuration of each task, model, penalty and grid.
+def select_best_configurations(records: Sequence[RunRecord], grid_by_run: Mapping[str, str]) -> list[RunRecord]:
+    """Return the runs, with all seeds, of the best configuration of each task, model, penalty and grid.
 
-    That is the configuration with the most seeds, and among several the one with the highest mean selection value.
-    `grids` has the name of the grid by the name of a run; a configuration is of the grid of any of its runs.
+    That is the configuration with the most seeds and, among several, the one with the highest mean selection value.
+    `grid_by_run` has the name of the grid by the name of a run; a configuration belongs to the grid of any of its
+    runs.
     """
 
-    def rank(runs: Sequence[RunRecord]) -> tuple[int, float]:
+    def selection_rank(runs: Sequence[RunRecord]) -> tuple[int, float]:
         return run_tables.selection_rank([run.selection_merit for run in runs])
 
-    best: dict[tuple[str, ...], list[RunRecord]] = {}
+    best_by_key: dict[tuple[str, ...], list[RunRecord]] = {}
     for (task, model), configurations in run_tables.by_task(records).items():
         for runs in configurations:
-            grid = next((grids[run.name] for run in runs if run.name in grids), "")
+            grid = next((grid_by_run[run.name] for run in runs if run.name in grid_by_run), "")
             key = (task, model, runs[0].config["reg"]["name"], grid)
-            if key not in best or rank(runs) > rank(best[key]):
-                best[key] = runs
-    return [record for runs in best.values() for record in runs]
+            if key not in best_by_key or selection_rank(runs) > selection_rank(best_by_key[key]):
+                best_by_key[key] = runs
+    return [record for runs in best_by_key.values() for record in runs]

@@ -14,40 +14,40 @@ from hydra.core.override_parser.types import Override
 from istar.config import Config
 from istar.errors import UserError
 
-_NOT_SWEPT = ("run.", "logger")  # prefixes of the keys that do not change the results of a run
+_IGNORED_KEY_PREFIXES = ("run.", "logger")  # prefixes of keys that do not change the results of a run
 
 Overrides = tuple[str, ...]
-Space = dict[str, Override]  # the search space of one grid: an override for each key, with one value or several
+SearchSpace = dict[str, Override]  # the search space of one grid: an override for each key, with one value or several
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of a sweep."""
+    """One run of a sweep: its overrides, its config and its name."""
 
     overrides: Overrides  # the overrides of the run, as on the command line
     config: Config  # the config that the overrides compose
     name: str  # the name of the run's folder
-    study: str | None = None  # the trial of an Optuna search, as `istar.training.pruning` reads it; None in a grid
+    optuna_trial: str | None = None  # address of its trial in an Optuna search, see `Study.trial_address`
 
 
-def spaces(
+def make_search_spaces(
     arguments: Sequence[str],
     params: Mapping[str, Any],
     grids: Mapping[str, Mapping[str, Any]],
     only: Sequence[str],
     config_loader: ConfigLoader | None = None,
-) -> dict[str, Space]:
-    """The search space of each grid: the keys common to all grids, then the grid's keys, then the command line.
+) -> dict[str, SearchSpace]:
+    """Return the search space of each grid: the keys common to all grids, the keys of the grid, and the command line.
 
-    A key that both a grid and the command line name takes the values of the command line. Grids without such a key
-    ignore it, because their config may not have it.
+    If both a grid and the command line have a key, the values of the command line are used. A key that only other grids
+    have is ignored, because the config of this grid may not have it.
 
     Args:
         arguments: overrides of the command line; those of `sweep.` keys are ignored.
         params: values by key, common to all grids.
         grids: values by key for each grid; an empty mapping means one grid without keys.
         only: names of the grids to use; empty means all.
-        config_loader: lists the options of a config group for `glob(*)`, which cannot be used without it.
+        config_loader: Hydra's loader, which lists the options of a config group for `glob(*)`; needed only for that.
 
     Raises:
         UserError: if the command line chooses the option of a config group that the grids choose, too, or if a
@@ -55,42 +55,45 @@ def spaces(
         HydraException: if an override cannot be parsed.
     """
     parser = OverridesParser.create(config_loader)
-    parsed = parser.parse_overrides(list(arguments))
-    command_line = {item.key_or_group: item for item in parsed if not item.key_or_group.startswith("sweep.")}
+    overrides = parser.parse_overrides(list(arguments))
+    command_line = {item.key_or_group: item for item in overrides if not item.key_or_group.startswith("sweep.")}
     grid_keys = {key for grid in grids.values() for key in grid}
     for key in sorted(command_line.keys() & grid_keys):
         if "." not in key and key != "seed":
-            names = f"[{','.join(grids)}]"
-            raise UserError(f"{key} is what the grids of this sweep differ by; choose with sweep.only={names}")
-    result = {}
+            grid_names = f"[{','.join(grids)}]"
+            raise UserError(f"{key} is what the grids of this sweep differ by; choose with sweep.only={grid_names}")
+    space_by_grid = {}
     for name, grid in (grids or {"": {}}).items():
         if only and name not in only:
             continue
-        texts = [f"{key}={_override_value(value)}" for key, value in {**params, **grid}.items()]
-        space = {override.key_or_group: override for override in parser.parse_overrides(texts)}
+        override_texts = [f"{key}={_to_override_value(value)}" for key, value in {**params, **grid}.items()]
+        space = {override.key_or_group: override for override in parser.parse_overrides(override_texts)}
         space |= {key: override for key, override in command_line.items() if key not in grid_keys or key in grid}
         for override in space.values():
             if override.is_choice_sweep() and not list(override.sweep_string_iterator()):
                 raise UserError(
                     f"{override.input_line}: no option matches; glob(...) chooses options of a config group"
                 )
-        result[name] = space
-    return result
+        space_by_grid[name] = space
+    return space_by_grid
 
 
-def _override_value(value: Any) -> str:
-    """A value of a YAML file in the syntax of Hydra's command line; a list becomes several values to sweep over."""
+def _to_override_value(value: Any) -> str:
+    """Convert a value of a YAML file to the syntax of Hydra's command line; a list becomes values to sweep over."""
     if isinstance(value, list):
-        return ",".join(map(_override_value, value))
+        return ",".join(map(_to_override_value, value))
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     return str(value)
 
 
-def combinations(space: Space) -> list[Overrides]:
-    """All combinations of a space's values without duplicates; the last key changes fastest.
+def list_combinations(space: SearchSpace) -> list[Overrides]:
+    """List the overrides of all combinations of a search space's values, without duplicates.
 
-    Raises a `UserError` if a key has a continuous interval instead of a list of values.
+    The last key changes fastest.
+
+    Raises:
+        UserError: if a key has a continuous interval instead of a list of values.
     """
     choices = []
     for override in space.values():
@@ -104,14 +107,16 @@ def combinations(space: Space) -> list[Overrides]:
     return list(dict.fromkeys(itertools.product(*choices)))
 
 
-def with_seed(overrides: Overrides, seed: int) -> Overrides:
+def replace_seed(overrides: Overrides, seed: int) -> Overrides:
     """Replace the seed in the overrides of a run, or add it."""
     return (*(override for override in overrides if not override.startswith("seed=")), f"seed={seed}")
 
 
-def identity(grids: Mapping[str, Space], *settings: Any) -> str:
-    """Six hexadecimal digits that identify spaces and settings, so that a repeated command resumes its sweep."""
+def sweep_hash(space_by_grid: Mapping[str, SearchSpace], *settings: Any) -> str:
+    """Return six hexadecimal digits that identify search spaces and settings, by which a repeated command resumes."""
     overrides = []
-    for space in grids.values():
-        overrides.append([override.input_line for key, override in space.items() if not key.startswith(_NOT_SWEPT)])
+    for space in space_by_grid.values():
+        overrides.append(
+            [override.input_line for key, override in space.items() if not key.startswith(_IGNORED_KEY_PREFIXES)]
+        )
     return hashlib.sha256(json.dumps([overrides, *settings]).encode()).hexdigest()[:6]

@@ -1,4 +1,4 @@
-"""Implements `istar watch`: the live table of sweeps that other processes run, read from their state files."""
+"""Implements `istar watch`: a live table of the sweeps that other processes run, read from their state files."""
 
 import time
 from contextlib import suppress
@@ -10,50 +10,62 @@ from rich.text import Text
 
 from istar.errors import UserError
 from istar.sweeps import board
-from istar.sweeps.board import FOLDER, STATE, SweepState, duration
+from istar.sweeps.board import STATE_FILE, SWEEPS_FOLDER, SweepState, format_duration
 
-_SILENT_SECONDS = 60.0
-"""A sweep writes its state every ten seconds. After this time it has probably died, or the file system is slow."""
+_MAX_SILENT_SECONDS = 60.0
+"""A sweep writes its state every ten seconds; after this time without an update, it has probably died."""
 
 
-def watch(root: Path, console: Console, name: str | None = None, once: bool = False) -> None:
-    """Show the sweeps of a folder of runs until all of them are over; Ctrl-C ends the display, not the sweeps.
+def watch_sweeps(root: Path, console: Console, name: str | None = None, once: bool = False) -> None:
+    """Show the sweeps in a folder of runs until all of them are over; Ctrl-C ends the display, not the sweeps.
 
-    Without the name of a sweep, those that are not over are shown, or else the latest. With `once`, or if the console
-    is no terminal, only the current state is shown. A `UserError` says if there is no such sweep.
+    Args:
+        root: folder that holds the runs.
+        console: console to print to.
+        name: name of the sweep to show; None shows all sweeps that are not over, or else the latest.
+        once: whether to show only the current state, as is always done if the console is no terminal.
+
+    Raises:
+        UserError: if there is no such sweep.
     """
-    states = find(root, name)
+    states = find_sweeps(root, name)
     if once or not console.is_terminal:
-        console.print(render(states))
+        console.print(render_sweeps(states))
         return
-    with Live(render(states), console=console, auto_refresh=False) as live, suppress(KeyboardInterrupt):
+    with Live(render_sweeps(states), console=console, auto_refresh=False) as live, suppress(KeyboardInterrupt):
         while not all(state.is_over for state in states):
             time.sleep(2)
-            states = find(root, name)
-            live.update(render(states), refresh=True)
+            states = find_sweeps(root, name)
+            live.update(render_sweeps(states), refresh=True)
 
 
-def find(root: Path, name: str | None = None) -> list[SweepState]:
-    """Read the states of the sweeps that `watch` shows; raises a `UserError` if there are none."""
-    paths = sorted((root / FOLDER).glob(f"{name or '*'}/{STATE}"), key=lambda path: path.stat().st_mtime)
+def find_sweeps(root: Path, name: str | None = None) -> list[SweepState]:
+    """Read the states of the sweeps that `watch_sweeps` shows.
+
+    Raises:
+        UserError: if there are none.
+    """
+    paths = sorted((root / SWEEPS_FOLDER).glob(f"{name or '*'}/{STATE_FILE}"), key=lambda path: path.stat().st_mtime)
     if not paths:
-        names = sorted(path.name for path in (root / FOLDER).glob("*") if (path / STATE).exists())
-        contents = f"no sweep {name}; there are {', '.join(names)}" if name and names else "no sweep"
-        raise UserError(f"{root / FOLDER} holds {contents}; name the folder that holds the runs, as run.root does")
-    states = [board.read(path) for path in paths]
+        names = sorted(path.name for path in (root / SWEEPS_FOLDER).glob("*") if (path / STATE_FILE).exists())
+        finding = f"no sweep {name}; there are {', '.join(names)}" if name and names else "no sweep"
+        raise UserError(
+            f"{root / SWEEPS_FOLDER} holds {finding}; name the folder that holds the runs, as run.root does"
+        )
+    states = [board.read_state(path) for path in paths]
     selected = [state for state in states if not state.is_over] or states[-1:]
     for state in selected:
         board.update_epochs(state, root)
     return selected
 
 
-def render(states: list[SweepState]) -> Group:
-    """The tables of the sweeps, one below the other, with a note below those that seem to have died."""
-    parts: list[Group | Text] = []
+def render_sweeps(states: list[SweepState]) -> Group:
+    """Render the tables of several sweeps, with a note below each sweep that seems to have died."""
+    renderables: list[Group | Text] = []
     for state in states:
-        parts.append(board.render(state))
-        silent = time.time() - state.seen
-        if not state.is_over and silent > _SILENT_SECONDS:
-            note = f"no update for {duration(silent)}; if the sweep was killed, this command resumes it:"
-            parts.append(Text(f"{note} {state.command}"))
-    return Group(*parts)
+        renderables.append(board.render_sweep(state))
+        silent_seconds = time.time() - state.seen
+        if not state.is_over and silent_seconds > _MAX_SILENT_SECONDS:
+            note = f"no update for {format_duration(silent_seconds)}; if the sweep was killed, this command resumes it:"
+            renderables.append(Text(f"{note} {state.command}"))
+    return Group(*renderables)

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from istar.errors import UserError, shorten
-from istar.files import new_folder
+from istar.files import atomic_folder
 from istar.tasks.blocks import (
     Blocks,
     Corpus,
@@ -66,7 +66,7 @@ def load_or_tokenize_corpus(documents: Dataset, tokenizer: PreTrainedTokenizerBa
     try:
         if folder.exists():
             shutil.rmtree(folder)  # it is damaged
-        with new_folder(folder) as temporary_folder:
+        with atomic_folder(folder) as temporary_folder:
             write_corpus(tokens, max(tokenizer.get_vocab().values()) + 1, temporary_folder)
     except OSError as error:
         raise UserError(

@@ -17,7 +17,7 @@ from istar.config import Config, CosRegConfig, IStarConfig, NoRegConfig, WandbCo
 from istar.config.penalties import PENALTIES
 from istar.config.schema import to_dict
 from istar.errors import UserError, did_you_mean
-from istar.results import identity
+from istar.results import identity_hash
 from istar.tasks.specs import TASKS
 from tests.conftest import compose_fast, compose_in
 
@@ -131,7 +131,7 @@ def test_arguments_of_lightning_trainer_are_keys(composed: Callable[..., Config]
     assert (values["trainer"]["max_steps"], values["trainer"]["limit_train_batches"]) == (70, 0.5)
     assert "lightning" not in values["trainer"]
     assert schema.load(OmegaConf.create(values)) == config
-    assert identity(values, "data", "weights") != identity(to_dict(composed()), "data", "weights")
+    assert identity_hash(values, "data", "weights") != identity_hash(to_dict(composed()), "data", "weights")
 
 
 def test_values_of_the_model_configuration_are_keys(composed: Callable[..., Config]) -> None:
@@ -574,7 +574,7 @@ def test_fourth_powers_in_bfloat16_are_refused(composed: Callable[..., Config], 
 
 def test_the_name_of_a_run_tells_products_in_bfloat16_from_others(composed: Callable[..., Config]) -> None:
     def name(*overrides: str) -> str:
-        return identity(to_dict(composed("task=rte", "reg=istar", *overrides)), "data", "model")
+        return identity_hash(to_dict(composed("task=rte", "reg=istar", *overrides)), "data", "model")
 
     assert name() == name("reg.compute=float32")
     assert name() != name("reg.compute=bfloat16")

@@ -27,7 +27,7 @@ from istar.errors import UserError
 from istar.models import is_decoder, tiny
 from istar.models.architectures import make_config, override_config
 from istar.runs.run import run
-from istar.runs.store import model_identity
+from istar.runs.store import identify_model
 from istar.tasks import demo
 from istar.tasks.specs import TASKS
 from tests.runs.faults import warnings_in
@@ -164,9 +164,9 @@ def test_a_tokenizer_of_another_model(babyllama: Path) -> None:
 def test_the_files_of_a_tokenizer_identify_a_model(tmp_path: Path) -> None:
     tiny.make_tokenizer(["cat"]).save_pretrained(tmp_path)
     config = new("bert", tokenizer=str(tmp_path))
-    before = model_identity(config)
+    before = identify_model(config)
     tiny.make_tokenizer(["dog"]).save_pretrained(tmp_path)
-    assert len({before, model_identity(config), model_identity(new("bert"))}) == 3
+    assert len({before, identify_model(config), identify_model(new("bert"))}) == 3
 
 
 def test_load_in_bf16() -> None:

@@ -25,7 +25,7 @@ from istar.config import Config, ModelConfig
 from istar.errors import UserError
 from istar.models import pretrained, tiny
 from istar.runs.run import run
-from istar.runs.store import model_identity
+from istar.runs.store import identify_model
 from istar.tasks import demo
 from istar.tasks.specs import TASKS
 from istar.training import FineTuner
@@ -233,7 +233,7 @@ def test_the_identity_of_random_weights_is_that_of_configuration_and_tokenizer(t
 
     def identities() -> tuple[str, str]:
         configs = [ModelConfig(name=str(saved), pretrained=pretrained) for pretrained in (True, False)]
-        return model_identity(configs[0]), model_identity(configs[1])
+        return identify_model(configs[0]), identify_model(configs[1])
 
     first = identities()
     save_file({"other": torch.zeros(3)}, saved / "model.safetensors")

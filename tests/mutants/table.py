@@ -459,7 +459,7 @@ MUTATIONS = [
     Mutation(
         "task.limit_train is ignored.",
         "istar/runs/store.py",
-        "_first(splits[spec.train], config.limit_train)",
+        "_take_first(splits[spec.train], config.limit_train)",
         "splits[spec.train]",
         "tests/runs/test_run_data.py::test_examples_are_the_first_ones",
     ),

@@ -244,7 +244,7 @@ def test_a_run_with_damaged_checkpoints_ends_as_the_undisturbed_one(
         assert str(path) in warning
         assert "checksum" in warning
     assert warnings[len(damaged) :] == (
-        [] if which == "all" else [f"{folder} was interrupted; it goes on from {states[0].name}"]
+        [] if which == "all" else [f"{folder} was interrupted; it resumes from {states[0].name}"]
     )
     assert_same(folder, undisturbed)
 

@@ -220,7 +220,7 @@ def test_a_server_that_is_killed_and_one_that_nobody_needs_any_more(tmp_path: Pa
         for ending in ("killed", "left"):
             process = servers.spawn([WATCH], environment(), tmp_path / ending)
             pid = pid_in(tmp_path / ending)
-            [server] = servers._servers.values()
+            [server] = servers._server_by_variables.values()
             if ending == "killed":
                 server._process.kill()
                 with pytest.raises(UserError, match=r"that starts the runs was killed by SIGKILL .*; the same command"):
@@ -310,5 +310,5 @@ def test_a_fork_that_the_system_refuses(tmp_path: Path, monkeypatch: pytest.Monk
             with pytest.raises(UserError, match=r"the process of the run could not be started: .*unavailable"):
                 servers.spawn(["pass"], environment(), None).wait()
         # It is the same server, which goes on.
-        assert len(servers._servers) == 1
+        assert len(servers._server_by_variables) == 1
         assert (tmp_path / "server.log").read_text() == ""

@@ -22,7 +22,7 @@ def test_drafts_are_removed_wherever_they_are_and_nothing_else(tmp_path: Path) -
         for folder in (tmp_path, tmp_path / "submission"):
             folder.mkdir(exist_ok=True)
             (folder / name).write_text("mine")
-    files.remove_drafts(tmp_path)
+    files.remove_temporary_files(tmp_path)
     kept = [".notes.txt", "RTE.tsv", f"x{draft}"]
     assert sorted(path.name for path in tmp_path.glob("*.*")) == kept
     assert sorted(path.name for path in (tmp_path / "submission").iterdir()) == kept

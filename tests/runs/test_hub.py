@@ -16,7 +16,7 @@ from istar.runs import launch
 from istar.runs import run as run_module
 from istar.runs.resolving import resolve_model
 from istar.runs.run import run
-from istar.runs.store import load_examples, model_identity, task_spec
+from istar.runs.store import find_task_spec, identify_model, load_examples
 from istar.tasks import hub as hub_module
 from istar.tasks.loading import find_source, load_splits
 from istar.tasks.specs import TASKS
@@ -71,7 +71,7 @@ def test_a_run_belongs_to_the_commit_that_its_branch_stands_for(
     assert all(f"/{before}" in request for request in hub.requests if "/org/tiny/resolve/" in request)
 
     with monkeypatch.context() as patch:
-        patch.setattr(run_module, "_assemble", None)  # nothing is trained
+        patch.setattr(run_module, "_assemble_job", None)  # nothing is trained
         assert run(small(*MODEL)) == first
         assert run(small(*MODEL, "model.revision=main")) == first
 
@@ -81,7 +81,7 @@ def test_a_run_belongs_to_the_commit_that_its_branch_stands_for(
     assert second.model_commit == after
 
     with monkeypatch.context() as patch:
-        patch.setattr(run_module, "_assemble", None)
+        patch.setattr(run_module, "_assemble_job", None)
         set_offline(True, patch)
         assert run(small(*MODEL)) == second
         assert run(small(*MODEL, f"model.revision={before}")) == first
@@ -110,7 +110,7 @@ def test_all_processes_of_a_run_load_one_commit(hub: MockHub, small: Build, monk
         def has_ended(self) -> bool:
             return True
 
-        def record(self, signals: Any) -> RunRecord:
+        def read_record(self, signals: Any) -> RunRecord:
             return RunRecord("name", "finished", {})
 
     monkeypatch.setattr(launch, "RunProcesses", Ended)
@@ -146,7 +146,7 @@ def test_the_commit_of_a_data_set_is_known_offline(hub: MockHub, monkeypatch: py
 def test_the_diagnostic_set_is_another_configuration_of_the_same_commit(hub: MockHub) -> None:
     hub.repositories["datasets/nyu-mll/glue"].push(mnli_files())
     config = TaskConfig(name="mnli", submission=True)
-    examples = load_examples(task_spec(config), config)
+    examples = load_examples(find_task_spec(config), config)
     assert [split.submission for split in examples.test_sets] == ["MNLI-m.tsv", "MNLI-mm.tsv", "AX.tsv"]
     assert examples.test[2]["premise"][3] == "the test lamp number 3 is old"
     assert examples.commit == hub.repositories["datasets/nyu-mll/glue"].branches["main"]
@@ -167,7 +167,7 @@ def test_random_weights_need_no_file_with_weights(hub: MockHub) -> None:
     tokenizer = models.load_tokenizer(config)
     model = models.load_model(config, TASKS["rte"], models.load_config(config, TASKS["rte"], tokenizer), tokenizer)
     assert type(model).__name__ == "BertForSequenceClassification"
-    assert model_identity(config) == f"org/tiny@{hub.repositories['models/org/tiny'].branches['main']}"
+    assert identify_model(config) == f"org/tiny@{hub.repositories['models/org/tiny'].branches['main']}"
     assert not [request for request in hub.requests if request.endswith("model.safetensors")]
 
 
@@ -176,7 +176,7 @@ def test_a_tokenizer_of_the_hub_is_loaded_by_its_commit(hub: MockHub) -> None:
     config = ModelConfig("mine", architecture="gpt2", pretrained=False, tokenizer="org/tiny")
     resolved = resolve_model(config)
     assert resolved == replace(config, tokenizer=f"org/tiny@{commit}") == resolve_model(resolved)
-    assert model_identity(resolved) == f"new tokenizer org/tiny@{commit}"
+    assert identify_model(resolved) == f"new tokenizer org/tiny@{commit}"
     assert models.load_tokenizer(resolved).get_vocab() == models.load_tokenizer(ModelConfig("org/tiny")).get_vocab()
     assert not [request for request in hub.requests if "mine" in request]
 

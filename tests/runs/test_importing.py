@@ -2,7 +2,7 @@ import gc
 
 import pytest
 
-from istar.runs.importing import large_imports
+from istar.runs.importing import fast_imports
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def collector():
 
 def test_nothing_is_collected_within_and_what_is_there_is_set_aside(collector):
     before = gc.get_freeze_count()
-    with large_imports():
+    with fast_imports():
         assert not gc.isenabled()
         kept = [[] for _ in range(1_000)]
     assert gc.isenabled()
@@ -26,13 +26,13 @@ def test_nothing_is_collected_within_and_what_is_there_is_set_aside(collector):
 
 
 def test_a_failed_import_leaves_the_collector_on(collector):
-    with pytest.raises(ImportError), large_imports():
+    with pytest.raises(ImportError), fast_imports():
         raise ImportError
     assert gc.isenabled()
 
 
 def test_a_collector_that_is_off_stays_off(collector):
     gc.disable()
-    with large_imports():
+    with fast_imports():
         pass
     assert not gc.isenabled()

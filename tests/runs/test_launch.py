@@ -246,7 +246,7 @@ def test_a_lock_is_told_from_other_errors(composed):
         run = launch.RunProcesses(composed(), 1, spawn=partial(Ended, code))
         assert run.has_ended()
         with pytest.raises(UserError) as error:
-            run.record([])
+            run.read_record([])
         errors.append(error.value)
     assert [type(error) for error in errors] == [LockedError, UserError]
     # What a launcher's job returns is pickled.
@@ -284,7 +284,7 @@ def test_a_stopped_run_is_saved_and_goes_on_exactly(tmp_path, start, alone):
         assert re.search(r"seed 1: stopped by SIGTERM: saved at step \d+; the same command goes on", done.stdout)
     for index, done in enumerate(at_once(*(lambda i=i: sent_again(i) for i in range(len(cases))))):
         logs = [path.read_text() for path in (tmp_path / str(index)).glob("runs/sweeps/*/logs/*")]
-        assert "was interrupted; it goes on from step-" in "".join([done.well().stdout, *logs])
+        assert "was interrupted; it resumes from step-" in "".join([done.well().stdout, *logs])
         assert_same(only_run(tmp_path / str(index) / "runs"), alone)
 
 
@@ -323,7 +323,7 @@ def test_a_signal_that_lightning_hears_first(small, monkeypatch):
 
 
 def lost(rank: int) -> str:
-    return f"error: process {rank} of 2 was killed by SIGKILL; the same command goes on from the last checkpoint"
+    return f"error: process {rank} of 2 was killed by SIGKILL; the same command resumes from the last checkpoint"
 
 
 def assert_a_lost_rank_ends_it(job: Job, rank: int) -> None:
@@ -345,7 +345,7 @@ def test_a_lost_process_a_stop_and_a_lost_parent(tmp_path, start, pair):
     job.until_it_is_gone()
     record = only_run(tmp_path / "runs") / results.RESULT
     assert not record.exists() or results.read(record.parent).status != "finished"
-    assert "was interrupted; it goes on from step-" in start(tmp_path, *PAIR, **IN_SBATCH).wait().well().stdout
+    assert "was interrupted; it resumes from step-" in start(tmp_path, *PAIR, **IN_SBATCH).wait().well().stdout
     assert_same(only_run(tmp_path / "runs"), pair[0])
 
 

@@ -41,7 +41,7 @@ def test_a_run_on_local_folders_needs_no_network(
         ]
         (data / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
     attempts: list[Any] = []
-    assemble = run_module._assemble
+    assemble = run_module._assemble_job
 
     def then_without(*arguments: Any) -> Any:
         job = assemble(*arguments)
@@ -51,7 +51,7 @@ def test_a_run_on_local_folders_needs_no_network(
     if since == "the start":
         attempts.append(no_network())
     else:
-        monkeypatch.setattr(run_module, "_assemble", then_without)
+        monkeypatch.setattr(run_module, "_assemble_job", then_without)
     config = small("task=rte", f"task.data_dir={data}", "model=auto", f"model.name={undisturbed / 'model'}")
     assert run(config).status == "finished"
     assert attempts == [[]]

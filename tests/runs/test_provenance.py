@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from istar.runs.provenance import code_state, hardware
+from istar.runs.provenance import describe_code, describe_hardware
 
 UNKNOWN = {"code_commit": None, "code_modified": None}
 
@@ -37,31 +37,31 @@ def git(folder: Path, *arguments: str) -> str:
 def test_a_checkout_has_a_commit_and_may_be_modified(package: Path) -> None:
     commit = git(package, "rev-parse", "HEAD")
     (package / "notes.txt").touch()
-    assert code_state(package) == {"code_commit": commit, "code_modified": False}
+    assert describe_code(package) == {"code_commit": commit, "code_modified": False}
     (package / "__init__.py").write_text("more = 1")
-    assert code_state(package) == {"code_commit": commit, "code_modified": True}
+    assert describe_code(package) == {"code_commit": commit, "code_modified": True}
 
 
 def test_an_installed_package_within_the_checkout_of_another_project_has_no_commit(package: Path) -> None:
     installed = package.parent / "venv" / "istar"
     installed.mkdir(parents=True)
     (installed / "__init__.py").touch()
-    assert code_state(installed) == UNKNOWN
+    assert describe_code(installed) == UNKNOWN
 
 
 def test_neither_has_a_folder_without_git(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert code_state(tmp_path) == UNKNOWN
+    assert describe_code(tmp_path) == UNKNOWN
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert code_state(package) == UNKNOWN
+    assert describe_code(package) == UNKNOWN
 
 
 def test_a_git_hook_does_not_mislead(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commit = git(package, "rev-parse", "HEAD")
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "elsewhere"))
-    assert code_state(package)["code_commit"] == commit
+    assert describe_code(package)["code_commit"] == commit
 
 
 def test_the_hardware_has_names() -> None:
-    values = hardware(torch.device("cpu"), 3)
+    values = describe_hardware(torch.device("cpu"), 3)
     assert values.pop("device")
     assert values == {"processes": 3, "cuda": torch.version.cuda, "system": platform.platform()}

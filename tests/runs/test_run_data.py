@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from istar.config import TaskConfig
 from istar.errors import UserError
 from istar.runs.run import run
-from istar.runs.store import load_examples, task_spec
+from istar.runs.store import find_task_spec, load_examples
 from istar.tasks import demo
 from istar.tasks.loading import load_splits
 from istar.tasks.specs import TASKS
@@ -105,7 +105,7 @@ def test_the_diagnostic_set_is_where_the_benchmark_puts_it(
     for data_dir in (tmp_path, folder):
         config = TaskConfig(name="mnli", data_dir=str(data_dir), submission=True)
         with caplog.at_level(logging.WARNING):
-            examples = load_examples(task_spec(config), config)
+            examples = load_examples(find_task_spec(config), config)
         files = ["MNLI-m.tsv", "MNLI-mm.tsv"] + ["AX.tsv"] * bool(name)
         assert [split.submission for split in examples.test_sets] == files
         assert [len(rows) for rows in examples.test] == [1, 1] + [2] * bool(name)

@@ -16,7 +16,7 @@ from istar.errors import UserError
 from istar.results import RunRecord
 from istar.runs import run as run_module
 from istar.runs.run import run
-from istar.runs.store import finished_run, model_identity, run_folder
+from istar.runs.store import identify_model, read_finished_run, run_folder_path
 from istar.training import precision
 from tests.runs.artifacts import TINY, Build, everything_measured, folders_in, place, rows_of, rte
 
@@ -26,7 +26,7 @@ def test_the_same_call_returns_the_finished_run(small: Build, monkeypatch: pytes
     first = run(config)
     before = {path: path.stat().st_mtime_ns for path in Path(config.run.root).rglob("*")}
     # No model is loaded and nothing is trained.
-    monkeypatch.setattr(run_module, "_assemble", None)
+    monkeypatch.setattr(run_module, "_assemble_job", None)
     console = Console(width=120, file=io.StringIO())
     second = run(small("logger=csv", "trainer.log_every_n_steps=5", "data.num_workers=0"), console)
     assert second == first
@@ -38,7 +38,7 @@ def test_a_precision_chosen_here_is_the_same_run_as_one_named(small: Build, monk
     monkeypatch.setattr(precision, "measure_bfloat16_ratio", lambda device: 50.0)
     record = run(small("trainer.precision=auto"))
     assert record.config["trainer"]["precision"] == "32-true"
-    monkeypatch.setattr(run_module, "_assemble", None)
+    monkeypatch.setattr(run_module, "_assemble_job", None)
     assert run(small("trainer.precision=32-true")) == record
 
 
@@ -78,7 +78,7 @@ def test_a_finished_run_must_hold_what_is_requested_now(small: Build, tmp_path: 
         """Look up a run that was finished without any output files, with these overrides."""
         folder = tmp_path / "finished"
         results.write(RunRecord("finished", "finished", to_dict(small(*written)), **fields), folder)
-        return finished_run(folder, small(*overrides))
+        return read_finished_run(folder, small(*overrides))
 
     assert finished(*written) is not None
     for key, missing in (("run.geometry", "geometry.json"), ("run.save_model", "model/")):
@@ -138,9 +138,9 @@ def test_the_place_of_the_data_does_not_count_but_its_content_does(small: Build,
 
 def test_devices_count_for_the_name_by_their_number(small: Build) -> None:
     settings = [small(f"trainer.devices={devices}") for devices in ("1", "auto", "'1'")]
-    names = {run_folder(config, "data", "model").name for config in settings}
+    names = {run_folder_path(config, "data", "model").name for config in settings}
     assert len(names) == 1
-    assert run_folder(small("trainer.devices=2"), "data", "model").name not in names
+    assert run_folder_path(small("trainer.devices=2"), "data", "model").name not in names
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_devices_count_for_the_name_by_their_number(small: Build) -> None:
 )
 def test_values_without_an_effect_do_not_count(composed: Build, task: str, other: list[str]) -> None:
     """The fingerprint of the data, given here, stands for their limits."""
-    names = [run_folder(composed(f"task={task}", *overrides), "data", "model") for overrides in ([], other)]
+    names = [run_folder_path(composed(f"task={task}", *overrides), "data", "model") for overrides in ([], other)]
     assert names[0] == names[1]
 
 
@@ -179,31 +179,31 @@ def test_values_without_an_effect_do_not_count(composed: Build, task: str, other
     ],
 )
 def test_values_with_an_effect_count(composed: Build, task: str, other: list[str]) -> None:
-    names = [run_folder(composed(f"task={task}", *overrides), "data", "model") for overrides in ([], other)]
+    names = [run_folder_path(composed(f"task={task}", *overrides), "data", "model") for overrides in ([], other)]
     assert names[0] != names[1]
 
 
 def test_new_models_are_named_by_their_values(composed: Build) -> None:
     choices = [[], ["model.config.hidden_size=64"], ["model.vocab_size=500"], ["model.architecture=albert"]]
     configs = [composed("task=rte", "model=small_encoder", *choice) for choice in choices]
-    assert len({run_folder(config, "data", model_identity(config.model)).name for config in configs}) == 4
+    assert len({run_folder_path(config, "data", identify_model(config.model)).name for config in configs}) == 4
     # The name of a new model is a label.
     labels = [composed("task=rte", "model=small_encoder", f"model.name={name}") for name in ("a", "b")]
-    hashes = {run_folder(config, "data", model_identity(config.model)).name.split("-")[-1] for config in labels}
+    hashes = {run_folder_path(config, "data", identify_model(config.model)).name.split("-")[-1] for config in labels}
     assert len(hashes) == 1
 
 
 def test_keys_of_later_versions_do_not_rename_runs(composed: Build) -> None:
     """These names were given before the keys of new models and adapters existed."""
     config = composed("task=rte", "seed=3")
-    assert run_folder(config, "d", "m").name == "rte-bert-base-cased-istar-fc426a0d642e"
+    assert run_folder_path(config, "d", "m").name == "rte-bert-base-cased-istar-fc426a0d642e"
     config = composed("task=squad", "reg=cosreg", "model=albert")
-    assert run_folder(config, "d", "m").name == "squad-albert-base-v2-cosreg-0cf2fecd4904"
+    assert run_folder_path(config, "d", "m").name == "squad-albert-base-v2-cosreg-0cf2fecd4904"
 
 
 def test_points_of_a_covariance_that_is_not_used_do_not_count(composed: Build) -> None:
     names = [
-        run_folder(composed("reg=istar", f"reg.zeta={zeta}", f"reg.num_points={points}"), "data", "model").name
+        run_folder_path(composed("reg=istar", f"reg.zeta={zeta}", f"reg.num_points={points}"), "data", "model").name
         for zeta in (0, 0.2)
         for points in (1000, 2000)
     ]
@@ -224,13 +224,13 @@ EARLIER = {
     "reg=istar_paper_code": "rte-bert-base-cased-istar-83609e57a1c0",
     "reg=istar reg.zeta=0": "rte-bert-base-cased-istar-19fc2781cc04",
 }
-"""Names that runs had before the keys of `store._LATER_KEYS` existed."""
+"""Names that runs had before the keys of `store._DEFAULTS_OF_LATER_KEYS` existed."""
 
 
 @pytest.mark.parametrize("overrides", EARLIER)
 def test_new_keys_at_their_defaults_leave_the_names_of_earlier_runs(composed: Build, overrides: str) -> None:
     config = composed("task=rte", "model=bert", *overrides.split())
-    assert run_folder(config, "data", "model").name == EARLIER[overrides]
+    assert run_folder_path(config, "data", "model").name == EARLIER[overrides]
 
 
 @pytest.mark.parametrize(
@@ -239,14 +239,14 @@ def test_new_keys_at_their_defaults_leave_the_names_of_earlier_runs(composed: Bu
      "reg.refresh_every_n_steps=10", "reg.within=label"],
 )  # fmt: skip
 def test_new_keys_at_other_values_give_another_name(composed: Build, override: str) -> None:
-    name = run_folder(composed("task=rte", "model=bert", "reg=istar", override), "data", "model").name
+    name = run_folder_path(composed("task=rte", "model=bert", "reg=istar", override), "data", "model").name
     assert name not in EARLIER.values()
 
 
 def test_values_without_an_effect_on_embeddings_do_not_count(composed: Build) -> None:
     target = ("task=rte", "model=bert", "reg=istar", "reg.target=input_embeddings")
     names = {
-        run_folder(composed(*target, *more), "data", "model").name
+        run_folder_path(composed(*target, *more), "data", "model").name
         for more in ([], ["reg.zeta=0.8"], ["reg.layers=last"], ["reg.sync=false"], ["reg.refresh_every_n_steps=5"])
     }
     assert len(names) == 1

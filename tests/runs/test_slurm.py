@@ -89,7 +89,7 @@ def test_a_preempted_job_is_saved_and_queued_again(tmp_path, start, alone):
     assert (done.code, done.stderr) == (0, "")
     told = printed(tmp_path)
     assert len(re.findall(r"INFO .* Requeued job", told)) == 1
-    [step] = re.findall(r"was interrupted; it goes on from step-(\d+)\.ckpt", told)
+    [step] = re.findall(r"was interrupted; it resumes from step-(\d+)\.ckpt", told)
     assert int(step) > 0
     runs = {results.read(path).config["seed"]: path for path in (tmp_path / "runs").glob("demo-*")}
     assert sorted(runs) == [1, 2]
@@ -106,7 +106,7 @@ def test_a_job_that_is_ended_does_not_end_the_others(tmp_path, start, alone):
     assert "1 of 2 runs are not done; the same command goes on" in done.stdout
     again = start(tmp_path, *JOBS, "seed=1,2").wait()
     assert (again.code, again.stderr) == (0, "")
-    assert "it goes on from step-" in printed(tmp_path)
+    assert "it resumes from step-" in printed(tmp_path)
     assert len(list((tmp_path / "runs").glob("demo-*/result.json"))) == 2
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from hydra_plugins.istar_sweeper import IstarSweeper
 from istar.config import schema
-from istar.sweeps.sweep import Runs, SweepRequest
+from istar.sweeps.sweep import SweepRequest, SweepRuns
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 TINY = ("reg.num_points=200", "task.limit_train=32", "task.limit_validation=9", "data.batch_size=8",
@@ -40,26 +40,26 @@ def sweeper_for() -> Iterator[Callable[..., IstarSweeper]]:
 
 
 @pytest.fixture
-def runs(tmp_path: Path, sweeper_for: Callable[..., IstarSweeper]) -> Callable[..., Runs]:
+def runs(tmp_path: Path, sweeper_for: Callable[..., IstarSweeper]) -> Callable[..., SweepRuns]:
     """The runs that a command line asks for, before any is started."""
 
-    def make(*arguments: str) -> Runs:
+    def make(*arguments: str) -> SweepRuns:
         arguments = (*arguments, f"run.root={tmp_path / 'runs'}")
         sweeper = sweeper_for(*(argument for argument in arguments if "," not in argument))
         settings = schema.load_sweep(sweeper.config)
         request = SweepRequest(settings, arguments, {}, "python train.py", tmp_path / "runs", sweeper.compose)
-        return Runs(request, Console(quiet=True))
+        return SweepRuns(request, Console(quiet=True))
 
     return make
 
 
-def with_grids(sweep: Runs, grids: dict[str, dict[str, Any]], **settings: Any) -> Runs:
+def with_grids(sweep: SweepRuns, grids: dict[str, dict[str, Any]], **settings: Any) -> SweepRuns:
     """Return the same sweep over named grids, with other settings of `sweep`, before any run is added."""
     changed = replace(sweep.request.settings, grids=grids, **settings)
-    return Runs(replace(sweep.request, settings=changed), Console(quiet=True))
+    return SweepRuns(replace(sweep.request, settings=changed), Console(quiet=True))
 
 
-def with_all_runs(sweep: Runs) -> Runs:
+def with_all_runs(sweep: SweepRuns) -> SweepRuns:
     """Add the runs of all grids to a sweep, and return it."""
     sweep.add_grids()
     return sweep

@@ -15,17 +15,17 @@ from istar.errors import UserError
 from istar.results import RunRecord
 from istar.sweeps import board, watch
 from istar.sweeps.board import (
-    FOLDER,
-    STATE,
+    STATE_FILE,
+    SWEEPS_FOLDER,
     Board,
-    Entry,
+    SweepEntry,
     SweepState,
-    duration,
-    epochs_done,
-    read,
-    render,
-    result_line,
-    seconds_left,
+    count_validated_epochs,
+    estimate_seconds_left,
+    format_duration,
+    format_result_line,
+    read_state,
+    render_sweep,
 )
 from istar.sweeps.trials import Trial
 
@@ -39,18 +39,18 @@ def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: NOW))
 
 
-def entry(number: int = 1, **values: Any) -> Entry:
+def entry(number: int = 1, **values: Any) -> SweepEntry:
     known = {"task": "rte", "model": "bert", "method": "I-STAR λ=-1 ζ=0.4", "seed": number, "stage": "search"}
-    return Entry(f"run{number}", [f"seed={number}", "task=rte"], **{**known, **values})
+    return SweepEntry(f"run{number}", [f"seed={number}", "task=rte"], **{**known, **values})
 
 
 def shown(state: SweepState) -> str:
     console = Console(width=200, file=io.StringIO())
-    console.print(render(state))
+    console.print(render_sweep(state))
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def state(*entries: Entry, **values: Any) -> SweepState:
+def state(*entries: SweepEntry, **values: Any) -> SweepState:
     return SweepState(
         **{"name": "sweep-1", "command": "python train.py -m", "root": "runs", "jobs": 2, **values},
         entries=list(entries),
@@ -70,19 +70,19 @@ def finished(config: Any, value: float, collapsed: bool = False) -> RunRecord:
      (172700, "47 h 58 min"), (176400, "2 d 1 h")],
 )  # fmt: skip
 def test_duration(seconds: float | None, told: str) -> None:
-    assert duration(seconds) == told
+    assert format_duration(seconds) == told
 
 
 def test_epochs_are_counted_in_the_metrics_file(tmp_path: Path) -> None:
-    assert epochs_done(tmp_path) == 0
+    assert count_validated_epochs(tmp_path) == 0
     rows = ["epoch,step,train/loss,val/accuracy,val/loss", "0,0,,0.5,1", "0,10,0.7,,", "0,20,,0.6,0.9", "1,30,0.6,,"]
     (tmp_path / "metrics.csv").write_text("\n".join(rows[:2]) + "\n")
     # The one before training.
-    assert epochs_done(tmp_path) == 0
+    assert count_validated_epochs(tmp_path) == 0
     (tmp_path / "metrics.csv").write_text("\n".join(rows) + "\n")
-    assert epochs_done(tmp_path) == 1
+    assert count_validated_epochs(tmp_path) == 1
     (tmp_path / "metrics.csv").write_text("\n".join([*rows, "1,40,,0.7,0.8"]) + "\n")
-    assert epochs_done(tmp_path) == 2
+    assert count_validated_epochs(tmp_path) == 2
 
 
 def test_the_time_to_go() -> None:
@@ -93,9 +93,9 @@ def test_the_time_to_go() -> None:
     waiting = [entry(number, status="waiting") for number in range(3, 6)]
     running = entry(6, status="running", started=NOW - 20)
     # One of 60 s was seen; a run found finished says nothing. 40 s are left of the running one.
-    assert seconds_left(state(*done, *waiting, running)) == pytest.approx((40 + 3 * 60) / 2)
-    assert seconds_left(state(*waiting)) is None
-    assert seconds_left(state(*waiting, expected=10, jobs=1, to_come=2)) == pytest.approx(50)
+    assert estimate_seconds_left(state(*done, *waiting, running)) == pytest.approx((40 + 3 * 60) / 2)
+    assert estimate_seconds_left(state(*waiting)) is None
+    assert estimate_seconds_left(state(*waiting, expected=10, jobs=1, to_come=2)) == pytest.approx(50)
 
 
 def test_the_table() -> None:
@@ -126,15 +126,18 @@ def test_the_best_perplexity_is_the_lowest() -> None:
     entries = [entry(number, status="finished", metric="perplexity", value=30.0 + number % 3) for number in (1, 2, 3)]
     [row] = [row for row in shown(state(*entries)).splitlines() if "│ I-STAR" in row]
     assert [cell.strip() for cell in row.strip("│ ").split("│")][-2:] == ["perplexity 30.00", "seed=3"]
-    assert ": perplexity 31.00 (" in result_line(state(*entries), entries[0])
+    assert ": perplexity 31.00 (" in format_result_line(state(*entries), entries[0])
 
 
 def test_lines() -> None:
     good = entry(1, status="finished", metric="accuracy", value=0.625, started=10, ended=70, collapsed=True)
     whole = state(good, entry(2))
-    assert result_line(whole, good) == "[1/2] rte · bert · I-STAR λ=-1 ζ=0.4 · seed 1: accuracy 62.50, collapsed (60 s)"
+    assert (
+        format_result_line(whole, good)
+        == "[1/2] rte · bert · I-STAR λ=-1 ζ=0.4 · seed 1: accuracy 62.50, collapsed (60 s)"
+    )
     bad = entry(2, status="failed", error="no such layer", log="logs/run2.log")
-    assert result_line(state(good, bad), bad).endswith("seed 2: failed: no such layer (logs/run2.log)")
+    assert format_result_line(state(good, bad), bad).endswith("seed 2: failed: no such layer (logs/run2.log)")
 
 
 def test_the_file_is_kept_up_to_date(composed: Any, tmp_path: Path) -> None:
@@ -143,25 +146,25 @@ def test_the_file_is_kept_up_to_date(composed: Any, tmp_path: Path) -> None:
     whole = state(own, root=str(tmp_path))
     console = Console(file=io.StringIO())
     with Board(tmp_path / "s", whole, console) as shown:
-        assert read(tmp_path / "s" / STATE) == whole
-        shown.started(own, tmp_path / "log")
-        assert read(tmp_path / "s" / STATE).entries[0].status == "running"
-        shown.ended(own, finished(config, 0.7))
-        kept = read(tmp_path / "s" / STATE)
+        assert read_state(tmp_path / "s" / STATE_FILE) == whole
+        shown.record_start(own, tmp_path / "log")
+        assert read_state(tmp_path / "s" / STATE_FILE).entries[0].status == "running"
+        shown.record_end(own, finished(config, 0.7))
+        kept = read_state(tmp_path / "s" / STATE_FILE)
         assert (kept.entries[0].status, kept.entries[0].value, kept.entries[0].epochs) == ("finished", 0.7, (3, 3))
         assert not kept.is_over
-        shown.ended(own, UserError("it broke"))
-        assert read(tmp_path / "s" / STATE).entries[0].error == "it broke"
-    assert read(tmp_path / "s" / STATE).is_over
+        shown.record_end(own, UserError("it broke"))
+        assert read_state(tmp_path / "s" / STATE_FILE).entries[0].error == "it broke"
+    assert read_state(tmp_path / "s" / STATE_FILE).is_over
 
 
 def test_on_a_terminal_the_table_lives(composed: Any, tmp_path: Path) -> None:
     own = board.make_entry(Trial(("task=rte",), composed("task=rte"), "run1"), "search")
     console = Console(file=io.StringIO(), force_terminal=True, width=150)
     with Board(tmp_path / "s", state(own, root=str(tmp_path)), console) as shown:
-        shown.started(own, None)
+        shown.record_start(own, None)
         shown.tick()
-        shown.ended(own, UserError("it broke"))
+        shown.record_end(own, UserError("it broke"))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "epoch 1 of 3" in text
     assert "1 failed" in text
@@ -172,9 +175,9 @@ def test_on_a_terminal_the_table_lives(composed: Any, tmp_path: Path) -> None:
     "content", ["", "{}", "[]", '{"format": 1}', '{"format": 99, "entries": []}', '{"format": 1, "entries": [{}]}']
 )
 def test_a_broken_file_is_one_line(tmp_path: Path, content: str) -> None:
-    (tmp_path / STATE).write_text(content)
+    (tmp_path / STATE_FILE).write_text(content)
     with pytest.raises(UserError, match=r"sweep\.json (is not a sweep that istar wrote|has format 99)") as error:
-        read(tmp_path / STATE)
+        read_state(tmp_path / STATE_FILE)
     assert "\n" not in str(error.value)
 
 
@@ -182,12 +185,12 @@ def test_a_broken_file_is_one_line(tmp_path: Path, content: str) -> None:
 
 
 def put(root: Path, name: str, **values: Any) -> None:
-    folder = root / FOLDER / name
+    folder = root / SWEEPS_FOLDER / name
     folder.mkdir(parents=True)
     whole = state(entry(1, status="running", started=NOW), **{"name": name, "seen": NOW, **values})
     from dataclasses import asdict
 
-    (folder / STATE).write_text(json.dumps(asdict(whole)))
+    (folder / STATE_FILE).write_text(json.dumps(asdict(whole)))
 
 
 def test_watch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ import pytest
 from istar import results
 from istar.config.schema import to_dict
 from istar.results import RunRecord
-from istar.sweeps.cost import estimate, finished_runs
+from istar.sweeps.cost import estimate_duration, read_finished_runs
 
 
 def known(config: Any, seconds: float, examples: int = 100, status: str = "finished") -> RunRecord:
@@ -20,29 +20,29 @@ def test_the_most_alike_count(composed: Any) -> None:
     base = composed("task=rte", "reg=none", "trainer.max_epochs=4")
     done = [known(rte, 20), known(rte, 40), known(rte, 1000), known(base, 8), known(mrpc, 999999)]
     # 40 s for 2 x 100 is the median: 0.2 s an example and epoch; without a penalty 8 s for 4 x 100.
-    assert estimate([(rte, 50), (base, 200)], done).seconds == pytest.approx(0.2 * 2 * 50 + 0.02 * 4 * 200)
-    assert estimate([(rte, 50)], done).basis == "by 3 finished runs of the same model, task and method"
+    assert estimate_duration([(rte, 50), (base, 200)], done).seconds == pytest.approx(0.2 * 2 * 50 + 0.02 * 4 * 200)
+    assert estimate_duration([(rte, 50)], done).basis == "by 3 finished runs of the same model, task and method"
     # No run with CosReg: what the task took with other methods.
     cosreg = composed("task=rte", "reg=cosreg", "trainer.max_epochs=1")
     rates = sorted([0.1, 0.2, 5.0, 0.02])
-    expected = estimate([(cosreg, 10)], done)
+    expected = estimate_duration([(cosreg, 10)], done)
     assert expected.seconds == pytest.approx(10 * (rates[1] + rates[2]) / 2)
     assert expected.basis == "by 4 finished runs of the same model and task"
-    other = estimate([(composed("task=cola"), 10)], done)
+    other = estimate_duration([(composed("task=cola"), 10)], done)
     assert other.basis == "by 5 finished runs of the same model"
 
 
 def test_a_run_is_counted_once(composed: Any) -> None:
     rte, base = composed("task=rte"), composed("task=rte", "reg=none")
-    told = estimate([(rte, 10), (base, 10)], [known(rte, 20)])
+    told = estimate_duration([(rte, 10), (base, 10)], [known(rte, 20)])
     assert told.basis == "by 1 finished run of the same model and task"
 
 
 def test_nothing_known(composed: Any) -> None:
     rte = composed("task=rte")
-    assert estimate([(rte, 10)], []).seconds is None
-    assert estimate([(rte, 10)], [known(composed("task=rte", "model=albert"), 5)]).seconds is None
-    assert estimate([], []).seconds == 0
+    assert estimate_duration([(rte, 10)], []).seconds is None
+    assert estimate_duration([(rte, 10)], [known(composed("task=rte", "model=albert"), 5)]).seconds is None
+    assert estimate_duration([], []).seconds == 0
 
 
 def test_only_finished_runs_are_known(composed: Any, tmp_path: Path) -> None:
@@ -51,4 +51,4 @@ def test_only_finished_runs_are_known(composed: Any, tmp_path: Path) -> None:
         results.write(known(config, seconds, status=status), tmp_path / name)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "result.json").write_text("{")
-    assert [record.status for record in finished_runs(tmp_path)] == ["finished"]
+    assert [record.status for record in read_finished_runs(tmp_path)] == ["finished"]

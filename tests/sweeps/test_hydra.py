@@ -73,7 +73,7 @@ def request_of(
 
     def make(*arguments: str) -> SweepRequest:
         requests: list[SweepRequest] = []
-        monkeypatch.setattr(sweep, "sweep", lambda request, console: requests.append(request) or 0)
+        monkeypatch.setattr(sweep, "run_sweep", lambda request, console: requests.append(request) or 0)
         sweeper_for(*(argument for argument in arguments if "," not in argument and "glob" not in argument)).sweep(
             list(arguments)
         )
@@ -91,8 +91,8 @@ def test_values_of_hydra_are_those_of_the_run(request_of: Callable[..., SweepReq
     )
     request = request_of(*arguments)
     assert request.root == Path.cwd() / "runs"
-    [space] = trials.spaces(request.arguments, {}, {}, [], request.config_loader).values()
-    configs = [schema.load(request.compose(overrides)) for overrides in trials.combinations(space)]
+    [space] = trials.make_search_spaces(request.arguments, {}, {}, [], request.config_loader).values()
+    configs = [schema.load(request.compose(overrides)) for overrides in trials.list_combinations(space)]
     assert {config.run.root for config in configs} == {f"{Path.cwd()}/runs"}
     assert {(config.task.data_dir, config.model.name) for config in configs} == {
         (f"{Path.cwd()}/{folder}", reg) for folder in "ab" for reg in ("none", "cosreg")
@@ -101,7 +101,7 @@ def test_values_of_hydra_are_those_of_the_run(request_of: Callable[..., SweepReq
 
 def test_glob_chooses_options(request_of: Callable[..., SweepRequest]) -> None:
     request = request_of("reg=glob(istar*)", "seed=1,2")
-    [space] = trials.spaces(request.arguments, {}, {}, [], request.config_loader).values()
+    [space] = trials.make_search_spaces(request.arguments, {}, {}, [], request.config_loader).values()
     assert sorted(space["reg"].sweep_string_iterator()) == ["istar", "istar_paper_code", "istar_scratch"]
 
 

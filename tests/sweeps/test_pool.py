@@ -12,7 +12,7 @@ from istar.errors import LockedError, StoppedError, UserError
 from istar.results import RunRecord
 from istar.runs import fork_server, launch
 from istar.sweeps import pool
-from istar.sweeps.pool import run_trials, slot_environment
+from istar.sweeps.pool import make_slot_environment, run_trials
 from istar.sweeps.trials import Trial
 
 
@@ -40,7 +40,7 @@ class Run:
             Run.alive.remove(self)
         return ended
 
-    def record(self, signals: Any) -> RunRecord:
+    def read_record(self, signals: Any) -> RunRecord:
         if self.signals:
             raise StoppedError("stopped by SIGTERM: saved", signal.SIGTERM)
         if self.name.startswith("locked"):
@@ -57,13 +57,13 @@ class Source:
         self.running: list[str] = []
         self.told: dict[str, str] = {}
 
-    def next(self) -> Trial | None:
+    def next_trial(self) -> Trial | None:
         return self.waiting.pop(0) if self.waiting else None
 
-    def started(self, trial: Trial, log: Path | None) -> None:
+    def on_started(self, trial: Trial, log: Path | None) -> None:
         self.running.append(trial.name)
 
-    def ended(self, trial: Trial, outcome: RunRecord | UserError, status: str | None = None) -> None:
+    def on_ended(self, trial: Trial, outcome: RunRecord | UserError, status: str | None = None) -> None:
         assert trial.name not in self.told
         self.told[trial.name] = status or (outcome.status if isinstance(outcome, RunRecord) else f"failed: {outcome}")
 
@@ -84,7 +84,7 @@ class Source:
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     Run.alive, Run.most = [], 0
     monkeypatch.setattr(pool, "RunProcesses", Run)
-    monkeypatch.setattr(pool, "visible_gpus", list)
+    monkeypatch.setattr(pool, "list_visible_gpus", list)
 
 
 def execute(source: Source, tmp_path: Path, jobs: int = 2, fail_fast: bool = False) -> None:
@@ -202,14 +202,14 @@ def test_a_signal_ends_the_wait(composed: Any, tmp_path: Path) -> None:
     ],
 )
 def test_gpus_are_dealt_out(slot: int, jobs: int, devices: int, gpus: list[str], expected: dict[str, str]) -> None:
-    assert slot_environment(slot, jobs, TrainerConfig(devices=devices), gpus) == expected
+    assert make_slot_environment(slot, jobs, TrainerConfig(devices=devices), gpus) == expected
 
 
 def test_threads_are_dealt_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 16)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert slot_environment(0, 4, TrainerConfig(devices=2), []) == {"OMP_NUM_THREADS": "2"}
-    assert slot_environment(0, 4, TrainerConfig(accelerator="cpu"), ["0"]) == {"OMP_NUM_THREADS": "4"}
-    assert slot_environment(0, 99, TrainerConfig(), []) == {"OMP_NUM_THREADS": "1"}
+    assert make_slot_environment(0, 4, TrainerConfig(devices=2), []) == {"OMP_NUM_THREADS": "2"}
+    assert make_slot_environment(0, 4, TrainerConfig(accelerator="cpu"), ["0"]) == {"OMP_NUM_THREADS": "4"}
+    assert make_slot_environment(0, 99, TrainerConfig(), []) == {"OMP_NUM_THREADS": "1"}
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert slot_environment(0, 4, TrainerConfig(), []) == {}
+    assert make_slot_environment(0, 4, TrainerConfig(), []) == {}

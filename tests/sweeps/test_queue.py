@@ -14,11 +14,11 @@ from istar import results
 from istar.config import Config
 from istar.config.schema import to_dict
 from istar.errors import LockedError, StoppedError, UserError
-from istar.files import sole_writer
+from istar.files import lock_folder
 from istar.results import RunRecord
 from istar.sweeps import pool, sweep
 from istar.sweeps.board import Board
-from istar.sweeps.sweep import Runs, TrialQueue, best_configurations, run_queue
+from istar.sweeps.sweep import SweepRuns, TrialQueue, run_queue, select_best_configurations
 from tests.sweeps.conftest import TINY, with_all_runs, with_grids
 
 GRID = ("seed=1,2,3", *TINY)
@@ -56,7 +56,7 @@ class Run:
     def has_ended(self) -> bool:
         return True
 
-    def record(self, signals: Any) -> RunRecord:
+    def read_record(self, signals: Any) -> RunRecord:
         if self.is_locked:
             raise LockedError("another process has it")
         folder = Path(self.config.run.root) / self.name
@@ -68,7 +68,7 @@ class Run:
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     Run.locked, Run.seeds, Run.rates = set(), [], []
     monkeypatch.setattr(pool, "RunProcesses", Run)
-    monkeypatch.setattr(sweep, "CHECK_SECONDS", 0)
+    monkeypatch.setattr(sweep, "CHECK_INTERVAL_SECONDS", 0)
 
 
 class Queue(TrialQueue):
@@ -89,7 +89,7 @@ def locks() -> Iterator[ExitStack]:
         yield stack
 
 
-def execute(runs: Runs, on_wait: Callable[[], None] = lambda: None) -> dict[int, str]:
+def execute(runs: SweepRuns, on_wait: Callable[[], None] = lambda: None) -> dict[int, str]:
     """Execute the runs; returns the status of each seed."""
     with Board(runs.folder, runs.state, Console(quiet=True)) as board:
         queue = Queue(runs, board)
@@ -98,16 +98,18 @@ def execute(runs: Runs, on_wait: Callable[[], None] = lambda: None) -> dict[int,
     return {entry.seed: entry.status for entry in runs.state.entries}
 
 
-def lock(runs: Runs, seed: int, locks: ExitStack) -> tuple[Path, Config]:
+def lock(runs: SweepRuns, seed: int, locks: ExitStack) -> tuple[Path, Config]:
     """Lock the folder of the run with this seed; returns the folder and the config."""
-    [trial] = [trial for trial in runs.trials.values() if trial.config.seed == seed]
+    [trial] = [trial for trial in runs.trial_by_name.values() if trial.config.seed == seed]
     folder = runs.request.root / trial.name
-    locks.enter_context(sole_writer(folder))
+    locks.enter_context(lock_folder(folder))
     return folder, trial.config
 
 
 @pytest.mark.parametrize("is_finished", [True, False])
-def test_a_run_of_another_process_is_waited_for(runs: Callable[..., Runs], locks: ExitStack, is_finished: bool) -> None:
+def test_a_run_of_another_process_is_waited_for(
+    runs: Callable[..., SweepRuns], locks: ExitStack, is_finished: bool
+) -> None:
     """Its result counts; a run that the other process has left unfinished is executed here."""
     ours = with_all_runs(runs(*GRID))
     folder, config = lock(ours, 1, locks)
@@ -120,19 +122,19 @@ def test_a_run_of_another_process_is_waited_for(runs: Callable[..., Runs], locks
 
     assert execute(ours, end_elsewhere) == {1: "finished", 2: "finished", 3: "finished"}
     assert Run.seeds == ([2, 3] if is_finished else [2, 3, 1])
-    assert ours.entries[folder.name].value == 0.1
+    assert ours.entry_by_name[folder.name].value == 0.1
 
 
-def test_a_run_that_was_finished_since_the_sweep_began_is_not_started(runs: Callable[..., Runs]) -> None:
+def test_a_run_that_was_finished_since_the_sweep_began_is_not_started(runs: Callable[..., SweepRuns]) -> None:
     ours = with_all_runs(runs(*GRID))
-    [trial] = [trial for trial in ours.trials.values() if trial.config.seed == 2]
+    [trial] = [trial for trial in ours.trial_by_name.values() if trial.config.seed == 2]
     folder = ours.request.root / trial.name
     write_result(folder, trial.config)
     assert execute(ours) == {1: "finished", 2: "finished", 3: "finished"}
     assert Run.seeds == [1, 3]
 
 
-def test_the_lock_may_be_taken_between_the_look_and_the_start(runs: Callable[..., Runs]) -> None:
+def test_the_lock_may_be_taken_between_the_look_and_the_start(runs: Callable[..., SweepRuns]) -> None:
     Run.locked = {2}
     waits: list[None] = []
     assert execute(with_all_runs(runs(*GRID)), lambda: waits.append(None)) == {
@@ -144,7 +146,7 @@ def test_the_lock_may_be_taken_between_the_look_and_the_start(runs: Callable[...
     assert sorted(Run.seeds) == [1, 2, 2, 3]
 
 
-def test_a_signal_ends_the_wait(runs: Callable[..., Runs], locks: ExitStack) -> None:
+def test_a_signal_ends_the_wait(runs: Callable[..., SweepRuns], locks: ExitStack) -> None:
     ours = with_all_runs(runs(*GRID))
     lock(ours, 1, locks)
     with pytest.raises(StoppedError, match="stopped by SIGTERM; the same command goes on"):
@@ -153,15 +155,15 @@ def test_a_signal_ends_the_wait(runs: Callable[..., Runs], locks: ExitStack) -> 
 
 
 def test_the_seeds_follow_when_all_is_settled(
-    runs: Callable[..., Runs], locks: ExitStack, monkeypatch: pytest.MonkeyPatch
+    runs: Callable[..., SweepRuns], locks: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The best learning rate is that of the run that another process executes."""
     request = runs("optim.lr=1e-3,1e-4", "seed=1", *TINY).request
     request = replace(request, settings=replace(request.settings, seeds=[1, 2]))
     theirs = with_all_runs(runs("optim.lr=1e-4", "seed=1", *TINY))
-    [(name, trial)] = theirs.trials.items()
+    [(name, trial)] = theirs.trial_by_name.items()
     folder = request.root / name
-    locks.enter_context(sole_writer(folder))
+    locks.enter_context(lock_folder(folder))
 
     class Finishing(TrialQueue):
         def tick(self) -> None:
@@ -175,11 +177,11 @@ def test_the_seeds_follow_when_all_is_settled(
 
     monkeypatch.setattr(sweep, "TrialQueue", Finishing)
     monkeypatch.setattr(sweep, "print_results", lambda runs: 0)
-    assert sweep.sweep(request, Console(quiet=True)) == 0
+    assert sweep.run_sweep(request, Console(quiet=True)) == 0
     assert (Run.seeds, Run.rates) == ([1, 2], [1e-3, 1e-4])
 
 
-def test_a_launcher_that_finds_a_lock(runs: Callable[..., Runs]) -> None:
+def test_a_launcher_that_finds_a_lock(runs: Callable[..., SweepRuns]) -> None:
     """What its jobs find locked is launched again; another error is a failure."""
     launched: list[list[str]] = []
 
@@ -199,7 +201,7 @@ def test_a_launcher_that_finds_a_lock(runs: Callable[..., Runs]) -> None:
 
 @pytest.mark.parametrize(("sampler", "trials", "expected"), [("tpe", 5, 5), ("random", 5, 5), ("tpe", 9, 6)])
 def test_a_search_executes_as_many_different_runs_as_it_has_trials(
-    runs: Callable[..., Runs], sampler: str, trials: int, expected: int
+    runs: Callable[..., SweepRuns], sampler: str, trials: int, expected: int
 ) -> None:
     """Unless the space has fewer; what is running or has ended is not executed again and is no failure."""
     pytest.importorskip("optuna")
@@ -208,7 +210,7 @@ def test_a_search_executes_as_many_different_runs_as_it_has_trials(
         "sweep.search=optuna", "sweep.jobs=2", *TINY,
     )  # fmt: skip
     with Board(ours.folder, ours.state, Console(quiet=True)) as board:
-        sweep.search(ours, board)
+        sweep.run_search(ours, board)
     executed = list(zip(Run.seeds, Run.rates, strict=True))
     assert len(executed) == len(set(executed)) == expected
     assert [entry.status for entry in ours.state.entries] == ["finished"] * expected
@@ -216,7 +218,7 @@ def test_a_search_executes_as_many_different_runs_as_it_has_trials(
 
 
 def test_a_search_waits_for_a_run_of_another_process(
-    runs: Callable[..., Runs], locks: ExitStack, monkeypatch: pytest.MonkeyPatch
+    runs: Callable[..., SweepRuns], locks: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its result is the trial's."""
     optuna = pytest.importorskip("optuna")
@@ -233,7 +235,7 @@ def test_a_search_waits_for_a_run_of_another_process(
 
     monkeypatch.setattr(sweep, "SearchQueue", Finishing)
     with Board(ours.folder, ours.state, Console(quiet=True)) as board:
-        sweep.search(ours, board)
+        sweep.run_search(ours, board)
     assert sorted(Run.seeds) == [1, 3]
     [study] = optuna.get_all_study_summaries(f"sqlite:///{ours.folder / 'optuna.db'}")
     trials = optuna.load_study(study_name=study.study_name, storage=f"sqlite:///{ours.folder / 'optuna.db'}").trials
@@ -241,40 +243,40 @@ def test_a_search_waits_for_a_run_of_another_process(
     assert complete == {"1": 0.1, "2": 0.2, "3": 0.3}
 
 
-def test_the_best_is_chosen_by_held_out_data(runs: Callable[..., Runs]) -> None:
+def test_the_best_is_chosen_by_held_out_data(runs: Callable[..., SweepRuns]) -> None:
     """Its metric on the validation set is only reported."""
     sweep = with_all_runs(runs("optim.lr=1e-4,1e-3", "sweep.seeds=[7]", *TINY))
-    for trial in sweep.trials.values():
+    for trial in sweep.trial_by_name.values():
         is_better = trial.config.optim.lr == 1e-3
         record = record_of(trial.name, trial.config)
         held_out = {"set": "held_out", "metric": "accuracy_held_out", "value": 0.9 if is_better else 0.1}
         reported = {**record.headline, "value": 0.1 if is_better else 0.9}
-        sweep.entries[trial.name].apply_record(replace(record, headline=reported, selection=held_out))
-    [overrides] = sweep.best_with_seeds()
+        sweep.entry_by_name[trial.name].apply_record(replace(record, headline=reported, selection=held_out))
+    [overrides] = sweep.list_repetitions_of_best()
     assert {"optim.lr=0.001", "seed=7"} <= set(overrides)
 
 
-def test_the_best_of_each_grid_is_repeated(runs: Callable[..., Runs]) -> None:
+def test_the_best_of_each_grid_is_repeated(runs: Callable[..., SweepRuns]) -> None:
     """Two weights of the same penalty are two methods if they stand in grids of their own."""
     grids = {"up": {"reg": "istar", "reg.lambda": 1}, "down": {"reg": "istar", "reg.lambda": -1}}
     sweep = with_all_runs(with_grids(runs("optim.lr=1e-4,1e-3", *TINY), grids, seeds=[7, 8]))
     records = []
-    for trial in sweep.trials.values():
+    for trial in sweep.trial_by_name.values():
         is_up = trial.config.reg.weight > 0  # type: ignore[attr-defined]
         is_better = (trial.config.optim.lr == 1e-3) == is_up
         record = record_of(trial.name, trial.config)
         records.append(replace(record, headline={**record.headline, "value": 0.1 + 0.5 * is_better + 0.2 * is_up}))
-        sweep.entries[trial.name].apply_record(records[-1])
-    repeated = [set(overrides) for overrides in sweep.best_with_seeds()]
+        sweep.entry_by_name[trial.name].apply_record(records[-1])
+    repeated = [set(overrides) for overrides in sweep.list_repetitions_of_best()]
     assert len(repeated) == 4
     for weight, rate in (("1", "0.001"), ("-1", "0.0001")):
         for seed in (7, 8):
             assert any({f"reg.lambda={weight}", f"optim.lr={rate}", f"seed={seed}"} <= each for each in repeated)
-    shown = best_configurations(records, sweep.grids)
+    shown = select_best_configurations(records, sweep.grid_by_run)
     assert {(run.config["reg"]["lambda"], run.config["optim"]["lr"]) for run in shown} == {(1, 1e-3), (-1, 1e-4)}
 
 
-def test_a_search_repeats_the_best_of_each_grid(runs: Callable[..., Runs]) -> None:
+def test_a_search_repeats_the_best_of_each_grid(runs: Callable[..., SweepRuns]) -> None:
     """So does the same command when it finds the trials of an earlier call."""
     pytest.importorskip("optuna")
     grids = {"up": {"reg": "istar", "reg.lambda": 1}, "down": {"reg": "istar", "reg.lambda": -1}}
@@ -282,15 +284,15 @@ def test_a_search_repeats_the_best_of_each_grid(runs: Callable[..., Runs]) -> No
     for _ in range(2):
         ours = with_grids(runs("seed=1,2", *TINY), grids, **settings)
         with Board(ours.folder, ours.state, Console(quiet=True)) as board:
-            sweep.search(ours, board)
-        repeated = [set(overrides) for overrides in ours.best_with_seeds()]
+            sweep.run_search(ours, board)
+        repeated = [set(overrides) for overrides in ours.list_repetitions_of_best()]
         assert len(repeated) == 2
         for weight in (1, -1):
             assert any({f"reg.lambda={weight}", "seed=7"} <= each for each in repeated)
     assert len(Run.seeds) == 4
 
 
-def test_a_launcher_cannot_choose_the_precision(runs: Callable[..., Runs]) -> None:
+def test_a_launcher_cannot_choose_the_precision(runs: Callable[..., SweepRuns]) -> None:
     """The machine that executes the runs may be another one than this."""
     sweep = runs("seed=1,2", "trainer.precision=auto", *TINY)
     sweep.request = replace(sweep.request, launcher=lambda jobs: [])

@@ -11,8 +11,8 @@ import pytest
 from istar.config import SweepConfig
 from istar.errors import UserError
 from istar.results import RunRecord
-from istar.sweeps.study import Study, combination, space_size
-from istar.sweeps.trials import combinations, spaces
+from istar.sweeps.study import Study, count_combinations, get_combination
+from istar.sweeps.trials import list_combinations, make_search_spaces
 from istar.training.pruning import TrialReference
 
 ARGUMENTS = ["reg=istar", "reg.lambda=interval(-5,5)", "optim.lr=tag(log,interval(1e-5,1e-3))", "reg.zeta=0.2,0.4",
@@ -28,7 +28,7 @@ def study(
 ) -> Study:
     folder.mkdir(exist_ok=True)
     values = {"search": "optuna", "trials": 4, **settings}
-    return Study(SweepConfig(**values), spaces(arguments, {}, grids or {}, []), folder, name)
+    return Study(SweepConfig(**values), make_search_spaces(arguments, {}, grids or {}, []), folder, name)
 
 
 def record(value: float, status: str = "finished", metric: str = "accuracy") -> RunRecord:
@@ -88,11 +88,11 @@ def test_what_is_told_is_kept(tmp_path: Path) -> None:
     assert [trial.state.name for trial in known] == ["COMPLETE", "PRUNED", "FAIL"]
     assert known[0].value == 0.25
     # Failed ones do not count, yet each call has so many attempts at most.
-    assert found.to_come() == 2
+    assert found.num_trials_left() == 2
     asked = found.ask()
     assert asked
     found.tell(asked[0], UserError("it broke"))
-    assert found.to_come() == 2
+    assert found.num_trials_left() == 2
     assert found.ask() is None
     assert [number for number, _ in found.ended_trials()] == [0, 1]
 
@@ -180,7 +180,7 @@ def test_no_run_is_tried_twice(tmp_path: Path, sampler: str, workers: int, trial
     assert sum(trial.state.name == "COMPLETE" for trial in known) == expected
     assert all(trial.user_attrs["is_duplicate"] for trial in known if trial.state.name == "FAIL")
     if trials == expected:
-        assert found[0].to_come() == 0
+        assert found[0].num_trials_left() == 0
 
 
 def test_what_failed_is_not_tried_again_by_the_same_call(tmp_path: Path) -> None:
@@ -219,15 +219,17 @@ def test_a_grid_of_one_run_beside_one_with_an_interval(tmp_path: Path) -> None:
 
 def test_combinations_have_indices(tmp_path: Path) -> None:
     grids = {"base": {"reg": "none"}, "istar": {"reg": "istar", "reg.lambda": "-1,1", "data.batch_size": "range(8,11)"}}
-    found = spaces(["seed=1,2"], {}, grids, [])
-    size = space_size(found)
+    found = make_search_spaces(["seed=1,2"], {}, grids, [])
+    size = count_combinations(found)
     assert size == 2 + 2 * 3 * 2
-    every = [combination(found, index) for index in range(size)]
-    assert {overrides for _, overrides in every} == {one for space in found.values() for one in combinations(space)}
+    every = [get_combination(found, index) for index in range(size)]
+    assert {overrides for _, overrides in every} == {
+        one for space in found.values() for one in list_combinations(space)
+    }
     parameters = {"grid": "istar", "reg.lambda": "1", "data.batch_size": "9", "seed": "2"}
     overrides = ("reg=istar", "reg.lambda=1", "data.batch_size=9", "seed=2")
     assert (parameters, overrides) in every
-    assert space_size(spaces(["reg.lambda=interval(0,1)"], {}, {}, [])) is None
+    assert count_combinations(make_search_spaces(["reg.lambda=interval(0,1)"], {}, {}, [])) is None
 
 
 @pytest.mark.parametrize("storage", ["nonsense", "sqlite:////no/such/folder/x.db"])

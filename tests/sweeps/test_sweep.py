@@ -15,11 +15,11 @@ from istar import results
 from istar.config import schema
 from istar.config.schema import to_dict
 from istar.errors import UserError
-from istar.files import sole_writer
+from istar.files import lock_folder
 from istar.results import RunRecord
 from istar.runs import fork_server
-from istar.sweeps.board import read
-from istar.sweeps.sweep import Runs
+from istar.sweeps.board import read_state
+from istar.sweeps.sweep import SweepRuns
 from tests.jobs import Done, Job, Start, at_once, starting
 from tests.outcomes import assert_same
 from tests.sweeps.conftest import TINY, with_all_runs
@@ -43,7 +43,7 @@ def records(folder: Path) -> dict[str, RunRecord]:
 
 def state(folder: Path):
     [path] = (folder / "runs" / "sweeps").glob("*/sweep.json")
-    return read(path)
+    return read_state(path)
 
 
 def ended(job: Job) -> dict[str, int]:
@@ -150,10 +150,10 @@ def test_the_process_that_starts_the_runs_is_killed(tmp_path: Path, start: Start
 
 
 @pytest.mark.slow
-def test_a_run_that_another_process_executes(tmp_path: Path, start: Start, runs: Callable[..., Runs]) -> None:
+def test_a_run_that_another_process_executes(tmp_path: Path, start: Start, runs: Callable[..., SweepRuns]) -> None:
     """It is not begun as long as its folder is locked, and nothing is reported as failed."""
-    first, second = with_all_runs(runs("seed=1,2", *TINY)).trials
-    with sole_writer(tmp_path / "runs" / first):
+    first, second = with_all_runs(runs("seed=1,2", *TINY)).trial_by_name
+    with lock_folder(tmp_path / "runs" / first):
         job = start(tmp_path, "-m", "seed=1,2", *TINY)
         job.until(lambda: second in ended(job) and state(tmp_path).entries_with("finished") != [])
         assert [entry.status for entry in state(tmp_path).entries] == ["elsewhere", "finished"]
@@ -167,20 +167,20 @@ def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def test_runs_are_grouped_by_sweep_in_wandb(runs: Callable[..., Runs]) -> None:
+def test_runs_are_grouped_by_sweep_in_wandb(runs: Callable[..., SweepRuns]) -> None:
     plain, grouped = runs("seed=1,2", *TINY), runs("seed=1,2", "logger=wandb", *TINY)
     own = runs("seed=1,2", "logger=wandb", "logger.group=mine", *TINY)
     for found in (plain, grouped, own):
         with_all_runs(found)
-    assert {trial.config.logger.group for trial in grouped.trials.values()} == {grouped.folder.name}
-    assert {trial.config.logger.group for trial in own.trials.values()} == {"mine"}
+    assert {trial.config.logger.group for trial in grouped.trial_by_name.values()} == {grouped.folder.name}
+    assert {trial.config.logger.group for trial in own.trial_by_name.values()} == {"mine"}
     # Wherever they are logged, they are the same runs of the same sweep.
-    assert plain.trials.keys() == grouped.trials.keys() == own.trials.keys()
+    assert plain.trial_by_name.keys() == grouped.trial_by_name.keys() == own.trial_by_name.keys()
     assert plain.folder == grouped.folder
 
 
-def test_finished_runs_are_run_again_only_if_asked(runs: Callable[..., Runs], tmp_path: Path) -> None:
-    [(name, trial)] = with_all_runs(runs("seed=1", *TINY)).trials.items()
+def test_finished_runs_are_run_again_only_if_asked(runs: Callable[..., SweepRuns], tmp_path: Path) -> None:
+    [(name, trial)] = with_all_runs(runs("seed=1", *TINY)).trial_by_name.items()
     headline = {"metric": "accuracy", "value": 0.5, "epoch": 1}
     results.write(RunRecord(name, "finished", to_dict(trial.config), headline), tmp_path / "runs" / name)
     # As every finished run has.
@@ -193,7 +193,7 @@ def test_finished_runs_are_run_again_only_if_asked(runs: Callable[..., Runs], tm
     assert statuses == {"run.overwrite=false": ["finished", "waiting"], "run.overwrite=true": ["waiting", "waiting"]}
 
 
-def test_data_that_cannot_be_loaded_fail_their_runs_alone(runs: Callable[..., Runs]) -> None:
+def test_data_that_cannot_be_loaded_fail_their_runs_alone(runs: Callable[..., SweepRuns]) -> None:
     found = with_all_runs(runs("task=demo,rte", "task.data_dir=null", *TINY))
     demo, rte = found.state.entries
     assert (demo.status, rte.status) == ("waiting", "failed")

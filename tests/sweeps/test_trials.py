@@ -14,12 +14,12 @@ from omegaconf import OmegaConf
 from hydra_plugins.istar_sweeper import IstarSweeper
 from istar.config import schema
 from istar.errors import UserError
-from istar.sweeps.trials import combinations, identity, spaces, with_seed
+from istar.sweeps.trials import list_combinations, make_search_spaces, replace_seed, sweep_hash
 
 
 def expand(arguments=(), params=None, grids=None, only=()):
-    found = spaces(arguments, params or {}, grids or {}, only)
-    return {name: combinations(space) for name, space in found.items()}
+    found = make_search_spaces(arguments, params or {}, grids or {}, only)
+    return {name: list_combinations(space) for name, space in found.items()}
 
 
 def test_all_combinations_as_hydra_has_them() -> None:
@@ -59,7 +59,7 @@ def test_the_command_line_replaces_what_it_names_and_only_there() -> None:
 
 def test_what_the_grids_differ_by_cannot_be_replaced() -> None:
     with pytest.raises(UserError, match=r"reg is what the grids .* sweep.only=\[base,istar\]"):
-        spaces(["reg=cosreg"], {}, {"base": {"reg": "none"}, "istar": {"reg": "istar"}}, [])
+        make_search_spaces(["reg=cosreg"], {}, {"base": {"reg": "none"}, "istar": {"reg": "istar"}}, [])
 
 
 def test_an_interval_is_no_grid() -> None:
@@ -72,13 +72,13 @@ def test_equal_combinations_are_one() -> None:
 
 
 def test_with_seed() -> None:
-    assert with_seed(("seed=1", "reg=none"), 5) == ("reg=none", "seed=5")
-    assert with_seed(("reg=none",), 5) == ("reg=none", "seed=5")
+    assert replace_seed(("seed=1", "reg=none"), 5) == ("reg=none", "seed=5")
+    assert replace_seed(("reg=none",), 5) == ("reg=none", "seed=5")
 
 
 def test_the_same_sweep_is_found_again() -> None:
     def name(*arguments: str) -> str:
-        return identity(spaces(arguments, {}, {}, []))
+        return sweep_hash(make_search_spaces(arguments, {}, {}, []))
 
     assert name("seed=1,2", "sweep.jobs=2") == name("seed=1,2", "sweep.jobs=4", "sweep.fail_fast=true")
     assert name("seed=1,2", "run.root=a", "logger=wandb") == name("seed=1,2", "run.root=b")

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from istar.config import TrainerConfig
 from istar.regularizers import CosReg, IStar
-from istar.runs.resolving import resolve
+from istar.runs.resolving import resolve_config
 from istar.tasks.features import FeatureRows
 from istar.training import LayerIsotropy, ShrinkageCovariance
 from istar.training import precision as precision_module
@@ -154,7 +154,7 @@ def measured(monkeypatch):
 @pytest.mark.parametrize(("ratio", "expected"), [(0.5, "bf16-mixed"), (1.1, "32-true"), (50.0, "32-true")])
 def test_auto_chooses_what_is_fast(composed, measured, ratio, expected):
     measured(ratio)
-    config = resolve(composed("trainer.precision=auto", "trainer.accelerator=cpu", "reg=istar"))
+    config = resolve_config(composed("trainer.precision=auto", "trainer.accelerator=cpu", "reg=istar"))
     assert config.trainer.precision == expected
     # The dtype of the penalty follows, as if the precision had been named.
     assert config == composed(f"trainer.precision={expected}", "trainer.accelerator=cpu", "reg=istar")

@@ -10,7 +10,7 @@ from istar import results
 from istar.config import Config, SweepConfig
 from istar.runs.run import run
 from istar.sweeps.study import Study
-from istar.sweeps.trials import spaces
+from istar.sweeps.trials import make_search_spaces
 
 EPOCHS = 3
 
@@ -26,7 +26,7 @@ def test_a_run_is_pruned_after_an_epoch_that_is_worse_than_others(
     folder = tmp_path / "search"
     folder.mkdir()
     settings = SweepConfig(search="optuna", trials=20, pruner=pruner)
-    study = Study(settings, spaces(["optim.lr=interval(0,1)"], {}, {}, []), folder, " ".join)
+    study = Study(settings, make_search_spaces(["optim.lr=interval(0,1)"], {}, {}, []), folder, " ".join)
     theirs = optuna.load_study(
         study_name=study.name,
         storage=study.storage,

@@ -93,9 +93,9 @@ def test_a_resumed_run_began_when_it_was_first_started(small: Build, monkeypatch
         run(config)
     monkeypatch.setattr(FineTuner, "training_step", original)
     [folder] = Path(config.run.root).glob("demo-*")
-    began = results.read_begin(folder)
+    began = results.read_start_time(folder)
     assert before <= datetime.fromisoformat(began) <= datetime.now(UTC)
-    assert results.read_begin(folder.parent) is None
+    assert results.read_start_time(folder.parent) is None
     # As if it had been a year ago.
     path = folder / results.CONFIG
     path.write_text(path.read_text().replace(began, "2020-01-01T00:00:00+00:00", 1))

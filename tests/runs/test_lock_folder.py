@@ -13,14 +13,14 @@ import pytest
 
 from istar import files
 from istar.errors import LockedError
-from istar.files import is_locked, sole_writer
+from istar.files import is_locked, lock_folder
 from tests.waiting import SECONDS
 
 HOLD = """
 import sys
 from pathlib import Path
-from istar.files import sole_writer
-with sole_writer(Path(sys.argv[1])):
+from istar.files import lock_folder
+with lock_folder(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -44,17 +44,17 @@ def other(tmp_path: Path, repository: Path) -> Iterator["subprocess.Popen[str]"]
 
 def test_one_writer_at_a_time(tmp_path: Path, other: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "runs" / "one"
-    monkeypatch.setattr(files, "_LOCK_SECONDS", 0.2)
+    monkeypatch.setattr(files, "_LOCK_TIMEOUT_SECONDS", 0.2)
     assert is_locked(folder)
-    with pytest.raises(LockedError, match="is being written by another process") as told, sole_writer(folder):
+    with pytest.raises(LockedError, match="is being written by another process") as told, lock_folder(folder):
         pass
     assert "\n" not in str(told.value)
     other.kill()
     assert other.wait() == -signal.SIGKILL
     # It has let go of the folder: there is nothing to wait for.
-    monkeypatch.setattr(files, "_LOCK_SECONDS", 0.0)
+    monkeypatch.setattr(files, "_LOCK_TIMEOUT_SECONDS", 0.0)
     assert not is_locked(folder)
-    with sole_writer(folder):
+    with lock_folder(folder):
         pass
 
 
@@ -73,8 +73,8 @@ def test_a_writer_that_is_just_ending_is_waited_for(
         waits.append(seconds)
         sleep(seconds)
 
-    monkeypatch.setattr(files, "_LOCK_SECONDS", SECONDS)
+    monkeypatch.setattr(files, "_LOCK_TIMEOUT_SECONDS", SECONDS)
     monkeypatch.setattr(time, "sleep", let_go)
-    with sole_writer(tmp_path / "runs" / "one"):
+    with lock_folder(tmp_path / "runs" / "one"):
         assert waits
     assert other.wait() == 0
