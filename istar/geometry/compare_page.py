@@ -17,11 +17,11 @@ from istar.geometry.intervals import half_width
 from istar.geometry.model_figures import FORMS, NAMES, bounds_of, column_header, measure_line, panel, tap_name
 from istar.geometry.similarity import Similarity
 from istar.pages import folder
-from istar.pages.folder import Kind
+from istar.pages.folder import PageKind
 from istar.pages.page import Page, Section
 from istar.pages.sheets import Entry, Sheet, number_entry
 
-KIND = Kind("comparison", "istar compare", (compare.TABLE,))
+KIND = PageKind("comparison", "istar compare", (compare.TABLE,))
 _LAYER_PLOTS = {
     "isotropy": (
         "Isotropy by depth",
@@ -110,7 +110,7 @@ def check(out: Path) -> None:
     Raises:
         UserError: if the folder holds anything but an earlier comparison.
     """
-    folder.refuse_foreign(out, KIND)
+    folder.check_replaceable(out, KIND)
 
 
 def write(subjects: Sequence[Subject], out: Path, similarities: Sequence[Similarity] = (), command: str = "") -> Path:
@@ -121,11 +121,11 @@ def write(subjects: Sequence[Subject], out: Path, similarities: Sequence[Similar
     Raises:
         UserError: if the folder holds anything but an earlier comparison, or cannot be written.
     """
-    folder.refuse_foreign(out, KIND)
+    folder.check_replaceable(out, KIND)
     tables = [_models(subjects), _layers(subjects), _difference_table(subjects)]
     tables += [_similarity_table(similarities)] if similarities else []
     sheets = {sheet.name: sheet for sheet in tables}
-    contents = folder.files(_page(subjects, similarities, sheets, command), sheets)
+    contents = folder.page_files(_page(subjects, similarities, sheets, command), sheets)
     contents[compare.TABLE] = compare.frame(subjects).to_csv(index=False).encode()
     folder.replace_folder(out, contents, KIND)
     return out / folder.INDEX
@@ -137,7 +137,7 @@ def _page(
     """Put the page together from its tables and plots."""
     sections = [
         Section("reading", "How to read this", (*_READING, _BANDS, *compare.differences(subjects))),
-        Section("table-models", sheets["models"].title, (), sheets["models"], wide=True),
+        Section("table-models", sheets["models"].title, (), sheets["models"], is_wide=True),
     ]
     methods = _difference_methods(subjects)
     for plot in (_difference_plot(subjects), *plots(subjects), similarity_plot(similarities)):
@@ -145,8 +145,10 @@ def _page(
         text = [plot.caption]
         if plot.name == "differences":
             text, empty = ([plot.caption, *methods], "") if plot.panels else ([], " ".join(methods))
-        sections.append(Section(plot.name, plot.title, text, sheets.get(plot.name), folder.draw(plot), empty))
-    sections.append(Section("table-layers", sheets["layers"].title, (), sheets["layers"], wide=True))
+        sections.append(
+            Section(plot.name, plot.title, text, sheets.get(plot.name), folder.render_pictures(plot), empty)
+        )
+    sections.append(Section("table-layers", sheets["layers"].title, (), sheets["layers"], is_wide=True))
     if command:
         sections.append(Section("reproduce", "This page", ("This page and its files:",), commands=[command]))
     names = [subject.label for subject in subjects]
@@ -181,7 +183,7 @@ def _with_colours(plot: Plot, subjects: Sequence[Subject]) -> Plot:
 
     No label is drawn in black, because black stands for runs without a penalty and not for a model.
     """
-    return replace(plot, labels=tuple(subject.label for subject in subjects), ink="")
+    return replace(plot, labels=tuple(subject.label for subject in subjects), reference_label="")
 
 
 def _layer_plot(subjects: Sequence[Subject], name: str) -> Plot:
@@ -196,7 +198,7 @@ def _layer_plot(subjects: Sequence[Subject], name: str) -> Plot:
                 lines.append(measure_line(subject.label, (_BEYOND,), [subject.final_norm], key, subject.groups))
         if lines := [line for line in lines if any(map(math.isfinite, line.y))]:
             bounds = bounds_of(key, [subject.measured for subject in subjects])
-            panels.append(panel(NAMES[key], lines, bounds=bounds))
+            panels.append(panel(NAMES[key], lines, y_bounds=bounds))
     has_norm = any(subject.final_norm is not None for subject in subjects)
     ticks = {0.0: "0", 0.25: "0.25", 0.5: "0.5", 0.75: "0.75", 1.0: "1", _BEYOND: "final\nnorm"} if has_norm else {}
     return Plot(name, title, caption, "line", "relative depth", tuple(panels), x_names=ticks)
@@ -226,7 +228,7 @@ def _difference_plot(subjects: Sequence[Subject]) -> Plot:
             if row := rows.get((other.label, name)):
                 half_length = (row["high"] - row["low"]) / 2
                 lines.append(Line(other.label, (float(number),), (row["difference"],), y_error=(half_length,)))
-        panels.append(replace(panel(f"difference of {NAMES[name]}", lines), level=(0.0, "no difference")))
+        panels.append(replace(panel(f"difference of {NAMES[name]}", lines), horizontal_line=(0.0, "no difference")))
     title, caption = _DIFFERENCES
     positions = {float(number): "" for number in range(len(subjects))}
     plot = Plot("differences", title, caption, "points", "", tuple(panels), x_names=positions)
@@ -363,7 +365,9 @@ def similarity_plot(similarities: Sequence[Similarity]) -> Plot:
         rows = zip(pair.first_taps, pair.values, strict=True)
         lines = [Line(tap_name(tap), tuple(map(float, range(len(values)))), values) for tap, values in rows]
         columns = tuple(map(tap_name, pair.second_taps))
-        panels.append(Panel("", f"{pair.second} (columns)", tuple(lines), "", f"{pair.first} (rows)", columns=columns))
+        panels.append(
+            Panel("", f"{pair.second} (columns)", tuple(lines), "", f"{pair.first} (rows)", column_names=columns)
+        )
     number = f"{similarities[0].documents:,}" if similarities else "some"
     return Plot(
         "similarity",

@@ -26,8 +26,8 @@ def write(results: CorrelationResults, table: Sheet, out: Path) -> list[Path]:
     """Write all rows to `correlation.csv` and the table's rows to `table.csv` and `table.md`; returns the paths."""
     texts = {
         "correlation.csv": pd.DataFrame(results.rows).to_csv(index=False),
-        "table.csv": sheets.csv(table),
-        "table.md": sheets.markdown(table),
+        "table.csv": sheets.to_csv(table),
+        "table.md": sheets.to_markdown(table),
     }
     for name, text in texts.items():
         write_text(out / name, text)
@@ -187,7 +187,7 @@ def _caption(selection: Selection) -> str:
 def tables(table: Sheet) -> list[Table]:
     """Return one terminal table for each model, without the notes."""
     results = []
-    for model, rows in table.groups.items():
+    for model, rows in table.rows_by_group.items():
         result = Table(title=f"{model or table.title}: {table.caption}", title_justify="left")
         for name in ("task", "measure"):
             result.add_column(name, overflow="fold")

@@ -40,7 +40,9 @@ def projection(subjects: Sequence[ModelEmbeddings]) -> Plot:
     panels: list[Panel] = []
     for subject in subjects:
         added, explanation = projection_panels(subject.rows, subject.label)
-        panels += [replace(panel, model=subject.label, held=explanation.removesuffix(".")) for panel in added[:1]]
+        panels += [
+            replace(panel, model=subject.label, fixed_settings=explanation.removesuffix(".")) for panel in added[:1]
+        ]
         panels += [replace(panel, model=subject.label) for panel in added[1:]]
     return Plot(
         "figure1_projection",
@@ -151,7 +153,7 @@ def frequencies(subjects: Sequence[ModelEmbeddings], words: pd.DataFrame) -> Plo
         (panel("share of the text, percent", lines),) if lines else (),
         log_x=True,
         log_y=True,
-        ink="words",
+        reference_label="words",
     )
 
 

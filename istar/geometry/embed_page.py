@@ -13,12 +13,12 @@ from istar.geometry.compare_page import enumerate_names
 from istar.geometry.embed_models import ModelEmbeddings
 from istar.geometry.spheres import spectra
 from istar.pages import folder
-from istar.pages.folder import Kind
+from istar.pages.folder import PageKind
 from istar.pages.page import Page, Section
 from istar.pages.sheets import Sheet
 
 JSON = "embeddings.json"
-KIND = Kind(
+KIND = PageKind(
     "page of embedding matrices",
     "istar embed",
     (JSON, "embeddings.csv", "wordsim.csv", "unused.csv", "frequency.csv", "words.csv"),
@@ -47,7 +47,7 @@ def check(out: Path) -> None:
     Raises:
         UserError: if the folder holds anything but an earlier page.
     """
-    folder.refuse_foreign(out, KIND)
+    folder.check_replaceable(out, KIND)
     if (out / JSON).exists() and not folder.has_generator(out / folder.INDEX, KIND):
         raise UserError(f"--out {out} holds the measures of a single matrix; expected another folder: --out <folder>")
 
@@ -78,7 +78,7 @@ def write(
         UserError: if the folder holds anything but an earlier page, or cannot be written.
     """
     check(out)
-    contents = folder.files(_page(subjects, sheets, words, command), sheets)
+    contents = folder.page_files(_page(subjects, sheets, words, command), sheets)
     records = [{"label": subject.label, **subject.about, "figures": subject.figures} for subject in subjects]
     contents[JSON] = (json.dumps({"models": records}, indent=1) + "\n").encode()
     for name, table in _csv_tables(subjects, words).items():
@@ -124,7 +124,7 @@ def _page(subjects: Sequence[ModelEmbeddings], sheets: Mapping[str, Sheet], word
     for plot in embed_figures.plots(subjects, words, spectra()):
         empty = "" if plot.panels else _EMPTY[plot.name]
         coverage = sheets.get("figure4_coverage") if plot.name == "figure4_frequencies" else None
-        sections.append(Section(plot.name, plot.title, [plot.caption], coverage, folder.draw(plot), empty))
+        sections.append(Section(plot.name, plot.title, [plot.caption], coverage, folder.render_pictures(plot), empty))
     if command:
         sections.append(Section("reproduce", "This page", ("This page and its files:",), commands=[command]))
     names = [subject.label for subject in subjects]
@@ -144,4 +144,4 @@ _TABLES = {
 def _table(sheets: Mapping[str, Sheet], name: str, title: str) -> Section:
     """Return the section of a table, or of the reason why it is missing."""
     sheet = sheets.get(name)
-    return Section(name, title, (), sheet, empty="" if sheet else _EMPTY["table2"], wide=True)
+    return Section(name, title, (), sheet, empty_note="" if sheet else _EMPTY["table2"], is_wide=True)

@@ -116,14 +116,14 @@ def coverage(subjects: Sequence[ModelEmbeddings], words: pd.DataFrame) -> Sheet:
 
 def terminal_table(sheet: Sheet) -> Table:
     """Return a table for the terminal."""
-    has_groups = any(sheet.groups)
+    has_groups = any(sheet.rows_by_group)
     table = Table(title=sheet.title, title_justify="left", padding=(0, 0, 0, 1))
-    for number, name in enumerate((sheet.grouped_by, *sheet.header) if has_groups else sheet.header):
-        is_text = number < sheet.row_headers + has_groups
+    for number, name in enumerate((sheet.group_header, *sheet.header) if has_groups else sheet.header):
+        is_text = number < sheet.num_row_headers + has_groups
         table.add_column(
             name, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text or name == "source"
         )
-    for group, rows in sheet.groups.items():
+    for group, rows in sheet.rows_by_group.items():
         for number, row in enumerate(rows):
             texts = [entry.text for entry in row]
             last = number == len(rows) - 1
@@ -272,7 +272,7 @@ def _sheet(
         entries = [_number(row, column, text) for column in headers]
         groups.setdefault(row.model, []).append([*leading, Entry(row.source), *entries])
     header = (*(("form",) if has_forms else ()), "source", *headers.values())
-    return Sheet(name, title, caption, header, groups, pd.DataFrame(records), notes, row_headers=1 + has_forms)
+    return Sheet(name, title, caption, header, groups, pd.DataFrame(records), notes, num_row_headers=1 + has_forms)
 
 
 def _number(row: _Row, column: str, text: Callable[[float], str]) -> Entry:
@@ -292,7 +292,7 @@ def _with_best(sheet: Sheet, rows: Sequence[_Row], columns: list[str]) -> Sheet:
     """Mark the best form of each model in bold, by each score, among the numbers of istar and of the paper."""
     first = len(sheet.header) - len(columns)
     marked: dict[str, list[list[Entry]]] = {}
-    for group, entries in sheet.groups.items():
+    for group, entries in sheet.rows_by_group.items():
         model_rows = [row for row in rows if row.model == group]
         marked[group] = [list(row) for row in entries]
         for source in (_ISTAR, _PAPER):
@@ -303,7 +303,7 @@ def _with_best(sheet: Sheet, rows: Sequence[_Row], columns: list[str]) -> Sheet:
                     if value == best:
                         column = first + columns.index(score)
                         marked[group][number][column] = Entry(entries[number][column].text, bold=True, number=True)
-    return Sheet(**{**vars(sheet), "groups": marked})
+    return Sheet(**{**vars(sheet), "rows_by_group": marked})
 
 
 def _score(value: float) -> str:

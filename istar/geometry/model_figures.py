@@ -192,13 +192,22 @@ def panel(
     y_label: str,
     lines: Sequence[Line],
     title: str = "",
-    held: str = "",
+    fixed_settings: str = "",
     with_origin: bool = False,
-    bounds: tuple[float, float] | None = None,
+    y_bounds: tuple[float, float] | None = None,
 ) -> Panel:
     """Return a panel that belongs to no task; `with_origin` adds dashed lines that cross at the origin."""
     origin = (0.0, "origin") if with_origin else None
-    return Panel("", title, tuple(lines), held, y_label, level=origin, mark=origin, bounds=bounds)
+    return Panel(
+        "",
+        title,
+        tuple(lines),
+        fixed_settings,
+        y_label,
+        horizontal_line=origin,
+        vertical_line=origin,
+        y_bounds=y_bounds,
+    )
 
 
 def column_header(name: str) -> str:
@@ -225,11 +234,13 @@ def layer_plots(measured: Measurements) -> list[Plot]:
     plots = []
     for name, keys in _LAYER_PLOTS.items():
         panels = [
-            panel(NAMES[key], lines, bounds=bounds_of(key, [measured]))
+            panel(NAMES[key], lines, y_bounds=bounds_of(key, [measured]))
             for key in keys
             if (lines := _layer_lines(measured, key))
         ]
-        plots.append(Plot(name, *_TEXTS[name], "line", "layer", tuple(panels), x_names=tick_names, ink=COMBINED))
+        plots.append(
+            Plot(name, *_TEXTS[name], "line", "layer", tuple(panels), x_names=tick_names, reference_label=COMBINED)
+        )
     return plots
 
 
@@ -294,7 +305,13 @@ def single_dimensions(measured: Measurements) -> Plot:
             panels.append(panel(y_label, lines))
     tick_names = _tick_names(list(measured.all_texts))
     return Plot(
-        "single_dimensions", *_TEXTS["single_dimensions"], "line", "layer", tuple(panels), x_names=tick_names, ink=""
+        "single_dimensions",
+        *_TEXTS["single_dimensions"],
+        "line",
+        "layer",
+        tuple(panels),
+        x_names=tick_names,
+        reference_label="",
     )
 
 

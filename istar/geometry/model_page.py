@@ -20,12 +20,12 @@ from istar.geometry.model_figures import NAMES, tap_name
 from istar.geometry.same_model import ModelName, refuse_other_model, saved_weights_hash
 from istar.geometry.spheres import Sphere, spheres
 from istar.pages import folder
-from istar.pages.folder import Kind
+from istar.pages.folder import PageKind
 from istar.pages.page import Page, Section
 from istar.pages.sheets import Entry, Sheet, number_entry
 
 # A state file that is being written has a name with a further leading dot.
-KIND = Kind("page of measures", "istar measure", (measure.JSON, measure.CSV), (".pass.*", "..pass.*"))
+KIND = PageKind("page of measures", "istar measure", (measure.JSON, measure.CSV), (".pass.*", "..pass.*"))
 _MAX_ROWS = 80
 """Most rows in the page's table of layers; the files have all rows."""
 _MAX_TAPS_IN_FULL = 14
@@ -114,7 +114,7 @@ def check(out: Path, name: str, revision: str | None = None) -> None:
 
 def _refuse(out: Path, model: ModelName, weights: str = "") -> None:
     """Refuse a folder with foreign files or the measures of another model; `weights` is a hash, if it is known."""
-    folder.refuse_foreign(out, KIND)
+    folder.check_replaceable(out, KIND)
     if not (out / measure.JSON).exists():
         return
     earlier = measure.read(out / measure.JSON)
@@ -144,7 +144,7 @@ def write(measured: Measurements, out: Path) -> Path:
     sheets = {sheet.name: sheet for sheet in (*tables, _spheres(examples))}
     plots = {plot.name: plot for plot in _plots(measured, examples)}
     contents = {name: text.encode() for name, text in measure.files(measured).items()}
-    contents |= folder.files(_page(measured, sheets, plots), sheets)
+    contents |= folder.page_files(_page(measured, sheets, plots), sheets)
     folder.replace_folder(out, contents, KIND)
     return out / folder.INDEX
 
@@ -177,7 +177,7 @@ def _page(measured: Measurements, sheets: Mapping[str, Sheet], plots: Mapping[st
         if missing := model_figures.missing_measures(plot):
             empty = f"Not measured, or not defined in any layer: {', '.join(missing)}.{hint}"
         table = sheets[sheet] if sheet else None
-        return Section(name, plot.title, [plot.caption], table, folder.draw(plot), empty)
+        return Section(name, plot.title, [plot.caption], table, folder.render_pictures(plot), empty)
 
     def table_section(name: str, empty: str = "") -> Section:
         text = () if sheets[name].rows else (empty,)
@@ -187,7 +187,11 @@ def _page(measured: Measurements, sheets: Mapping[str, Sheet], plots: Mapping[st
         Section("findings", "What stands out", findings.sentences(measured)),
         Section("reading", "How to read this", (_feeding(measured.settings), *_READING, _intervals(measured))),
         Section(
-            "table-layers", sheets["layers"].title, (), _shortened(sheets["layers"], measured.combined_key), wide=True
+            "table-layers",
+            sheets["layers"].title,
+            (),
+            _shortened(sheets["layers"], measured.combined_key),
+            is_wide=True,
         ),
         *map(plot_section, ("isotropy", "directions")),
         *map(plot_section, ("dimension", "scales", "spectrum", "spectra")),
@@ -218,10 +222,10 @@ def _feeding(settings: Mapping[str, Any]) -> str:
 
 def _shortened(sheet: Sheet, group: str) -> Sheet:
     """Keep only one group of a sheet with more than `_MAX_ROWS` rows, and add a note."""
-    if len(sheet.rows) <= _MAX_ROWS or group not in sheet.groups:
+    if len(sheet.rows) <= _MAX_ROWS or group not in sheet.rows_by_group:
         return sheet
     notes = (*sheet.notes, "All texts together; the files have each text.")
-    return replace(sheet, groups={group: sheet.groups[group]}, notes=notes)
+    return replace(sheet, rows_by_group={group: sheet.rows_by_group[group]}, notes=notes)
 
 
 def _summary(measured: Measurements) -> list[tuple[str, str]]:
@@ -278,7 +282,7 @@ def _layers(measured: Measurements) -> Sheet:
         frame,
     )
     groups = {str(source): _entries(group) for source, group in shown.groupby(frame["source"], sort=False)}
-    return replace(sheet, groups=groups, grouped_by="text") if len(groups) > 1 else sheet
+    return replace(sheet, rows_by_group=groups, group_header="text") if len(groups) > 1 else sheet
 
 
 def _massive(measured: Measurements) -> Sheet:
@@ -362,7 +366,7 @@ def _matrices(measured: Measurements) -> Sheet:
         frame,
     )
     no_output = ("The model has no output embeddings of its own.",)
-    return replace(sheet, notes=() if "output" in measured.matrices else no_output, row_headers=2)
+    return replace(sheet, notes=() if "output" in measured.matrices else no_output, num_row_headers=2)
 
 
 def _final_norm(measured: Measurements) -> Sheet:

@@ -22,12 +22,12 @@ from istar.geometry.model_figures import NAMES, panel
 from istar.geometry.saved_checkpoints import Checkpoint
 from istar.geometry.taps import FINAL_NORM
 from istar.pages import folder
-from istar.pages.folder import Kind
+from istar.pages.folder import PageKind
 from istar.pages.page import Page, Section
 from istar.pages.sheets import Entry, Sheet, number_entry
 
 TABLE = "trajectories.csv"
-KIND = Kind("comparison of trainings", "istar compare, over trainings", (TABLE,))
+KIND = PageKind("comparison of trainings", "istar compare, over trainings", (TABLE,))
 _LAYER_PLOTS = {
     "directions": (
         "Cosines over the training",
@@ -161,7 +161,7 @@ def check(out: Path) -> None:
     Raises:
         UserError: if the folder does.
     """
-    folder.refuse_foreign(out, KIND)
+    folder.check_replaceable(out, KIND)
 
 
 def write(trainings: Sequence[Training], out: Path, command: str = "") -> Path:
@@ -172,9 +172,9 @@ def write(trainings: Sequence[Training], out: Path, command: str = "") -> Path:
     Raises:
         UserError: if the folder holds anything but an earlier comparison of trainings, or cannot be written.
     """
-    folder.refuse_foreign(out, KIND)
+    folder.check_replaceable(out, KIND)
     sheet = _sheet(trainings)
-    contents = folder.files(_page(trainings, sheet, command), {sheet.name: sheet})
+    contents = folder.page_files(_page(trainings, sheet, command), {sheet.name: sheet})
     rows = pd.concat([training.rows.assign(model=training.label) for training in trainings])
     contents[TABLE] = rows.to_csv(index=False).encode()
     folder.replace_folder(out, contents, KIND)
@@ -185,11 +185,13 @@ def _page(trainings: Sequence[Training], sheet: Sheet, command: str) -> Page:
     """Put the page together from its table and plots."""
     sections = [
         Section("reading", "How to read this", (*_READING, *differences(trainings))),
-        Section("table-models", sheet.title, (), sheet, wide=True),
+        Section("table-models", sheet.title, (), sheet, is_wide=True),
     ]
     for plot in plots(trainings):
         empty = "" if plot.panels else "Not measured for any of these models."
-        sections.append(Section(plot.name, plot.title, [plot.caption], pictures=folder.draw(plot), empty=empty))
+        sections.append(
+            Section(plot.name, plot.title, [plot.caption], pictures=folder.render_pictures(plot), empty_note=empty)
+        )
     if command:
         sections.append(Section("reproduce", "This page", ("This page and its files:",), commands=[command]))
     names = [training.label for training in trainings]

@@ -16,10 +16,10 @@ from istar.geometry.model_figures import NAMES, groups, measure_line, panel, tap
 from istar.geometry.saved_checkpoints import Checkpoint
 from istar.geometry.trajectory import Plan, Trajectory, refuse_other_checkpoints, table_rows
 from istar.pages import folder
-from istar.pages.folder import Kind
+from istar.pages.folder import PageKind
 from istar.pages.page import Page, Section
 
-KIND = Kind("trajectory", "istar measure, over a training")
+KIND = PageKind("trajectory", "istar measure, over a training")
 _TEXTS = {
     "isotropy": (
         "Isotropy of the layers",
@@ -58,7 +58,9 @@ def write(plan: Plan, checkpoints: Sequence[Checkpoint], trajectory: Trajectory)
     sections = []
     for plot in plots(checkpoints, trajectory.measured):
         empty = "" if plot.panels else "This model does not have it, or it is not defined."
-        sections.append(Section(plot.name, plot.title, [plot.caption], pictures=folder.draw(plot), empty=empty))
+        sections.append(
+            Section(plot.name, plot.title, [plot.caption], pictures=folder.render_pictures(plot), empty_note=empty)
+        )
     if trajectory.failures:
         failures = [f"{label}: {reason}" for label, reason in trajectory.failures.items()]
         sections.append(Section("left-out", "Not measured", failures))
@@ -66,7 +68,7 @@ def write(plan: Plan, checkpoints: Sequence[Checkpoint], trajectory: Trajectory)
     summary = [(str(len(trajectory.measured)), "checkpoints"), (str(len(plan.texts)), "texts")]
     about = ("Model", plan.model, f"over its training, measured by istar {version('istar')}")
     page = Page(f"Geometry of {Path(plan.model).name} over its training", about, KIND.generator, summary, sections)
-    contents = folder.files(page, {})
+    contents = folder.page_files(page, {})
     for name, content in contents.items():
         with atomic_write(plan.out / name) as file:
             file.write(content)

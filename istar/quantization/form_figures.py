@@ -37,9 +37,9 @@ def _mean_panel(rows: Sequence[FormComparison], forms: Sequence[str]) -> Panel:
         present = [(number, of_method[form]) for number, form in enumerate(forms) if form in of_method]
         means = [(number + shift, average.mean, average.std or 0.0) for number, average in present]
         x, y, errors = zip(*[(x, mean, std) for x, mean, std in means if mean is not None], strict=True)
-        lines.append(Line(method, x, y, y_error=errors, counts=tuple(average.count for _, average in present)))
+        lines.append(Line(method, x, y, y_error=errors, num_seeds=tuple(average.count for _, average in present)))
     first = rows[0]
-    return Panel(first.model, first.task, tuple(lines), "", _drop_label(first.metric), level=(0.0, "float32"))
+    return Panel(first.model, first.task, tuple(lines), "", _drop_label(first.metric), horizontal_line=(0.0, "float32"))
 
 
 def drops_by_measure(quantized: Quantized, measure: str) -> Plot:

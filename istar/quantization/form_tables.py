@@ -87,8 +87,8 @@ def runs(quantized: Quantized) -> Sheet:
         ("method", "seed", "float32", *forms, *MEASURES.values()),
         groups,
         frame,
-        row_headers=2,
-        grouped_by=_GROUPED_BY,
+        num_row_headers=2,
+        group_header=_GROUPED_BY,
     )
 
 
@@ -198,8 +198,8 @@ def methods(rows: Sequence[FormComparison], corrected: Holm) -> Sheet:
         groups,
         pd.DataFrame(records),
         (corrected.sentence(),) if corrected.tests or corrected.left_out else (),
-        row_headers=2,
-        grouped_by=_GROUPED_BY,
+        num_row_headers=2,
+        group_header=_GROUPED_BY,
     )  # fmt: skip
 
 
@@ -250,7 +250,8 @@ def in_terminal(quantized: Quantized, rows: Sequence[FormComparison]) -> list[Sh
         groups.setdefault(_group(record), []).append([method, form, drop, minus_base, p_value, is_better])
     header = ("method", "form", "drop", "minus\nBase", "p", "drop is")
     return [
-        Sheet("", name, "", header, {"": entries}, pd.DataFrame(), row_headers=2) for name, entries in groups.items()
+        Sheet("", name, "", header, {"": entries}, pd.DataFrame(), num_row_headers=2)
+        for name, entries in groups.items()
     ]
 
 
@@ -299,7 +300,7 @@ def relations(quantized: Quantized) -> Sheet:
         groups,
         pd.DataFrame(records),
         (_NO_CAUSE,),
-        row_headers=3,
+        num_row_headers=3,
     )  # fmt: skip
 
 

@@ -6,14 +6,14 @@ from importlib.metadata import version
 from pathlib import Path
 
 from istar.pages import folder
-from istar.pages.folder import Kind
+from istar.pages.folder import PageKind
 from istar.pages.page import Page, Section
 from istar.pages.sheets import Sheet
 from istar.quantization import form_figures, form_tables
 from istar.quantization.form_tables import MEASURES
 from istar.quantization.quantize import JSON, Quantized
 
-KIND = Kind("page of quantized models", "istar quantize", (JSON,))
+KIND = PageKind("page of quantized models", "istar quantize", (JSON,))
 _READING = (
     "A form such as w8a8 has weights and activations of 8 bits each. Quantization is simulated: numbers are rounded to "
     "the grid of the integers and stay in float32, so that scores are those of the form and times mean nothing.",
@@ -37,7 +37,7 @@ def check(out: Path) -> None:
     Raises:
         UserError: if the folder holds anything but an earlier page, or the scores of an interrupted command.
     """
-    folder.refuse_foreign(out, KIND)
+    folder.check_replaceable(out, KIND)
 
 
 def tables(quantized: Quantized) -> Tables:
@@ -62,7 +62,7 @@ def write(quantized: Quantized, content: Tables, out: Path, command: str = "") -
     Raises:
         UserError: if the folder holds anything but an earlier page, or cannot be written.
     """
-    contents = folder.files(_page(quantized, content, command), content.sheets)
+    contents = folder.page_files(_page(quantized, content, command), content.sheets)
     contents[JSON] = (out / JSON).read_bytes()
     folder.replace_folder(out, contents, KIND)
     return out / folder.INDEX
@@ -73,15 +73,17 @@ def _page(quantized: Quantized, content: Tables, command: str) -> Page:
     if content.comparisons:
         drops = form_figures.mean_drops(content.comparisons, quantized.forms)
         methods = content.sheets["methods"]
-        sections.append(Section("methods", "Methods", (drops.caption,), methods, folder.draw(drops), wide=True))
+        sections.append(
+            Section("methods", "Methods", (drops.caption,), methods, folder.render_pictures(drops), is_wide=True)
+        )
         sentences = content.conclusions
         empty = "" if sentences else "There is no Base with the same task and model to compare with."
-        sections.append(Section("conclusions", "What may be concluded", sentences, empty=empty))
+        sections.append(Section("conclusions", "What may be concluded", sentences, empty_note=empty))
         plots = [form_figures.drops_by_measure(quantized, measure) for measure in MEASURES]
-        pictures = [picture for plot in plots for picture in folder.draw(plot)]
+        pictures = [picture for plot in plots for picture in folder.render_pictures(plot)]
         relations = content.sheets["relations"]
-        sections.append(Section("geometry", "Drop and geometry", (), relations, pictures, wide=True))
-    sections.append(Section("runs", "Models", (), content.sheets["runs"], wide=True))
+        sections.append(Section("geometry", "Drop and geometry", (), relations, pictures, is_wide=True))
+    sections.append(Section("runs", "Models", (), content.sheets["runs"], is_wide=True))
     if quantized.left_out:
         reasons = [f"{path}: {reason}" for path, reason in quantized.left_out.items()]
         sections.append(Section("left_out", "Left out", reasons))

@@ -76,12 +76,12 @@ def test_bands_are_95_percent_intervals() -> None:
     assert plots["isotropy"].panels[1].lines[0].y_error == ()
     two_nn, rank, _ = plots["dimension"].panels
     assert two_nn.lines[0].y_error == pytest.approx([scipy.stats.norm.ppf(0.975) * 0.3] * 4, rel=1e-12)
-    assert (rank.bounds, two_nn.bounds) == ((1, 24), None)
+    assert (rank.y_bounds, two_nn.y_bounds) == ((1, 24), None)
 
 
 def test_the_table_of_layers_has_half_widths() -> None:
     sheet = model_page._layers(measurements())
-    row = sheet.groups["news"][0]
+    row = sheet.rows_by_group["news"][0]
     column = sheet.header.index("IsoScore")
     value = 0.1 + (1 + list(NAMES).index("isoscore")) / 1e3
     assert row[column].text == f"{value:.4g} ± {scipy.stats.t.ppf(0.975, 9) * 0.01:.2g}"
