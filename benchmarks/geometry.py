@@ -24,7 +24,7 @@ import torch
 from transformers import BertConfig, BertModel
 
 from benchmarks.common import comparison_table, console, paired_ratio, peak_mb, positive, seconds_in_rotation
-from istar.geometry.corpus import Blocks, Source, batch, longest_first
+from istar.geometry.corpus import Blocks, Source, pad_batch, sorted_windows
 from istar.geometry.stream import Pass, Statistics, Stream
 from istar.models import tiny
 from istar.tasks import demo
@@ -44,8 +44,8 @@ def main() -> None:
         source = write_random_text(Path(folder) / "text.txt", options.tokens)
         blocks = Blocks(tokenizer, settings.length, settings.documents)(read_documents(source.path))
         batches = [
-            batch([block.tokens for block in chunk], 0)
-            for window in longest_first(blocks, lambda block: len(block.tokens))
+            pad_batch([block.tokens for block in chunk], 0)
+            for window in sorted_windows(blocks, lambda block: len(block.tokens))
             for chunk in chunks(window, settings.batch_size)
         ]
         bare_forward = partial(forward, model, batches)
@@ -55,7 +55,7 @@ def main() -> None:
         calls: dict[str, Callable[[], object]] = {PEER: bare_forward}
         for name, groups in (("istar measure", settings.groups), ("without standard errors", 0)):
             stream = Stream(model, tokenizer, replace(settings, groups=groups))
-            calls[name] = partial(stream, [source], Statistics.measures)
+            calls[name] = partial(stream, [source], Statistics.compute_measures)
         seconds = seconds_in_rotation(calls, options.rounds, cpu)
     tokens = sum(int(inputs["attention_mask"].sum()) for inputs in batches)
     columns = ("seconds (median)", "lowest", "highest", f"ratio to the {PEER}")

@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> None:
         _compare_trainings(options, chosen)
         return
     compare_page.check(options.out)
-    sources = corpus.sources(options.text)
+    sources = corpus.parse_sources(options.text)
     console, progress = make_console(), make_console(stderr=True)
     subjects = _measured(chosen, sources, options, progress)
     similarities = _similarities(subjects, sources, options, progress)
@@ -82,18 +82,19 @@ def _measured(
         for choice in chosen:
             if not choice.is_measured:
                 raise UserError(
-                    f"{choice.name} holds no {measure.JSON}; give a folder of istar measure, or --text to measure it"
+                    f"{choice.name} holds no {measure.JSON_FILE}; give a folder of istar measure, or --text to measure "
+                    "it"
                 )
     measurements = []
     for choice in chosen:
         if choice.is_measured:
-            measurements.append(measure.read(Path(choice.name) / measure.JSON))
+            measurements.append(measure.read(Path(choice.name) / measure.JSON_FILE))
             continue
         out = options.out.with_name(f"{options.out.name}-measures") / choice.default_label
-        model_page.check(out, choice.model, choice.revision)
+        model_page.check_output_folder(out, choice.model, choice.revision)
         progress.print(f"measuring {choice.model}", highlight=False, soft_wrap=True, markup=False)
         settings = Pass(options.length, limit=options.max_tokens)
-        measured = measure.measure(
+        measured = measure.measure_model(
             choice.model, sources, settings, out, choice.revision, console=progress, command=options.typed
         )
         model_page.write(measured, out)
@@ -110,9 +111,9 @@ def _similarities(
     from istar.config import ModelConfig
     from istar.geometry import similarity
 
-    documents = similarity.first_documents([source.path for source in sources], options.documents)
+    documents = similarity.read_first_documents([source.path for source in sources], options.documents)
     models = [
         (subject.label, ModelConfig(name=subject.measured.model["name"], revision=subject.measured.model["revision"]))
         for subject in subjects
     ]
-    return similarity.similarities(models, documents, options.length, progress)
+    return similarity.compute_similarities(models, documents, options.length, progress)

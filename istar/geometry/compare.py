@@ -70,7 +70,7 @@ class Choice:
     @property
     def is_measured(self) -> bool:
         """Whether this is a folder that `istar measure` has finished."""
-        return (Path(self.name) / measure.JSON).is_file()
+        return (Path(self.name) / measure.JSON_FILE).is_file()
 
     @property
     def model(self) -> str:
@@ -222,6 +222,6 @@ def table(subjects: Sequence[Subject]) -> Table:
     """Return the terminal table: the last layer of each model, and I(W)."""
     shown = summary(subjects)
     names = (*SUMMARY_MEASURES, "partition_raw")
-    labels = [measure.COLUMNS[name] for name in SUMMARY_MEASURES] + ["I(W)"]
+    labels = [measure.TABLE_HEADERS[name] for name in SUMMARY_MEASURES] + ["I(W)"]
     values = {str(row["model"]): [float(row[name]) for name in names] for row in shown.to_dict("records")}
     return measure.number_table("The last layer of each model, and I(W) by both signs", "model", labels, values)

@@ -13,8 +13,16 @@ import pandas as pd
 from istar.figures.plot import Line, Panel, Plot
 from istar.geometry import compare, model_differences
 from istar.geometry.compare import Subject
-from istar.geometry.intervals import half_width
-from istar.geometry.model_figures import FORMS, NAMES, bounds_of, column_header, measure_line, panel, tap_name
+from istar.geometry.intervals import interval_half_width
+from istar.geometry.model_figures import (
+    FORM_TITLES,
+    MEASURE_TITLES,
+    column_header,
+    format_tap_name,
+    make_measure_line,
+    make_panel,
+    measure_bounds,
+)
 from istar.geometry.similarity import Similarity
 from istar.pages import folder
 from istar.pages.folder import PageKind
@@ -193,12 +201,12 @@ def _layer_plot(subjects: Sequence[Subject], name: str) -> Plot:
     for key in keys:
         lines = []
         for subject in subjects:
-            lines.append(measure_line(subject.label, subject.relative_depths, subject.layers, key, subject.groups))
+            lines.append(make_measure_line(subject.label, subject.relative_depths, subject.layers, key, subject.groups))
             if subject.final_norm is not None:
-                lines.append(measure_line(subject.label, (_BEYOND,), [subject.final_norm], key, subject.groups))
+                lines.append(make_measure_line(subject.label, (_BEYOND,), [subject.final_norm], key, subject.groups))
         if lines := [line for line in lines if any(map(math.isfinite, line.y))]:
-            bounds = bounds_of(key, [subject.measured for subject in subjects])
-            panels.append(panel(NAMES[key], lines, y_bounds=bounds))
+            bounds = measure_bounds(key, [subject.measured for subject in subjects])
+            panels.append(make_panel(MEASURE_TITLES[key], lines, y_bounds=bounds))
     has_norm = any(subject.final_norm is not None for subject in subjects)
     ticks = {0.0: "0", 0.25: "0.25", 0.5: "0.5", 0.75: "0.75", 1.0: "1", _BEYOND: "final\nnorm"} if has_norm else {}
     return Plot(name, title, caption, "line", "relative depth", tuple(panels), x_names=ticks)
@@ -228,7 +236,9 @@ def _difference_plot(subjects: Sequence[Subject]) -> Plot:
             if row := rows.get((other.label, name)):
                 half_length = (row["high"] - row["low"]) / 2
                 lines.append(Line(other.label, (float(number),), (row["difference"],), y_error=(half_length,)))
-        panels.append(replace(panel(f"difference of {NAMES[name]}", lines), horizontal_line=(0.0, "no difference")))
+        panels.append(
+            replace(make_panel(f"difference of {MEASURE_TITLES[name]}", lines), horizontal_line=(0.0, "no difference"))
+        )
     title, caption = _DIFFERENCES
     positions = {float(number): "" for number in range(len(subjects))}
     plot = Plot("differences", title, caption, "points", "", tuple(panels), x_names=positions)
@@ -241,7 +251,7 @@ def _difference_table(subjects: Sequence[Subject]) -> Sheet:
     groups: dict[str, list[list[Entry]]] = {}
     for row in filter(itemgetter("is_last"), rows):
         numbers = [row[name] for name in ("value", "value_of_first", "difference", "low", "high")]
-        entries = [Entry(NAMES[row["measure"]]), *map(number_entry, numbers), Entry(row["method"])]
+        entries = [Entry(MEASURE_TITLES[row["measure"]]), *map(number_entry, numbers), Entry(row["method"])]
         groups.setdefault(row["model"], []).append(entries)
     title, _ = _DIFFERENCES
     return Sheet(
@@ -270,7 +280,7 @@ def _spectra(subjects: Sequence[Subject]) -> Plot:
             if positive:
                 lines.append(Line(subject.label, tuple(map(float, range(1, len(positive) + 1))), tuple(positive)))
         if lines:
-            panels.append(panel("root mean square", lines, FORMS[form]))
+            panels.append(make_panel("root mean square", lines, FORM_TITLES[form]))
     return Plot(
         "spectra",
         "Spectra of the last layer",
@@ -303,7 +313,7 @@ def _state_norms(subjects: Sequence[Subject]) -> Plot:
         "Percentage of the tokens whose state in the last layer has at most this norm.",
         "line",
         "norm",
-        (panel("tokens, percent", lines),) if lines else (),
+        (make_panel("tokens, percent", lines),) if lines else (),
         log_x=True,
     )
 
@@ -324,7 +334,7 @@ def _partition(subjects: Sequence[Subject]) -> Plot:
                 values = tuple(figures[f"partition_isotropy_{signs}"] for figures in forms.values())
                 lines.append(Line(subject.label, tuple(map(float, range(len(forms)))), values))
         if lines:
-            panels.append(panel(f"I(W), {name}", lines, f"{which} embeddings"))
+            panels.append(make_panel(f"I(W), {name}", lines, f"{which} embeddings"))
     return Plot(
         "partition",
         "I(W) of the embedding matrices",
@@ -335,7 +345,7 @@ def _partition(subjects: Sequence[Subject]) -> Plot:
         "columns",
         "",
         tuple(panels),
-        x_names={float(number): name for number, name in enumerate(FORMS.values())},
+        x_names={float(number): name for number, name in enumerate(FORM_TITLES.values())},
     )
 
 
@@ -353,7 +363,7 @@ def _final_norm(subjects: Sequence[Subject]) -> Plot:
         "width. Models without such a normalization, such as BERT, have no bars.",
         "columns",
         "",
-        (panel("norm", lines),) if lines else (),
+        (make_panel("norm", lines),) if lines else (),
         x_names={0.0: "gain", 1.0: "bias"},
     )
 
@@ -363,8 +373,8 @@ def similarity_plot(similarities: Sequence[Similarity]) -> Plot:
     panels = []
     for pair in similarities:
         rows = zip(pair.first_taps, pair.values, strict=True)
-        lines = [Line(tap_name(tap), tuple(map(float, range(len(values)))), values) for tap, values in rows]
-        columns = tuple(map(tap_name, pair.second_taps))
+        lines = [Line(format_tap_name(tap), tuple(map(float, range(len(values)))), values) for tap, values in rows]
+        columns = tuple(map(format_tap_name, pair.second_taps))
         panels.append(
             Panel("", f"{pair.second} (columns)", tuple(lines), "", f"{pair.first} (rows)", column_names=columns)
         )
@@ -424,7 +434,7 @@ def _models(subjects: Sequence[Subject]) -> Sheet:
         "Measures of each model's last layer over all its texts; I(W), with both signs of the eigenvectors, and norm "
         "ratio of the embedding matrix nearest to the prediction; norms of the final normalization's gain and bias. A "
         "dash marks what a model does not have.",
-        tuple(_MODEL_HEADERS.get(name, NAMES.get(name, name)) for name in map(str, shown)),
+        tuple(_MODEL_HEADERS.get(name, MEASURE_TITLES.get(name, name)) for name in map(str, shown)),
         {"": [[_entry(value) for value in row] for row in shown.itertuples(index=False)]},
         summary,
     )
@@ -436,12 +446,15 @@ _LAYER_COLUMNS = ("layer", "relative_depth", "tokens")
 def _layers(subjects: Sequence[Subject]) -> Sheet:
     """Return the table with a row for each layer of each model."""
     frame = compare.frame(subjects)
-    names = [name for name in NAMES if name in frame]
+    names = [name for name in MEASURE_TITLES if name in frame]
     groups = {
         subject.label: [
             [
                 *(_entry(row[column]) for column in _LAYER_COLUMNS),
-                *(number_entry(row.get(name, math.nan), half_width(row, name, subject.groups)) for name in names),
+                *(
+                    number_entry(row.get(name, math.nan), interval_half_width(row, name, subject.groups))
+                    for name in names
+                ),
             ]
             for row in compare.rows([subject])
         ]

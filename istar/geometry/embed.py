@@ -24,8 +24,8 @@ from istar.errors import UserError, shorten
 from istar.files import atomic_write, write_text
 from istar.geometry import wordsim
 from istar.geometry.corpus import Source
-from istar.geometry.matrix import Matrix, Which, read_matrix
-from istar.geometry.measure import matrix_measures, number_table
+from istar.geometry.matrix import Matrix, Side, read_matrix
+from istar.geometry.measure import measure_matrix, number_table
 from istar.geometry.same_model import ModelName, refuse_other_model
 from istar.measures import all_but_the_top, centered, scaled_centered
 from istar.measures.rows import unit_vectors, wide_blocks
@@ -58,9 +58,9 @@ _COLUMNS = {
 
 @dataclass(frozen=True)
 class Choice:
-    """Which matrix is measured, and how it is processed."""
+    """Side matrix is measured, and how it is processed."""
 
-    matrix: Which = "input"  # input or output embeddings
+    matrix: Side = "input"  # input or output embeddings
     form: str = "raw"  # post-processing of the matrix, a key of `FORMS`; see `istar.measures.postprocess`
     components: int | None = None  # number of directions that the all-but-the-top forms remove; None for their default
     policy: wordsim.Policy = "single_token"  # treatment of words of several tokens; see `wordsim.word_vectors`
@@ -97,9 +97,9 @@ def embed(
     tokens = tokens_by_row(tokenizer, len(matrix.values))
     processed = FORMS[choice.form](matrix.values, choice.components)
     # The three forms of the papers' tables, and the requested form if it is another one.
-    figures = {form: matrix_measures(FORMS[form](matrix.values, None)) for form in PAPER_FORMS}
+    figures = {form: measure_matrix(FORMS[form](matrix.values, None)) for form in PAPER_FORMS}
     if choice.components is not None or choice.form not in figures:
-        figures[choice.form] = matrix_measures(processed)
+        figures[choice.form] = measure_matrix(processed)
     forms = {"raw": matrix.values, choice.form: processed}
     counts = count_tokens(texts, tokenizer, len(tokens)) if texts else None
     similarity, notes = word_similarity(read_benchmarks, forms, tokenizer, choice.policy)
@@ -122,7 +122,7 @@ def describe(config: ModelConfig, matrix: Matrix) -> dict[str, Any]:
         "model": config.name,
         "revision": config.revision,
         "weights": hashlib.blake2b(matrix.values.contiguous().numpy().tobytes(), digest_size=8).hexdigest(),
-        "matrix": matrix.which,
+        "matrix": matrix.side,
         "tensor": matrix.tensor,
         "file": matrix.file,
         "tied": matrix.tied,
@@ -342,7 +342,7 @@ def write_model(results: EmbeddingResults, config: ModelConfig, out: Path) -> Pa
         UserError: if the model cannot be loaded or written.
     """
     model = models.load_pretrained(config, type(models.meta_model(models.load_pretrained(config, AutoConfig))))
-    layer = model.get_input_embeddings() if results.raw.which == "input" else model.get_output_embeddings()
+    layer = model.get_input_embeddings() if results.raw.side == "input" else model.get_output_embeddings()
     with torch.no_grad():
         layer.weight.copy_(results.processed)
     draft, folder = out / ".model", out / "model"

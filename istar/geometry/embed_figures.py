@@ -9,10 +9,10 @@ import pandas as pd
 
 from istar.figures.plot import Line, Panel, Plot
 from istar.geometry import embed
-from istar.geometry.density import density
+from istar.geometry.density import estimate_density
 from istar.geometry.embed_models import ModelEmbeddings
-from istar.geometry.model_figures import MATRIX_ROUNDING, decay, panel, projection_panels
-from istar.geometry.spheres import POINTS, Spectrum
+from istar.geometry.model_figures import MATRIX_ROUNDING, make_panel, make_projection_panels, make_spectrum_line
+from istar.geometry.spheres import NUM_POINTS, Spectrum
 
 _MAX_RANKS = 200
 """Most points of a line over ranks."""
@@ -39,7 +39,7 @@ def projection(subjects: Sequence[ModelEmbeddings]) -> Plot:
     """Plot rows of each matrix along its first two singular directions, raw and centered (Figure 1, a, b, d, e)."""
     panels: list[Panel] = []
     for subject in subjects:
-        added, explanation = projection_panels(subject.rows, subject.label)
+        added, explanation = make_projection_panels(subject.rows, subject.label)
         panels += [
             replace(panel, model=subject.label, fixed_settings=explanation.removesuffix(".")) for panel in added[:1]
         ]
@@ -61,10 +61,10 @@ def singular_values(subjects: Sequence[ModelEmbeddings]) -> Plot:
     panels = []
     for subject in subjects:
         lines = [
-            decay(label, subject.figures[form]["singular_values"], MATRIX_ROUNDING)
+            make_spectrum_line(label, subject.figures[form]["singular_values"], MATRIX_ROUNDING)
             for label, form in ((_BEFORE, "raw"), (_AFTER, "centered"))
         ]
-        panels.append(panel("singular value", lines, subject.label))
+        panels.append(make_panel("singular value", lines, subject.label))
     return Plot(
         "figure1_singular_values",
         "Figure 1, singular values",
@@ -83,10 +83,10 @@ def sphere_points(spheres: Sequence[Spectrum]) -> Plot:
     return Plot(
         "figure2_spheres",
         "Figure 2, spheres",
-        f"{POINTS} points on a unit sphere in three dimensions, and the same points moved away from the origin.",
+        f"{NUM_POINTS} points on a unit sphere in three dimensions, and the same points moved away from the origin.",
         "scatter",
         "first coordinate",
-        (panel("second coordinate", lines, with_origin=True),),
+        (make_panel("second coordinate", lines, with_origin=True),),
         ordered=True,
     )
 
@@ -102,7 +102,7 @@ def sphere_spectra(spheres: Sequence[Spectrum]) -> Plot:
         "although the points have the same shape.",
         "line",
         "number of the singular value",
-        (panel("singular value", lines),),
+        (make_panel("singular value", lines),),
         ordered=True,
     )
 
@@ -121,7 +121,7 @@ def unused(subjects: Sequence[ModelEmbeddings]) -> Plot:
                     lines.append(Line(subject.label, numbers, tuple(bins["cosine_raw"])))
         if lines:
             single = _only_label(lines)
-            panels.append(panel("mean cosine", lines, f"{single}, {title}" if single else title))
+            panels.append(make_panel("mean cosine", lines, f"{single}, {title}" if single else title))
     return Plot(
         "figure3_unused",
         "Figure 3, unused tokens",
@@ -150,7 +150,7 @@ def frequencies(subjects: Sequence[ModelEmbeddings], words: pd.DataFrame) -> Plo
         "signs are words by themselves.",
         "line",
         "rank",
-        (panel("share of the text, percent", lines),) if lines else (),
+        (make_panel("share of the text, percent", lines),) if lines else (),
         log_x=True,
         log_y=True,
         reference_label="words",
@@ -167,7 +167,7 @@ def norms(subjects: Sequence[ModelEmbeddings]) -> Plot:
         "curve is scaled to its own maximum.",
         "ridges",
         "norm",
-        (panel("density", lines, _only_label(lines)),) if lines else (),
+        (make_panel("density", lines, _only_label(lines)),) if lines else (),
     )
 
 
@@ -178,7 +178,7 @@ def centering(subjects: Sequence[ModelEmbeddings]) -> Plot:
         pairs = ((_BEFORE, "raw"), (_AFTER, "centered"))
         lines = [line for label, form in pairs if (line := _density_line(label, subject.norms[form]))]
         if lines:
-            panels.append(panel("density", lines, subject.label))
+            panels.append(make_panel("density", lines, subject.label))
     return Plot(
         "figure6_centering",
         "Figure 6, norms before and after centering",
@@ -208,7 +208,7 @@ def frequency_norms(subjects: Sequence[ModelEmbeddings]) -> Plot:
         "smaller norms.",
         "line",
         "rank",
-        (panel("average norm", lines, _only_label(lines)),) if lines else (),
+        (make_panel("average norm", lines, _only_label(lines)),) if lines else (),
         log_x=True,
     )
 
@@ -229,5 +229,5 @@ def _spread_ranks(count: int) -> np.ndarray:
 
 def _density_line(label: str, values: np.ndarray) -> Line | None:
     """Return the density of norms as a line; None if all norms are equal."""
-    estimate = density(values)
+    estimate = estimate_density(values)
     return None if estimate is None else Line(label, tuple(estimate[0].tolist()), tuple(estimate[1].tolist()))

@@ -18,8 +18,8 @@ from istar.geometry import embed, wordsim
 from istar.geometry.arrays import summarize_rows
 from istar.geometry.compare import Choice
 from istar.geometry.corpus import Source
-from istar.geometry.matrix import Which, read_matrix
-from istar.geometry.measure import matrix_measures
+from istar.geometry.matrix import Side, read_matrix
+from istar.geometry.measure import measure_matrix
 from istar.measures.rows import row_norms, wide_blocks
 from istar.tasks.documents import read_documents
 
@@ -30,9 +30,9 @@ _WORD = re.compile(r"\w+|[^\w\s]")
 
 @dataclass(frozen=True)
 class Settings:
-    """Which matrices are measured, and how they are processed."""
+    """Side matrices are measured, and how they are processed."""
 
-    matrix: Which = "input"  # input or output embeddings
+    matrix: Side = "input"  # input or output embeddings
     forms: tuple[str, ...] = WORDSIM_FORMS  # forms for the word similarity, keys of `embed.FORMS`; raw is added
     components: int | None = None  # number of directions that the all-but-the-top forms remove; None for their default
     policy: wordsim.Policy = "single_token"  # treatment of words of several tokens; see `wordsim.word_vectors`
@@ -49,7 +49,7 @@ class ModelEmbeddings:
 
     label: str  # name on the page, distinct among the models
     about: dict[str, Any]  # model, revision, weights and tensor; see `embed.describe`
-    figures: dict[str, dict[str, Any]]  # `matrix_measures` by form
+    figures: dict[str, dict[str, Any]]  # `measure_matrix` by form
     similarity: pd.DataFrame  # word similarity, with a row for each benchmark and form
     notes: list[str]  # why benchmarks are left out, one line each
     unused: pd.DataFrame  # see `embed.unused_similarity`
@@ -81,7 +81,7 @@ def measure(
     for form in dict.fromkeys((*settings.similarity_forms, *embed.PAPER_FORMS)):
         components = settings.components if form.startswith("all_but_the_top") else None
         processed = embed.FORMS[form](matrix.values, components)
-        figures[form] = matrix_measures(processed)
+        figures[form] = measure_matrix(processed)
         if form in ("raw", "centered"):
             norms[form] = _norms(processed)
         if form in settings.similarity_forms:

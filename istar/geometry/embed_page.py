@@ -11,7 +11,7 @@ from istar.errors import UserError
 from istar.geometry import embed_figures, embed_tables
 from istar.geometry.compare_page import enumerate_names
 from istar.geometry.embed_models import ModelEmbeddings
-from istar.geometry.spheres import spectra
+from istar.geometry.spheres import make_spectra
 from istar.pages import folder
 from istar.pages.folder import PageKind
 from istar.pages.page import Page, Section
@@ -121,7 +121,7 @@ def _page(subjects: Sequence[ModelEmbeddings], sheets: Mapping[str, Sheet], word
     """Put the page together from its tables and plots."""
     sections = [Section("reading", "How to read this", _READING)]
     sections += [_table(sheets, name, title) for name, title in _TABLES.items()]
-    for plot in embed_figures.plots(subjects, words, spectra()):
+    for plot in embed_figures.plots(subjects, words, make_spectra()):
         empty = "" if plot.panels else _EMPTY[plot.name]
         coverage = sheets.get("figure4_coverage") if plot.name == "figure4_frequencies" else None
         sections.append(Section(plot.name, plot.title, [plot.caption], coverage, folder.render_pictures(plot), empty))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from istar.geometry.compare import Subject, have_same_texts
-from istar.geometry.intervals import JACKKNIFE, t_quantile
+from istar.geometry.intervals import JACKKNIFE_MEASURES, t_quantile
 from istar.measures import jackknife_error
 
 Method = Literal["paired", "independent"]
@@ -61,7 +61,7 @@ def refusal(first: Subject, other: Subject) -> str:
     if changed:
         return f"{start}they were measured over different tokens of the texts ({', '.join(changed)})."
     for subject in (first, other):
-        if not any(math.isfinite(subject.last_layer.get(f"{name}_error", math.nan)) for name in JACKKNIFE):
+        if not any(math.isfinite(subject.last_layer.get(f"{name}_error", math.nan)) for name in JACKKNIFE_MEASURES):
             return (
                 f"{start}{subject.label} has no standard errors; measure it with --groups over at least as many "
                 "documents as groups."
@@ -102,7 +102,7 @@ def differences(first: Subject, other: Subject) -> Iterator[dict[str, Any]]:
     else:
         pairs = [(len(first.layers) - 1, last)]
     for before, after in pairs:
-        for name in JACKKNIFE:
+        for name in JACKKNIFE_MEASURES:
             difference = _difference(first, other, before, after, name, error_method)
             if difference is None:
                 continue

@@ -19,7 +19,7 @@ from istar.files import write_text
 from istar.geometry import measure, stream
 from istar.geometry.corpus import Source
 from istar.geometry.measure import Measurements
-from istar.geometry.same_model import ModelName, refuse_other_model, saved_weights_hash
+from istar.geometry.same_model import ModelName, load_and_hash_weights, refuse_other_model
 from istar.geometry.saved_checkpoints import Checkpoint
 from istar.geometry.stream import Pass
 
@@ -66,7 +66,7 @@ def follow(plan: Plan, checkpoints: Sequence[Checkpoint], console: Console) -> T
     """
     trajectory = Trajectory()
     names = [source.name for source in plan.texts]
-    fingerprint = stream.identity(plan.settings, plan.dtype, names, *(source.path for source in plan.texts))
+    fingerprint = stream.compute_identity(plan.settings, plan.dtype, names, *(source.path for source in plan.texts))
     for number, checkpoint in enumerate(checkpoints, start=1):
         _print_line(console, f"{number} of {len(checkpoints)}: {checkpoint.label}")
         try:
@@ -104,7 +104,7 @@ def refuse_other_checkpoints(plan: Plan, checkpoints: Sequence[Checkpoint]) -> N
             refuse_other_model(plan.out, ModelName(model), ModelName(plan.model), lambda: False)
     for checkpoint in checkpoints:
         try:
-            earlier = measure.read(plan.out / checkpoint.folder / measure.JSON)
+            earlier = measure.read(plan.out / checkpoint.folder / measure.JSON_FILE)
         except UserError:  # missing or damaged
             continue
         names = [
@@ -121,7 +121,7 @@ def _has_weights(checkpoint: Checkpoint, plan: Plan, earlier: Measurements) -> b
     """Return whether a checkpoint has the weights that were measured earlier; True if it cannot be loaded."""
     try:
         with _loadable(checkpoint, plan.out / checkpoint.folder) as name:
-            weights = saved_weights_hash(ModelName(name, checkpoint.revision), earlier.model["dtype"])
+            weights = load_and_hash_weights(ModelName(name, checkpoint.revision), earlier.model["dtype"])
     except (UserError, OSError, RuntimeError):  # reported when it is measured
         return True
     return weights == earlier.weights
@@ -134,7 +134,7 @@ def _measure(checkpoint: Checkpoint, plan: Plan, fingerprint: str, earlier: Traj
     """
     folder = plan.out / checkpoint.folder
     with _loadable(checkpoint, folder) as name:
-        weights = saved_weights_hash(ModelName(name, checkpoint.revision), plan.dtype)
+        weights = load_and_hash_weights(ModelName(name, checkpoint.revision), plan.dtype)
         twin = next((label for label, other in earlier.measured.items() if other.weights == weights), None)
         message = "" if twin is None else f"warning: {checkpoint.label} has the same weights as {twin}"
         cached = _read_cached(folder, fingerprint)
@@ -144,7 +144,7 @@ def _measure(checkpoint: Checkpoint, plan: Plan, fingerprint: str, earlier: Traj
             measured, message = earlier.measured[twin], f"{message}; its figures are copied"
         else:
             progress = Console(stderr=True)
-            measured = measure.measure(
+            measured = measure.measure_model(
                 name, plan.texts, plan.settings, folder, checkpoint.revision, plan.dtype, plan.device, progress,
                 plan.command,
             )  # fmt: skip
@@ -160,7 +160,7 @@ def _read_cached(folder: Path, fingerprint: str) -> Measurements | None:
     """Return the measurements of an earlier call with the same fingerprint, if there are any."""
     try:
         is_same = (folder / _FINGERPRINT).read_text(encoding="utf-8") == fingerprint
-        return measure.read(folder / measure.JSON) if is_same else None
+        return measure.read(folder / measure.JSON_FILE) if is_same else None
     except (OSError, ValueError, UserError):  # missing or damaged
         return None
 

@@ -18,7 +18,7 @@ from istar.geometry import compare, measure, trajectory
 from istar.geometry.compare import Choice, Subject
 from istar.geometry.compare_page import enumerate_names
 from istar.geometry.corpus import COMBINED
-from istar.geometry.model_figures import NAMES, panel
+from istar.geometry.model_figures import MEASURE_TITLES, make_panel
 from istar.geometry.saved_checkpoints import Checkpoint
 from istar.geometry.taps import FINAL_NORM
 from istar.pages import folder
@@ -149,7 +149,7 @@ def differences(trainings: Sequence[Training]) -> list[str]:
     for training in trainings:
         last = Checkpoint(str(training.rows["revision"].iloc[-1]), "")
         try:
-            subjects.append(Subject(training.label, measure.read(training.folder / last.folder / measure.JSON)))
+            subjects.append(Subject(training.label, measure.read(training.folder / last.folder / measure.JSON_FILE)))
         except UserError:
             return []
     return compare.differences(subjects)
@@ -207,8 +207,8 @@ def plots(trainings: Sequence[Training]) -> list[Plot]:
     for name, (title, caption, measures) in _LAYER_PLOTS.items():
         panels: list[Panel] = []
         for key in measures:
-            panels += _panel(trainings, NAMES[key], "last layer", "", key)
-            panels += _panel(trainings, NAMES[key], "final normalization", FINAL_NORM, key)
+            panels += _panel(trainings, MEASURE_TITLES[key], "last layer", "", key)
+            panels += _panel(trainings, MEASURE_TITLES[key], "final normalization", FINAL_NORM, key)
         results.append(_plot(name, title, caption, panels, trainings))
     partition: list[Panel] = []
     for signs, words in (("as_computed", "signs as computed"), ("both", "both signs")):
@@ -251,7 +251,7 @@ def _panel(trainings: Sequence[Training], y_label: str, title: str, layer: str, 
         ys, errors = (tuple(training.series(place, name)) for name in (column, f"{column}_error"))
         if any(map(math.isfinite, ys)):
             lines.append(Line(training.label, xs, ys, y_error=errors if any(map(math.isfinite, errors)) else ()))
-    return [panel(y_label, lines, title)] if lines else []
+    return [make_panel(y_label, lines, title)] if lines else []
 
 
 _COLUMNS = {

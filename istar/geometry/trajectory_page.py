@@ -12,7 +12,13 @@ from istar.figures.spacing import are_log_spaced, evenly_spaced
 from istar.files import atomic_write
 from istar.geometry import measure
 from istar.geometry.measure import Measurements
-from istar.geometry.model_figures import NAMES, groups, measure_line, panel, tap_name
+from istar.geometry.model_figures import (
+    MEASURE_TITLES,
+    format_tap_name,
+    make_measure_line,
+    make_panel,
+    num_document_groups,
+)
 from istar.geometry.saved_checkpoints import Checkpoint
 from istar.geometry.trajectory import Plan, Trajectory, refuse_other_checkpoints, table_rows
 from istar.pages import folder
@@ -46,7 +52,7 @@ def check(plan: Plan, checkpoints: Sequence[Checkpoint]) -> None:
         UserError: if the folder is such a folder.
     """
     index = plan.out / folder.INDEX
-    if (plan.out / measure.JSON).exists() or (index.exists() and not folder.has_generator(index, KIND)):
+    if (plan.out / measure.JSON_FILE).exists() or (index.exists() and not folder.has_generator(index, KIND)):
         raise UserError(
             f"--out {plan.out} is no trajectory but holds another page; expected another folder: --out <folder>"
         )
@@ -101,15 +107,17 @@ def plots(checkpoints: Sequence[Checkpoint], measured: Mapping[str, Measurements
         """Return a panel with a line for each label's (layer, column) of the table; none without a finite value."""
         lines = []
         for label, (layer, column) in columns.items():
-            line = measure_line(label, xs, [table.get(layer, {}) for table in tables], column, groups(measurements[0]))
+            line = make_measure_line(
+                label, xs, [table.get(layer, {}) for table in tables], column, num_document_groups(measurements[0])
+            )
             if any(map(math.isfinite, line.y)):
                 lines.append(line)
-        return [panel(y_label, lines)] if lines else []
+        return [make_panel(y_label, lines)] if lines else []
 
     taps = evenly_spaced(list(measurements[0].all_texts))
     isotropy: list[Panel] = []
     for key in ("isoscore", "inter_sim", "intra_sim", "two_nn"):
-        isotropy += column_panel(NAMES[key], {tap_name(tap): (tap, key) for tap in taps})
+        isotropy += column_panel(MEASURE_TITLES[key], {format_tap_name(tap): (tap, key) for tap in taps})
     matrices = {
         f"{which} embeddings": (f"{which}_embeddings", "partition_isotropy_both") for which in ("input", "output")
     }

@@ -74,7 +74,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(Path(name).name)
         return original(name, *arguments, **more)
 
-    monkeypatch.setattr(measure, "measure", spy)
+    monkeypatch.setattr(measure, "measure_model", spy)
     return names
 
 
