@@ -58,7 +58,7 @@ _COLUMNS = {
 
 @dataclass(frozen=True)
 class Choice:
-    """Side matrix is measured, and how it is processed."""
+    """Which matrix is measured, and how it is processed."""
 
     matrix: Side = "input"  # input or output embeddings
     form: str = "raw"  # post-processing of the matrix, a key of `FORMS`; see `istar.measures.postprocess`

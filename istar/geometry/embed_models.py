@@ -30,7 +30,7 @@ _WORD = re.compile(r"\w+|[^\w\s]")
 
 @dataclass(frozen=True)
 class Settings:
-    """Side matrices are measured, and how they are processed."""
+    """Which matrices are measured, and how they are processed."""
 
     matrix: Side = "input"  # input or output embeddings
     forms: tuple[str, ...] = WORDSIM_FORMS  # forms for the word similarity, keys of `embed.FORMS`; raw is added
