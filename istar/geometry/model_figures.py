@@ -174,17 +174,18 @@ a float32 scatter matrix, the second for embedding matrices, which are float32 p
 
 _COUNTS_OF_DIMENSIONS = ("effective_rank", "participation_ratio", "rank_me", "nesum")
 """Measures whose range is from 1 to the number of dimensions."""
-_CHANGES = {
+_SAMPLE_COSINE_LABELS = {
     "sample_inter_sim": "all dimensions",
     "sample_inter_sim_without_top_1": "without the top dimension",
     "sample_inter_sim_without_top_5": "without the top 5 dimensions",
     "sample_inter_sim_standardized": "z-scored",
 }
-_SHARES = {
+"""Labels of the lines with InterSim of the sample in the figure of single dimensions, by measure."""
+_SHARE_LABELS = {
     "InterSim": {"top_1_cosine_share": "top dimension", "top_5_cosine_share": "top 5 dimensions"},
     "the variance": {"largest_variance_share": "top dimension", "top_5_variance_share": "top 5 dimensions"},
 }
-"""Labels of the lines in the figure of single dimensions, by measure; shares by what they are shares of."""
+"""Labels of the lines with shares in the figure of single dimensions: by what they are shares of, then by measure."""
 _MIN_INTER_SIM_FOR_SHARES = 0.05
 """Shares of a smaller InterSim mean nothing."""
 
@@ -308,9 +309,9 @@ def plot_single_dimensions(measured: Measurements) -> Plot:
         else measures
         for measures in measured.all_texts.values()
     ]
-    shares = {f"share of {whole}": labels for whole, labels in _SHARES.items()}
+    share_labels = {f"share of {total}": labels for total, labels in _SHARE_LABELS.items()}
     panels = []
-    for y_label, labels in {"InterSim of the sample": _CHANGES, **shares}.items():
+    for y_label, labels in {"InterSim of the sample": _SAMPLE_COSINE_LABELS, **share_labels}.items():
         lines = [
             make_measure_line(label, range(len(shown)), shown, name, num_groups=0) for name, label in labels.items()
         ]
@@ -468,8 +469,8 @@ def plot_projection(measured: Measurements) -> Plot:
     """Plot rows of the embedding matrices in two dimensions."""
     panels, explanation = [], ""
     for side, rows in measured.rows.items():
-        added, explanation = make_projection_panels(rows, f"{side} embeddings")
-        panels += added
+        matrix_panels, explanation = make_projection_panels(rows, f"{side} embeddings")
+        panels += matrix_panels
     title, caption = _TITLES_AND_CAPTIONS["projection"]
     caption = f"{caption} {explanation}"
     return Plot("projection", title, caption, "scatter", "first direction", tuple(panels), ordered=True)

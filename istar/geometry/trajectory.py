@@ -38,7 +38,7 @@ class PartialFailure(UserError):  # noqa: N818
 
 @dataclass(frozen=True)
 class Plan:
-    """Settings that all checkpoints of a trajectory share; see `measure.measure`."""
+    """Settings that all checkpoints of a trajectory share; see `measure.measure_model`."""
 
     model: str  # name of the model in the table
     texts: Sequence[Source]  # texts to measure the model over

@@ -66,7 +66,9 @@ def test_every_measure_of_a_layer_has_a_name_and_a_column() -> None:
 def test_every_measure_of_the_figures_exists() -> None:
     keys = {key for keys in model_figures._LAYER_PLOTS.values() for key in keys}
     keys |= {key for _, _, compared in COMPARED.values() for key in compared}
-    keys |= model_figures._CHANGES.keys() | {key for names in model_figures._SHARES.values() for key in names}
+    keys |= model_figures._SAMPLE_COSINE_LABELS.keys() | {
+        key for names in model_figures._SHARE_LABELS.values() for key in names
+    }
     assert keys <= MEASURE_TITLES.keys()
 
 
@@ -95,8 +97,11 @@ def test_single_dimensions_leave_out_shares_of_an_inter_sim_near_zero() -> None:
     sources["combined"]["layer_1"]["inter_sim"] = 0.04
     plot = model_figures.plot_single_dimensions(measurements(sources=sources))
     changes, cosine, variance = plot.panels
-    assert [line.label for line in changes.lines] == list(model_figures._CHANGES.values())
-    for panel, keys in ((cosine, model_figures._SHARES["InterSim"]), (variance, model_figures._SHARES["the variance"])):
+    assert [line.label for line in changes.lines] == list(model_figures._SAMPLE_COSINE_LABELS.values())
+    for panel, keys in (
+        (cosine, model_figures._SHARE_LABELS["InterSim"]),
+        (variance, model_figures._SHARE_LABELS["the variance"]),
+    ):
         for line, key in zip(panel.lines, keys, strict=True):
             expected = [figures[key] for figures in sources["combined"].values()]
             if panel is cosine:

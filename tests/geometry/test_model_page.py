@@ -159,7 +159,7 @@ def test_lines_are_the_figures_of_their_text(several: Measurements) -> None:
     by_name = {plot.name: plot for plot in model_figures.plot_layers(several)}
     inter, intra, _ = by_name["directions"].panels
     assert [line.label for line in inter.lines] == ["news", "talk", "combined"]
-    assert by_name["directions"].ink == "combined"
+    assert by_name["directions"].reference_label == "combined"
     for line in intra.lines:
         assert line.y == tuple(own["intra_sim"] for own in several.sources[line.label].values())
     assert by_name["dimension"].x_names == {0.0: "emb.", 1.0: "1", 2.0: "2"}
@@ -250,8 +250,8 @@ def test_many_layers_and_texts_stay_readable(several: Measurements) -> None:
     figures = dict.fromkeys(taps, several.sources["news"]["layer_1"])
     sheet = model_page._build_layer_sheet(replace(several, sources=dict.fromkeys(["a", "b", "c", "combined"], figures)))
     assert len(sheet.rows) == len(sheet.frame) == 96
-    assert list(model_page._shorten_sheet(sheet, "combined").groups) == ["combined"]
-    assert list(model_page._shorten_sheet(model_page._build_layer_sheet(several), "combined").groups) == [
+    assert list(model_page._shorten_sheet(sheet, "combined").rows_by_group) == ["combined"]
+    assert list(model_page._shorten_sheet(model_page._build_layer_sheet(several), "combined").rows_by_group) == [
         "news",
         "talk",
         "combined",
