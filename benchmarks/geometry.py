@@ -30,7 +30,7 @@ from benchmarks.common import (
     positive_int,
     time_in_rotation,
 )
-from istar.geometry.corpus import Blocks, Source, batch, longest_first
+from istar.geometry.corpus import Blocks, Source, pad_batch, sorted_windows
 from istar.geometry.stream import Pass, Statistics, Stream
 from istar.models import tiny
 from istar.tasks import demo
@@ -50,8 +50,8 @@ def main() -> None:
         source = write_random_text(Path(folder) / "text.txt", options.tokens)
         blocks = Blocks(tokenizer, settings.length, settings.documents)(read_documents(source.path))
         batches = [
-            batch([block.tokens for block in chunk], 0)
-            for window in longest_first(blocks, lambda block: len(block.tokens))
+            pad_batch([block.tokens for block in chunk], 0)
+            for window in sorted_windows(blocks, lambda block: len(block.tokens))
             for chunk in chunks(window, settings.batch_size)
         ]
         bare_forward = partial(run_forward, model, batches)
@@ -61,7 +61,7 @@ def main() -> None:
         calls: dict[str, Callable[[], object]] = {PEER: bare_forward}
         for name, groups in (("istar measure", settings.groups), ("without standard errors", 0)):
             stream = Stream(model, tokenizer, replace(settings, groups=groups))
-            calls[name] = partial(stream, [source], Statistics.measures)
+            calls[name] = partial(stream, [source], Statistics.compute_measures)
         seconds = time_in_rotation(calls, options.rounds, cpu)
     tokens = sum(int(inputs["attention_mask"].sum()) for inputs in batches)
     columns = ("seconds (median)", "lowest", "highest", f"ratio to the {PEER}")

@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> None:
         _compare_trajectories(options, choices)
         return
     compare_page.check_output_folder(options.out)
-    sources = corpus.sources(options.text)
+    sources = corpus.parse_sources(options.text)
     console, progress = make_console(), make_console(stderr=True)
     subjects = _measure_models(choices, sources, options, progress)
     similarities = _compute_similarities(subjects, sources, options, progress)
@@ -82,18 +82,19 @@ def _measure_models(
         for choice in choices:
             if not choice.is_measured:
                 raise UserError(
-                    f"{choice.name} holds no {measure.JSON}; give a folder of istar measure, or --text to measure it"
+                    f"{choice.name} holds no {measure.JSON_FILE}; give a folder of istar measure, or --text to measure "
+                    "it"
                 )
     measurements = []
     for choice in choices:
         if choice.is_measured:
-            measurements.append(measure.read(Path(choice.name) / measure.JSON))
+            measurements.append(measure.read(Path(choice.name) / measure.JSON_FILE))
             continue
         out = options.out.with_name(f"{options.out.name}-measures") / choice.default_label
-        model_page.check(out, choice.model_name, choice.revision)
+        model_page.check_output_folder(out, choice.model_name, choice.revision)
         progress.print(f"measuring {choice.model_name}", highlight=False, soft_wrap=True, markup=False)
         settings = Pass(options.length, limit=options.max_tokens)
-        measured = measure.measure(
+        measured = measure.measure_model(
             choice.model_name, sources, settings, out, choice.revision, console=progress, command=options.typed
         )
         model_page.write(measured, out)
@@ -110,7 +111,7 @@ def _compute_similarities(
     from istar.config import ModelConfig
     from istar.geometry import similarity
 
-    documents = similarity.first_documents([source.path for source in sources], options.documents)
+    documents = similarity.read_first_documents([source.path for source in sources], options.documents)
     models = [
         (
             subject.label,
@@ -118,4 +119,4 @@ def _compute_similarities(
         )
         for subject in subjects
     ]
-    return similarity.similarities(models, documents, options.length, progress)
+    return similarity.compute_similarities(models, documents, options.length, progress)

@@ -60,7 +60,7 @@ def _measure_one_matrix(options: argparse.Namespace) -> None:
     embed_page.refuse_page_folder(options.out)
     config = ModelConfig(name=options.models[0], revision=options.revision)
     choice = embed.MatrixSettings(options.matrix, options.form or "raw", options.components, options.policy)
-    embedding = embed.measure_embeddings(config, choice, options.wordsim, corpus.sources(options.text))
+    embedding = embed.measure_embeddings(config, choice, options.wordsim, corpus.parse_sources(options.text))
     make_folder(options.out)
     paths = embed.write_results(embedding, options.out)
     if options.save == "matrix":
@@ -88,7 +88,7 @@ def _measure_several_matrices(options: argparse.Namespace) -> None:
     chosen = compare.parse_models(options.models)
     embed_models.check_labels(chosen)
     benchmarks = embed_models.read_benchmarks(options.wordsim)
-    sources = corpus.sources(options.text)
+    sources = corpus.parse_sources(options.text)
     settings = embed_models.EmbeddingSettings(options.matrix, forms, options.components, options.policy)
     console, progress = make_console(), make_console(stderr=True)
     subjects = []

@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> None:
         from istar.geometry import catalogue_tables
 
         console = make_console()
-        for table in catalogue_tables.tables():
+        for table in catalogue_tables.make_tables():
             console.print(table)
         return
     if not options.text:
@@ -75,8 +75,8 @@ def run(options: argparse.Namespace) -> None:
     )
     if settings.groups == 1:
         raise UserError("--groups 1 gives no standard errors; expected at least 2, or 0 to compute none")
-    sources = corpus.sources(options.text)
-    with stream.processes() as rank:
+    sources = corpus.parse_sources(options.text)
+    with stream.join_process_group() as rank:
         if options.revisions is None and options.checkpoints is None:
             _measure_model(options, sources, settings, rank)
         elif rank == 0 and "WORLD_SIZE" not in os.environ:
@@ -93,18 +93,18 @@ def _measure_model(options: argparse.Namespace, sources: Sequence["Source"], set
         raise UserError("model is missing; expected a hub id or a folder, or --checkpoints")
     if options.steps is not None:
         raise UserError("--steps is for several checkpoints; expected --checkpoints or --revisions with it")
-    model_page.check(options.out, options.model, options.revision)
+    model_page.check_output_folder(options.out, options.model, options.revision)
     progress = make_console(stderr=True) if rank == 0 else None
     hardware = options.dtype, options.device
-    measured = measure.measure(
+    measured = measure.measure_model(
         options.model, sources, settings, options.out, options.revision, *hardware, progress, options.typed
     )
     if rank > 0:
         return
     console = make_console()
-    console.print(measure.table(measured))
+    console.print(measure.terminal_table(measured))
     page = model_page.write(measured, options.out)
-    console.out(f"{page}, and figures, tables, {measure.CSV} and {measure.JSON} beside it", highlight=False)
+    console.out(f"{page}, and figures, tables, {measure.CSV_FILE} and {measure.JSON_FILE} beside it", highlight=False)
 
 
 def _measure_trajectory(options: argparse.Namespace, sources: Sequence["Source"], settings: "Pass") -> None:

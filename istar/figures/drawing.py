@@ -1,4 +1,4 @@
-"""Rendering plots to SVG, PDF and PNG in one style, and describing them in words."""
+"""Rendering of plots to SVG, PDF and PNG in one style, and descriptions of them in words."""
 
 import io
 import itertools
@@ -20,12 +20,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogFormatter, MaxNLocator
 
 from istar.figures.plot import Line, Panel, Plot
-from istar.figures.spacing import ridges
-from istar.figures.spots import Spot, spots
+from istar.figures.spacing import stack_ridges
+from istar.figures.spots import Spot, find_spots
 
 INK, PAPER, RED = "#101418", "#ffffff", "#c2260c"
 SCALE = ("#221150", "#5c2a8c", "#a0357f", "#d9564a", "#e98b1e")
-"""Scale from dark to light, so that the order is visible without colours too."""
+"""Colour scale from dark to light, so that the order is visible without colours too."""
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 """The palette of Okabe and Ito, which colour-blind readers can tell apart."""
 PALETTE = tuple(colour.lower() for colour in (*COLOURS[:6], COLOURS[7]))
@@ -39,8 +39,8 @@ _BOUNDS = {
     "IntraSim - InterSim": (-2, 2),
 }
 """Ranges of bounded measures, by the label of the y axis."""
-_WHOLE_RANGE = 1 / 3
-"""Least share of a bounded range that the values span for an axis with the whole range."""
+_MIN_SHARE_OF_BOUNDS = 1 / 3
+"""An axis shows the whole range of a bounded measure if the values span at least this share of it."""
 _MAX_Y_LABEL = 32
 """Most characters of the label of a y axis in one line."""
 _MARKERS = "osD^vPX*"
@@ -79,7 +79,7 @@ _STYLE: Any = {
 
 
 def render(plot: Plot, suffixes: Sequence[str] = SUFFIXES) -> dict[str, bytes]:
-    """Render a plot; returns the files by suffix. The same plot always gives the same bytes.
+    """Render a plot and return the content of its files by suffix. The same plot always gives the same bytes.
 
     All formats have the same size, colours and layout. PNG has `PNG_DPI` dots per inch.
     """
@@ -87,24 +87,24 @@ def render(plot: Plot, suffixes: Sequence[str] = SUFFIXES) -> dict[str, bytes]:
 
 
 def render_with_spots(plot: Plot, suffixes: Sequence[str] = SUFFIXES) -> tuple[dict[str, bytes], list[Spot]]:
-    """Render a plot; returns the files by suffix, see `render`, and the positions and values of its points."""
+    """Render a plot and return its files by suffix, see `render`, and the positions and values of its points."""
     with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
         # The font may lack the glyphs of a name in another script. The PNG shows boxes for them; the SVG keeps text.
         warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from font", UserWarning)
-        figure = _draw(plot)
+        figure = _draw_figure(plot)
         # `savefig` would compute the layout, and draw the figure, twice for each file. Here it is computed once.
         layout = figure.get_layout_engine()
         assert layout is not None
         FigureCanvasAgg(figure)
         layout.execute(figure)
         figure.set_layout_engine("none")
-        files = {suffix: _print(figure, suffix) for suffix in suffixes}
+        files = {suffix: _render_format(figure, suffix) for suffix in suffixes}
         # Axes with equal units get their final limits when they are drawn.
-        return files, spots(figure, plot)
+        return files, find_spots(figure, plot)
 
 
-def _print(figure: Figure, suffix: str) -> bytes:
-    """Write a figure in one format, without the date and the name of the software."""
+def _render_format(figure: Figure, suffix: str) -> bytes:
+    """Return a figure as SVG, PDF or PNG, without the date and the name of the software."""
     file = io.BytesIO()
     # The writers of SVG and PDF set the figure's resolution to 72 dots per inch and leave it so.
     figure.dpi = PNG_DPI if suffix == "png" else _POINTS_PER_INCH
@@ -120,22 +120,23 @@ def _print(figure: Figure, suffix: str) -> bytes:
 
 
 def describe(plot: Plot) -> str:
-    """Describe a plot in words: for each panel its lines with their first and last values."""
+    """Describe a plot in words, with a sentence for each panel: its lines with their first and last values."""
     sentences = []
     for panel in plot.panels:
         lines = "; ".join(_describe_line(line, plot) for line in panel.lines)
-        marks = [f"; {name} at {position:g}" for position, name in filter(None, (panel.level, panel.mark))]
-        marks += [f"; {name} {size:.2f}" for size, name in filter(None, (panel.length,))]
-        marks += [f"; a bar joins {low:.2f} to {high:.2f}" for low, high in panel.groups]
+        reference_lines = filter(None, (panel.horizontal_line, panel.vertical_line))
+        marks = [f"; {name} at {position:g}" for position, name in reference_lines]
+        marks += [f"; {name} {size:.2f}" for size, name in filter(None, (panel.scale_bar,))]
+        marks += [f"; a bar joins {low:.2f} to {high:.2f}" for low, high in panel.joined_ranges]
         subject = ", ".join(name for name in (panel.task, panel.model) if name)
         prefix = f"{subject}: " if subject else ""
-        what = plot.x_label if plot.kind == "ranks" else f"{panel.y_label} by {plot.x_label}"
-        sentences.append(f"{prefix}{what}: {lines}{''.join(marks)}.")
+        quantity = plot.x_label if plot.kind == "ranks" else f"{panel.y_label} by {plot.x_label}"
+        sentences.append(f"{prefix}{quantity}: {lines}{''.join(marks)}.")
     return " ".join(sentences)
 
 
 def _describe_line(line: Line, plot: Plot) -> str:
-    """Describe a line by its first and last point, a distribution by its range and its highest bin."""
+    """Describe a line in words: by its first and last point, or a distribution by its range and its highest bin."""
     finite = [(x, y) for x, y in zip(line.x, line.y, strict=True) if math.isfinite(x) and math.isfinite(y)]
     if not finite:
         return f"{line.label} without a number"
@@ -156,19 +157,19 @@ def _describe_line(line: Line, plot: Plot) -> str:
     return f"{line.label} from {first_y} at {first_x} to {last_y} at {last_x}"
 
 
-def _draw(plot: Plot) -> Figure:
-    """Draw all panels on a grid, with one legend for all of them below."""
+def _draw_figure(plot: Plot) -> Figure:
+    """Draw all panels of a plot on a grid, with one legend below them."""
     columns = 2 if len(plot.panels) == 4 else min(3, len(plot.panels))
     rows = math.ceil(len(plot.panels) / columns)
-    # The rows of a heatmap, of ridges and of ranks are named on its axis.
+    # The rows of a heatmap, of ridges and of ranks are named on the y axis.
     styles = _line_styles(plot) if plot.kind not in ("heatmap", "ranks") else {}
     has_legend = len(styles) > 1 and plot.kind != "ridges"
-    legend_rows = math.ceil(len(styles) / _legend_columns(columns, list(styles))) if has_legend else 0
+    legend_rows = math.ceil(len(styles) / _num_legend_columns(columns, list(styles))) if has_legend else 0
     width = {1: 6.5, 2: 8.5, 3: 11.0}[columns]
     height = rows * (3.0 if columns > 1 else 3.6) + 0.25 * legend_rows
     if plot.kind == "ranks":
         width = 8.5
-        height = sum(1.4 + 0.3 * len(panel.lines) + 0.1 * len(panel.groups) for panel in plot.panels)
+        height = sum(1.4 + 0.3 * len(panel.lines) + 0.1 * len(panel.joined_ranges) for panel in plot.panels)
     if plot.kind == "ridges":
         height = rows * max(1.2 + 0.5 * len(panel.lines) for panel in plot.panels)
     figure = Figure(figsize=(width, height), dpi=PNG_DPI, layout="constrained")
@@ -190,44 +191,48 @@ def _draw(plot: Plot) -> Figure:
             [handles[label] for label in labels],
             labels,
             loc="outside lower center",
-            ncols=_legend_columns(columns, labels),
+            ncols=_num_legend_columns(columns, labels),
             markerscale=3 if plot.kind == "scatter" else 1,
         )
     return figure
 
 
-def _legend_columns(panel_columns: int, labels: Sequence[str]) -> int:
+def _num_legend_columns(num_panel_columns: int, labels: Sequence[str]) -> int:
     """Return how many columns of labels fit below the panels, so that the legend's rows are of nearly equal length."""
-    characters = {1: 66, 2: 90, 3: 120}[panel_columns]
-    most = max(1, min(8, characters // (max(map(len, labels)) + 6)))
-    return math.ceil(len(labels) / math.ceil(len(labels) / most))
+    max_characters = {1: 66, 2: 90, 3: 120}[num_panel_columns]
+    max_columns = max(1, min(8, max_characters // (max(map(len, labels)) + 6)))
+    return math.ceil(len(labels) / math.ceil(len(labels) / max_columns))
 
 
 def _line_styles(plot: Plot) -> dict[str, dict[str, Any]]:
-    """Return matplotlib's colour, marker and line style by label, the same in all panels; `plot.ink` gets black."""
+    """Return the colour, marker and line style of each label as matplotlib's keyword arguments, by label.
+
+    A label has the same style in all panels. The line of `plot.reference_label` is black.
+    """
     drawn = [line.label for panel in plot.panels for line in panel.lines]
     labels = list(dict.fromkeys([*plot.labels, *drawn]))
     if plot.ordered:
         last = max(len(labels) - 1, 1)
-        colours = [SCALE[round(number * (len(SCALE) - 1) / last)] for number in range(len(labels))]
+        colours = [SCALE[round(index * (len(SCALE) - 1) / last)] for index in range(len(labels))]
         return {label: {"color": colour, "marker": "o"} for label, colour in zip(labels, colours, strict=True)}
     styles: dict[str, dict[str, Any]] = {}
-    if plot.ink in labels:
-        labels.remove(plot.ink)
-        styles[plot.ink] = {"color": INK, "marker": "s"}
-    for number, label in enumerate(sorted(labels, key=_trailing_number)):
+    if plot.reference_label in labels:
+        labels.remove(plot.reference_label)
+        styles[plot.reference_label] = {"color": INK, "marker": "s"}
+    for index, label in enumerate(sorted(labels, key=_trailing_number)):
         styles[label] = {
-            "color": _setting_colour(label) or PALETTE[number % len(PALETTE)],
-            "marker": _MARKERS[number % len(_MARKERS)],
-            "linestyle": ("-", "--", ":")[number // len(PALETTE) % 3],
+            "color": _setting_colour(label) or PALETTE[index % len(PALETTE)],
+            "marker": _MARKERS[index % len(_MARKERS)],
+            "linestyle": ("-", "--", ":")[index // len(PALETTE) % 3],
         }
     return styles
 
 
 def _setting_colour(label: str) -> str | None:
-    """Return the colour of `λ = <number>` or `ζ = <number>`, the same in every figure; None for another label.
+    """Return the colour of a label `λ = <number>` or `ζ = <number>`, or None for any other label.
 
-    The scale of lambda diverges from 0: red for negative weights, blue for positive ones. That of zeta is sequential.
+    A value has the same colour in every figure. The colour scale of λ diverges from 0: red for negative weights, blue
+    for positive ones. That of ζ is sequential.
     """
     symbol = label.partition(" = ")[0]
     value = _trailing_number(label)
@@ -242,7 +247,7 @@ def _setting_colour(label: str) -> str | None:
 
 
 def _trailing_number(label: str) -> float:
-    """Return the number at the end of a label, to sort by; infinity without one, so that such labels come last."""
+    """Return the number at the end of a label as a sort key, or infinity, so that labels without one come last."""
     match = re.search(r"-?\d+(\.\d+)?(e-?\d+)?$", label)
     return float(match[0]) if match else math.inf
 
@@ -264,48 +269,48 @@ def _draw_panel(axes: Axes, plot: Plot, panel: Panel, styles: Mapping[str, Mappi
         for line in lines:
             _draw_line(axes, plot.kind, line, dict(styles[line.label]))
     if plot.kind in ("points", "bars"):
-        _mark_points(axes, lines, styles)
-    if panel.level is not None:
-        axes.axhline(panel.level[0], color=RED, linestyle="--", linewidth=1.3, label=panel.level[1])
-    if panel.mark is not None:
-        axes.axvline(panel.mark[0], color=RED, linestyle="--", linewidth=1.3, label=panel.mark[1])
+        _mark_incomplete_and_collapsed_points(axes, lines, styles)
+    if panel.horizontal_line is not None:
+        axes.axhline(panel.horizontal_line[0], color=RED, linestyle="--", linewidth=1.3, label=panel.horizontal_line[1])
+    if panel.vertical_line is not None:
+        axes.axvline(panel.vertical_line[0], color=RED, linestyle="--", linewidth=1.3, label=panel.vertical_line[1])
     axes.set_title(panel.task)
     axes.set_xlabel(plot.x_label)
     axes.set_ylabel(panel.y_label)
     _set_scales(axes, plot, panel)
-    _set_bounds(axes, plot, panel)
+    _set_y_range(axes, plot, panel)
     axes.margins(x=0.06 if plot.kind != "line" else 0.03)
     if not plot.log_y and plot.kind != "ridges":
         axes.ticklabel_format(axis="y", useOffset=False)
 
 
-def _set_bounds(axes: Axes, plot: Plot, panel: Panel) -> None:
-    """Show the whole range of a bounded measure or, if its values span little of it, say so in the axis's label.
+def _set_y_range(axes: Axes, plot: Plot, panel: Panel) -> None:
+    """Show the whole range of a bounded measure or, if its values span little of it, say so in the label of the y axis.
 
-    Measures that start at 0 are cut above only.
+    An axis that shows a part of a range from 0 still begins at 0, unless a value is negative.
     """
-    bounds = panel.bounds or _BOUNDS.get(panel.y_label)
+    bounds = panel.y_bounds or _BOUNDS.get(panel.y_label)
     values = [y for line in panel.lines for y in line.y if math.isfinite(y)]
     if bounds is None or not values:
         return
     low, high = bounds
     margin = 0.03 * (high - low)
-    if max(values) - min(values) >= _WHOLE_RANGE * (high - low):
+    if max(values) - min(values) >= _MIN_SHARE_OF_BOUNDS * (high - low):
         # The values above columns need room below the title.
         top = 3 * margin if plot.kind == "columns" else margin
         axes.set_ylim(min(low, min(values)) - margin, max(high, max(values)) + top)
     else:
         if low == 0 <= min(values):
             axes.set_ylim(bottom=0, top=axes.get_ylim()[1] * 1.03)
-        part = f"(part of {low:g} to {high:g})"
-        is_long = len(panel.y_label) + len(part) > _MAX_Y_LABEL
-        axes.set_ylabel(f"{panel.y_label}{chr(10) if is_long else ' '}{part}")
+        remark = f"(part of {low:g} to {high:g})"
+        is_long = len(panel.y_label) + len(remark) > _MAX_Y_LABEL
+        axes.set_ylabel(f"{panel.y_label}{chr(10) if is_long else ' '}{remark}")
 
 
-def _share_limits(panels: Sequence[Axes], plot: Plot) -> None:
-    """Give all panels the smallest limits that contain those of each."""
-    limits = [(axes.get_xlim(), axes.get_ylim()) for axes in panels]
-    for axes in panels:
+def _share_limits(panel_axes: Sequence[Axes], plot: Plot) -> None:
+    """Give the axes of all panels the smallest x and y limits that contain those of each."""
+    limits = [(axes.get_xlim(), axes.get_ylim()) for axes in panel_axes]
+    for axes in panel_axes:
         axes.set_xlim(min(x[0] for x, _ in limits), max(x[1] for x, _ in limits))
         axes.set_ylim(min(y[0] for _, y in limits), max(y[1] for _, y in limits))
         if plot.kind == "scatter":
@@ -313,16 +318,16 @@ def _share_limits(panels: Sequence[Axes], plot: Plot) -> None:
 
 
 def _draw_heatmap(axes: Axes, plot: Plot, panel: Panel) -> None:
-    """Draw the rows of a panel from the bottom up as coloured cells, with a scale from 0 to 1 beside them."""
+    """Draw the lines of a panel as rows of coloured cells, from the bottom up, with a colour bar from 0 to 1."""
     values = [line.y for line in panel.lines]
     cells = axes.pcolormesh(values, cmap="viridis", vmin=0, vmax=1)
     axes.figure.colorbar(cells, ax=axes, shrink=0.9)
     axes.set_aspect("equal")
     axes.grid(visible=False)
     names = [line.label for line in panel.lines]
-    for axis, labels in ((axes.xaxis, panel.columns), (axes.yaxis, names)):
+    for axis, labels in ((axes.xaxis, panel.column_names), (axes.yaxis, names)):
         step = math.ceil(len(labels) / _MAX_TICKS)
-        axis.set_ticks([number + 0.5 for number in range(0, len(labels), step)], labels[::step])
+        axis.set_ticks([index + 0.5 for index in range(0, len(labels), step)], labels[::step])
     axes.tick_params(axis="x", rotation=90)
     axes.set_title(panel.task)
     axes.set_xlabel(plot.x_label)
@@ -330,32 +335,33 @@ def _draw_heatmap(axes: Axes, plot: Plot, panel: Panel) -> None:
 
 
 def _draw_ranks(axes: Axes, plot: Plot, panel: Panel) -> None:
-    """Draw a critical-difference diagram: ranks on an axis above, from which a line leads to each method's name.
+    """Draw a critical-difference diagram: ranks on an axis on top, from which a line leads to each method's name.
 
-    Between the axis and the first row are the bars that join groups; the scale bar is below the last row.
+    The bars that join ranges are between the axis and the first row; the scale bar is below the last row.
     """
-    count = len(panel.lines)
+    num_methods = len(panel.lines)
     step = 0.4
-    top = 1 - step * (len(panel.groups) + 1)
-    left = 1.0 - 0.06 * max(1, count - 1)
+    top = 1 - step * (len(panel.joined_ranges) + 1)
+    left = 1.0 - 0.06 * max(1, num_methods - 1)
     for line in panel.lines:
-        color = INK if line.label == plot.ink else COLOURS[0]
+        color = INK if line.label == plot.reference_label else COLOURS[0]
         [x], [y] = line.x, line.y
         axes.plot([left, x, x], [y, y, top], color=color, linewidth=1.1)
         axes.plot([x], [y], color=color, marker="o", markersize=5)
-    for number, (low, high) in enumerate(panel.groups):
-        y = top + step * (number + 1)
-        margin = 0.008 * count
+    for index, (low, high) in enumerate(panel.joined_ranges):
+        y = top + step * (index + 1)
+        margin = 0.008 * num_methods
         axes.plot([low - margin, high + margin], [y, y], color=INK, linewidth=4, solid_capstyle="butt")
-    if panel.length is not None:
-        size, name = panel.length
-        axes.errorbar([1 + size / 2], [count + 1], xerr=[size / 2], color=RED, capsize=4, elinewidth=1.6)
-        end = (1 + size, count + 1)
-        axes.annotate(f"{name} {size:.2f}", end, (8, 0), textcoords="offset points", color=RED, va="center")
-    axes.set_xlim(left, max(count, 1 + (panel.length or (0.0, ""))[0]) + 0.06 * max(1, count - 1))
-    axes.set_ylim(count + 1.5, top)
+    if panel.scale_bar is not None:
+        length, name = panel.scale_bar
+        axes.errorbar([1 + length / 2], [num_methods + 1], xerr=[length / 2], color=RED, capsize=4, elinewidth=1.6)
+        end = (1 + length, num_methods + 1)
+        axes.annotate(f"{name} {length:.2f}", end, (8, 0), textcoords="offset points", color=RED, va="center")
+    right = max(num_methods, 1 + (panel.scale_bar or (0.0, ""))[0])
+    axes.set_xlim(left, right + 0.06 * max(1, num_methods - 1))
+    axes.set_ylim(num_methods + 1.5, top)
     axes.set_yticks([line.y[0] for line in panel.lines], [line.label for line in panel.lines])
-    axes.set_xticks(range(1, count + 1))
+    axes.set_xticks(range(1, num_methods + 1))
     axes.xaxis.tick_top()
     axes.xaxis.set_label_position("top")
     axes.set_xlabel(plot.x_label)
@@ -367,25 +373,27 @@ def _draw_ranks(axes: Axes, plot: Plot, panel: Panel) -> None:
 
 
 def _draw_ridges(axes: Axes, lines: Sequence[Line], styles: Mapping[str, Mapping[str, Any]]) -> None:
-    """Draw each line as a filled curve in its row, and name the rows on the y axis."""
-    bases = range(len(lines) - 1, -1, -1)
-    for line, base, ys in zip(lines, bases, ridges([line.y for line in lines]), strict=True):
+    """Draw each line as a filled curve in its own row, and name the rows on the y axis."""
+    baselines = range(len(lines) - 1, -1, -1)
+    for line, baseline, ys in zip(lines, baselines, stack_ridges([line.y for line in lines]), strict=True):
         color = styles[line.label]["color"]
-        axes.fill_between(line.x, ys, base, color=color, alpha=0.25, linewidth=0)
+        axes.fill_between(line.x, ys, baseline, color=color, alpha=0.25, linewidth=0)
         axes.plot(line.x, ys, color=color, linewidth=1.2)
-    axes.set_yticks(bases, [line.label for line in lines])
+    axes.set_yticks(baselines, [line.label for line in lines])
     axes.set_ylim(-0.05, len(lines))
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
 
 
-def _mark_points(axes: Axes, lines: Sequence[Line], styles: Mapping[str, Mapping[str, Any]]) -> None:
+def _mark_incomplete_and_collapsed_points(
+    axes: Axes, lines: Sequence[Line], styles: Mapping[str, Mapping[str, Any]]
+) -> None:
     """Draw a hollow marker where another point has more seeds, and a cross where all runs have collapsed."""
-    most = max((count for line in lines for count in line.counts), default=0)
+    max_seeds = max((count for line in lines for count in line.num_seeds), default=0)
     for line in lines:
         style = {**styles[line.label], "linestyle": "", "zorder": 4}
-        for x, y, count in zip(line.x, line.y, line.counts, strict=False):
-            if count < most:
+        for x, y, count in zip(line.x, line.y, line.num_seeds, strict=False):
+            if count < max_seeds:
                 axes.plot([x], [y], **{**style, "markerfacecolor": PAPER})
         for x, y, is_collapsed in zip(line.x, line.y, line.collapsed, strict=False):
             if is_collapsed:
@@ -393,7 +401,7 @@ def _mark_points(axes: Axes, lines: Sequence[Line], styles: Mapping[str, Mapping
 
 
 def _set_scales(axes: Axes, plot: Plot, panel: Panel) -> None:
-    """Set the scales of both axes and the positions and labels of the ticks."""
+    """Set linear or logarithmic scales for both axes, and the positions and labels of the ticks."""
     xs = sorted({x for line in panel.lines for x in line.x if math.isfinite(x)})
     if plot.log_y:
         axes.set_yscale("log")
@@ -420,8 +428,8 @@ def _set_scales(axes: Axes, plot: Plot, panel: Panel) -> None:
 
 
 def _label_decades(axis: Axis, max_decades: int) -> None:
-    """Label powers of ten with plain numbers, and the ticks between them on axes of at most `max_decades` decades."""
-    # matplotlib's default labels need the mathematical notation that is switched off above.
+    """Label powers of ten with plain numbers; on an axis of at most `max_decades` decades, also the ticks between."""
+    # matplotlib's default labels need the mathematical notation that `_STYLE` switches off.
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(_MinorFormatter(minor_thresholds=(max_decades, 0.5)))
 
@@ -430,11 +438,12 @@ class _MinorFormatter(LogFormatter):
     """Labels the minor ticks that LogFormatter chooses, with plain numbers."""
 
     def __call__(self, x: float, pos: int | None = None) -> str:
+        """Return the label of a tick; empty if LogFormatter would not label it."""
         return f"{x:g}" if super().__call__(x, pos) else ""
 
 
 def _draw_line(axes: Axes, kind: str, line: Line, style: dict[str, Any]) -> None:
-    """Draw a line of a panel in the style of matplotlib's keyword arguments; see `Plot` for the kinds."""
+    """Draw a line of a panel; `kind` is that of its `Plot`, and `style` has matplotlib's keyword arguments."""
     if kind == "line":
         has_markers = len(line.x) <= _MAX_MARKERS
         style = {"linestyle": "-", **style, "marker": style["marker"] if has_markers else ""}
@@ -461,8 +470,9 @@ def _draw_line(axes: Axes, kind: str, line: Line, style: dict[str, Any]) -> None
 
 
 def _draw_columns(axes: Axes, lines: Sequence[Line], styles: Mapping[str, Mapping[str, Any]]) -> None:
+    """Draw the lines as groups of bars: at each x, the bars of all lines are side by side, with their values on top."""
     width = 0.8 / len(lines)
-    for number, line in enumerate(lines):
-        centers = [x + (number - (len(lines) - 1) / 2) * width for x in line.x]
+    for index, line in enumerate(lines):
+        centers = [x + (index - (len(lines) - 1) / 2) * width for x in line.x]
         bars = axes.bar(centers, line.y, 0.92 * width, label=line.label, color=styles[line.label]["color"])
         axes.bar_label(bars, fmt="{:.3g}", fontsize=8, padding=2)

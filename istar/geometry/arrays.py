@@ -14,8 +14,8 @@ MAX_ROWS = 2_000
 """Most rows of a matrix in a projection."""
 
 
-def round_all(values: Iterable[float], digits: int = 8) -> list[float]:
-    """Round to significant digits. float32 has no more than eight, and all digits would double the size of a file."""
+def round_digits(values: Iterable[float], digits: int = 8) -> list[float]:
+    """Round numbers to significant digits, for smaller files. The default keeps all digits of float32."""
     return [float(f"{value:.{digits}g}") for value in values]
 
 
@@ -28,14 +28,14 @@ def summarize_rows(matrix: Tensor, counts: Tensor | None = None) -> dict[str, An
         counts: number of occurrences of each row's token in the texts, `(n,)`; None if unknown.
 
     Returns:
-        The histogram `norms`, and the projected rows' `ids`, `counts` if known, and coordinates by axis, `raw` and
-        `centered`.
+        A dictionary with the histogram `norms`, the `ids` of the projected rows, their `counts` if known, and their
+        coordinates by axis, `raw` and `centered`.
     """
     norms = torch.cat([row_norms(block) for block in upcast_blocks(matrix)])
     frequencies, edges = np.histogram(norms.cpu().numpy(), bins=40)
     ids = torch.linspace(0, len(matrix) - 1, min(MAX_ROWS, len(matrix)), dtype=torch.float64).round().long()
     summary: dict[str, Any] = {
-        "norms": {"edges": round_all(edges), "counts": frequencies.tolist()},
+        "norms": {"edges": round_digits(edges), "counts": frequencies.tolist()},
         "ids": ids.tolist(),
     }
     if counts is not None and len(counts) >= len(matrix):
@@ -43,39 +43,41 @@ def summarize_rows(matrix: Tensor, counts: Tensor | None = None) -> dict[str, An
     mean = torch.stack([block.sum(0) for block in upcast_blocks(matrix)]).sum(0) / len(matrix)
     rows = matrix[ids.to(matrix.device)].to(mean)
     for form, origin in (("raw", torch.zeros_like(mean)), ("centered", mean)):
-        coordinates = (rows - origin) @ _principal_axes(matrix, origin)
-        summary[form] = [round_all(column, 4) for column in coordinates.T.tolist()]
+        coordinates = (rows - origin) @ _first_singular_vectors(matrix, origin)
+        summary[form] = [round_digits(column, 4) for column in coordinates.T.tolist()]
     return summary
 
 
-def _principal_axes(matrix: Tensor, origin: Tensor) -> Tensor:
-    """Return the first two right singular vectors `(d, 2)` of the rows minus the origin."""
+def _first_singular_vectors(matrix: Tensor, origin: Tensor) -> Tensor:
+    """Return the first two right singular vectors `(d, 2)` of the rows of a matrix minus the origin."""
     scatter: Any = sum((block - origin).T @ (block - origin) for block in upcast_blocks(matrix))
     axes = torch.linalg.eigh(scatter)[1][:, [-1, -2][: len(scatter)]]
     # The sign of an eigenvector is arbitrary. It is fixed by making the largest coordinate positive.
     return axes * axes.gather(0, axes.abs().argmax(0, keepdim=True)).sign()
 
 
-def norm_histogram(layer: Layer) -> dict[str, list[float]]:
-    """Return `edges` and `counts` of the histogram of a layer's norms, without the empty bins at either end.
+def trim_norm_histogram(layer: Layer) -> dict[str, list[float]]:
+    """Return the histogram of a layer's norms without the empty bins at either end.
 
-    `outside` are the numbers of norms below and above the layer's histogram.
+    Returns:
+        The `edges` and `counts` of the bins, and `outside`: the numbers of norms below and above the layer's histogram.
     """
     norms = layer.norms.compute()
-    used = np.flatnonzero(norms.histogram)
-    low, high = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 0)
+    nonempty = np.flatnonzero(norms.histogram)
+    first, end = (int(nonempty[0]), int(nonempty[-1]) + 1) if len(nonempty) else (0, 0)
     return {
-        "edges": round_all(norms.edges[low : high + 1]),
-        "counts": list(norms.histogram[low:high]),
+        "edges": round_digits(norms.edges[first : end + 1]),
+        "counts": list(norms.histogram[first:end]),
         "outside": [norms.below, norms.above],
     }
 
 
-def extreme_dimensions(layer: Layer) -> list[dict[str, float]]:
-    """Describe the three dimensions whose means are the farthest from zero, the farthest first.
+def find_extreme_dimensions(layer: Layer) -> list[dict[str, float]]:
+    """Return the three dimensions of a layer whose means are the farthest from zero, the farthest first.
 
-    `mean_by_typical_deviation` is the mean divided by the median deviation of all dimensions, and `variance_share` the
-    share of the summed variance.
+    Returns:
+        For each, its index `dimension`, its `mean`, its standard `deviation`, `mean_by_typical_deviation` (the mean
+        divided by the median deviation of all dimensions) and `variance_share` (its share of the summed variance).
     """
     mean, deviation = layer.dimensions.mean, layer.dimensions.deviation()
     mean_by_typical_deviation = mean / deviation.quantile(0.5)

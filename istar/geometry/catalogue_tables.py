@@ -11,7 +11,7 @@ _SUBJECTS: dict[Subject, str] = {
     "matrices": "embedding matrices",
     "final_norm": "final normalization",
 }
-"""Titles of the tables."""
+"""Titles of the tables, by what their measures describe."""
 _COLUMNS = {
     "name": "name",
     "formula": "what it is",
@@ -20,12 +20,12 @@ _COLUMNS = {
     "cost": "cost",
     "blind_to": "blind to",
 }
-"""Columns of the tables, with their headers."""
+"""Headers of the columns, by column of the catalogue."""
 
 
-def tables() -> list[Table]:
-    """Return a table of the measures of each subject, with a row for each measure."""
-    result = []
+def make_tables() -> list[Table]:
+    """Return the terminal tables of all measures: one for each subject, with a row for each measure."""
+    tables = []
     for subject, title in _SUBJECTS.items():
         table = Table(title=title, title_justify="left", show_lines=True)
         for header in _COLUMNS.values():
@@ -33,5 +33,5 @@ def tables() -> list[Table]:
         for row in catalogue_rows(subject, list(_COLUMNS)):
             # Text, because rich would read an interval such as [0, 1] as markup.
             table.add_row(*map(Text, row.values()))
-        result.append(table)
-    return result
+        tables.append(table)
+    return tables

@@ -13,15 +13,23 @@ import pandas as pd
 from istar.figures.plot import Line, Panel, Plot
 from istar.geometry import compare, model_differences
 from istar.geometry.compare import MeasuredModel
-from istar.geometry.intervals import half_width
-from istar.geometry.model_figures import FORMS, NAMES, bounds_of, column_header, measure_line, panel, tap_name
+from istar.geometry.intervals import interval_half_width
+from istar.geometry.model_figures import (
+    FORM_TITLES,
+    MEASURE_TITLES,
+    column_header,
+    format_tap_name,
+    make_measure_line,
+    make_panel,
+    measure_bounds,
+)
 from istar.geometry.similarity import Similarity
 from istar.pages import folder
-from istar.pages.folder import Kind
+from istar.pages.folder import PageKind
 from istar.pages.page import Page, Section
 from istar.pages.sheets import Entry, Sheet, number_entry
 
-KIND = Kind("comparison", "istar compare", (compare.TABLE_FILE,))
+KIND = PageKind("comparison", "istar compare", (compare.TABLE_FILE,))
 _LAYER_PLOTS = {
     "isotropy": (
         "Isotropy by depth",
@@ -110,7 +118,7 @@ def check_output_folder(out: Path) -> None:
     Raises:
         UserError: if the folder holds anything but an earlier comparison of models.
     """
-    folder.refuse_foreign(out, KIND)
+    folder.check_replaceable(out, KIND)
 
 
 def write_page(
@@ -127,11 +135,11 @@ def write_page(
     Raises:
         UserError: if the folder holds anything but an earlier comparison, or cannot be written.
     """
-    folder.refuse_foreign(out, KIND)
+    folder.check_replaceable(out, KIND)
     tables = [_make_model_table(models), _make_layer_table(models), _make_difference_table(models)]
     tables += [_make_similarity_table(similarities)] if similarities else []
     sheets = {sheet.name: sheet for sheet in tables}
-    contents = folder.files(_make_page(models, similarities, sheets, command), sheets)
+    contents = folder.page_files(_make_page(models, similarities, sheets, command), sheets)
     contents[compare.TABLE_FILE] = compare.make_layer_table(models).to_csv(index=False).encode()
     folder.replace_folder(out, contents, KIND)
     return out / folder.INDEX
@@ -145,7 +153,7 @@ def _make_page(
         Section(
             "reading", "How to read this", (*_READING_NOTES, _INTERVAL_NOTE, *compare.describe_differences(models))
         ),
-        Section("table-models", sheets["models"].title, (), sheets["models"], wide=True),
+        Section("table-models", sheets["models"].title, (), sheets["models"], is_wide=True),
     ]
     error_methods = _describe_error_methods(models)
     for plot in (_make_difference_plot(models), *make_plots(models), make_similarity_plot(similarities)):
@@ -153,8 +161,10 @@ def _make_page(
         text = [plot.caption]
         if plot.name == "differences":
             text, empty = ([plot.caption, *error_methods], "") if plot.panels else ([], " ".join(error_methods))
-        sections.append(Section(plot.name, plot.title, text, sheets.get(plot.name), folder.draw(plot), empty))
-    sections.append(Section("table-layers", sheets["layers"].title, (), sheets["layers"], wide=True))
+        sections.append(
+            Section(plot.name, plot.title, text, sheets.get(plot.name), folder.render_pictures(plot), empty)
+        )
+    sections.append(Section("table-layers", sheets["layers"].title, (), sheets["layers"], is_wide=True))
     if command:
         sections.append(Section("reproduce", "This page", ("This page and its files:",), commands=[command]))
     labels = [model.label for model in models]
@@ -189,7 +199,7 @@ def _with_model_colours(plot: Plot, models: Sequence[MeasuredModel]) -> Plot:
 
     No model is drawn in black, because black stands for runs without a penalty.
     """
-    return replace(plot, labels=tuple(model.label for model in models), ink="")
+    return replace(plot, labels=tuple(model.label for model in models), reference_label="")
 
 
 def _make_layer_plot(models: Sequence[MeasuredModel], name: str) -> Plot:
@@ -203,12 +213,12 @@ def _make_layer_plot(models: Sequence[MeasuredModel], name: str) -> Plot:
         lines = []
         for model in models:
             depths, num_groups = model.relative_depths, model.num_groups
-            lines.append(measure_line(model.label, depths, model.layer_measures, measure, num_groups))
+            lines.append(make_measure_line(model.label, depths, model.layer_measures, measure, num_groups))
             if (final := model.final_norm_measures) is not None:
-                lines.append(measure_line(model.label, (_FINAL_NORM_POSITION,), [final], measure, num_groups))
+                lines.append(make_measure_line(model.label, (_FINAL_NORM_POSITION,), [final], measure, num_groups))
         if lines := [line for line in lines if any(map(math.isfinite, line.y))]:
-            bounds = bounds_of(measure, [model.measurements for model in models])
-            panels.append(panel(NAMES[measure], lines, bounds=bounds))
+            y_bounds = measure_bounds(measure, [model.measurements for model in models])
+            panels.append(make_panel(MEASURE_TITLES[measure], lines, y_bounds=y_bounds))
     ticks = {0.0: "0", 0.25: "0.25", 0.5: "0.5", 0.75: "0.75", 1.0: "1", _FINAL_NORM_POSITION: "final\nnorm"}
     has_final_norm = any(model.final_norm_measures is not None for model in models)
     tick_names = ticks if has_final_norm else {}
@@ -244,7 +254,11 @@ def _make_difference_plot(models: Sequence[MeasuredModel]) -> Plot:
             if row := difference_by_key.get((other.label, measure)):
                 half_length = (row["high"] - row["low"]) / 2
                 lines.append(Line(other.label, (float(position),), (row["difference"],), y_error=(half_length,)))
-        panels.append(replace(panel(f"difference of {NAMES[measure]}", lines), level=(0.0, "no difference")))
+        panels.append(
+            replace(
+                make_panel(f"difference of {MEASURE_TITLES[measure]}", lines), horizontal_line=(0.0, "no difference")
+            )
+        )
     title, caption = _DIFFERENCE_TEXTS
     tick_names = {float(position): "" for position in range(len(models))}
     plot = Plot("differences", title, caption, "points", "", tuple(panels), x_names=tick_names)
@@ -260,7 +274,7 @@ def _make_difference_table(models: Sequence[MeasuredModel]) -> Sheet:
     groups: dict[str, list[list[Entry]]] = {}
     for row in filter(itemgetter("is_last"), rows):
         numbers = [row[name] for name in ("value", "value_of_first", "difference", "low", "high")]
-        entries = [Entry(NAMES[row["measure"]]), *map(number_entry, numbers), Entry(row["method"])]
+        entries = [Entry(MEASURE_TITLES[row["measure"]]), *map(number_entry, numbers), Entry(row["method"])]
         groups.setdefault(row["model"], []).append(entries)
     title, _ = _DIFFERENCE_TEXTS
     return Sheet(
@@ -289,7 +303,7 @@ def _make_spectrum_plot(models: Sequence[MeasuredModel]) -> Plot:
             if positive:
                 lines.append(Line(model.label, tuple(map(float, range(1, len(positive) + 1))), tuple(positive)))
         if lines:
-            panels.append(panel("root mean square", lines, FORMS[form]))
+            panels.append(make_panel("root mean square", lines, FORM_TITLES[form]))
     return Plot(
         "spectra",
         "Spectra of the last layer",
@@ -323,7 +337,7 @@ def _make_norm_distribution_plot(models: Sequence[MeasuredModel]) -> Plot:
         "Percentage of the tokens whose state in the last layer has at most this norm.",
         "line",
         "norm",
-        (panel("tokens, percent", lines),) if lines else (),
+        (make_panel("tokens, percent", lines),) if lines else (),
         log_x=True,
     )
 
@@ -344,7 +358,7 @@ def _make_partition_plot(models: Sequence[MeasuredModel]) -> Plot:
                 values = tuple(measures[f"partition_isotropy_{signs}"] for measures in measures_by_form.values())
                 lines.append(Line(model.label, tuple(map(float, range(len(values)))), values))
         if lines:
-            panels.append(panel(f"I(W), {sign_title}", lines, f"{matrix} embeddings"))
+            panels.append(make_panel(f"I(W), {sign_title}", lines, f"{matrix} embeddings"))
     return Plot(
         "partition",
         "I(W) of the embedding matrices",
@@ -355,7 +369,7 @@ def _make_partition_plot(models: Sequence[MeasuredModel]) -> Plot:
         "columns",
         "",
         tuple(panels),
-        x_names={float(position): form for position, form in enumerate(FORMS.values())},
+        x_names={float(position): form for position, form in enumerate(FORM_TITLES.values())},
     )
 
 
@@ -373,7 +387,7 @@ def _make_final_norm_plot(models: Sequence[MeasuredModel]) -> Plot:
         "width. Models without such a normalization, such as BERT, have no bars.",
         "columns",
         "",
-        (panel("norm", lines),) if lines else (),
+        (make_panel("norm", lines),) if lines else (),
         x_names={0.0: "gain", 1.0: "bias"},
     )
 
@@ -383,9 +397,11 @@ def make_similarity_plot(similarities: Sequence[Similarity]) -> Plot:
     panels = []
     for pair in similarities:
         rows = zip(pair.first_taps, pair.values, strict=True)
-        lines = [Line(tap_name(tap), tuple(map(float, range(len(values)))), values) for tap, values in rows]
-        columns = tuple(map(tap_name, pair.second_taps))
-        panels.append(Panel("", f"{pair.second} (columns)", tuple(lines), "", f"{pair.first} (rows)", columns=columns))
+        lines = [Line(format_tap_name(tap), tuple(map(float, range(len(values)))), values) for tap, values in rows]
+        column_names = tuple(map(format_tap_name, pair.second_taps))
+        panels.append(
+            Panel("", f"{pair.second} (columns)", tuple(lines), "", f"{pair.first} (rows)", column_names=column_names)
+        )
     documents = f"{similarities[0].documents:,}" if similarities else "some"
     return Plot(
         "similarity",
@@ -442,7 +458,7 @@ def _make_model_table(models: Sequence[MeasuredModel]) -> Sheet:
         "Measures of each model's last layer over all its texts; I(W), with both signs of the eigenvectors, and norm "
         "ratio of the embedding matrix nearest to the prediction; norms of the final normalization's gain and bias. A "
         "dash marks what a model does not have.",
-        tuple(_MODEL_HEADERS.get(name, NAMES.get(name, name)) for name in map(str, shown)),
+        tuple(_MODEL_HEADERS.get(name, MEASURE_TITLES.get(name, name)) for name in map(str, shown)),
         {"": [[_make_cell(value) for value in row] for row in shown.itertuples(index=False)]},
         summary,
     )
@@ -454,12 +470,15 @@ _LAYER_COLUMNS = ("layer", "relative_depth", "tokens")
 def _make_layer_table(models: Sequence[MeasuredModel]) -> Sheet:
     """Return the table of all layers, with a row for each layer of each model."""
     frame = compare.make_layer_table(models)
-    measures = [name for name in NAMES if name in frame]
+    measures = [name for name in MEASURE_TITLES if name in frame]
     groups = {
         model.label: [
             [
                 *(_make_cell(row[column]) for column in _LAYER_COLUMNS),
-                *(number_entry(row.get(name, math.nan), half_width(row, name, model.num_groups)) for name in measures),
+                *(
+                    number_entry(row.get(name, math.nan), interval_half_width(row, name, model.num_groups))
+                    for name in measures
+                ),
             ]
             for row in compare.make_layer_rows([model])
         ]

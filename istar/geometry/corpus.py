@@ -1,4 +1,4 @@
-"""Texts to measure on, and the division of their documents into blocks of tokens."""
+"""Texts to measure a model on, and the division of their documents into blocks of tokens."""
 
 import re
 from collections import deque
@@ -17,10 +17,10 @@ from istar.tasks.tokenizing import chunks, find_separator_id, special_tokens, to
 
 COMBINED = "combined"
 """Name of the results over several sources together."""
-WINDOW = 4_096
+WINDOW_SIZE = 4_096
 """Number of blocks that are read ahead and sorted by length."""
-RUN = 4
-"""Number of consecutive blocks of packed documents that belong to the same group; see `Pass.groups` in `stream`."""
+RUN_LENGTH = 4
+"""Number of consecutive blocks of packed documents that count as one document; see `Pass.groups` in `stream`."""
 
 T = TypeVar("T")
 _SENTENCE_END = re.compile(r"""[.!?…]["'”’)\]]*\s+(?=["'“‘(\[]*[^\W_a-z])|[。！？]|\n""")  # noqa: RUF001
@@ -36,17 +36,17 @@ class Source:
     path: Path
 
 
-def sources(texts: Sequence[str]) -> list[Source]:
+def parse_sources(texts: Sequence[str]) -> list[Source]:
     """Parse the values of `--text`: `name=path`, or `path`, whose stem is then the name.
 
     Raises:
-        UserError: if a path is missing, or two sources have the same name.
+        UserError: if a path does not exist, two sources have the same name, or one of several is named `combined`.
     """
     parsed = []
     for text in texts:
-        name, is_named, value = text.partition("=")
+        name, equals_sign, value = text.partition("=")
         # A file whose own name contains "=" is taken as a path.
-        path = Path(value if is_named and not Path(text).exists() else text)
+        path = Path(value if equals_sign and not Path(text).exists() else text)
         if not path.exists():
             raise UserError(f"--text {text}: there is no {path}; expected a file or folder of text, or name=<path>")
         parsed.append(Source(name if path != Path(text) else path.stem, path))
@@ -63,26 +63,26 @@ def sources(texts: Sequence[str]) -> list[Source]:
 class Reading:
     """How much of a text has been read, and how long it has taken."""
 
-    documents: int = 0  # documents that were begun; a limit of tokens may end the pass within the last one
+    documents: int = 0  # documents, including the last one, within which a limit of tokens may end the pass
     characters: int = 0  # characters of these documents
-    sentences: int = 0  # their sentences, see `count_sentences`
-    bytes: int = 0  # their bytes in UTF-8, without what stands around them in the file, such as line ends
+    sentences: int = 0  # sentences of these documents, see `count_sentences`
+    bytes: int = 0  # bytes of these documents in UTF-8, without what separates them in the file, such as line ends
     tokens: int = 0  # tokens that the statistics include
     seconds: float = 0.0  # time from the first block to the last one
     forward_seconds: float = 0.0  # time of the model's forward passes alone, summed over all processes
 
     def add(self, other: "Reading") -> None:
-        """Add what has been read of another text."""
+        """Add the counts and times of another text."""
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
 
 
 def count_sentences(text: str) -> int:
-    """Return the number of sentences in a text by a rule of thumb that needs no model of the language.
+    """Estimate the number of sentences in a text by a simple rule that needs no language model.
 
     A sentence ends at a line break, at the end marks of Chinese and Japanese, or at one of . ! ? … if white space
-    follows and then anything but a small letter of a to z. Parts without a letter or a digit do not count. An
-    abbreviation before a name, as in "Dr. Smith", counts as an end.
+    follows and then anything but a lowercase letter from a to z. Parts without a letter or a digit do not count. An
+    abbreviation before a name, as in "Dr. Smith", counts as the end of a sentence.
     """
     return sum(1 for part in _SENTENCE_END.split(text) if any(map(str.isalnum, part)))
 
@@ -92,8 +92,8 @@ class Block(NamedTuple):
 
     tokens: list[int]
     is_special: list[bool]  # whether a token was added to the text: a special token of the tokenizer, or a separator
-    run: int = 0  # number of the document in the text; of packed documents, number of the run of `RUN` blocks
-    piece: int = 0  # number of the piece within its document, from 0; of packed documents always 0
+    document_index: int = 0  # index of the document; for packed documents, index of the run of `RUN_LENGTH` blocks
+    piece_index: int = 0  # index of the block within its document; always 0 for packed documents
 
     @property
     def num_text_tokens(self) -> int:
@@ -102,7 +102,7 @@ class Block(NamedTuple):
 
 
 class Blocks:
-    """Divides documents into blocks of at most `length` tokens, including special tokens.
+    """Divides documents into blocks of at most `length` tokens, including special tokens, when called on texts.
 
     Each block starts and ends with the special tokens that the tokenizer adds to a text.
 
@@ -121,8 +121,8 @@ class Blocks:
             raise UserError(f"documents is {documents!r}; expected one of {', '.join(get_args(Documents))}")
         self._tokenizer, self._documents = tokenizer, documents
         self._prefix, self._suffix = special_tokens(tokenizer)
-        self._room = length - len(self._prefix) - len(self._suffix)
-        if self._room < 1:
+        self._text_length = length - len(self._prefix) - len(self._suffix)
+        if self._text_length < 1:
             raise UserError(
                 f"a block of {length} tokens has no room for text beside the special tokens; choose a greater length"
             )
@@ -130,67 +130,73 @@ class Blocks:
         self._separator = [] if end is None else [end]
 
     def __call__(self, texts: Iterable[str], reading: Reading | None = None) -> Iterator[Block]:
-        """Yield the blocks of the documents in their order, and count the documents that they are from in `reading`."""
-        documents = self._tokenized(texts, Reading() if reading is None else reading)
+        """Yield the blocks of the documents in their order, and count the documents that were read in `reading`."""
+        documents = self._tokenize_documents(texts, Reading() if reading is None else reading)
         pieces = self._pack(documents) if self._documents == "packed" else self._cut(documents)
-        before, after = [True] * len(self._prefix), [True] * len(self._suffix)
-        for tokens, is_special, run, number in pieces:
-            yield Block([*self._prefix, *tokens, *self._suffix], [*before, *is_special, *after], run, number)
+        prefix_mask, suffix_mask = [True] * len(self._prefix), [True] * len(self._suffix)
+        for tokens, is_special, document_index, piece_index in pieces:
+            yield Block(
+                [*self._prefix, *tokens, *self._suffix],
+                [*prefix_mask, *is_special, *suffix_mask],
+                document_index,
+                piece_index,
+            )
 
-    def _tokenized(self, texts: Iterable[str], reading: Reading) -> Iterator[Block]:
-        """Yield the tokens of each document, and count the document."""
+    def _tokenize_documents(self, texts: Iterable[str], reading: Reading) -> Iterator[Block]:
+        """Yield the tokens of each whole document, and count the document in `reading` when it is yielded."""
         # The tokenizer reads ahead.
         sizes: deque[tuple[int, int, int]] = deque()
 
-        def measured() -> Iterator[str]:
+        def record_sizes() -> Iterator[str]:
+            """Yield the texts, and append the sizes of each to `sizes`."""
             for text in texts:
                 sizes.append((len(text), count_sentences(text), len(text.encode())))
                 yield text
 
-        for number, ids in enumerate(tokenize(measured(), self._tokenizer)):
-            characters, sentences, size = sizes.popleft()
+        for index, ids in enumerate(tokenize(record_sizes(), self._tokenizer)):
+            num_characters, num_sentences, num_bytes = sizes.popleft()
             reading.documents += 1
-            reading.characters += characters
-            reading.sentences += sentences
-            reading.bytes += size
-            yield Block(ids, [False] * len(ids), number)
+            reading.characters += num_characters
+            reading.sentences += num_sentences
+            reading.bytes += num_bytes
+            yield Block(ids, [False] * len(ids), index)
 
     def _cut(self, documents: Iterable[Block]) -> Iterator[Block]:
-        """Cut each document by itself."""
-        for tokens, is_special, run, _ in documents:
-            for number, start in enumerate(range(0, len(tokens), self._room)):
-                piece = slice(start, start + self._room)
-                yield Block(tokens[piece], is_special[piece], run, number)
+        """Cut each document into pieces that fit into a block."""
+        for tokens, is_special, document_index, _ in documents:
+            for piece_index, start in enumerate(range(0, len(tokens), self._text_length)):
+                piece = slice(start, start + self._text_length)
+                yield Block(tokens[piece], is_special[piece], document_index, piece_index)
 
     def _pack(self, documents: Iterable[Block]) -> Iterator[Block]:
-        """Number the runs of the joined documents' blocks."""
-        for number, (tokens, is_special, *_) in enumerate(self._join(documents)):
-            yield Block(tokens, is_special, number // RUN)
+        """Join the documents, cut the result into pieces, and number the runs of `RUN_LENGTH` pieces."""
+        for index, (tokens, is_special, *_) in enumerate(self._join(documents)):
+            yield Block(tokens, is_special, index // RUN_LENGTH)
 
     def _join(self, documents: Iterable[Block]) -> Iterator[Block]:
-        """Join the documents with separators, and cut the result."""
+        """Join the documents with separators, and cut the result into pieces, all of them full except the last."""
         rest = Block([], [])
         for tokens, is_special, *_ in documents:
             rest.tokens.extend([*tokens, *self._separator])
             rest.is_special.extend([*is_special, *[True] * len(self._separator)])
-            whole = len(rest.tokens) // self._room * self._room
-            yield from self._cut([Block(rest.tokens[:whole], rest.is_special[:whole])])
-            del rest.tokens[:whole], rest.is_special[:whole]
+            full = len(rest.tokens) // self._text_length * self._text_length
+            yield from self._cut([Block(rest.tokens[:full], rest.is_special[:full])])
+            del rest.tokens[:full], rest.is_special[:full]
         yield from self._cut([rest])
 
 
-def longest_first(blocks: Iterable[T], length: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yield windows of `WINDOW` blocks, each sorted by length, so that batches need little padding.
+def sorted_windows(blocks: Iterable[T], block_length: Callable[[T], int]) -> Iterator[list[T]]:
+    """Yield windows of `WINDOW_SIZE` blocks, each sorted by length, so that batches need little padding.
 
     The longest blocks come first in a window; blocks of equal length keep their order.
     """
-    for window in chunks(blocks, WINDOW):
-        yield sorted(window, key=length, reverse=True)
+    for window in chunks(blocks, WINDOW_SIZE):
+        yield sorted(window, key=block_length, reverse=True)
 
 
-def batch(blocks: Sequence[Sequence[int]], pad: int) -> dict[str, Tensor]:
-    """Pad blocks to the longest; returns `input_ids` and `attention_mask`, `(blocks, tokens)`."""
+def pad_batch(blocks: Sequence[Sequence[int]], pad_id: int) -> dict[str, Tensor]:
+    """Pad the token ids of blocks to the longest, and return `input_ids` and `attention_mask`, `(blocks, tokens)`."""
     rows = [torch.tensor(block) for block in blocks]
-    ids = pad_sequence(rows, batch_first=True, padding_value=pad)
+    ids = pad_sequence(rows, batch_first=True, padding_value=pad_id)
     mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
     return {"input_ids": ids, "attention_mask": mask}

@@ -26,8 +26,8 @@ def write_tables(results: CorrelationResults, table: Sheet, out: Path) -> list[P
     """Write all correlations and the shown table as `correlation.csv`, `table.csv` and `table.md`; return the paths."""
     text_by_name = {
         "correlation.csv": pd.DataFrame(results.rows).to_csv(index=False),
-        "table.csv": sheets.csv(table),
-        "table.md": sheets.markdown(table),
+        "table.csv": sheets.to_csv(table),
+        "table.md": sheets.to_markdown(table),
     }
     for name, text in text_by_name.items():
         write_text(out / name, text)
@@ -196,7 +196,7 @@ def _make_caption(selection: Selection) -> str:
 def make_terminal_tables(sheet: Sheet) -> list[Table]:
     """Return a table of correlations for the terminal for each model, without the notes."""
     tables = []
-    for model, rows in sheet.groups.items():
+    for model, rows in sheet.rows_by_group.items():
         table = Table(title=f"{model or sheet.title}: {sheet.caption}", title_justify="left")
         for header in ("task", "measure"):
             table.add_column(header, overflow="fold")

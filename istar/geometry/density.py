@@ -5,12 +5,12 @@ import scipy.stats
 
 from istar.geometry.constant import is_constant
 
-POINTS = 200
+NUM_POINTS = 200
 """Number of points at which a density is computed."""
 
 
-def density(values: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    r"""Estimate the density of numbers of at least 0 by Gaussian kernels.
+def estimate_density(values: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+    r"""Estimate the density of nonnegative numbers by Gaussian kernels.
 
     .. math:: \hat f(x) = \frac{1}{n h} \sum_i \varphi\left(\frac{x - v_i}{h}\right), \quad h = s n^{-1/5},
 
@@ -20,13 +20,13 @@ def density(values: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
         values: `(n,)`, for example norms.
 
     Returns:
-        `POINTS` evenly spaced positions from three bandwidths below the smallest value, but not below 0, to three above
-        the largest, and the density at each, per unit of the values; None if all values are equal, or there are fewer
-        than 2, because such a sample has no bandwidth.
+        `NUM_POINTS` evenly spaced positions from three bandwidths below the smallest value, but not below 0, to three
+        above the largest, and the density at each, per unit of the values. None if all values are equal, or there are
+        fewer than 2, because such a sample has no bandwidth.
     """
     if len(values) < 2 or is_constant(values):
         return None
     kernel = scipy.stats.gaussian_kde(values)
     margin = 3 * float(np.sqrt(kernel.covariance[0, 0]))
-    positions = np.linspace(max(0.0, values.min() - margin), values.max() + margin, POINTS)
+    positions = np.linspace(max(0.0, values.min() - margin), values.max() + margin, NUM_POINTS)
     return positions, kernel(positions)

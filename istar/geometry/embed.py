@@ -24,8 +24,8 @@ from istar.errors import UserError, shorten
 from istar.files import atomic_write, write_text
 from istar.geometry import wordsim
 from istar.geometry.corpus import Source
-from istar.geometry.matrix import Matrix, Which, read_matrix
-from istar.geometry.measure import matrix_measures, number_table
+from istar.geometry.matrix import Matrix, Side, read_matrix
+from istar.geometry.measure import measure_matrix, number_table
 from istar.geometry.same_model import ModelName, refuse_other_model
 from istar.measures import all_but_the_top, centered, scaled_centered
 from istar.measures.rows import unit_vectors, upcast_blocks
@@ -62,7 +62,7 @@ _TERMINAL_HEADERS = {
 class MatrixSettings:
     """Which matrix is measured, and how it is processed."""
 
-    matrix: Which = "input"  # input or output embeddings
+    matrix: Side = "input"  # input or output embeddings
     form: str = "raw"  # post-processing of the matrix, a key of `FORM_FUNCTIONS`; see `istar.measures.postprocess`
     components: int | None = None  # number of directions that the all-but-the-top forms remove; None for their default
     policy: wordsim.Policy = "single_token"  # treatment of words of several tokens; see `wordsim.word_vectors`
@@ -107,9 +107,9 @@ def measure_embeddings(
     tokens = tokens_by_row(tokenizer, len(matrix.values))
     processed = FORM_FUNCTIONS[settings.form](matrix.values, settings.components)
     # The forms of the papers, and the requested form if it is another one.
-    measures_by_form = {form: matrix_measures(FORM_FUNCTIONS[form](matrix.values, None)) for form in PAPER_FORMS}
+    measures_by_form = {form: measure_matrix(FORM_FUNCTIONS[form](matrix.values, None)) for form in PAPER_FORMS}
     if settings.components is not None or settings.form not in measures_by_form:
-        measures_by_form[settings.form] = matrix_measures(processed)
+        measures_by_form[settings.form] = measure_matrix(processed)
     matrix_by_form = {"raw": matrix.values, settings.form: processed}
     counts = count_tokens(texts, tokenizer, len(tokens)) if texts else None
     similarity, notes = measure_word_similarity(loaded_benchmarks, matrix_by_form, tokenizer, settings.policy)
@@ -132,7 +132,7 @@ def make_metadata(config: ModelConfig, matrix: Matrix) -> dict[str, Any]:
         "model": config.name,
         "revision": config.revision,
         "weights": hashlib.blake2b(matrix.values.contiguous().numpy().tobytes(), digest_size=8).hexdigest(),
-        "matrix": matrix.which,
+        "matrix": matrix.side,
         "tensor": matrix.tensor,
         "file": matrix.file,
         "tied": matrix.tied,
@@ -382,7 +382,7 @@ def write_model(results: EmbeddingResults, config: ModelConfig, out: Path) -> Pa
         UserError: if the model cannot be loaded or written.
     """
     model = models.load_pretrained(config, type(models.build_meta_model(models.load_pretrained(config, AutoConfig))))
-    layer = model.get_input_embeddings() if results.matrix.which == "input" else model.get_output_embeddings()
+    layer = model.get_input_embeddings() if results.matrix.side == "input" else model.get_output_embeddings()
     with torch.no_grad():
         layer.weight.copy_(results.processed)
     temporary_folder, folder = out / ".model", out / "model"

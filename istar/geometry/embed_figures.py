@@ -9,10 +9,10 @@ import pandas as pd
 
 from istar.figures.plot import Line, Panel, Plot
 from istar.geometry import embed
-from istar.geometry.density import density
+from istar.geometry.density import estimate_density
 from istar.geometry.embed_models import ModelEmbeddings
-from istar.geometry.model_figures import MATRIX_ROUNDING, decay, panel, projection_panels
-from istar.geometry.spheres import POINTS, Spectrum
+from istar.geometry.model_figures import MATRIX_ROUNDING, make_panel, make_projection_panels, make_spectrum_line
+from istar.geometry.spheres import NUM_POINTS, Spectrum
 
 _MAX_RANK_POINTS = 200
 """Largest number of points of a line over ranks."""
@@ -49,8 +49,11 @@ def make_projection_plot(models: Sequence[ModelEmbeddings]) -> Plot:
     """
     panels: list[Panel] = []
     for model in models:
-        model_panels, explanation = projection_panels(model.projected_rows, model.label)
-        panels += [replace(panel, model=model.label, held=explanation.removesuffix(".")) for panel in model_panels[:1]]
+        model_panels, explanation = make_projection_panels(model.projected_rows, model.label)
+        panels += [
+            replace(panel, model=model.label, fixed_settings=explanation.removesuffix("."))
+            for panel in model_panels[:1]
+        ]
         panels += [replace(panel, model=model.label) for panel in model_panels[1:]]
     return Plot(
         "figure1_projection",
@@ -72,10 +75,10 @@ def make_singular_value_plot(models: Sequence[ModelEmbeddings]) -> Plot:
     panels = []
     for model in models:
         lines = [
-            decay(label, model.measures_by_form[form]["singular_values"], MATRIX_ROUNDING)
+            make_spectrum_line(label, model.measures_by_form[form]["singular_values"], MATRIX_ROUNDING)
             for label, form in ((_BEFORE_CENTERING, "raw"), (_AFTER_CENTERING, "centered"))
         ]
-        panels.append(panel("singular value", lines, model.label))
+        panels.append(make_panel("singular value", lines, model.label))
     return Plot(
         "figure1_singular_values",
         "Figure 1, singular values",
@@ -97,10 +100,10 @@ def make_sphere_plot(spheres: Sequence[Spectrum]) -> Plot:
     return Plot(
         "figure2_spheres",
         "Figure 2, spheres",
-        f"{POINTS} points on a unit sphere in three dimensions, and the same points moved away from the origin.",
+        f"{NUM_POINTS} points on a unit sphere in three dimensions, and the same points moved away from the origin.",
         "scatter",
         "first coordinate",
-        (panel("second coordinate", lines, with_origin=True),),
+        (make_panel("second coordinate", lines, with_origin=True),),
         ordered=True,
     )
 
@@ -118,7 +121,7 @@ def make_sphere_spectrum_plot(spheres: Sequence[Spectrum]) -> Plot:
         "although the points have the same shape.",
         "line",
         "number of the singular value",
-        (panel("singular value", lines),),
+        (make_panel("singular value", lines),),
         ordered=True,
     )
 
@@ -140,7 +143,7 @@ def make_unused_plot(models: Sequence[ModelEmbeddings]) -> Plot:
                     lines.append(Line(model.label, indices, tuple(bins["cosine_raw"])))
         if lines:
             label = _only_label(lines)
-            panels.append(panel("mean cosine", lines, f"{label}, {title}" if label else title))
+            panels.append(make_panel("mean cosine", lines, f"{label}, {title}" if label else title))
     return Plot(
         "figure3_unused",
         "Figure 3, unused tokens",
@@ -172,10 +175,10 @@ def make_frequency_plot(models: Sequence[ModelEmbeddings], words: pd.DataFrame) 
         "signs are words by themselves.",
         "line",
         "rank",
-        (panel("share of the text, percent", lines),) if lines else (),
+        (make_panel("share of the text, percent", lines),) if lines else (),
         log_x=True,
         log_y=True,
-        ink="words",
+        reference_label="words",
     )
 
 
@@ -189,7 +192,7 @@ def make_norm_plot(models: Sequence[ModelEmbeddings]) -> Plot:
         "curve is scaled to its own maximum.",
         "ridges",
         "norm",
-        (panel("density", lines, _only_label(lines)),) if lines else (),
+        (make_panel("density", lines, _only_label(lines)),) if lines else (),
     )
 
 
@@ -203,7 +206,7 @@ def make_centering_plot(models: Sequence[ModelEmbeddings]) -> Plot:
         labels = ((_BEFORE_CENTERING, "raw"), (_AFTER_CENTERING, "centered"))
         lines = [line for label, form in labels if (line := _make_density_line(label, model.row_norms[form]))]
         if lines:
-            panels.append(panel("density", lines, model.label))
+            panels.append(make_panel("density", lines, model.label))
     return Plot(
         "figure6_centering",
         "Figure 6, norms before and after centering",
@@ -237,7 +240,7 @@ def make_frequency_norm_plot(models: Sequence[ModelEmbeddings]) -> Plot:
         "smaller norms.",
         "line",
         "rank",
-        (panel("average norm", lines, _only_label(lines)),) if lines else (),
+        (make_panel("average norm", lines, _only_label(lines)),) if lines else (),
         log_x=True,
     )
 
@@ -258,6 +261,6 @@ def _spread_ranks(count: int) -> np.ndarray:
 
 
 def _make_density_line(label: str, norms: np.ndarray) -> Line | None:
-    """Return a line with the kernel density estimate of norms, or None if all norms are equal."""
-    estimate = density(norms)
+    """Return a line with the kernel estimate_density estimate of norms, or None if all norms are equal."""
+    estimate = estimate_density(norms)
     return None if estimate is None else Line(label, tuple(estimate[0].tolist()), tuple(estimate[1].tolist()))

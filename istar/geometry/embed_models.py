@@ -18,8 +18,8 @@ from istar.geometry import embed, wordsim
 from istar.geometry.arrays import summarize_rows
 from istar.geometry.compare import ModelArgument
 from istar.geometry.corpus import Source
-from istar.geometry.matrix import Which, read_matrix
-from istar.geometry.measure import matrix_measures
+from istar.geometry.matrix import Side, read_matrix
+from istar.geometry.measure import measure_matrix
 from istar.measures.rows import row_norms, upcast_blocks
 from istar.tasks.documents import read_documents
 
@@ -32,7 +32,7 @@ _WORD_PATTERN = re.compile(r"\w+|[^\w\s]")
 class EmbeddingSettings:
     """Which matrix of each model is measured, and in which forms."""
 
-    matrix: Which = "input"  # input or output embeddings
+    matrix: Side = "input"  # input or output embeddings
     forms: tuple[str, ...] = WORDSIM_FORMS  # forms for word similarity, keys of `embed.FORM_FUNCTIONS`; raw is added
     components: int | None = None  # number of directions that the all-but-the-top forms remove; None for their default
     policy: wordsim.Policy = "single_token"  # treatment of words of several tokens; see `wordsim.word_vectors`
@@ -84,7 +84,7 @@ def measure_model(
     for form in dict.fromkeys((*settings.similarity_forms, *embed.PAPER_FORMS)):
         components = settings.components if form.startswith("all_but_the_top") else None
         processed = embed.FORM_FUNCTIONS[form](matrix.values, components)
-        measures_by_form[form] = matrix_measures(processed)
+        measures_by_form[form] = measure_matrix(processed)
         if form in ("raw", "centered"):
             norms[form] = _compute_row_norms(processed)
         if form in settings.similarity_forms:

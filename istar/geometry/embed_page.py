@@ -11,14 +11,14 @@ from istar.errors import UserError
 from istar.geometry import embed_figures, embed_tables
 from istar.geometry.compare_page import join_names
 from istar.geometry.embed_models import ModelEmbeddings
-from istar.geometry.spheres import spectra
+from istar.geometry.spheres import make_spectra
 from istar.pages import folder
-from istar.pages.folder import Kind
+from istar.pages.folder import PageKind
 from istar.pages.page import Page, Section
 from istar.pages.sheets import Sheet
 
 JSON = "embeddings.json"
-KIND = Kind(
+KIND = PageKind(
     "page of embedding matrices",
     "istar embed",
     (JSON, "embeddings.csv", "wordsim.csv", "unused.csv", "frequency.csv", "words.csv"),
@@ -47,7 +47,7 @@ def check_output_folder(out: Path) -> None:
     Raises:
         UserError: if the folder holds anything but an earlier page of `istar embed`.
     """
-    folder.refuse_foreign(out, KIND)
+    folder.check_replaceable(out, KIND)
     if (out / JSON).exists() and not folder.has_generator(out / folder.INDEX, KIND):
         raise UserError(f"--out {out} holds the measures of a single matrix; expected another folder: --out <folder>")
 
@@ -78,7 +78,7 @@ def write_page(
         UserError: if the folder holds anything but an earlier page, or cannot be written.
     """
     check_output_folder(out)
-    contents = folder.files(_make_page(models, sheets, words, command), sheets)
+    contents = folder.page_files(_make_page(models, sheets, words, command), sheets)
     records = [{"label": model.label, **model.metadata, "figures": model.measures_by_form} for model in models]
     contents[JSON] = (json.dumps({"models": records}, indent=1) + "\n").encode()
     for name, table in _make_csv_tables(models, words).items():
@@ -134,10 +134,10 @@ def _make_page(
     """Assemble the page of embedding matrices from its tables and plots."""
     sections = [Section("reading", "How to read this", _READING_NOTES)]
     sections += [_make_table_section(sheets, name, title) for name, title in _TABLE_TITLES.items()]
-    for plot in embed_figures.make_plots(models, words, spectra()):
+    for plot in embed_figures.make_plots(models, words, make_spectra()):
         empty = "" if plot.panels else _MISSING_REASONS[plot.name]
         coverage = sheets.get("figure4_coverage") if plot.name == "figure4_frequencies" else None
-        sections.append(Section(plot.name, plot.title, [plot.caption], coverage, folder.draw(plot), empty))
+        sections.append(Section(plot.name, plot.title, [plot.caption], coverage, folder.render_pictures(plot), empty))
     if command:
         sections.append(Section("reproduce", "This page", ("This page and its files:",), commands=[command]))
     labels = [model.label for model in models]
@@ -158,4 +158,4 @@ _TABLE_TITLES = {
 def _make_table_section(sheets: Mapping[str, Sheet], name: str, title: str) -> Section:
     """Return the section with the table of this name, or with the reason why the table is missing."""
     sheet = sheets.get(name)
-    return Section(name, title, (), sheet, empty="" if sheet else _MISSING_REASONS["table2"], wide=True)
+    return Section(name, title, (), sheet, empty_note="" if sheet else _MISSING_REASONS["table2"], is_wide=True)

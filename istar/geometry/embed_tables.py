@@ -128,15 +128,15 @@ def make_coverage_table(models: Sequence[ModelEmbeddings], words: pd.DataFrame) 
 
 
 def make_terminal_table(sheet: Sheet) -> Table:
-    """Return the terminal table of a sheet; if the sheet has groups, their names are in the first column."""
-    has_groups = any(sheet.groups)
+    """Return the terminal table of a sheet; if the sheet has rows_by_group, their names are in the first column."""
+    has_groups = any(sheet.rows_by_group)
     table = Table(title=sheet.title, title_justify="left", padding=(0, 0, 0, 1))
-    for column, name in enumerate((sheet.grouped_by, *sheet.header) if has_groups else sheet.header):
-        is_text = column < sheet.row_headers + has_groups
+    for column, name in enumerate((sheet.group_header, *sheet.header) if has_groups else sheet.header):
+        is_text = column < sheet.num_row_headers + has_groups
         table.add_column(
             name, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text or name == "source"
         )
-    for group, rows in sheet.groups.items():
+    for group, rows in sheet.rows_by_group.items():
         for index, row in enumerate(rows):
             cells = [entry.text for entry in row]
             is_last = index == len(rows) - 1
@@ -305,7 +305,7 @@ def _make_sheet(
         number_cells = [_make_number_cell(row, column, format_number) for column in headers]
         groups.setdefault(row.model, []).append([*form_cells, Entry(row.source), *number_cells])
     header = (*(("form",) if has_forms else ()), "source", *headers.values())
-    return Sheet(name, title, caption, header, groups, pd.DataFrame(records), notes, row_headers=1 + has_forms)
+    return Sheet(name, title, caption, header, groups, pd.DataFrame(records), notes, num_row_headers=1 + has_forms)
 
 
 def _make_number_cell(row: _Row, column: str, format_number: Callable[[float], str]) -> Entry:
@@ -335,7 +335,7 @@ def _mark_best(sheet: Sheet, rows: Sequence[_Row], columns: list[str]) -> Sheet:
     """
     num_leading_columns = len(sheet.header) - len(columns)
     marked: dict[str, list[list[Entry]]] = {}
-    for model_label, cells in sheet.groups.items():
+    for model_label, cells in sheet.rows_by_group.items():
         model_rows = [row for row in rows if row.model == model_label]
         marked[model_label] = [list(row) for row in cells]
         for source in (_MEASURED, _PUBLISHED):
@@ -346,7 +346,7 @@ def _mark_best(sheet: Sheet, rows: Sequence[_Row], columns: list[str]) -> Sheet:
                     if value == best:
                         column = num_leading_columns + columns.index(score)
                         marked[model_label][index][column] = Entry(cells[index][column].text, bold=True, number=True)
-    return Sheet(**{**vars(sheet), "groups": marked})
+    return Sheet(**{**vars(sheet), "rows_by_group": marked})
 
 
 def _format_score(value: float) -> str:

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from istar.geometry.measure import Measurements
-from istar.geometry.model_figures import tap_name
+from istar.geometry.model_figures import format_tap_name
 
-MOST = 4
+MAX_FINDINGS = 4
 """Most sentences on unusual measures."""
 VARIANCE_SHARE = 0.1
 """A single dimension with at least this share of a layer's variance is unusual."""
@@ -21,9 +21,9 @@ INTER_SIM = 0.5
 ISOSCORE = 0.05
 """An IsoScore of at most this value is unusual."""
 OFFSET = 10.0
-"""A dimension whose mean is at least so many typical standard deviations from 0 is unusual."""
+"""A dimension whose mean is at least this number of typical standard deviations from 0 is unusual."""
 NORM_GROWTH = 10.0
-"""An average norm that grows or shrinks at least by this factor between layers is unusual."""
+"""An average norm that differs at least by this factor between layers is unusual."""
 KURTOSIS = 100.0
 """An excess kurtosis of a dimension of at least this value is unusual."""
 ROGUE_DROP = 0.25
@@ -31,7 +31,7 @@ ROGUE_DROP = 0.25
 MASSIVE_RATIO = 1000.0
 """Massive activations are larger than the median magnitude by this factor, and above 100."""
 FIRST_POSITION = 3.0
-"""An average norm of the tokens at position 0 that is at least so many times that of the others is unusual."""
+"""An average norm of the tokens at position 0 that is at least this multiple of that of the others is unusual."""
 SHIFTED, NOT_SHIFTED = 0.5, 0.9
 """Embeddings with I(W) below the first value raw, and above the second one centered, differ by a common shift."""
 TOKENS_PER_DIMENSION = 10
@@ -47,36 +47,36 @@ class Finding:
     """A sentence on an unusual measure."""
 
     sentence: str
-    excess: float  # how many times the threshold the measure is, or the threshold the measure; at least 1
+    excess: float  # ratio of the measure to its threshold, or the inverse if small values are unusual; at least 1
 
 
-def sentences(measured: Measurements) -> list[str]:
-    """Return at most five sentences: the most unusual measures first, then a warning if there are too few tokens.
+def describe_findings(measured: Measurements) -> list[str]:
+    """Return at most five sentences on a model: its most unusual measures, then a warning if there are too few tokens.
 
-    If no measure is unusual, the first sentence says so, with the range of IsoScore and InterSim. All texts count
-    together.
+    The most unusual measure comes first. If none is unusual, the first sentence says so, with the range of IsoScore and
+    the largest InterSim. The measures are those over all texts together.
     """
     layers = measured.all_texts
     unusual = [
-        *_dominant_dimension(layers),
-        *_common_direction(layers),
-        *_few_directions(layers),
-        *_offset_dimension(measured),
-        *_norm_growth(layers),
-        *_heavy_tails(layers),
-        *_rogue_dimensions(layers),
-        *_massive_activations(measured),
-        *_first_position(measured),
-        *_shifted_embeddings(measured),
+        *_find_dominant_dimension(layers),
+        *_find_common_direction(layers),
+        *_find_few_directions(layers),
+        *_find_offset_dimension(measured),
+        *_find_norm_growth(layers),
+        *_find_heavy_tails(layers),
+        *_find_rogue_dimensions(layers),
+        *_find_massive_activations(measured),
+        *_find_large_first_token(measured),
+        *_find_shifted_embeddings(measured),
     ]
     unusual.sort(key=lambda finding: -finding.excess)
-    lines = [finding.sentence for finding in unusual[:MOST]] or [_nothing_unusual(layers)]
-    return [*lines, *_too_few_tokens(measured)]
+    sentences = [finding.sentence for finding in unusual[:MAX_FINDINGS]] or [_describe_no_findings(layers)]
+    return [*sentences, *_warn_of_too_few_tokens(measured)]
 
 
-def _extreme(layers: Layers, measure: str, largest: bool = True) -> tuple[str, float]:
-    """Return the layer with the largest or smallest finite value of a measure, and the value; NaN if there is none."""
-    values = {tap: figures.get(measure, math.nan) for tap, figures in layers.items()}
+def _find_extreme(layers: Layers, name: str, largest: bool = True) -> tuple[str, float]:
+    """Return the layer with the largest or smallest finite value of a measure, and the value; NaN if none is finite."""
+    values = {tap: measures.get(name, math.nan) for tap, measures in layers.items()}
     finite = {tap: value for tap, value in values.items() if math.isfinite(value)}
     if not finite:
         return "", math.nan
@@ -84,32 +84,38 @@ def _extreme(layers: Layers, measure: str, largest: bool = True) -> tuple[str, f
     return tap, finite[tap]
 
 
-def _dominant_dimension(layers: Layers) -> Iterator[Finding]:
-    tap, share = _extreme(layers, "largest_variance_share")
+def _find_dominant_dimension(layers: Layers) -> Iterator[Finding]:
+    """Yield a finding if a single dimension holds a large share of a layer's variance."""
+    tap, share = _find_extreme(layers, "largest_variance_share")
     if share >= VARIANCE_SHARE:
-        yield Finding(f"One dimension holds {share:.0%} of the variance of {_named(tap)}.", share / VARIANCE_SHARE)
+        yield Finding(
+            f"One dimension holds {share:.0%} of the variance of {_layer_phrase(tap)}.", share / VARIANCE_SHARE
+        )
 
 
-def _common_direction(layers: Layers) -> Iterator[Finding]:
-    tap, cosine = _extreme(layers, "inter_sim")
+def _find_common_direction(layers: Layers) -> Iterator[Finding]:
+    """Yield a finding if the average cosine of two tokens is large in a layer."""
+    tap, cosine = _find_extreme(layers, "inter_sim")
     if cosine >= INTER_SIM:
-        sentence = f"All states of {_named(tap)} share a direction: two random tokens have an average cosine of "
+        sentence = f"All states of {_layer_phrase(tap)} share a direction: two random tokens have an average cosine of "
         yield Finding(f"{sentence}{cosine:.2f}.", cosine / INTER_SIM)
 
 
-def _few_directions(layers: Layers) -> Iterator[Finding]:
-    tap, score = _extreme(layers, "isoscore", largest=False)
+def _find_few_directions(layers: Layers) -> Iterator[Finding]:
+    """Yield a finding if IsoScore is small in a layer."""
+    tap, score = _find_extreme(layers, "isoscore", largest=False)
     if score <= ISOSCORE:
         directions = layers[tap]["participation_ratio"]
         yield Finding(
-            f"The variance of {_named(tap)} is concentrated: IsoScore {score:.3f}, as if it were spread over "
+            f"The variance of {_layer_phrase(tap)} is concentrated: IsoScore {score:.3f}, as if it were spread over "
             f"{directions:.1f} directions.",
             # A score of 0 would be infinitely unusual.
             ISOSCORE / max(score, 1e-3),
         )
 
 
-def _offset_dimension(measured: Measurements) -> Iterator[Finding]:
+def _find_offset_dimension(measured: Measurements) -> Iterator[Finding]:
+    """Yield a finding if the mean of a dimension is many typical standard deviations from 0."""
     by_tap = measured.extremes.get(measured.combined_key, {})
     offsets = {
         (tap, int(extreme["dimension"])): abs(extreme["mean_by_typical_deviation"])
@@ -121,95 +127,108 @@ def _offset_dimension(measured: Measurements) -> Iterator[Finding]:
         return
     (tap, dimension), offset = max(offsets.items(), key=lambda item: item[1])
     if offset >= OFFSET:
-        sentence = f"The mean of dimension {dimension} of {_named(tap)} is {offset:.0f} typical standard deviations "
+        sentence = (
+            f"The mean of dimension {dimension} of {_layer_phrase(tap)} is {offset:.0f} typical standard deviations "
+        )
         yield Finding(f"{sentence}from 0.", offset / OFFSET)
 
 
-def _norm_growth(layers: Layers) -> Iterator[Finding]:
-    (low_tap, low), (high_tap, high) = (_extreme(layers, "average_norm", largest) for largest in (False, True))
+def _find_norm_growth(layers: Layers) -> Iterator[Finding]:
+    """Yield a finding if the average norm differs by a large factor between layers."""
+    (low_tap, low), (high_tap, high) = (_find_extreme(layers, "average_norm", largest) for largest in (False, True))
     if low > 0 and high >= NORM_GROWTH * low:
-        sentence = (
-            f"The average norm is {high / low:.0f} times as large in {_named(high_tap)} as in {_named(low_tap)}: "
+        yield Finding(
+            f"The average norm is {high / low:.0f} times as large in {_layer_phrase(high_tap)} as in "
+            f"{_layer_phrase(low_tap)}: {high:.3g} and {low:.3g}.",
+            high / low / NORM_GROWTH,
         )
-        yield Finding(f"{sentence}{high:.3g} and {low:.3g}.", high / low / NORM_GROWTH)
 
 
-def _heavy_tails(layers: Layers) -> Iterator[Finding]:
-    tap, kurtosis = _extreme(layers, "largest_kurtosis")
+def _find_heavy_tails(layers: Layers) -> Iterator[Finding]:
+    """Yield a finding if a dimension of a layer has a large excess kurtosis."""
+    tap, kurtosis = _find_extreme(layers, "largest_kurtosis")
     if kurtosis >= KURTOSIS:
-        sentence = f"A dimension of {_named(tap)} has rare, very large values: its excess kurtosis is {kurtosis:,.0f}."
-        # The scale of a fourth moment; the root compares it with the other measures.
+        sentence = (
+            f"A dimension of {_layer_phrase(tap)} has rare, very large values: its excess kurtosis is {kurtosis:,.0f}."
+        )
+        # The root makes the excess of a fourth moment comparable with that of the other measures.
         yield Finding(sentence, math.sqrt(kurtosis / KURTOSIS))
 
 
-def _rogue_dimensions(layers: Layers) -> Iterator[Finding]:
+def _find_rogue_dimensions(layers: Layers) -> Iterator[Finding]:
+    """Yield a finding if the average cosine of a layer falls far without five dimensions."""
     drops = {
-        tap: {"drop": figures.get("sample_inter_sim", math.nan) - figures.get(_WITHOUT_TOP_5, math.nan)}
-        for tap, figures in layers.items()
+        tap: {"drop": measures.get("sample_inter_sim", math.nan) - measures.get(_WITHOUT_TOP_5, math.nan)}
+        for tap, measures in layers.items()
     }
-    tap, drop = _extreme(drops, "drop")
+    tap, drop = _find_extreme(drops, "drop")
     if drop >= ROGUE_DROP:
         before, after = layers[tap]["sample_inter_sim"], layers[tap][_WITHOUT_TOP_5]
         yield Finding(
-            f"Five dimensions carry much of the common direction of {_named(tap)}: without them, the average cosine of "
-            f"a sample of tokens falls from {before:.2f} to {after:.2f}.",
+            f"Five dimensions carry much of the common direction of {_layer_phrase(tap)}: without them, the average "
+            f"cosine of a sample of tokens falls from {before:.2f} to {after:.2f}.",
             drop / ROGUE_DROP,
         )
 
 
-def _massive_activations(measured: Measurements) -> Iterator[Finding]:
+def _find_massive_activations(measured: Measurements) -> Iterator[Finding]:
+    """Yield a finding on the largest massive activation of all layers, if there is any."""
     by_tap = measured.massive.get(measured.combined_key, {})
     largest = {tap: activations[0] for tap, activations in by_tap.items() if activations}
     if not largest:
         return
     tap = max(largest, key=lambda tap: largest[tap].get("ratio") or 0.0)
     activation = largest[tap]
-    ratio = activation.get("ratio") or MASSIVE_RATIO
+    ratio, subject = activation.get("ratio") or MASSIVE_RATIO, _layer_phrase(tap)
     yield Finding(
-        f"{_named(tap)[0].upper()}{_named(tap)[1:]} has massive activations: {activation['value']:,.0f} in dimension "
+        f"{subject[0].upper()}{subject[1:]} has massive activations: {activation['value']:,.0f} in dimension "
         f"{activation['dimension']} at position {activation['position']} is {ratio:,.0f} times the median magnitude.",
         ratio / MASSIVE_RATIO,
     )
 
 
-def _first_position(measured: Measurements) -> Iterator[Finding]:
+def _find_large_first_token(measured: Measurements) -> Iterator[Finding]:
+    """Yield a finding if the first token of the model's input has a far larger norm than the others in a layer."""
     ratios = {}
     for tap, columns in measured.by_position.get(measured.combined_key, {}).items():
         if len(columns["first"]) < 2 or columns["first"][0] != 0:
             continue
-        rest = sum(map(math.prod, zip(columns["norm"][1:], columns["tokens"][1:], strict=True)))
-        if rest > 0:
-            ratios[tap] = {"ratio": columns["norm"][0] / (rest / sum(columns["tokens"][1:]))}
-    tap, ratio = _extreme(ratios, "ratio")
+        sum_of_other_norms = sum(map(math.prod, zip(columns["norm"][1:], columns["tokens"][1:], strict=True)))
+        if sum_of_other_norms > 0:
+            ratios[tap] = {"ratio": columns["norm"][0] / (sum_of_other_norms / sum(columns["tokens"][1:]))}
+    tap, ratio = _find_extreme(ratios, "ratio")
     if ratio >= FIRST_POSITION:
         yield Finding(
             f"The first token of the model's input has {ratio:.0f} times the average norm of the others in "
-            f"{_named(tap)}.",
+            f"{_layer_phrase(tap)}.",
             ratio / FIRST_POSITION,
         )
 
 
-def _shifted_embeddings(measured: Measurements) -> Iterator[Finding]:
-    for which, forms in measured.matrices.items():
+def _find_shifted_embeddings(measured: Measurements) -> Iterator[Finding]:
+    """Yield a finding for each embedding matrix that is isotropic only after centering."""
+    for side, forms in measured.matrices.items():
         raw, centered = (forms[form]["partition_isotropy_both"] for form in ("raw", "centered"))
         if raw <= SHIFTED and centered >= NOT_SHIFTED:
             yield Finding(
-                f"The {which} embeddings are isotropic but for a common shift: centering raises I(W) from {raw:.2f} "
+                f"The {side} embeddings are isotropic but for a common shift: centering raises I(W) from {raw:.2f} "
                 f"to {centered:.2f}.",
                 SHIFTED / max(raw, 1e-3),
             )
 
 
-def _nothing_unusual(layers: Layers) -> str:
-    low, high = (_extreme(layers, "isoscore", largest)[1] for largest in (False, True))
-    cosine = _extreme(layers, "inter_sim")[1]
+def _describe_no_findings(layers: Layers) -> str:
+    """Return a sentence that no layer is unusual, with the range of IsoScore and the largest InterSim."""
+    low, high = (_find_extreme(layers, "isoscore", largest)[1] for largest in (False, True))
+    cosine = _find_extreme(layers, "inter_sim")[1]
     return (
         f"No layer is unusual: IsoScore is {low:.2f} to {high:.2f}, and the average cosine of two tokens is at most "
         f"{cosine:.2f}."
     )
 
 
-def _too_few_tokens(measured: Measurements) -> Iterator[str]:
+def _warn_of_too_few_tokens(measured: Measurements) -> Iterator[str]:
+    """Yield a warning if there are too few tokens per dimension for IsoScore and the ranks."""
     tokens = next(iter(measured.all_texts.values()))["tokens"]
     dimensions = measured.matrices["input"]["raw"]["dimensions"]
     if tokens < TOKENS_PER_DIMENSION * dimensions:
@@ -219,6 +238,6 @@ def _too_few_tokens(measured: Measurements) -> Iterator[str]:
         )
 
 
-def _named(tap: str) -> str:
-    """Return the name of a layer in a sentence."""
-    return tap_name(tap) if tap.startswith("layer_") else f"the {tap_name(tap)}"
+def _layer_phrase(tap: str) -> str:
+    """Return the name of a layer as in a sentence: "layer 3", but "the embeddings" with an article."""
+    return format_tap_name(tap) if tap.startswith("layer_") else f"the {format_tap_name(tap)}"

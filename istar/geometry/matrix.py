@@ -14,7 +14,8 @@ from istar.config import ModelConfig
 from istar.errors import UserError, shorten
 from istar.models import build_meta_model, find_file, load_pretrained
 
-Which = Literal["input", "output"]
+Side = Literal["input", "output"]
+"""Which of a model's embedding matrices."""
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
 _FORMER_NAMES = {"lm_head.weight": "embed_out.weight"}
@@ -26,68 +27,75 @@ class Matrix:
     """An embedding matrix with one row for each token."""
 
     values: Tensor  # `(rows, d)`, float32
-    which: Which  # input or output embeddings
+    side: Side  # input or output embeddings
     tensor: str  # name of the tensor in its file, or in the model if there is no safetensors file
     file: str | None  # name of the safetensors file; None if the whole model was loaded
     tied: bool  # whether the input and output embeddings are the same parameter
 
 
-def read_matrix(config: ModelConfig, which: Which = "input") -> Matrix:
-    """Read the embeddings from the safetensors file that holds them; without such a file, from the loaded model.
+def read_matrix(config: ModelConfig, side: Side = "input") -> Matrix:
+    """Read a model's input or output embeddings from the safetensors file that holds them.
+
+    Without such a file, the whole model is loaded.
 
     Raises:
         UserError: if the model cannot be found or read, or has no such matrix.
     """
-    model = _skeleton(config)
-    weight = _weight(model, which)
+    model = _build_without_weights(config)
+    weight = _embedding_weight(model, side)
     if weight is None:
-        raise UserError(f"{config.name} is a {type(model).__name__}, which has no {which} embeddings; choose another")
-    tied = _weight(model, "input") is _weight(model, "output")
+        raise UserError(f"{config.name} is a {type(model).__name__}, which has no {side} embeddings; choose another")
+    tied = _embedding_weight(model, "input") is _embedding_weight(model, "output")
     # A tied matrix has two names, and a file may hold it under either.
     names = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is weight]
-    stored = _read_tensor(config, _stored_names(names, model.base_model_prefix))
+    stored = _read_tensor(config, _possible_stored_names(names, model.base_model_prefix))
     if stored is None:
-        whole = load_pretrained(config, type(model), dtype=torch.float32)
-        return Matrix(whole.get_parameter(names[0]).detach(), which, names[0], None, tied)
+        loaded = load_pretrained(config, type(model), dtype=torch.float32)
+        return Matrix(loaded.get_parameter(names[0]).detach(), side, names[0], None, tied)
     values, tensor, path = stored
     if values.shape != weight.shape:
         raise UserError(
             f"{path}: {tensor} has the shape {tuple(values.shape)}; expected {tuple(weight.shape)}, as in config.json; "
             "the two files are not of one model"
         )
-    return Matrix(values.float(), which, tensor, path.name, tied)
+    return Matrix(values.float(), side, tensor, path.name, tied)
 
 
-def untied_output(config: ModelConfig) -> Matrix | None:
-    """Read the output embeddings; None if the model has none or they are tied to the input embeddings."""
-    model = _skeleton(config)
-    weight = _weight(model, "output")
-    return None if weight is None or weight is _weight(model, "input") else read_matrix(config, "output")
+def read_untied_output(config: ModelConfig) -> Matrix | None:
+    """Read a model's output embeddings; return None if it has none or they are tied to the input embeddings."""
+    model = _build_without_weights(config)
+    weight = _embedding_weight(model, "output")
+    is_tied = weight is not None and weight is _embedding_weight(model, "input")
+    return None if weight is None or is_tied else read_matrix(config, "output")
 
 
-def _skeleton(config: ModelConfig) -> PreTrainedModel:
-    """Build the model with its head from its config, without weights."""
+def _build_without_weights(config: ModelConfig) -> PreTrainedModel:
+    """Build a model with its head from its config, without loading its weights."""
     return build_meta_model(load_pretrained(config, AutoConfig))
 
 
-def _weight(model: PreTrainedModel, which: Which) -> Any:
-    """Return the parameter of the input or output embeddings; None if the model has none."""
+def _embedding_weight(model: PreTrainedModel, side: Side) -> Any:
+    """Return the parameter of a model's input or output embeddings, or None if it has none."""
     try:
-        layer: Any = model.get_input_embeddings() if which == "input" else model.get_output_embeddings()
+        layer: Any = model.get_input_embeddings() if side == "input" else model.get_output_embeddings()
     except NotImplementedError:  # transformers raises this for architectures without such a layer
         return None
     return getattr(layer, "weight", None)
 
 
-def _stored_names(names: list[str], base_prefix: str) -> list[str]:
-    """Return the names under which files hold a parameter: with and without the base model's prefix, and former."""
+def _possible_stored_names(names: list[str], base_prefix: str) -> list[str]:
+    """Return the names under which files may hold a parameter: with and without the base model's prefix, and former."""
     prefix = f"{base_prefix}."
     variants = [variant for name in names for variant in (name, name.removeprefix(prefix), prefix + name)]
     return [*variants, *(_FORMER_NAMES[name] for name in variants if name in _FORMER_NAMES)]
 
 
 def _read_tensor(config: ModelConfig, names: list[str]) -> tuple[Tensor, str, Path] | None:
-    """Read the first of the named tensors that a safetensors file has; returns the tensor, its name and the file."""
+    """Read the first of the named tensors that a model's safetensors files have.
+
+    Returns:
+        The tensor, its name and its file; None if no file has any of them.
+    """
     index = find_file(config, INDEX)
     if index is None:
         path = find_file(config, WEIGHTS)
@@ -108,7 +116,7 @@ def _read_tensor(config: ModelConfig, names: list[str]) -> tuple[Tensor, str, Pa
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Read the index of a sharded model; returns the file of each tensor."""
+    """Read the index of a sharded model, and return the name of the file of each tensor by tensor name."""
     try:
         return dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
     except (OSError, ValueError, TypeError, KeyError) as error:

@@ -1,4 +1,4 @@
-"""`istar measure`: measures of a model's layers, embedding matrices and final normalization, and their files."""
+"""`istar measure`: measure a model's layers, embedding matrices and final normalization, and write the files."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ from istar.errors import UserError, shorten
 from istar.files import write_text
 from istar.geometry import arrays, stream
 from istar.geometry.corpus import COMBINED, Source
-from istar.geometry.matrix import untied_output
+from istar.geometry.matrix import read_untied_output
 from istar.geometry.stream import Pass, Statistics, Stream
 from istar.geometry.taps import Taps
 from istar.measures import (
@@ -40,14 +40,14 @@ from istar.models import load_encoder, load_tokenizer
 
 T = TypeVar("T")
 BySourceAndTap = dict[str, dict[str, T]]
-FORMAT = 2
+FORMAT_VERSION = 2
 """Version of `measures.json`. In version 1, texts were always packed, and special tokens were in the statistics."""
-JSON, CSV = "measures.json", "measures.csv"
+JSON_FILE, CSV_FILE = "measures.json", "measures.csv"
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _MAX_DEFAULT_LENGTH = 512
-_WHOLE = ("first", "last", "tokens")
-"""Columns of `Layer.by_position` and `Layer.by_frequency` that are whole numbers."""
-COLUMNS = {
+_INTEGER_COLUMNS = ("first", "last", "tokens")
+"""Columns of `Layer.summarize_by_position` and `Layer.summarize_by_frequency` that hold whole numbers."""
+TABLE_HEADERS = {
     "isoscore": "IsoScore",
     "isoscore_unbiased": "unbiased",
     "inter_sim": "InterSim",
@@ -69,14 +69,15 @@ class Measurements:
     # Measures by source and tap. With several sources, `combined` is all of them together.
     sources: BySourceAndTap[dict[str, float]]
     spectra: BySourceAndTap[dict[str, list[float]]]  # singular values of the hidden states, raw and centered
-    # Measures of the `input` embeddings and, if they are not tied, of the `output` embeddings, by form (raw, centered,
-    # post_processed).
+    # Measures of the `input` embeddings and, if they are not tied, of the `output` embeddings, by form: `raw`,
+    # `centered` and `post_processed`.
     matrices: dict[str, dict[str, dict[str, Any]]]
     final_norm: dict[str, Any] | None  # gain and bias of the final normalization; None if the model has no gain there
-    norms: BySourceAndTap[dict[str, list[float]]] = field(default_factory=dict)  # see `arrays.norm_histogram`
-    extremes: BySourceAndTap[list[dict[str, float]]] = field(default_factory=dict)  # see `arrays.extreme_dimensions`
+    norms: BySourceAndTap[dict[str, list[float]]] = field(default_factory=dict)  # see `arrays.trim_norm_histogram`
+    # See `arrays.find_extreme_dimensions`.
+    extremes: BySourceAndTap[list[dict[str, float]]] = field(default_factory=dict)
     # Norm and InterSim of the tokens by position in the model's input, and by how often their type occurs in the texts;
-    # columns of `Layer.by_position` and `Layer.by_frequency`.
+    # see `Layer.summarize_by_position` and `Layer.summarize_by_frequency`.
     by_position: BySourceAndTap[dict[str, list[float]]] = field(default_factory=dict)
     by_frequency: BySourceAndTap[dict[str, list[float]]] = field(default_factory=dict)
     # The largest massive activations: value, dimension, token id, position, the token's text, and `ratio`, the
@@ -84,18 +85,18 @@ class Measurements:
     massive: BySourceAndTap[list[dict[str, Any]]] = field(default_factory=dict)
     # Intrinsic dimension by scale: fields of `ScaleDimension`.
     gride: BySourceAndTap[list[dict[str, float]]] = field(default_factory=dict)
-    # Measures without each group of documents, for the jackknife of differences; see `Layer.replicates`.
+    # Measures without each group of documents, for jackknife errors of differences; see `Layer.compute_replicates`.
     replicates: BySourceAndTap[dict[str, list[float]]] = field(default_factory=dict)
     text_hashes: dict[str, str] = field(default_factory=dict)  # hash of each text's content by its name
     rows: dict[str, dict[str, Any]] = field(default_factory=dict)  # `arrays.summarize_rows` of each embedding matrix
-    # By text, and for `combined`: how much of it was read, and how long that took; fields of `corpus.Reading`. Empty in
+    # How much of each text, and of `combined`, was read and how long that took: fields of `corpus.Reading`. Empty in
     # files of earlier versions.
     readings: dict[str, dict[str, float]] = field(default_factory=dict)
-    # Time from the loading of the model to the last measure, interrupted calls included; None in earlier versions.
+    # Time from loading the model to the last measure, including interrupted calls; None in files of earlier versions.
     seconds: float | None = None
     processes: int = 1  # number of processes that shared the pass
     command: str = ""  # command line that took these measures
-    format: int = FORMAT  # version of the file format, see `FORMAT`
+    format: int = FORMAT_VERSION
 
     @property
     def combined_key(self) -> str:
@@ -110,7 +111,7 @@ class Measurements:
 
 @dataclass(frozen=True)
 class _Summary:
-    """What `measures.json` holds of a source, by tap, and how often each token is in the source."""
+    """The contents of `measures.json` for one source, by tap, and how often each token occurs in the source."""
 
     measures: dict[str, dict[str, float]]
     spectra: dict[str, dict[str, list[float]]]
@@ -124,34 +125,35 @@ class _Summary:
     token_counts: Tensor | None  # `(vocabulary,)`, counted by the accumulator of IntraSim; None without it
 
     @classmethod
-    def of(cls, statistics: Statistics) -> "_Summary":
-        """Compute the summary; it shares no memory with the statistics."""
+    def from_statistics(cls, statistics: Statistics) -> "_Summary":
+        """Compute the summary of a source. It shares no memory with the statistics."""
         layers = statistics.layers
-        spectra = {tap: layer.spectra() for tap, layer in layers.items()}
-        massive = {tap: layer.massive_activations() for tap, layer in layers.items()}
-        replicates = {tap: layer.replicates() for tap, layer in layers.items()}
+        spectra = {tap: layer.compute_spectra() for tap, layer in layers.items()}
+        massive = {tap: layer.find_massive_activations() for tap, layer in layers.items()}
+        replicates = {tap: layer.compute_replicates() for tap, layer in layers.items()}
         types = next(iter(layers.values())).types
+        by_frequency = {} if types is None else {tap: layer.summarize_by_frequency() for tap, layer in layers.items()}
         return cls(
-            statistics.measures(spectra, replicates),
-            {
-                tap: {form: arrays.round_all(values.tolist()) for form, values in forms.items()}
+            measures=statistics.compute_measures(spectra, replicates),
+            spectra={
+                tap: {form: arrays.round_digits(values.tolist()) for form, values in forms.items()}
                 for tap, forms in spectra.items()
             },
-            {tap: arrays.norm_histogram(layer) for tap, layer in layers.items()},
-            {tap: arrays.extreme_dimensions(layer) for tap, layer in layers.items()},
-            {tap: _rounded(layer.by_position()) for tap, layer in layers.items()},
-            {tap: _rounded(layer.by_frequency()) for tap, layer in layers.items() if types is not None},
-            {tap: _with_ratio(summary) for tap, summary in massive.items() if summary is not None},
-            statistics.gride(),
-            {
-                tap: {name: arrays.round_all(values, 12) for name, values in columns.items()}
+            norms={tap: arrays.trim_norm_histogram(layer) for tap, layer in layers.items()},
+            extremes={tap: arrays.find_extreme_dimensions(layer) for tap, layer in layers.items()},
+            by_position={tap: _round_columns(layer.summarize_by_position()) for tap, layer in layers.items()},
+            by_frequency={tap: _round_columns(columns) for tap, columns in by_frequency.items()},
+            massive={tap: _add_ratios(summary) for tap, summary in massive.items() if summary is not None},
+            gride=statistics.estimate_gride(),
+            replicates={
+                tap: {name: arrays.round_digits(values, 12) for name, values in columns.items()}
                 for tap, columns in replicates.items()
             },
-            None if types is None else types.count.clone(),
+            token_counts=None if types is None else types.count.clone(),
         )
 
 
-def measure(
+def measure_model(
     name: str,
     sources: Sequence[Source],
     settings: Pass,
@@ -164,8 +166,8 @@ def measure(
 ) -> Measurements:
     """Measure a model's hidden states over texts in one pass, its embedding matrices and its final normalization.
 
-    A pass that was interrupted resumes from the state that it has saved in `out`. With several processes, only rank 0
-    returns measures of the hidden states; those of the other ranks are empty.
+    An interrupted pass resumes from the state that it has saved in `out`. With several processes, only rank 0 returns
+    measures of the hidden states; those of the other ranks are empty.
 
     Args:
         name: hub id or folder of the model.
@@ -175,9 +177,9 @@ def measure(
         out: folder for the state of the pass.
         revision: branch, tag or commit on the hub.
         dtype: dtype of the weights, a key of `DTYPES`. Statistics are at least float32.
-        device: auto, cpu, cuda, cuda:1, mps.
+        device: name of a device, such as cpu, cuda, cuda:1 or mps; auto is the GPU if there is one, else the CPU.
         console: console for a progress bar; None shows none.
-        command: command line to record.
+        command: command line to record in the measures.
 
     Raises:
         UserError: if the model or a text cannot be read, or an argument does not fit the model or the machine.
@@ -187,16 +189,16 @@ def measure(
     tokenizer = load_tokenizer(config)
     model: Any = load_encoder(config, tokenizer, DTYPES[dtype])
     model = model.to(_find_device(device))
-    # An encoder has no head, so the output embeddings are read separately. A failure shows before the pass, which may
-    # take hours.
-    output = untied_output(config)
-    settings = _with_length(settings, model)
-    weights = weights_hash(model)
-    # The texts count by name and by content.
-    hashes = {source.name: stream.identity(source.path)[:16] for source in sources}
-    identity = stream.identity(weights, settings, [source.path for source in sources], *hashes.values())
+    # An encoder has no head, so the output embeddings are read separately. This is done before the pass, which may take
+    # hours, so that a failure shows early.
+    output = read_untied_output(config)
+    settings = _resolve_length(settings, model)
+    weights = hash_weights(model)
+    hashes = {source.name: stream.compute_identity(source.path)[:16] for source in sources}
+    # The identity includes the paths and the contents of the texts.
+    identity = stream.compute_identity(weights, settings, [source.path for source in sources], *hashes.values())
     reader = Stream(model, tokenizer, settings, out / ".pass", identity)
-    summaries = reader(sources, _Summary.of, console)
+    summaries = reader(sources, _Summary.from_statistics, console)
     embeddings = {"input": model.get_input_embeddings().weight.detach()}
     if output is not None:
         embeddings["output"] = output.values.to(model.device)
@@ -214,20 +216,20 @@ def measure(
         settings={**asdict(settings), "texts": {source.name: str(source.path) for source in sources}},
         sources={source: summary.measures for source, summary in summaries.items()},
         spectra={source: summary.spectra for source, summary in summaries.items()},
-        matrices={which: _embedding_measures(matrix) for which, matrix in embeddings.items()},
-        final_norm=_final_norm(model),
+        matrices={side: _measure_forms(matrix) for side, matrix in embeddings.items()},
+        final_norm=_measure_final_norm(model),
         norms={source: summary.norms for source, summary in summaries.items()},
         extremes={source: summary.extremes for source, summary in summaries.items()},
         by_position={source: summary.by_position for source, summary in summaries.items()},
         by_frequency={source: summary.by_frequency for source, summary in summaries.items()},
-        massive={source: _with_text(summary.massive, tokenizer) for source, summary in summaries.items()},
+        massive={source: _add_token_texts(summary.massive, tokenizer) for source, summary in summaries.items()},
         gride={
             source: {tap: [scale._asdict() for scale in scales] for tap, scales in summary.gride.items()}
             for source, summary in summaries.items()
         },
         replicates={source: summary.replicates for source, summary in summaries.items()},
         text_hashes=hashes,
-        rows={which: arrays.summarize_rows(matrix, counts) for which, matrix in embeddings.items()},
+        rows={side: arrays.summarize_rows(matrix, counts) for side, matrix in embeddings.items()},
         readings={source: asdict(reading) for source, reading in reader.readings.items()},
         processes=reader.num_processes,
         command=command,
@@ -235,25 +237,25 @@ def measure(
     return replace(measured, seconds=time.monotonic() - start + reader.earlier_seconds)
 
 
-def weights_hash(model: PreTrainedModel) -> str:
-    """Hash all parameters except a pooler's, in their order; returns sixteen hexadecimal digits."""
+def hash_weights(model: PreTrainedModel) -> str:
+    """Return a hash of all parameters of a model except its pooler's, as sixteen hexadecimal digits."""
     digest = hashlib.blake2b(digest_size=8)
     for name, parameter in model.named_parameters():
-        # A pooler that the checkpoint lacks is initialized randomly at each loading. No hidden state depends on it.
+        # No hidden state depends on the pooler, which is initialized randomly if the checkpoint lacks it.
         if "pooler" not in name:
             digest.update(name.encode())
             digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
-def _embedding_measures(matrix: Tensor) -> dict[str, dict[str, Any]]:
+def _measure_forms(matrix: Tensor) -> dict[str, dict[str, Any]]:
     """Measure a matrix `(n, d)` as it is (`raw`), `centered`, and without its top directions (`post_processed`)."""
     forms = {"raw": matrix, "centered": centered(matrix), "post_processed": all_but_the_top(matrix)}
-    return {form: matrix_measures(values) for form, values in forms.items()}
+    return {form: measure_matrix(values) for form, values in forms.items()}
 
 
-def matrix_measures(matrix: Tensor) -> dict[str, Any]:
-    """Measure one matrix `(n, d)`: I(W) by both conventions of the signs, norms, and singular values."""
+def measure_matrix(matrix: Tensor) -> dict[str, Any]:
+    """Measure a matrix `(n, d)`: I(W) with both conventions for the eigenvectors' signs, norms and singular values."""
     norms = norm_summary(matrix)
     as_computed, both = (partition_isotropy(matrix, signs) for signs in ("as_computed", "both"))
     return {
@@ -264,34 +266,34 @@ def matrix_measures(matrix: Tensor) -> dict[str, Any]:
         "average_norm": norms.average,
         "mean_vector_norm": norms.mean_vector,
         "norm_ratio": norms.ratio,
-        "singular_values": arrays.round_all(singular_values(matrix, centered=False).tolist()),
+        "singular_values": arrays.round_digits(singular_values(matrix, centered=False).tolist()),
     }
 
 
-def files(measured: Measurements) -> dict[str, str]:
-    """Return the text of `measures.json` and `measures.csv` by file name."""
+def file_contents(measured: Measurements) -> dict[str, str]:
+    """Return the contents of `measures.json` and `measures.csv` by file name."""
     # JSON has no NaN.
-    text = json.dumps(_replace(asdict(measured), _is_undefined, None), indent=1, allow_nan=False)
-    # Put each list of numbers on one line. JSON strings contain no line breaks, so that the pattern matches no string.
+    text = json.dumps(_replace_nested(asdict(measured), _is_undefined, None), indent=1, allow_nan=False)
+    # Put each list of numbers on one line. JSON strings contain no line breaks, so the pattern matches no string.
     text = re.sub(r"\[\n[-+\d.enul,\s]+\]", lambda match: " ".join(match[0].split()), text)
     frame = layer_frame(measured)
     frame.insert(0, "model", measured.model["name"])
     frame.insert(1, "revision", measured.model["revision"])
-    return {JSON: text + "\n", CSV: frame.to_csv(index=False)}
+    return {JSON_FILE: text + "\n", CSV_FILE: frame.to_csv(index=False)}
 
 
 def write(measured: Measurements, out: Path) -> None:
-    """Write `measures.json` and `measures.csv`."""
-    for name, text in files(measured).items():
+    """Write `measures.json` and `measures.csv` to a folder."""
+    for name, text in file_contents(measured).items():
         write_text(out / name, text)
 
 
 def layer_frame(measured: Measurements) -> pd.DataFrame:
-    """Return one row for each source and layer, with a column for each measure."""
+    """Return a data frame with a row for each source and layer, and a column for each measure."""
     return pd.DataFrame(
-        {"source": source, "layer": tap, **figures}
+        {"source": source, "layer": tap, **measures}
         for source, taps in measured.sources.items()
-        for tap, figures in taps.items()
+        for tap, measures in taps.items()
     )
 
 
@@ -299,77 +301,87 @@ _NUMBER_FIELDS = (
     *("sources", "spectra", "matrices", "final_norm", "norms", "extremes"),
     *("by_position", "by_frequency", "gride", "replicates"),
 )
-"""Fields of `Measurements` in which a null within the field stands for a number that is not defined."""
+"""Fields of `Measurements` in which a nested null stands for an undefined number."""
 
 
 def _is_undefined(value: Any) -> bool:
+    """Return whether a value is NaN or infinite."""
     return isinstance(value, float) and not math.isfinite(value)
 
 
-def _replace(value: Any, is_replaced: Callable[[Any], bool], substitute: Any) -> Any:
-    """Replace values in nested dictionaries and lists."""
+def _replace_nested(value: Any, is_replaced: Callable[[Any], bool], substitute: Any) -> Any:
+    """Return a copy of nested dictionaries and lists in which a substitute replaces certain values."""
     if isinstance(value, dict):
-        return {key: _replace(item, is_replaced, substitute) for key, item in value.items()}
+        return {key: _replace_nested(item, is_replaced, substitute) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_replace(item, is_replaced, substitute) for item in value]
+        return [_replace_nested(item, is_replaced, substitute) for item in value]
     return substitute if is_replaced(value) else value
 
 
 def read(path: Path) -> Measurements:
-    """Read `measures.json`; numbers that are not defined, which the file holds as null, become NaN.
+    """Read the measures of a model from `measures.json`. Undefined numbers, which the file holds as null, become NaN.
 
     Raises:
         UserError: if the file cannot be read, is damaged, or has another version of the format.
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        if values["format"] != FORMAT:
+        if values["format"] != FORMAT_VERSION:
             raise UserError(
-                f"{path} has format {values['format']}, of another version of istar; expected {FORMAT}; delete the "
-                "file and measure the model again"
+                f"{path} has format {values['format']}, of another version of istar; expected {FORMAT_VERSION}; delete "
+                "the file and measure the model again"
             )
         for name in _NUMBER_FIELDS:
             if values.get(name) is not None:
-                values[name] = _replace(values[name], lambda value: value is None, math.nan)
+                values[name] = _replace_nested(values[name], lambda value: value is None, math.nan)
         return Measurements(**values)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"{path} holds no measures of istar: {shorten(error)}; measure the model again") from error
 
 
-def _rounded(columns: Mapping[str, list[float]]) -> dict[str, list[float]]:
-    """Round numbers that are not whole to significant digits."""
-    return {name: values if name in _WHOLE else arrays.round_all(values) for name, values in columns.items()}
-
-
-def _with_ratio(summary: MassiveActivationsSummary) -> list[dict[str, Any]]:
-    """Return the largest massive activations with their magnitudes divided by the median magnitude."""
-    return [
-        {**item._asdict(), "ratio": abs(item.value) / summary.median if summary.median else math.inf}
-        for item in summary.top
-    ]
-
-
-def _with_text(
-    activations: Mapping[str, list[dict[str, Any]]], tokenizer: PreTrainedTokenizerBase
-) -> dict[str, list[dict[str, Any]]]:
-    """Return massive activations by tap with the text of their tokens."""
+def _round_columns(columns: Mapping[str, list[float]]) -> dict[str, list[float]]:
+    """Round the columns of a table to significant digits, except those of whole numbers."""
     return {
-        tap: [{**item, "text": str(tokenizer.convert_ids_to_tokens(item["token"]))} for item in items]
-        for tap, items in activations.items()
+        name: values if name in _INTEGER_COLUMNS else arrays.round_digits(values) for name, values in columns.items()
     }
 
 
-def _final_norm(model: PreTrainedModel) -> dict[str, Any] | None:
-    """Measure the gain and bias of the final normalization; None if the model has no gain there."""
+def _add_ratios(summary: MassiveActivationsSummary) -> list[dict[str, Any]]:
+    """Return the largest massive activations with `ratio`, their magnitude divided by the median magnitude."""
+    return [
+        {**activation._asdict(), "ratio": abs(activation.value) / summary.median if summary.median else math.inf}
+        for activation in summary.top
+    ]
+
+
+def _add_token_texts(
+    activations_by_tap: Mapping[str, list[dict[str, Any]]], tokenizer: PreTrainedTokenizerBase
+) -> dict[str, list[dict[str, Any]]]:
+    """Return massive activations by tap with `text`, the text of the activation's token."""
+    return {
+        tap: [
+            {**activation, "text": str(tokenizer.convert_ids_to_tokens(activation["token"]))}
+            for activation in activations
+        ]
+        for tap, activations in activations_by_tap.items()
+    }
+
+
+def _measure_final_norm(model: PreTrainedModel) -> dict[str, Any] | None:
+    """Measure the gain and bias of a model's final normalization, or return None if the model has no gain there."""
     norm = Taps(model).norm
     gain = getattr(norm, "weight", None)
     return None if gain is None else asdict(layer_norm_summary(gain, getattr(norm, "bias", None)))
 
 
 def _find_device(name: str) -> torch.device:
-    """Return the device of a name; `auto` is this process's GPU, or the CPU without one."""
+    """Return the device with a name; `auto` is this process's GPU, or the CPU if there is no GPU.
+
+    Raises:
+        UserError: if the device is not available.
+    """
     if name == "auto":
-        # torchrun gives each process of a machine its own LOCAL_RANK.
+        # torchrun gives each process on a machine its own LOCAL_RANK.
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     try:
@@ -380,8 +392,12 @@ def _find_device(name: str) -> torch.device:
     return device
 
 
-def _with_length(settings: Pass, model: PreTrainedModel) -> Pass:
-    """Check the block length against the model; replace a length of 0 by the model's longest input, 512 at most."""
+def _resolve_length(settings: Pass, model: PreTrainedModel) -> Pass:
+    """Return the settings with a block length that fits the model: 0 becomes the model's longest input, at most 512.
+
+    Raises:
+        UserError: if the length is greater than the model's longest input.
+    """
     longest = _longest_input(model)
     if longest is not None and settings.length > longest:
         raise UserError(f"--length {settings.length} is too long; the model takes at most {longest} tokens")
@@ -389,7 +405,7 @@ def _with_length(settings: Pass, model: PreTrainedModel) -> Pass:
 
 
 def _longest_input(model: PreTrainedModel) -> int | None:
-    """Return the maximum number of tokens of a model's input; None if inputs may have any length."""
+    """Return the maximum number of tokens of a model's input, or None if inputs may have any length."""
     config = model.config.get_text_config()
     # Falcon's config has `max_position_embeddings` even if its attention uses ALiBi and its inputs have no limit.
     if getattr(config, "alibi", False):
@@ -402,30 +418,34 @@ def _longest_input(model: PreTrainedModel) -> int | None:
     return limit - offset if limit > 0 else None
 
 
-def table(measured: Measurements) -> Table:
-    """Return the terminal table of the main measures by layer, over all texts together."""
-    taps = measured.all_texts
-    tokens = next(iter(taps.values()))["tokens"]
+def terminal_table(measured: Measurements) -> Table:
+    """Return a terminal table of the main measures of each layer, over all texts together."""
+    measures_by_tap = measured.all_texts
+    tokens = next(iter(measures_by_tap.values()))["tokens"]
     title = f"{measured.model['name']} · {tokens:,.0f} tokens"
     matrices = [
-        f"{which} embeddings {form.replace('_', '-')} {figures['partition_isotropy_both']:.4g}"
-        for which, forms in measured.matrices.items()
-        for form, figures in forms.items()
+        f"{side} embeddings {form.replace('_', '-')} {measures['partition_isotropy_both']:.4g}"
+        for side, forms in measured.matrices.items()
+        for form, measures in forms.items()
     ]
-    columns = [name for name in COLUMNS if any(name in figures for figures in taps.values())]
-    rows = {tap: [figures.get(name, math.nan) for name in columns] for tap, figures in taps.items()}
+    names = [name for name in TABLE_HEADERS if any(name in measures for measures in measures_by_tap.values())]
+    rows = {tap: [measures.get(name, math.nan) for name in names] for tap, measures in measures_by_tap.items()}
     caption = f"I(W), both signs: {'; '.join(matrices)}."
-    return number_table(title, "layer", [COLUMNS[name] for name in columns], rows, caption)
+    return number_table(title, "layer", [TABLE_HEADERS[name] for name in names], rows, caption)
 
 
 def number_table(
-    title: str, label: str, columns: Iterable[str], rows: Mapping[str, Iterable[float]], caption: str | None = None
+    title: str,
+    label_header: str,
+    headers: Iterable[str],
+    rows: Mapping[str, Iterable[float]],
+    caption: str | None = None,
 ) -> Table:
-    """Return a terminal table with a row of numbers for each label; NaN is shown as a dash."""
-    result = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
-    result.add_column(label, overflow="fold")
-    for column in columns:
-        result.add_column(column, justify="right", overflow="fold")
-    for name, numbers in rows.items():
-        result.add_row(name, *("-" if math.isnan(number) else f"{number:.4g}" for number in numbers))
-    return result
+    """Return a terminal table of numbers with a labelled row for each item of `rows`; NaN is shown as a dash."""
+    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
+    table.add_column(label_header, overflow="fold")
+    for header in headers:
+        table.add_column(header, justify="right", overflow="fold")
+    for label, numbers in rows.items():
+        table.add_row(label, *("-" if math.isnan(number) else f"{number:.4g}" for number in numbers))
+    return table

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from istar.geometry.compare import MeasuredModel, have_same_texts
-from istar.geometry.intervals import JACKKNIFE, t_quantile
+from istar.geometry.intervals import JACKKNIFE_MEASURES, t_quantile
 from istar.measures import jackknife_error
 
 ErrorMethod = Literal["paired", "independent"]
@@ -68,7 +68,9 @@ def explain_no_differences(first: MeasuredModel, other: MeasuredModel) -> str:
     if changed:
         return f"{start}they were measured over different tokens of the texts ({', '.join(changed)})."
     for model in (first, other):
-        if not any(math.isfinite(model.last_layer_measures.get(f"{name}_error", math.nan)) for name in JACKKNIFE):
+        if not any(
+            math.isfinite(model.last_layer_measures.get(f"{name}_error", math.nan)) for name in JACKKNIFE_MEASURES
+        ):
             return (
                 f"{start}{model.label} has no standard errors; measure it with --groups over at least as many "
                 "documents as groups."
@@ -110,7 +112,7 @@ def compute_differences(first: MeasuredModel, other: MeasuredModel) -> Iterator[
     else:
         pairs = [(len(first.layer_measures) - 1, last)]
     for first_index, other_index in pairs:
-        for name in JACKKNIFE:
+        for name in JACKKNIFE_MEASURES:
             difference = _compare_measure(first, other, first_index, other_index, name, error_method)
             if difference is None:
                 continue

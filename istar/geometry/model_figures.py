@@ -9,12 +9,12 @@ import numpy as np
 
 from istar.figures.plot import Line, Panel, Plot
 from istar.figures.spacing import evenly_spaced
-from istar.geometry.intervals import NORMAL_QUANTILE, half_width
+from istar.geometry.intervals import NORMAL_QUANTILE, interval_half_width
 from istar.geometry.measure import COMBINED, Measurements
-from istar.geometry.spheres import POINTS, Sphere
+from istar.geometry.spheres import NUM_POINTS, Sphere
 from istar.geometry.taps import FINAL_NORM
 
-NAMES = {
+MEASURE_TITLES = {
     "isoscore": "IsoScore",
     "isoscore_unbiased": "IsoScore, unbiased",
     "isoscore_by_sentence": "IsoScore by sentence",
@@ -49,7 +49,8 @@ NAMES = {
     "largest_activation_ratio": "largest activation / median",
 }
 """Titles of the measures of a layer, in the order of the tables."""
-FORMS = {"raw": "raw", "centered": "centered", "post_processed": "post-processed"}
+FORM_TITLES = {"raw": "raw", "centered": "centered", "post_processed": "post-processed"}
+"""Titles of the forms of an embedding matrix."""
 _MAX_LABEL, _MAX_TICKS = 32, 6
 _LAYER_PLOTS = {
     "isotropy": ("isoscore", "isoscore_unbiased", "isoscore_by_sentence"),
@@ -60,7 +61,7 @@ _LAYER_PLOTS = {
     "outliers": ("outlier_dimensions", "largest_kurtosis", "token_kurtosis", "largest_activation_ratio"),
 }
 """Measures of the plots by layer, by the plot's name."""
-_TEXTS = {
+_TITLES_AND_CAPTIONS = {
     "isotropy": (
         "IsoScore by layer",
         "How evenly the variance is spread over all directions: 1 if it is equal in all, 0 if it is in a single one. "
@@ -160,58 +161,71 @@ _TEXTS = {
     ),
     "spheres": (
         "How the measures differ: a sphere, and the same sphere moved",
-        f"{POINTS} points on a unit sphere in three dimensions, around the origin and around another point. "
+        f"{NUM_POINTS} points on a unit sphere in three dimensions, around the origin and around another point. "
         "Moving the sphere turns average cosine and I(W) from isotropic to anisotropic. IsoScore depends on the "
         "covariance alone and does not change. The functions are those that measured the model.",
     ),
 }
 """Title and caption of each plot, by the plot's name."""
 STATE_ROUNDING, MATRIX_ROUNDING = 1e-4, 1e-6
-"""Singular values below these fractions of the largest are rounding errors: of a float32 scatter matrix (hidden states)
-and of float32 points (embedding matrices)."""
+"""Singular values below these fractions of the largest are rounding errors. The first is for hidden states, which have
+a float32 scatter matrix, the second for embedding matrices, which are float32 points."""
 
 
 _COUNTS_OF_DIMENSIONS = ("effective_rank", "participation_ratio", "rank_me", "nesum")
-"""Measures from 1 to the number of dimensions."""
-_CHANGES = {
+"""Measures whose range is from 1 to the number of dimensions."""
+_SAMPLE_COSINE_LABELS = {
     "sample_inter_sim": "all dimensions",
     "sample_inter_sim_without_top_1": "without the top dimension",
     "sample_inter_sim_without_top_5": "without the top 5 dimensions",
     "sample_inter_sim_standardized": "z-scored",
 }
-_SHARES = {
+"""Labels of the lines with InterSim of the sample in the figure of single dimensions, by measure."""
+_SHARE_LABELS = {
     "InterSim": {"top_1_cosine_share": "top dimension", "top_5_cosine_share": "top 5 dimensions"},
     "the variance": {"largest_variance_share": "top dimension", "top_5_variance_share": "top 5 dimensions"},
 }
-"""Labels of the lines in the figure of single dimensions, by measure; shares by what they are shares of."""
-_LEAST_INTER_SIM = 0.05
+"""Labels of the lines with shares in the figure of single dimensions: by what they are shares of, then by measure."""
+_MIN_INTER_SIM_FOR_SHARES = 0.05
 """Shares of a smaller InterSim mean nothing."""
 
 
-def panel(
+def make_panel(
     y_label: str,
     lines: Sequence[Line],
     title: str = "",
-    held: str = "",
+    fixed_settings: str = "",
     with_origin: bool = False,
-    bounds: tuple[float, float] | None = None,
+    y_bounds: tuple[float, float] | None = None,
 ) -> Panel:
-    """Return a panel that belongs to no task; `with_origin` adds dashed lines that cross at the origin."""
+    """Return a panel that belongs to no task and model; `with_origin` adds dashed lines that cross at the origin."""
     origin = (0.0, "origin") if with_origin else None
-    return Panel("", title, tuple(lines), held, y_label, level=origin, mark=origin, bounds=bounds)
+    return Panel(
+        "",
+        title,
+        tuple(lines),
+        fixed_settings,
+        y_label,
+        horizontal_line=origin,
+        vertical_line=origin,
+        y_bounds=y_bounds,
+    )
 
 
 def column_header(name: str) -> str:
-    """Return the title of a measure with line breaks, as the header of a column."""
-    title = NAMES.get(name, name.replace("_", " "))
+    """Return the title of a measure with a line break, as the header of a column."""
+    title = MEASURE_TITLES.get(name, name.replace("_", " "))
     for separator in (", ", " - ", " "):
         if separator in title:
             return title.replace(separator, f"{separator.rstrip()}\n", 1)
     return title
 
 
-def bounds_of(name: str, measurements: Iterable[Measurements]) -> tuple[float, float] | None:
-    """Return the range of a measure that cannot exceed the number of dimensions, over several models; or None."""
+def measure_bounds(name: str, measurements: Iterable[Measurements]) -> tuple[float, float] | None:
+    """Return the range of a measure that is limited by the number of dimensions, or None for any other measure.
+
+    With several models, it is the range for the largest number of dimensions.
+    """
     if name not in (*_COUNTS_OF_DIMENSIONS, "outlier_dimensions"):
         return None
     spectra = [forms for measured in measurements for taps in measured.spectra.values() for forms in taps.values()]
@@ -219,123 +233,143 @@ def bounds_of(name: str, measurements: Iterable[Measurements]) -> tuple[float, f
     return (0 if name == "outlier_dimensions" else 1, max(widths)) if widths else None
 
 
-def layer_plots(measured: Measurements) -> list[Plot]:
-    """Return plots of the measures by layer, with one line for each text."""
+def plot_layers(measured: Measurements) -> list[Plot]:
+    """Return the plots of the measures by layer, with one line for each text."""
     tick_names = _tick_names(list(measured.all_texts))
     plots = []
     for name, keys in _LAYER_PLOTS.items():
         panels = [
-            panel(NAMES[key], lines, bounds=bounds_of(key, [measured]))
+            make_panel(MEASURE_TITLES[key], lines, y_bounds=measure_bounds(key, [measured]))
             for key in keys
             if (lines := _layer_lines(measured, key))
         ]
-        plots.append(Plot(name, *_TEXTS[name], "line", "layer", tuple(panels), x_names=tick_names, ink=COMBINED))
+        plots.append(
+            Plot(
+                name,
+                *_TITLES_AND_CAPTIONS[name],
+                "line",
+                "layer",
+                tuple(panels),
+                x_names=tick_names,
+                reference_label=COMBINED,
+            )
+        )
     return plots
 
 
-def missing_measures(plot: Plot) -> list[str]:
-    """Return the titles of the measures that a plot by layer lacks because no layer has a finite value."""
+def find_missing_measures(plot: Plot) -> list[str]:
+    """Return the titles of the measures that are missing in a plot of `plot_layers`: no layer has a finite value."""
     plotted = {panel.y_label for panel in plot.panels}
-    return [NAMES[key] for key in _LAYER_PLOTS.get(plot.name, ()) if NAMES[key] not in plotted]
+    return [MEASURE_TITLES[key] for key in _LAYER_PLOTS.get(plot.name, ()) if MEASURE_TITLES[key] not in plotted]
 
 
-def tap_name(tap: str) -> str:
+def format_tap_name(tap: str) -> str:
     """Return the name of a tap with spaces for underscores."""
     return tap.replace("_", " ")
 
 
 def _layer_lines(measured: Measurements, key: str) -> list[Line]:
-    """Return a line over the layers for each text in which the measure is finite somewhere, with 95% intervals."""
-    labels = _labels(list(measured.sources))
+    """Return a line over the layers for each text, with 95% intervals; texts without a finite value have none."""
+    labels = _shorten_labels(list(measured.sources))
     lines = [
-        measure_line(label, range(len(taps)), list(taps.values()), key, groups(measured))
+        make_measure_line(label, range(len(taps)), list(taps.values()), key, num_document_groups(measured))
         for label, taps in zip(labels, measured.sources.values(), strict=True)
     ]
     return [line for line in lines if any(map(math.isfinite, line.y))]
 
 
-def groups(measured: Measurements) -> int:
+def num_document_groups(measured: Measurements) -> int:
     """Return the number of groups of documents from which standard errors are computed; 0 for none."""
     return int(measured.settings.get("groups") or 0)
 
 
-def measure_line(
-    label: str, xs: Iterable[float], figures: Sequence[Mapping[str, float]], name: str, groups: int
+def make_measure_line(
+    label: str, xs: Iterable[float], measures: Sequence[Mapping[str, float]], name: str, num_groups: int
 ) -> Line:
-    """Return a line of one measure, whose errors are halves of the lengths of 95% intervals, where it has any.
+    """Return a line of one measure; its errors are the half-widths of 95% intervals, if it has any.
 
     Args:
         label: label of the line.
         xs: position of each point.
-        figures: measures at each point.
+        measures: measures by name at each point.
         name: name of the measure.
-        groups: number of groups of documents from which standard errors are computed.
+        num_groups: number of groups of documents from which standard errors are computed.
     """
-    ys = tuple(values.get(name, math.nan) for values in figures)
-    widths = tuple(half_width(values, name, groups) for values in figures)
-    return Line(label, tuple(xs), ys, y_error=widths if any(map(math.isfinite, widths)) else ())
+    ys = tuple(measures_at_point.get(name, math.nan) for measures_at_point in measures)
+    half_widths = tuple(interval_half_width(measures_at_point, name, num_groups) for measures_at_point in measures)
+    return Line(label, tuple(xs), ys, y_error=half_widths if any(map(math.isfinite, half_widths)) else ())
 
 
-def single_dimensions(measured: Measurements) -> Plot:
+def plot_single_dimensions(measured: Measurements) -> Plot:
     """Plot InterSim without single dimensions, and their shares of InterSim and of the variance, over all texts."""
-    figures = list(measured.all_texts.values())
     # Shares of an InterSim near 0 mean nothing.
     shown = [
-        {name: value for name, value in values.items() if "cosine_share" not in name}
-        if not values.get("inter_sim", math.nan) >= _LEAST_INTER_SIM
-        else values
-        for values in figures
+        {name: value for name, value in measures.items() if "cosine_share" not in name}
+        if not measures.get("inter_sim", math.nan) >= _MIN_INTER_SIM_FOR_SHARES
+        else measures
+        for measures in measured.all_texts.values()
     ]
-    names = {"InterSim of the sample": _CHANGES, **{f"share of {whole}": names for whole, names in _SHARES.items()}}
+    share_labels = {f"share of {total}": labels for total, labels in _SHARE_LABELS.items()}
     panels = []
-    for y_label, labels in names.items():
-        lines = [measure_line(label, range(len(shown)), shown, name, 0) for name, label in labels.items()]
+    for y_label, labels in {"InterSim of the sample": _SAMPLE_COSINE_LABELS, **share_labels}.items():
+        lines = [
+            make_measure_line(label, range(len(shown)), shown, name, num_groups=0) for name, label in labels.items()
+        ]
         if lines := [line for line in lines if any(map(math.isfinite, line.y))]:
-            panels.append(panel(y_label, lines))
+            panels.append(make_panel(y_label, lines))
     tick_names = _tick_names(list(measured.all_texts))
     return Plot(
-        "single_dimensions", *_TEXTS["single_dimensions"], "line", "layer", tuple(panels), x_names=tick_names, ink=""
+        "single_dimensions",
+        *_TITLES_AND_CAPTIONS["single_dimensions"],
+        "line",
+        "layer",
+        tuple(panels),
+        x_names=tick_names,
+        reference_label="",
     )
 
 
-def positions(measured: Measurements) -> Plot:
+def plot_positions(measured: Measurements) -> Plot:
     """Plot norm and InterSim of the tokens by position over all texts, with a line for each layer."""
-    return _by_bin("positions", "position of the token", measured.by_position.get(measured.combined_key, {}))
+    return _plot_bins("positions", "position of the token", measured.by_position.get(measured.combined_key, {}))
 
 
-def frequency(measured: Measurements) -> Plot:
+def plot_frequency(measured: Measurements) -> Plot:
     """Plot norm and InterSim of the tokens by frequency over all texts, with a line for each layer."""
     x_label = "occurrences of the token's type"
-    return _by_bin("frequency", x_label, measured.by_frequency.get(measured.combined_key, {}))
+    return _plot_bins("frequency", x_label, measured.by_frequency.get(measured.combined_key, {}))
 
 
-def _by_bin(name: str, x_label: str, by_tap: Mapping[str, Mapping[str, Sequence[float]]]) -> Plot:
-    """Plot columns of `Layer.by_position` or `Layer.by_frequency`; a bin is at its smallest value."""
+def _plot_bins(name: str, x_label: str, by_tap: Mapping[str, Mapping[str, Sequence[float]]]) -> Plot:
+    """Plot norm and InterSim of the tokens by bin, each bin at its smallest value, with a line for each layer.
+
+    `by_tap` has the results of `Layer.summarize_by_position` or `Layer.summarize_by_frequency`.
+    """
     panels = []
-    for column, y_label in (("norm", NAMES["average_norm"]), ("inter_sim", NAMES["inter_sim"])):
+    for column, y_label in (("norm", MEASURE_TITLES["average_norm"]), ("inter_sim", MEASURE_TITLES["inter_sim"])):
         lines = [
-            Line(tap_name(tap), tuple(by_tap[tap]["first"]), tuple(by_tap[tap][column]))
+            Line(format_tap_name(tap), tuple(by_tap[tap]["first"]), tuple(by_tap[tap][column]))
             for tap in evenly_spaced(list(by_tap))
         ]
         if lines := [line for line in lines if any(map(math.isfinite, line.y))]:
-            panels.append(panel(y_label, lines))
-    return Plot(name, *_TEXTS[name], "line", x_label, tuple(panels), log_x=True, ordered=True)
+            panels.append(make_panel(y_label, lines))
+    return Plot(name, *_TITLES_AND_CAPTIONS[name], "line", x_label, tuple(panels), log_x=True, ordered=True)
 
 
-def scales(measured: Measurements) -> Plot:
-    """Plot Gride by scale over all texts, with a line for each layer and 95% intervals."""
+def plot_scales(measured: Measurements) -> Plot:
+    """Plot the intrinsic dimension by scale over all texts, with a line for each layer and 95% intervals."""
     by_tap = measured.gride.get(measured.combined_key, {})
     lines = []
     for tap in evenly_spaced([tap for tap, scales in by_tap.items() if scales]):
         columns = {name: [scale[name] for scale in by_tap[tap]] for name in ("n1", "value", "error")}
-        widths = tuple(NORMAL_QUANTILE * error for error in columns["error"])
-        lines.append(Line(tap_name(tap), tuple(columns["n1"]), tuple(columns["value"]), y_error=widths))
-    panels = (panel("Gride dimension", lines),) if lines else ()
+        half_widths = tuple(NORMAL_QUANTILE * error for error in columns["error"])
+        lines.append(Line(format_tap_name(tap), tuple(columns["n1"]), tuple(columns["value"]), y_error=half_widths))
+    panels = (make_panel("Gride dimension", lines),) if lines else ()
     x_label = "number n of the nearer neighbour"
-    return Plot("scales", *_TEXTS["scales"], "line", x_label, panels, log_x=True, ordered=True)
+    return Plot("scales", *_TITLES_AND_CAPTIONS["scales"], "line", x_label, panels, log_x=True, ordered=True)
 
 
-def _labels(names: Sequence[str]) -> list[str]:
+def _shorten_labels(names: Sequence[str]) -> list[str]:
     """Shorten the names of texts to distinct, printable labels that fit in a legend."""
     labels: list[str] = []
     for name in names:
@@ -348,30 +382,36 @@ def _labels(names: Sequence[str]) -> list[str]:
 
 
 def _tick_names(taps: Sequence[str]) -> dict[float, str]:
-    """Label the embeddings and the final normalization by name, and at most six layers between them by number."""
+    """Return tick labels by position: the names of the embeddings and the final normalization, and some layer numbers.
+
+    At most six layers have a label.
+    """
     end = len(taps) - 1 if taps[-1] == FINAL_NORM else len(taps)
     step = math.ceil((end - 1) / _MAX_TICKS) or 1
-    # The label of the final normalization needs the room of a step.
-    last_number = end - step if taps[-1] == FINAL_NORM else end - 1
+    # The label of the final normalization needs the space of a step.
+    last_layer = end - step if taps[-1] == FINAL_NORM else end - 1
     names: dict[float, str] = {0: "emb."}
-    for number in range(step, last_number + 1, step):
-        names[number] = str(number)
+    for layer in range(step, last_layer + 1, step):
+        names[layer] = str(layer)
     if taps[-1] == FINAL_NORM:
         names[end] = "final\nnorm"
     return names
 
 
-def spectra(measured: Measurements) -> Plot:
+def plot_spectra(measured: Measurements) -> Plot:
     """Plot the singular values of the hidden states over all texts, raw and centered, with a line for each layer."""
     by_tap = measured.spectra.get(measured.combined_key, {})
     panels = []
     for form in ("raw", "centered"):
-        lines = [decay(tap_name(tap), by_tap[tap][form], STATE_ROUNDING) for tap in evenly_spaced(list(by_tap))]
+        lines = [
+            make_spectrum_line(format_tap_name(tap), by_tap[tap][form], STATE_ROUNDING)
+            for tap in evenly_spaced(list(by_tap))
+        ]
         if lines:
-            panels.append(panel("singular value", lines, FORMS[form]))
+            panels.append(make_panel("singular value", lines, FORM_TITLES[form]))
     return Plot(
         "spectra",
-        *_TEXTS["spectra"],
+        *_TITLES_AND_CAPTIONS["spectra"],
         "line",
         "number of the singular value",
         tuple(panels),
@@ -382,53 +422,64 @@ def spectra(measured: Measurements) -> Plot:
     )
 
 
-def matrix_spectra(measured: Measurements) -> Plot:
+def plot_matrix_spectra(measured: Measurements) -> Plot:
     """Plot the singular values of the embedding matrices, with a line for each form."""
     panels = []
-    for which, forms in measured.matrices.items():
-        lines = [decay(FORMS[form], figures["singular_values"], MATRIX_ROUNDING) for form, figures in forms.items()]
-        panels.append(panel("singular value", lines, f"{which} embeddings"))
+    for side, forms in measured.matrices.items():
+        lines = [
+            make_spectrum_line(FORM_TITLES[form], measures["singular_values"], MATRIX_ROUNDING)
+            for form, measures in forms.items()
+        ]
+        panels.append(make_panel("singular value", lines, f"{side} embeddings"))
     x_label = "number of the singular value"
-    return Plot("matrix_spectra", *_TEXTS["matrix_spectra"], "line", x_label, tuple(panels), log_x=True, log_y=True)
+    return Plot(
+        "matrix_spectra",
+        *_TITLES_AND_CAPTIONS["matrix_spectra"],
+        "line",
+        x_label,
+        tuple(panels),
+        log_x=True,
+        log_y=True,
+    )
 
 
-def decay(label: str, values: Sequence[float], rounding: float) -> Line:
-    """Return a line of the singular values, without those that are rounding errors."""
+def make_spectrum_line(label: str, values: Sequence[float], rounding: float) -> Line:
+    """Return a line of singular values, without those below the fraction `rounding` of the largest."""
     largest = max(values, default=0.0)
     ys = tuple(value for value in values if value > rounding * largest)
     return Line(label, tuple(range(1, len(ys) + 1)), ys)
 
 
-def partition(measured: Measurements) -> Plot:
+def plot_partition(measured: Measurements) -> Plot:
     """Plot I(W) of the embedding matrices by form, for both conventions of the signs."""
     panels = []
-    for which, forms in measured.matrices.items():
+    for side, forms in measured.matrices.items():
         xs = tuple(range(len(forms)))
         as_computed, both = (
-            tuple(figures[f"partition_isotropy_{signs}"] for figures in forms.values())
+            tuple(measures[f"partition_isotropy_{signs}"] for measures in forms.values())
             for signs in ("as_computed", "both")
         )
         lines = [Line("signs as computed", xs, as_computed), Line("both signs", xs, both)]
-        panels.append(panel("I(W)", lines, f"{which} embeddings"))
-    form_names = {float(number): name for number, name in enumerate(FORMS.values())}
-    return Plot("partition", *_TEXTS["partition"], "columns", "", tuple(panels), x_names=form_names)
+        panels.append(make_panel("I(W)", lines, f"{side} embeddings"))
+    form_names = {float(index): name for index, name in enumerate(FORM_TITLES.values())}
+    return Plot("partition", *_TITLES_AND_CAPTIONS["partition"], "columns", "", tuple(panels), x_names=form_names)
 
 
-def projection(measured: Measurements) -> Plot:
+def plot_projection(measured: Measurements) -> Plot:
     """Plot rows of the embedding matrices in two dimensions."""
     panels, explanation = [], ""
-    for which, rows in measured.rows.items():
-        added, explanation = projection_panels(rows, f"{which} embeddings")
-        panels += added
-    title, caption = _TEXTS["projection"]
+    for side, rows in measured.rows.items():
+        matrix_panels, explanation = make_projection_panels(rows, f"{side} embeddings")
+        panels += matrix_panels
+    title, caption = _TITLES_AND_CAPTIONS["projection"]
     caption = f"{caption} {explanation}"
     return Plot("projection", title, caption, "scatter", "first direction", tuple(panels), ordered=True)
 
 
-def projection_panels(rows: Mapping[str, Any], title: str) -> tuple[list[Panel], str]:
-    """Return the panels of one matrix, raw and centered, and an explanation of the colours.
+def make_projection_panels(rows: Mapping[str, Any], title: str) -> tuple[list[Panel], str]:
+    """Return scatter plots of the rows of one matrix, raw and centered, and an explanation of the colours.
 
-    `rows` is of `arrays.summarize_rows`. A matrix of one dimension has no panels.
+    `rows` is a result of `arrays.summarize_rows`. A matrix with a single dimension has no panels.
     """
     panels = []
     groups, explanation = _colour_groups(rows)
@@ -440,26 +491,26 @@ def projection_panels(rows: Mapping[str, Any], title: str) -> tuple[list[Panel],
             Line(label, tuple(x[index] for index in indices), tuple(y[index] for index in indices))
             for label, indices in groups.items()
         ]
-        panels.append(panel("second direction", lines, f"{title}, {form}", with_origin=True))
+        panels.append(make_panel("second direction", lines, f"{title}, {form}", with_origin=True))
     return panels, explanation
 
 
 def _colour_groups(rows: Mapping[str, Any]) -> tuple[dict[str, list[int]], str]:
-    """Group projected rows by the frequency of their tokens, or by id if too few of the tokens occur in the texts.
+    """Group projected rows by their tokens' frequencies, or by ids if most of the tokens do not occur in the texts.
 
     Returns:
         Indices of the rows by the group's label, and an explanation of the colours for the caption.
     """
     ids, counts = rows["ids"], np.array(rows.get("counts") or [])
     caption = f"{len(ids):,} rows, evenly spaced by token id; the colour is the"
-    occurring = np.count_nonzero(counts)
-    if len(counts) and occurring >= len(ids) / 2:
+    num_occurring = np.count_nonzero(counts)
+    if len(counts) and num_occurring >= len(ids) / 2:
         labels = ("most frequent quarter", "second", "third", "rarest quarter")
         by_frequency = np.argsort(-counts, kind="stable")
-        quarters = np.array_split(by_frequency[:occurring], 4)
+        quarters = np.array_split(by_frequency[:num_occurring], 4)
         groups = {label: quarter.tolist() for label, quarter in zip(labels, quarters, strict=True)}
-        if occurring < len(ids):
-            groups["not in the texts"] = by_frequency[occurring:].tolist()
+        if num_occurring < len(ids):
+            groups["not in the texts"] = by_frequency[num_occurring:].tolist()
         return groups, f"{caption} token's frequency in these texts."
     fifths = [part.tolist() for part in np.array_split(np.arange(len(ids)), 5) if len(part)]
     groups = {f"ids {ids[part[0]]:,} to {ids[part[-1]]:,}": part for part in fifths}
@@ -469,7 +520,7 @@ def _colour_groups(rows: Mapping[str, Any]) -> tuple[dict[str, list[int]], str]:
     )
 
 
-def state_norms(measured: Measurements) -> Plot:
+def plot_state_norms(measured: Measurements) -> Plot:
     """Plot the distribution of the hidden states' norms over all texts, with a line for each layer."""
     by_tap = measured.norms.get(measured.combined_key, {})
     lines = []
@@ -481,32 +532,34 @@ def state_norms(measured: Measurements) -> Plot:
             factor = edges[1] / edges[0]
             middles = [math.sqrt(low * high) for low, high in itertools.pairwise(edges)]
             xs = (middles[0] / factor, *middles, middles[-1] * factor)
-            lines.append(Line(tap_name(tap), xs, (0.0, *(100 * count / total for count in counts), 0.0)))
-    panels = (panel("tokens, percent", lines),) if lines else ()
-    return Plot("state_norms", *_TEXTS["state_norms"], "ridges", "norm", panels, log_x=True, ordered=True)
+            lines.append(Line(format_tap_name(tap), xs, (0.0, *(100 * count / total for count in counts), 0.0)))
+    panels = (make_panel("tokens, percent", lines),) if lines else ()
+    return Plot("state_norms", *_TITLES_AND_CAPTIONS["state_norms"], "ridges", "norm", panels, log_x=True, ordered=True)
 
 
-def row_norms(measured: Measurements) -> Plot:
+def plot_row_norms(measured: Measurements) -> Plot:
     """Plot the distribution of the norms of the embedding matrices' rows."""
     panels = []
-    for which, rows in measured.rows.items():
+    for side, rows in measured.rows.items():
         edges, counts = rows["norms"]["edges"], rows["norms"]["counts"]
         width = edges[1] - edges[0]
         # An empty bin on either side lets the line start and end at zero.
         middles = tuple(low + width / 2 for low in (edges[0] - width, *edges))
         line = Line("rows", middles, (0.0, *counts, 0.0))
-        panels.append(panel("rows of the matrix", [line], f"{which} embeddings"))
-    return Plot("row_norms", *_TEXTS["row_norms"], "histogram", "norm", tuple(panels))
+        panels.append(make_panel("rows of the matrix", [line], f"{side} embeddings"))
+    return Plot("row_norms", *_TITLES_AND_CAPTIONS["row_norms"], "histogram", "norm", tuple(panels))
 
 
-def sphere_plot(spheres: Sequence[Sphere]) -> Plot:
+def plot_spheres(spheres: Sequence[Sphere]) -> Plot:
     """Plot the toy example of two spheres with their measures."""
     panels = []
     for sphere in spheres:
-        figures = (
+        measures = (
             f"average cosine {sphere.inter_sim:.3f}, IsoScore {sphere.isoscore:.3f}, I(W) "
             f"{sphere.partition_as_computed:.3f} with signs as computed and {sphere.partition_both:.3f} with both"
         )
         line = Line("points", sphere.x, sphere.y)
-        panels.append(panel("second coordinate", [line], sphere.name, figures, with_origin=True))
-    return Plot("spheres", *_TEXTS["spheres"], "scatter", "first coordinate", tuple(panels), share_axes=True)
+        panels.append(make_panel("second coordinate", [line], sphere.name, measures, with_origin=True))
+    return Plot(
+        "spheres", *_TITLES_AND_CAPTIONS["spheres"], "scatter", "first coordinate", tuple(panels), share_axes=True
+    )

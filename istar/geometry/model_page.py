@@ -1,4 +1,4 @@
-"""HTML page with the figures and tables of `istar measure` for one model."""
+"""The HTML page of `istar measure` for one model, with its figures and tables."""
 
 import math
 import os
@@ -14,25 +14,25 @@ import pandas as pd
 from istar.errors import UserError, shorten
 from istar.figures.plot import Plot
 from istar.geometry import findings, measure, model_figures, reading_table
-from istar.geometry.intervals import JACKKNIFE, half_width, t_quantile
+from istar.geometry.intervals import JACKKNIFE_MEASURES, interval_half_width, t_quantile
 from istar.geometry.measure import Measurements
-from istar.geometry.model_figures import NAMES, tap_name
-from istar.geometry.same_model import ModelName, refuse_other_model, saved_weights_hash
-from istar.geometry.spheres import Sphere, spheres
+from istar.geometry.model_figures import MEASURE_TITLES, format_tap_name
+from istar.geometry.same_model import ModelName, load_and_hash_weights, refuse_other_model
+from istar.geometry.spheres import Sphere, make_spheres
 from istar.pages import folder
-from istar.pages.folder import Kind
+from istar.pages.folder import PageKind
 from istar.pages.page import Page, Section
 from istar.pages.sheets import Entry, Sheet, number_entry
 
 # A state file that is being written has a name with a further leading dot.
-KIND = Kind("page of measures", "istar measure", (measure.JSON, measure.CSV), (".pass.*", "..pass.*"))
+KIND = PageKind("page of measures", "istar measure", (measure.JSON_FILE, measure.CSV_FILE), (".pass.*", "..pass.*"))
 _MAX_ROWS = 80
 """Most rows in the page's table of layers; the files have all rows."""
 _MAX_TAPS_IN_FULL = 14
-"""With more taps, the tables of extreme dimensions and massive activations show one row of each instead of three."""
-_ROWS_OF_TAP = 3
+"""With more taps, the tables of extreme dimensions and massive activations show one row per tap instead of three."""
+_MAX_ROWS_OF_TAP = 3
 _HEADERS = {
-    **{key: model_figures.column_header(key) for key in NAMES},
+    **{key: model_figures.column_header(key) for key in MEASURE_TITLES},
     "mean_by_typical_deviation": "mean / median\ndeviation",
     "variance_share": "share of\nvariance",
     "ratio": "times the\nmedian",
@@ -43,7 +43,7 @@ _HEADERS = {
     "partition_both": "I(W),\nboth signs",
 }
 """Headers of the columns whose header is not their name."""
-_NORM = {
+_FINAL_NORM_MEANINGS = {
     "gain": "norm of g divided by the square root of d",
     "bias": "norm of b divided by the square root of d; 0 without a bias",
     "ratio": "bias divided by gain; small in isotropic models",
@@ -78,25 +78,27 @@ _READING = (
 )
 
 
-def _intervals(measured: Measurements) -> str:
-    """Say what the bands of the figures and the ± of the table are."""
-    groups = model_figures.groups(measured)
-    figures = [figures for taps in measured.sources.values() for figures in taps.values()]
-    if not any(math.isfinite(values.get(f"{name}_error", math.nan)) for values in figures for name in JACKKNIFE):
+def _describe_intervals(measured: Measurements) -> str:
+    """Return sentences on what the bands in the figures and the ± in the table of layers are."""
+    num_groups = model_figures.num_document_groups(measured)
+    layers = [measures for taps in measured.sources.values() for measures in taps.values()]
+    if not any(
+        math.isfinite(measures.get(f"{name}_error", math.nan)) for measures in layers for name in JACKKNIFE_MEASURES
+    ):
         return (
             "There are no standard errors from groups of documents, which need --groups of at least 2 and as many "
             "documents as groups. A band around TwoNN or Gride is its 95% interval for independent points."
         )
     return (
-        f"Bands in the figures, and ± in the table, are 95% intervals: {t_quantile(groups - 1):.2f} standard errors on "
-        f"either side, from the jackknife over {groups} groups of documents. They say how much a value would change "
-        "over other documents of the same kind. A measure without a band has no such error; that of TwoNN and Gride is "
-        "1.96 errors for points that are independent of each other."
+        f"Bands in the figures, and ± in the table, are 95% intervals: {t_quantile(num_groups - 1):.2f} standard "
+        f"errors on either side, from the jackknife over {num_groups} groups of documents. They say how much a value "
+        "would change over other documents of the same kind. A measure without a band has no such error; that of TwoNN "
+        "and Gride is 1.96 errors for points that are independent of each other."
     )
 
 
-def check(out: Path, name: str, revision: str | None = None) -> None:
-    """Refuse a folder that `write` would refuse, so that the error comes before the model is measured.
+def check_output_folder(out: Path, name: str, revision: str | None = None) -> None:
+    """Raise an error if `write` would refuse the output folder, so that it comes before the model is measured.
 
     Args:
         out: output folder.
@@ -106,88 +108,115 @@ def check(out: Path, name: str, revision: str | None = None) -> None:
     Raises:
         UserError: if the folder holds anything but an earlier page of this model, or cannot be written.
     """
-    _refuse(out, ModelName(name, revision))
-    nearest = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+    _check_contents(out, ModelName(name, revision))
+    nearest_existing = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    if not nearest_existing.is_dir() or not os.access(nearest_existing, os.W_OK):
         raise UserError(f"--out {out} cannot be written; name a folder that you may write to")
 
 
-def _refuse(out: Path, model: ModelName, weights: str = "") -> None:
-    """Refuse a folder with foreign files or the measures of another model; `weights` is a hash, if it is known."""
-    folder.refuse_foreign(out, KIND)
-    if not (out / measure.JSON).exists():
+def _check_contents(out: Path, model: ModelName, weights: str = "") -> None:
+    """Raise an error if a folder holds foreign files or the measures of another model.
+
+    Args:
+        out: output folder.
+        model: model whose page is to be written.
+        weights: hash of the model's weights; empty if unknown, in which case it is computed if needed.
+
+    Raises:
+        UserError: if the folder holds foreign files or the measures of another model.
+    """
+    folder.check_replaceable(out, KIND)
+    if not (out / measure.JSON_FILE).exists():
         return
-    earlier = measure.read(out / measure.JSON)
+    earlier = measure.read(out / measure.JSON_FILE)
 
     def has_same_weights() -> bool:
-        # The hash depends on the dtype.
-        return weights == earlier.weights or saved_weights_hash(model, earlier.model["dtype"]) == earlier.weights
+        """Return whether the weights are those of the earlier measures, in the dtype on which their hash depends."""
+        return weights == earlier.weights or load_and_hash_weights(model, earlier.model["dtype"]) == earlier.weights
 
     refuse_other_model(out, ModelName(earlier.model["name"], earlier.model["revision"]), model, has_same_weights)
 
 
 def write(measured: Measurements, out: Path) -> Path:
-    """Write the page with its figures, tables and measures, and remove those of an earlier one; returns its path.
+    """Write the page of a model with its figures, tables and measures in place of an earlier one, and return its path.
 
     Raises:
         UserError: if the folder holds anything but an earlier page of this model, or cannot be written.
     """
-    _refuse(out, ModelName(measured.model["name"], measured.model["revision"]), measured.weights)
+    _check_contents(out, ModelName(measured.model["name"], measured.model["revision"]), measured.weights)
     try:
         # The measures, which may have taken hours, are saved before anything is drawn.
         measure.write(measured, out)
     except OSError as error:
         raise UserError(f"--out {out} cannot be written: {shorten(error)}") from error
-    examples = spheres()
-    sheet_functions = (_layers, _massive, _extremes, _matrices, _final_norm, reading_table.sheet, _settings)
-    tables = [build(measured) for build in sheet_functions]
-    sheets = {sheet.name: sheet for sheet in (*tables, _spheres(examples))}
-    plots = {plot.name: plot for plot in _plots(measured, examples)}
-    contents = {name: text.encode() for name, text in measure.files(measured).items()}
-    contents |= folder.files(_page(measured, sheets, plots), sheets)
+    examples = make_spheres()
+    sheet_builders = (
+        _build_layer_sheet,
+        _build_massive_sheet,
+        _build_extremes_sheet,
+        _build_matrix_sheet,
+        _build_final_norm_sheet,
+        reading_table.build_reading_sheet,
+        _build_settings_sheet,
+    )
+    tables = [build(measured) for build in sheet_builders]
+    sheets = {sheet.name: sheet for sheet in (*tables, _build_sphere_sheet(examples))}
+    plots = {plot.name: plot for plot in _make_plots(measured, examples)}
+    contents = {name: text.encode() for name, text in measure.file_contents(measured).items()}
+    contents |= folder.page_files(_make_page(measured, sheets, plots), sheets)
     folder.replace_folder(out, contents, KIND)
     return out / folder.INDEX
 
 
-def _plots(measured: Measurements, examples: Sequence[Sphere]) -> list[Plot]:
-    """Return all plots of the page in their order."""
+def _make_plots(measured: Measurements, examples: Sequence[Sphere]) -> list[Plot]:
+    """Return all plots of a model's page in their order; `examples` are the spheres of the last one."""
     return [
-        *model_figures.layer_plots(measured),
-        model_figures.scales(measured),
-        model_figures.single_dimensions(measured),
-        model_figures.positions(measured),
-        model_figures.frequency(measured),
-        model_figures.spectra(measured),
-        model_figures.state_norms(measured),
-        model_figures.partition(measured),
-        model_figures.matrix_spectra(measured),
-        model_figures.projection(measured),
-        model_figures.row_norms(measured),
-        model_figures.sphere_plot(examples),
+        *model_figures.plot_layers(measured),
+        model_figures.plot_scales(measured),
+        model_figures.plot_single_dimensions(measured),
+        model_figures.plot_positions(measured),
+        model_figures.plot_frequency(measured),
+        model_figures.plot_spectra(measured),
+        model_figures.plot_state_norms(measured),
+        model_figures.plot_partition(measured),
+        model_figures.plot_matrix_spectra(measured),
+        model_figures.plot_projection(measured),
+        model_figures.plot_row_norms(measured),
+        model_figures.plot_spheres(examples),
     ]
 
 
-def _page(measured: Measurements, sheets: Mapping[str, Sheet], plots: Mapping[str, Plot]) -> Page:
-    """Put the page together from its tables and plots."""
+def _make_page(measured: Measurements, sheets: Mapping[str, Sheet], plots: Mapping[str, Plot]) -> Page:
+    """Return a model's page, with its tables and plots given by name."""
     hint = "" if measured.settings.get("measures") == "all" else " Some measures need --measures all."
 
-    def plot_section(name: str, sheet: str = "") -> Section:
+    def plot_section(name: str, sheet_name: str = "") -> Section:
+        """Return the section of a plot, with a table below it if `sheet_name` is not empty."""
         plot = plots[name]
-        empty = "" if plot.panels else f"Not measured.{hint}"
-        if missing := model_figures.missing_measures(plot):
-            empty = f"Not measured, or not defined in any layer: {', '.join(missing)}.{hint}"
-        table = sheets[sheet] if sheet else None
-        return Section(name, plot.title, [plot.caption], table, folder.draw(plot), empty)
+        empty_note = "" if plot.panels else f"Not measured.{hint}"
+        if missing := model_figures.find_missing_measures(plot):
+            empty_note = f"Not measured, or not defined in any layer: {', '.join(missing)}.{hint}"
+        sheet = sheets[sheet_name] if sheet_name else None
+        return Section(name, plot.title, [plot.caption], sheet, folder.render_pictures(plot), empty_note)
 
-    def table_section(name: str, empty: str = "") -> Section:
-        text = () if sheets[name].rows else (empty,)
-        return Section(f"table-{name}", sheets[name].title, text, sheets[name])
+    def table_section(name: str, empty_note: str = "") -> Section:
+        """Return the section of a table, with a note if the table has no rows."""
+        paragraphs = () if sheets[name].rows else (empty_note,)
+        return Section(f"table-{name}", sheets[name].title, paragraphs, sheets[name])
 
     sections = [
-        Section("findings", "What stands out", findings.sentences(measured)),
-        Section("reading", "How to read this", (_feeding(measured.settings), *_READING, _intervals(measured))),
+        Section("findings", "What stands out", findings.describe_findings(measured)),
         Section(
-            "table-layers", sheets["layers"].title, (), _shortened(sheets["layers"], measured.combined_key), wide=True
+            "reading",
+            "How to read this",
+            (_describe_input(measured.settings), *_READING, _describe_intervals(measured)),
+        ),
+        Section(
+            "table-layers",
+            sheets["layers"].title,
+            (),
+            _shorten_sheet(sheets["layers"], measured.combined_key),
+            is_wide=True,
         ),
         *map(plot_section, ("isotropy", "directions")),
         *map(plot_section, ("dimension", "scales", "spectrum", "spectra")),
@@ -201,31 +230,31 @@ def _page(measured: Measurements, sheets: Mapping[str, Sheet], plots: Mapping[st
         plot_section("spheres", "spheres"),
         table_section("texts", "Not recorded."),
         table_section("settings"),
-        Section("reproduce", "This page", ("This page and its files:",), commands=[_command(measured)]),
+        Section("reproduce", "This page", ("This page and its files:",), commands=[_recorded_command(measured)]),
     ]
     name, revision = measured.model["name"], measured.model["revision"]
-    about = f"weights {measured.weights}, measured by istar {version('istar')}"
-    head = ("Model", name, f"at revision {revision}, {about}" if revision else about)
+    details = f"weights {measured.weights}, measured by istar {version('istar')}"
+    subject_line = ("Model", name, f"at revision {revision}, {details}" if revision else details)
     title = f"Geometry of {PurePath(name).name or name}"
-    return Page(title, head, KIND.generator, _summary(measured), sections)
+    return Page(title, subject_line, KIND.generator, _key_figures(measured), sections)
 
 
-def _feeding(settings: Mapping[str, Any]) -> str:
-    """Say which tokens the measures are over, and what the model has seen beside them."""
+def _describe_input(settings: Mapping[str, Any]) -> str:
+    """Return sentences on what the model has read, and which tokens the measures are over."""
     documents, tokens = _DOCUMENTS[settings["documents"]], _SPECIAL_TOKENS[settings["special_tokens"]]
     return f"{documents}. The measures are over the hidden states of all tokens, {tokens}. {_PLACES}"
 
 
-def _shortened(sheet: Sheet, group: str) -> Sheet:
-    """Keep only one group of a sheet with more than `_MAX_ROWS` rows, and add a note."""
-    if len(sheet.rows) <= _MAX_ROWS or group not in sheet.groups:
+def _shorten_sheet(sheet: Sheet, group: str) -> Sheet:
+    """Return a table with only one group of its rows and a note, if it has more than `_MAX_ROWS` rows."""
+    if len(sheet.rows) <= _MAX_ROWS or group not in sheet.rows_by_group:
         return sheet
     notes = (*sheet.notes, "All texts together; the files have each text.")
-    return replace(sheet, groups={group: sheet.groups[group]}, notes=notes)
+    return replace(sheet, rows_by_group={group: sheet.rows_by_group[group]}, notes=notes)
 
 
-def _summary(measured: Measurements) -> list[tuple[str, str]]:
-    """Return the key figures at the top of the page as (number, label)."""
+def _key_figures(measured: Measurements) -> list[tuple[str, str]]:
+    """Return the key figures at the top of a model's page as (number, label)."""
     taps = measured.all_texts
     texts = measured.settings["texts"]
     matrix = measured.matrices["input"]["raw"]
@@ -238,7 +267,7 @@ def _summary(measured: Measurements) -> list[tuple[str, str]]:
     ]
 
 
-def _command(measured: Measurements) -> str:
+def _recorded_command(measured: Measurements) -> str:
     """Return the command line that was recorded, or else the shortest one that measures the same texts."""
     if measured.command:
         return measured.command
@@ -246,30 +275,30 @@ def _command(measured: Measurements) -> str:
     return f"istar measure {shlex.quote(measured.model['name'])} {texts}"
 
 
-def _sheet(name: str, title: str, caption: str, shown: pd.DataFrame, frame: pd.DataFrame) -> Sheet:
-    """Return a sheet that shows one data frame, and has the numbers of another in its CSV file."""
+def _make_sheet(name: str, title: str, caption: str, shown: pd.DataFrame, frame: pd.DataFrame) -> Sheet:
+    """Return a table that shows the data frame `shown`, and has the unrounded numbers of `frame` in its CSV file."""
     header = tuple(_HEADERS.get(column, column) for column in map(str, shown))
-    return Sheet(name, title, caption, header, {"": _entries(shown)}, frame)
+    return Sheet(name, title, caption, header, {"": _make_entries(shown)}, frame)
 
 
-def _layers(measured: Measurements) -> Sheet:
+def _build_layer_sheet(measured: Measurements) -> Sheet:
     """Return the table of all measures by text and layer."""
     frame = measure.layer_frame(measured)
-    columns = ["layer", "tokens", *(key for key in NAMES if key in frame)]
-    num_groups = model_figures.groups(measured)
+    columns = ["layer", "tokens", *(key for key in MEASURE_TITLES if key in frame)]
+    num_groups = model_figures.num_document_groups(measured)
     shown = pd.DataFrame(
         {
-            "layer": tap_name(tap),
-            "tokens": figures["tokens"],
+            "layer": format_tap_name(tap),
+            "tokens": measures["tokens"],
             **{
-                name: number_entry(figures.get(name, math.nan), half_width(figures, name, num_groups))
+                name: number_entry(measures.get(name, math.nan), interval_half_width(measures, name, num_groups))
                 for name in columns[2:]
             },
         }
         for taps in measured.sources.values()
-        for tap, figures in taps.items()
+        for tap, measures in taps.items()
     )
-    sheet = _sheet(
+    sheet = _make_sheet(
         "layers",
         "All layers",
         "Measures of the hidden states by text and layer; a dash marks an undefined one. The CSV has the standard "
@@ -277,12 +306,12 @@ def _layers(measured: Measurements) -> Sheet:
         shown,
         frame,
     )
-    groups = {str(source): _entries(group) for source, group in shown.groupby(frame["source"], sort=False)}
-    return replace(sheet, groups=groups, grouped_by="text") if len(groups) > 1 else sheet
+    rows_by_text = {str(source): _make_entries(rows) for source, rows in shown.groupby(frame["source"], sort=False)}
+    return replace(sheet, rows_by_group=rows_by_text, group_header="text") if len(rows_by_text) > 1 else sheet
 
 
-def _massive(measured: Measurements) -> Sheet:
-    """Return the table of massive activations; the page shows the largest of each layer over all texts together."""
+def _build_massive_sheet(measured: Measurements) -> Sheet:
+    """Return the table of massive activations, which shows the largest of each layer over all texts together."""
     columns = ["layer", "dimension", "value", "ratio", "position", "text"]
     rows = [
         {"source": source, "layer": tap, **activation}
@@ -293,8 +322,8 @@ def _massive(measured: Measurements) -> Sheet:
     # A median of 0, and files of earlier versions, have no ratio.
     frame = pd.DataFrame(rows, columns=["source", *columns[:4], "token", *columns[4:]]).astype({"ratio": float})
     shown = frame.loc[frame["source"] == measured.combined_key, columns]
-    shown = shown.groupby("layer", sort=False).head(_rows_of_tap(shown))
-    return _sheet(
+    shown = shown.groupby("layer", sort=False).head(_num_rows_per_layer(shown))
+    return _make_sheet(
         "massive",
         "Massive activations",
         "Activations with a magnitude above 100 and above 1,000 times the median magnitude of all activations of the "
@@ -302,26 +331,26 @@ def _massive(measured: Measurements) -> Sheet:
         "its position in the model's input, counted from 0. All texts together; the CSV has each text, and at most "
         "100 activations of each layer.",
         shown.assign(
-            layer=shown["layer"].map(tap_name),
-            dimension=shown["dimension"].map(_whole_number),
-            position=shown["position"].map(_whole_number),
+            layer=shown["layer"].map(format_tap_name),
+            dimension=shown["dimension"].map(_integer_entry),
+            position=shown["position"].map(_integer_entry),
             text=shown["text"].map(lambda text: Entry(text, code=True)),
         ),
         frame,
     )
 
 
-def _rows_of_tap(shown: pd.DataFrame) -> int:
+def _num_rows_per_layer(shown: pd.DataFrame) -> int:
     """Return how many rows of each layer a table shows, so that it stays short."""
-    return _ROWS_OF_TAP if shown["layer"].nunique() <= _MAX_TAPS_IN_FULL else 1
+    return _MAX_ROWS_OF_TAP if shown["layer"].nunique() <= _MAX_TAPS_IN_FULL else 1
 
 
-def _whole_number(value: int) -> Entry:
-    """Return a cell with a number that has no thousands separator, such as that of a dimension."""
+def _integer_entry(value: int) -> Entry:
+    """Return a table cell with an integer without thousands separators, such as the index of a dimension."""
     return Entry(str(int(value)), number=True)
 
 
-def _extremes(measured: Measurements) -> Sheet:
+def _build_extremes_sheet(measured: Measurements) -> Sheet:
     """Return the table of the dimensions whose mean is farthest from 0, over all texts together."""
     columns = ["layer", "dimension", "mean", "deviation", "mean_by_typical_deviation", "variance_share"]
     rows = [
@@ -332,60 +361,61 @@ def _extremes(measured: Measurements) -> Sheet:
     ]
     frame = pd.DataFrame(rows, columns=["source", *columns])
     shown = frame.loc[frame["source"] == measured.combined_key, columns]
-    shown = shown.groupby("layer", sort=False).head(_rows_of_tap(shown))
-    dimensions = shown["dimension"].map(_whole_number)
-    return _sheet(
+    shown = shown.groupby("layer", sort=False).head(_num_rows_per_layer(shown))
+    dimensions = shown["dimension"].map(_integer_entry)
+    return _make_sheet(
         "extremes",
         "The most extreme dimensions",
         "Dimensions of each layer whose mean over the tokens is the farthest from 0: mean and standard deviation, the "
         "mean divided by the median deviation of all dimensions (an outlier is above 5), and the share of the summed "
         "variance. All texts together; the CSV has each text, with three dimensions of each layer.",
-        shown.assign(layer=shown["layer"].map(tap_name), dimension=dimensions),
+        shown.assign(layer=shown["layer"].map(format_tap_name), dimension=dimensions),
         frame,
     )
 
 
-def _matrices(measured: Measurements) -> Sheet:
-    """Return the table of measures of the embedding matrices in each form."""
+def _build_matrix_sheet(measured: Measurements) -> Sheet:
+    """Return the table of measures of the embedding matrices in each form: raw, centered and post-processed."""
     rows = [
-        {"matrix": which, "form": form, **figures}
-        for which, forms in measured.matrices.items()
-        for form, figures in forms.items()
+        {"matrix": side, "form": form, **measures}
+        for side, forms in measured.matrices.items()
+        for form, measures in forms.items()
     ]
     frame = pd.DataFrame(rows).drop(columns="singular_values")
-    sheet = _sheet(
+    sheet = _make_sheet(
         "matrices",
         "Embedding matrices",
         "Measures of the embedding matrices raw, centered, and without their first components (all-but-the-top, a "
         "hundredth of the dimensions).",
-        frame.assign(form=frame["form"].map(model_figures.FORMS)),
+        frame.assign(form=frame["form"].map(model_figures.FORM_TITLES)),
         frame,
     )
     no_output = ("The model has no output embeddings of its own.",)
-    return replace(sheet, notes=() if "output" in measured.matrices else no_output, row_headers=2)
+    return replace(sheet, notes=() if "output" in measured.matrices else no_output, num_row_headers=2)
 
 
-def _final_norm(measured: Measurements) -> Sheet:
-    """Return the table of the gain and the bias of the final normalization."""
-    figures = measured.final_norm or {}
-    names = [name for name in _NORM if name in figures]
-    frame = pd.DataFrame({"figure": names, "value": [figures[name] for name in names]}, dtype=object)
-    return _sheet(
+def _build_final_norm_sheet(measured: Measurements) -> Sheet:
+    """Return the table of the measures of the final normalization's gain and bias."""
+    measures = measured.final_norm or {}
+    names = [name for name in _FINAL_NORM_MEANINGS if name in measures]
+    frame = pd.DataFrame({"figure": names, "value": [measures[name] for name in names]}, dtype=object)
+    return _make_sheet(
         "final_norm",
         "The final normalization",
         "Gain g and bias b of the normalization behind the last layer, over d dimensions.",
-        frame.assign(figure=frame["figure"].map(tap_name), meaning=frame["figure"].map(_NORM)),
+        frame.assign(figure=frame["figure"].map(format_tap_name), meaning=frame["figure"].map(_FINAL_NORM_MEANINGS)),
         frame.assign(value=frame["value"].map(_to_text)),
     )
 
 
-def _spheres(examples: Sequence[Sphere]) -> Sheet:
+def _build_sphere_sheet(examples: Sequence[Sphere]) -> Sheet:
+    """Return the table of the measures of the two example spheres."""
     frame = pd.DataFrame(examples).drop(columns=["x", "y"]).rename(columns={"name": "sphere"})
     shown = frame.rename(columns={"inter_sim": "average\ncosine", "isoscore": "IsoScore"})
-    return _sheet("spheres", "Two spheres", "Measures of the two spheres.", shown, frame)
+    return _make_sheet("spheres", "Two spheres", "Measures of the two spheres.", shown, frame)
 
 
-def _settings(measured: Measurements) -> Sheet:
+def _build_settings_sheet(measured: Measurements) -> Sheet:
     """Return the table of the model, the texts and the settings of the pass."""
     values = {"model": measured.model["name"]}
     values |= {f"model {name}": value for name, value in measured.model.items() if name != "name"}
@@ -394,7 +424,7 @@ def _settings(measured: Measurements) -> Sheet:
     values |= {f"text {name}": path for name, path in measured.settings["texts"].items()}
     frame = pd.DataFrame({"setting": values.keys(), "value": map(_to_text, values.values())})
     codes = frame["value"].map(lambda text: Entry(text, code=True))
-    return _sheet(
+    return _make_sheet(
         "settings",
         "Settings",
         "Model, texts and settings of the pass. Equal weights have equal hashes.",
@@ -404,18 +434,19 @@ def _settings(measured: Measurements) -> Sheet:
 
 
 def _to_text(value: Any) -> str:
+    """Return the text of a setting: sequences joined by commas, and `none` for None."""
     if isinstance(value, Iterable) and not isinstance(value, str):
         return ", ".join(map(str, value))
     return "none" if value is None else str(value)
 
 
-def _entries(frame: pd.DataFrame) -> list[list[Entry]]:
-    """Return the cells of a data frame; see `_entry`."""
-    return [[_entry(value) for value in values] for values in frame.itertuples(index=False)]
+def _make_entries(frame: pd.DataFrame) -> list[list[Entry]]:
+    """Return the table cells of a data frame, row by row."""
+    return [[_make_entry(value) for value in row] for row in frame.itertuples(index=False)]
 
 
-def _entry(value: Any) -> Entry:
-    """Return a cell: texts as they are, sequences joined by commas, and numbers as `number_entry` does."""
+def _make_entry(value: Any) -> Entry:
+    """Return a table cell: a text as it is, a sequence joined by commas, and a number as `number_entry` formats it."""
     if isinstance(value, Entry):
         return value
     if isinstance(value, str):

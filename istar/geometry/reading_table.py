@@ -1,4 +1,4 @@
-"""The table of a page on its texts: how much of them was read, and how long that took."""
+"""The table of the texts that were measured: how much of each was read, and how long that took."""
 
 import pandas as pd
 
@@ -18,8 +18,11 @@ _COLUMNS = {
 """Headers of the columns, by name."""
 
 
-def sheet(measured: Measurements) -> Sheet:
-    """Return the table with a row for each text; without rows if an earlier version has measured."""
+def build_reading_sheet(measured: Measurements) -> Sheet:
+    """Return a table with how much of each text was read and the time it took, one row per text.
+
+    It has no rows if the measures are of an earlier version, which did not record this.
+    """
     frame = pd.DataFrame(
         [{"text": text, **reading} for text, reading in measured.readings.items()],
         columns=["text", *(name for name in _COLUMNS if name != "bytes_per_document")],
@@ -39,12 +42,12 @@ def sheet(measured: Measurements) -> Sheet:
         ("text", *_COLUMNS.values()),
         {"": rows},
         frame,
-        tuple(_notes(measured)),
+        tuple(_describe_total_time(measured)),
     )
 
 
-def _notes(measured: Measurements) -> list[str]:
-    """Say how long everything took, and on what."""
+def _describe_total_time(measured: Measurements) -> list[str]:
+    """Return a sentence on how long everything took and on which device, or no sentence if the time is unknown."""
     if measured.seconds is None:
         return []
     shared = f", in {measured.processes} processes, over which the forward passes are summed" * (measured.processes > 1)

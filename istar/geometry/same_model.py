@@ -1,4 +1,4 @@
-"""Whether an output folder holds the measures of another model, which a command then does not replace."""
+"""Check that an output folder does not hold the measures of another model, which a command must not replace."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from istar.config import ModelConfig
 from istar.errors import UserError
-from istar.geometry.measure import DTYPES, weights_hash
+from istar.geometry.measure import DTYPES, hash_weights
 from istar.models import load_encoder, load_tokenizer
 
 
@@ -22,9 +22,15 @@ class ModelName:
 
 
 def refuse_other_model(out: Path, earlier: ModelName, new: ModelName, has_same_weights: Callable[[], bool]) -> None:
-    """Refuse to replace the measures of one model in `out` by those of another.
+    """Raise an error if the measures in a folder are of another model than those that would replace them.
 
-    A model is the same if its name and revision are, or its weights, which are compared only if the names differ.
+    Two models are the same if their names and revisions are equal, or else if their weights are.
+
+    Args:
+        out: folder with the earlier measures.
+        earlier: model of the earlier measures.
+        new: model of the new measures.
+        has_same_weights: returns whether the weights are equal; called only if the names or revisions differ.
 
     Raises:
         UserError: if the models differ.
@@ -35,11 +41,15 @@ def refuse_other_model(out: Path, earlier: ModelName, new: ModelName, has_same_w
         )
 
 
-def saved_weights_hash(model: ModelName, dtype: str) -> str:
-    """Load a model without its head, and return `measure.weights_hash` of its weights in a dtype of `DTYPES`.
+def load_and_hash_weights(model: ModelName, dtype: str) -> str:
+    """Load a model without its head, and return the hash of its weights.
+
+    Args:
+        model: model to load.
+        dtype: dtype of the weights, a key of `DTYPES`; the hash depends on it.
 
     Raises:
         UserError: if the model cannot be loaded.
     """
     config = ModelConfig(name=model.name, revision=model.revision)
-    return weights_hash(load_encoder(config, load_tokenizer(config), DTYPES[dtype]))
+    return hash_weights(load_encoder(config, load_tokenizer(config), DTYPES[dtype]))

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from istar.config import ModelConfig
 from istar.errors import UserError
-from istar.geometry.corpus import Block, Blocks, batch
+from istar.geometry.corpus import Block, Blocks, pad_batch
 from istar.geometry.taps import Taps
 from istar.measures.alignment import cka
 from istar.measures.moments import full_precision
@@ -21,7 +21,7 @@ from istar.tasks.documents import read_documents
 from istar.tasks.tokenizing import chunks
 
 _MIN_DOCUMENTS = 4
-"""CKA needs at least so many points."""
+"""Fewest documents for which CKA is defined."""
 
 
 @dataclass(frozen=True)
@@ -29,18 +29,18 @@ class Similarity:
     """CKA of every layer of one model with every layer of another."""
 
     first: str  # label of the first model
-    second: str
+    second: str  # label of the second model
     first_taps: tuple[str, ...]  # names of the places in the first model where hidden states were read
-    second_taps: tuple[str, ...]
-    values: tuple[tuple[float, ...], ...]  # a row for each tap of the first model, a column for each of the second
+    second_taps: tuple[str, ...]  # the same of the second model
+    values: tuple[tuple[float, ...], ...]  # CKA: a row for each tap of the first model, a column for each of the second
     documents: int  # number of documents
 
 
-def first_documents(paths: Sequence[Path], count: int) -> list[str]:
-    """Return the first `count` documents of texts, as evenly as possible from each text.
+def read_first_documents(paths: Sequence[Path], count: int) -> list[str]:
+    """Read `count` documents, taking one from the beginning of each text in turn; fewer if the texts have fewer.
 
     Raises:
-        UserError: if a text cannot be read, or all together have fewer than 4 documents.
+        UserError: if a text cannot be read, or the texts have fewer than 4 documents in total.
     """
     readers = [read_documents(path) for path in paths]
     documents: list[str] = []
@@ -55,66 +55,72 @@ def first_documents(paths: Sequence[Path], count: int) -> list[str]:
     return documents
 
 
-def mean_states(
+def compute_mean_states(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     documents: Sequence[str],
     length: int = 128,
     batch_size: int = 32,
 ) -> dict[str, Tensor]:
-    """Return the mean hidden state of each document at every tap, `(documents, d)`, float32 on the CPU.
+    """Compute the mean hidden state of each document at every tap, `(documents, d)` by tap, float32 on the CPU.
 
-    The mean is over the tokens of the text, without special tokens. Of a document of more than `length` tokens, special
-    tokens included, only the first `length` count. The model has no head and is in eval mode. Documents without tokens
-    are errors, because the rows of two models must belong to the same documents.
+    The mean is over the tokens of the text, without special tokens. Documents without tokens are errors, because the
+    rows of two models must belong to the same documents.
+
+    Args:
+        model: model without a head, in eval mode.
+        tokenizer: tokenizer of the model.
+        documents: texts.
+        length: maximum number of tokens of a document, including special tokens; the rest of a document is left out.
+        batch_size: number of documents in a batch.
 
     Raises:
         UserError: if a document has no tokens.
     """
     blocks = Blocks(tokenizer, length)
-    firsts: list[Block] = []
+    first_blocks: list[Block] = []
     for number, document in enumerate(documents, start=1):
         first = next(blocks([document]), None)
         if first is None:
             raise UserError(f"document {number} has no tokens for this tokenizer; leave it out")
-        firsts.append(first)
+        first_blocks.append(first)
     taps = Taps(model)
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-    # Batches of documents of like length need little padding.
-    order = sorted(range(len(firsts)), key=lambda number: len(firsts[number].tokens))
+    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+    # Batches of documents of similar length need little padding.
+    order = sorted(range(len(first_blocks)), key=lambda index: len(first_blocks[index].tokens))
     means: dict[str, Tensor] = {}
-    for numbers in chunks(order, batch_size):
-        rows = [firsts[number] for number in numbers]
-        inputs = batch([row.tokens for row in rows], pad)
-        weights = _text_weights(rows, inputs["input_ids"].shape[1]).to(model.device)
+    for indices in chunks(order, batch_size):
+        batch = [first_blocks[index] for index in indices]
+        inputs = pad_batch([block.tokens for block in batch], pad_id)
+        weights = _averaging_weights(batch, inputs["input_ids"].shape[1]).to(model.device)
         inputs = {name: values.to(model.device) for name, values in inputs.items()}
         with full_precision(model.device), torch.inference_mode():
-            for name, state in taps(inputs).items():
-                pooled = (weights[:, None] @ state.float())[:, 0].cpu()
-                means.setdefault(name, pooled.new_empty(len(firsts), pooled.shape[1]))[list(numbers)] = pooled
+            for tap, states in taps(inputs).items():
+                pooled = (weights[:, None] @ states.float())[:, 0].cpu()
+                means.setdefault(tap, pooled.new_empty(len(first_blocks), pooled.shape[1]))[list(indices)] = pooled
     return means
 
 
-def _text_weights(rows: Sequence[Block], width: int) -> Tensor:
-    """Return weights `(rows, width)` that average over the tokens of the text in each row."""
-    mask = torch.zeros(len(rows), width)
-    for number, row in enumerate(rows):
-        mask[number, : len(row.tokens)] = 1 - torch.tensor(row.is_special).float()
+def _averaging_weights(blocks: Sequence[Block], width: int) -> Tensor:
+    """Return weights `(blocks, width)` that average over the tokens of each block, without special tokens."""
+    mask = torch.zeros(len(blocks), width)
+    for index, block in enumerate(blocks):
+        mask[index, : len(block.tokens)] = 1 - torch.tensor(block.is_special).float()
     return mask / mask.sum(1, keepdim=True)
 
 
-def similarities(
+def compute_similarities(
     models: Sequence[tuple[str, ModelConfig]],
     documents: Sequence[str],
     length: int = 128,
     console: Console | None = None,
 ) -> list[Similarity]:
-    """Compute the similarity of each pair of models; a single model is in memory at a time.
+    """Compute CKA of all layers for each pair of models. Only one model is in memory at a time.
 
     Args:
         models: label and config of each model.
-        documents: texts, of which every model represents each by its mean hidden state; see `mean_states`.
-        length: most tokens of a document that are read.
+        documents: texts, each of which is represented by its mean hidden state; see `compute_mean_states`.
+        length: maximum number of tokens of a document.
         console: console for a progress bar; None shows none.
 
     Raises:
@@ -125,9 +131,9 @@ def similarities(
         for label, config in progress.track(models, description="states of documents"):
             tokenizer = load_tokenizer(config)
             model = load_encoder(config, tokenizer, torch.float32)
-            states.append((label, mean_states(model, tokenizer, documents, length)))
+            states.append((label, compute_mean_states(model, tokenizer, documents, length)))
             del model
-    pairs = [(first, second) for number, first in enumerate(states) for second in states[number + 1 :]]
+    pairs = [(first, second) for index, first in enumerate(states) for second in states[index + 1 :]]
     return [
         Similarity(
             first,
@@ -142,4 +148,5 @@ def similarities(
 
 
 def _cka_row(first: Tensor, others: Iterable[Tensor]) -> list[float]:
+    """Return CKA of the states of one layer with those of each of the others."""
     return [cka(first, other) for other in others]

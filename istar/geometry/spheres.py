@@ -7,7 +7,7 @@ import torch
 
 from istar.measures import average_cosine, isoscore, partition_isotropy, singular_values
 
-POINTS, SHIFT, _SEED = 500, 2.0, 0
+NUM_POINTS, SHIFT, _SEED = 500, 2.0, 0
 SHIFTS = (0.0, 1.0, SHIFT)
 """Distances of the spheres' centers from the origin in the figure of their singular values."""
 
@@ -35,32 +35,32 @@ class Spectrum:
     singular_values: tuple[float, ...]  # of the uncentered points, largest first
 
 
-def spheres() -> tuple[Sphere, Sphere]:
-    """Return a sphere around the origin, and the same points moved along the first axis."""
-    return _measure("centered", _points(0.0)), _measure("off-centre", _points(SHIFT))
+def make_spheres() -> tuple[Sphere, Sphere]:
+    """Return a sphere around the origin, and the same points moved by `SHIFT` along the first axis."""
+    return _measure_sphere("centered", _sample_sphere(0.0)), _measure_sphere("off-centre", _sample_sphere(SHIFT))
 
 
-def spectra() -> tuple[Spectrum, ...]:
+def make_spectra() -> tuple[Spectrum, ...]:
     """Return the same sphere moved along the first axis by each of `SHIFTS` (*Too Much in Common*, Figure 2)."""
-    results = []
+    spectra = []
     for shift in SHIFTS:
-        points = _points(shift)
+        points = _sample_sphere(shift)
         x, y, _ = points.T.tolist()
         values = singular_values(points, centered=False)
-        results.append(Spectrum(shift, tuple(x), tuple(y), tuple(values.tolist())))
-    return tuple(results)
+        spectra.append(Spectrum(shift, tuple(x), tuple(y), tuple(values.tolist())))
+    return tuple(spectra)
 
 
-def _points(shift: float) -> torch.Tensor:
-    """Return points on a unit sphere `(POINTS, 3)` whose center is moved along the first axis."""
+def _sample_sphere(shift: float) -> torch.Tensor:
+    """Return random points `(NUM_POINTS, 3)` on a unit sphere whose center is at `shift` on the first axis."""
     # Each point has an opposite one, so that the mean is exactly the origin.
-    half = np.random.Generator(np.random.Philox(_SEED)).standard_normal((POINTS // 2, 3))
+    half = np.random.Generator(np.random.Philox(_SEED)).standard_normal((NUM_POINTS // 2, 3))
     half /= np.linalg.norm(half, axis=1, keepdims=True)
     return torch.from_numpy(np.concatenate([half, -half])) + torch.tensor([shift, 0, 0])
 
 
-def _measure(name: str, points: torch.Tensor) -> Sphere:
-    """Return the points and their measures as a sphere of the figure."""
+def _measure_sphere(name: str, points: torch.Tensor) -> Sphere:
+    """Measure points `(n, 3)`, and return them with their measures."""
     x, y, _ = points.T.tolist()
     return Sphere(
         name,

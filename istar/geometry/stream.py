@@ -20,8 +20,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from istar.errors import UserError
 from istar.files import atomic_write
-from istar.geometry.corpus import COMBINED, Block, Blocks, Documents, Reading, Source, batch, longest_first
-from istar.geometry.layers import BY_SENTENCE, WITH_ERROR_FROM_SCATTER, Layer, LayerSettings, MeasureSet
+from istar.geometry.corpus import COMBINED, Block, Blocks, Documents, Reading, Source, pad_batch, sorted_windows
+from istar.geometry.layers import COVARIANCE_MEASURES_WITH_ERROR, SCORE_BY_SENTENCE, Layer, LayerSettings, MeasureSet
 from istar.geometry.sample import Sample
 from istar.geometry.taps import Taps
 from istar.measures import ScaleDimension
@@ -31,9 +31,9 @@ from istar.tasks.tokenizing import chunks
 
 SECONDS_BETWEEN_SAVES = 300.0
 MAX_GROUP_BYTES = 2**30
-"""Most memory for the scatter matrices of all groups and layers. Above it, measures of the covariance have no error."""
+"""Most memory for the scatter matrices of all groups and layers; above it, covariance measures have no error."""
 ORIGIN_BLOCKS = 32
-"""Number of blocks at the beginning of each source whose mean is the origin of the score by sentence."""
+"""Number of blocks from the beginning of each source over which the origin of the score by sentence is the mean."""
 
 T = TypeVar("T")
 SpecialTokens = Literal["include", "exclude"]
@@ -45,34 +45,47 @@ class Pass:
     """Settings of a pass over a corpus."""
 
     length: int  # maximum number of tokens of a block, including special tokens
-    batch_size: int = 32  # blocks in a batch
-    sample: int = 5_000  # number of token types to keep for TwoNN, with one occurrence of each
+    batch_size: int = 32  # number of blocks in a batch
+    sample: int = 5_000  # maximum number of token types to keep for TwoNN, with one occurrence of each
     seed: int = 0  # seed of that sample
-    # A source is read until the statistics have at least so many of its tokens; None reads it to its end.
+    # A source is read until the statistics have at least this number of its tokens; None reads it to its end.
     limit: int | None = None
     intra: bool = True  # whether to compute IntraSim, which needs vocabulary x width x 8 bytes for each layer
     documents: Documents = "separate"  # whether the model sees each document alone; see `corpus.Blocks`
     # Whether the statistics include the hidden states of special tokens and separators, which the model always sees.
     special_tokens: SpecialTokens = "exclude"
-    measures: MeasureSet = "basic"  # `all` adds the measures that take most time
-    # Number of groups of documents for standard errors; 0 computes none. Document number i, counted from 0, is in group
-    # i mod `groups`. Packed documents have no numbers: of these, `corpus.RUN` consecutive blocks count as one document.
+    measures: MeasureSet = "basic"  # `all` adds the measures that take the most time
+    # Number of groups of documents for standard errors; 0 computes none. Document i, counted from 0, is in group
+    # i mod `groups`. Of packed documents, each run of `corpus.RUN_LENGTH` consecutive blocks counts as one document.
     groups: int = 10
 
-    def keeps_scatter_by_group(self, dim: int, layers: int) -> bool:
-        """Whether the scatter matrices `(dim, dim)` of the groups of so many layers take at most `MAX_GROUP_BYTES`."""
-        return self.groups * layers * dim**2 * 8 <= MAX_GROUP_BYTES
+    def keeps_scatter_by_group(self, dim: int, num_layers: int) -> bool:
+        """Return whether the scatter matrices `(dim, dim)` of all groups and layers take at most `MAX_GROUP_BYTES`."""
+        return self.groups * num_layers * dim**2 * 8 <= MAX_GROUP_BYTES
 
-    def for_layers(self, dim: int, layers: int) -> LayerSettings:
-        """Return what the accumulators of so many layers of width `dim` hold."""
-        is_separate = self.documents == "separate"
-        return LayerSettings(self.measures, self.groups, self.keeps_scatter_by_group(dim, layers), is_separate)
+    def layer_settings(self, dim: int, num_layers: int) -> LayerSettings:
+        """Return the settings of each layer's accumulators for a model with `num_layers` layers of width `dim`."""
+        return LayerSettings(
+            measures=self.measures,
+            num_groups=self.groups,
+            scatter_by_group=self.keeps_scatter_by_group(dim, num_layers),
+            has_separate_documents=self.documents == "separate",
+        )
 
 
 class Statistics:
-    """Accumulators over a source: `layers`, by the names of the taps, and `sample`, one occurrence of token types.
+    """Accumulates all measures of all taps over a source.
 
-    `origins` are the origins of the score by sentence, `(d,)` by tap; without, the origin is 0.
+    Args:
+        model: model whose hidden states are measured.
+        taps: names of the taps.
+        settings: settings of the pass.
+        origins: origin of the score by sentence, `(d,)` by tap; 0 if None.
+
+    Attributes:
+        layers: accumulator of each tap, by tap.
+        sample: one occurrence of each of a random sample of token types.
+        has_all_measures: whether to compute all measures, not only the basic ones.
     """
 
     def __init__(
@@ -84,7 +97,7 @@ class Statistics:
     ) -> None:
         config = model.config.get_text_config()
         vocabulary_size = config.vocab_size if settings.intra else 0
-        layer_settings, origins = settings.for_layers(config.hidden_size, len(taps)), origins or {}
+        layer_settings, origins = settings.layer_settings(config.hidden_size, len(taps)), origins or {}
         self.layers = {
             tap: Layer(config.hidden_size, vocabulary_size, model.device, layer_settings, origins.get(tap))
             for tap in taps
@@ -93,71 +106,73 @@ class Statistics:
         self.sample = Sample(taps, settings.sample, settings.seed)
 
     def merge(self, other: "Statistics") -> None:
-        """Add the tokens that other accumulators have seen."""
-        for name, layer in self.layers.items():
-            layer.merge(other.layers[name])
+        """Add the tokens of other accumulators."""
+        for tap, layer in self.layers.items():
+            layer.merge(other.layers[tap])
         self.sample.merge(other.sample)
 
-    def measures(
+    def compute_measures(
         self,
         spectra: Mapping[str, Mapping[str, Tensor]] | None = None,
         replicates: Mapping[str, Mapping[str, list[float]]] | None = None,
     ) -> dict[str, dict[str, float]]:
-        """Compute all measures by tap; those of the sample are left out if its size is 0.
+        """Compute all measures, by tap and name. Those of the sample are left out if its size is 0.
 
-        `spectra` and `replicates` are the results of the functions of `Layer` by tap, if they are known.
+        Args:
+            spectra: results of `Layer.compute_spectra` by tap; computed if None.
+            replicates: results of `Layer.compute_replicates` by tap; computed if None.
         """
-        measures = {
-            name: layer.measures(spectra[name] if spectra else None, replicates[name] if replicates else None)
-            for name, layer in self.layers.items()
+        measures_by_tap = {
+            tap: layer.compute_measures(spectra[tap] if spectra else None, replicates[tap] if replicates else None)
+            for tap, layer in self.layers.items()
         }
         if self.sample.size:
-            for name, figures in measures.items():
-                figures["two_nn"], figures["two_nn_error"] = self.sample.two_nn(name)
+            for tap, measures in measures_by_tap.items():
+                measures["two_nn"], measures["two_nn_error"] = self.sample.estimate_two_nn(tap)
                 if self.has_all_measures:
-                    figures |= self.sample.cosines(name)
-        return measures
+                    measures |= self.sample.compute_cosines(tap)
+        return measures_by_tap
 
-    def gride(self) -> dict[str, list[ScaleDimension]]:
+    def estimate_gride(self) -> dict[str, list[ScaleDimension]]:
         """Estimate the intrinsic dimension by scale at each tap; empty without a sample, or with the basic measures."""
         is_computed = self.sample.size and self.has_all_measures
-        return {name: self.sample.gride(name) for name in self.layers} if is_computed else {}
+        return {tap: self.sample.estimate_gride(tap) for tap in self.layers} if is_computed else {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return all accumulated tensors."""
         return {
-            "layers": {name: layer.state_dict() for name, layer in self.layers.items()},
+            "layers": {tap: layer.state_dict() for tap, layer in self.layers.items()},
             "sample": self.sample.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the tensors that `state_dict` returned."""
-        for name, layer in self.layers.items():
-            layer.load_state_dict(state["layers"][name])
+        for tap, layer in self.layers.items():
+            layer.load_state_dict(state["layers"][tap])
         self.sample.load_state_dict(state["sample"])
 
 
 class Stream:
-    """Runs a pass over texts, and resumes an interrupted pass from its state files.
+    """Runs a pass of a model over texts, and resumes an interrupted pass from its state files.
 
-    The blocks of a text are sorted by length within windows of `corpus.WINDOW` blocks, so that a batch holds blocks of
-    like length. The processes of an initialized process group share the blocks of each window. Their accumulators are
-    merged exactly, and rank 0 returns the result.
+    The blocks of a text are sorted by length within windows of `corpus.WINDOW_SIZE` blocks, so that a batch holds
+    blocks of similar length. The processes of an initialized process group share the blocks of each window. Their
+    accumulators are merged exactly, and rank 0 returns the result.
 
     Args:
         model: model without a head, in eval mode, on its device.
         tokenizer: tokenizer of the model.
-        settings: see `Pass`.
-        state: path whose name the state files start with; None saves no state.
+        settings: settings of the pass.
+        state_path: path of the state files, whose names start with its name; None saves no state.
         identity: hash of everything that the result depends on. A state file with another identity is ignored.
 
     Attributes:
         readings: how much of each source has been read, and how long it took, by the sources' names; with several
-            sources also for `combined`. The seconds are of rank 0, those of interrupted calls included.
-        earlier_seconds: how many of these seconds are of interrupted calls.
+            sources also for `combined`. The seconds are those of rank 0, including interrupted calls.
+        earlier_seconds: how many of these seconds belong to interrupted calls.
 
     Raises:
-        UserError: if there are several processes and no state files, through which they exchange accumulators.
+        UserError: if there are several processes but no state files, through which they exchange accumulators.
     """
 
     def __init__(
@@ -165,17 +180,17 @@ class Stream:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         settings: Pass,
-        state: Path | None = None,
+        state_path: Path | None = None,
         identity: str = "",
     ) -> None:
-        self.settings, self._state, self._identity = settings, state, identity
+        self.settings, self._state_path, self._identity = settings, state_path, identity
         is_distributed = dist.is_available() and dist.is_initialized()
-        self._rank, self._world = (dist.get_rank(), dist.get_world_size()) if is_distributed else (0, 1)
-        if self._world > 1 and state is None:
+        self._rank, self._world_size = (dist.get_rank(), dist.get_world_size()) if is_distributed else (0, 1)
+        if self._world_size > 1 and state_path is None:
             raise UserError("several processes need a state file to share a pass; give one in a folder that all see")
         self._model, self._taps = model, Taps(model)
         self._blocks = Blocks(tokenizer, settings.length, settings.documents)
-        self._pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+        self._pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
         self._origins: dict[str, Tensor] = {}
         self.readings: dict[str, Reading] = {}
         self.earlier_seconds = 0.0
@@ -184,17 +199,22 @@ class Stream:
     @property
     def num_processes(self) -> int:
         """Number of processes that share the pass."""
-        return self._world
+        return self._world_size
 
     def __call__(
         self, sources: Sequence[Source], summarize: Callable[[Statistics], T], console: Console | None = None
     ) -> dict[str, T]:
-        """Read the sources; returns what `summarize` computes from the statistics of each, by the sources' names.
+        """Read the sources, and return a summary of the statistics of each by the sources' names.
 
-        With several sources, `combined` is all of them together. The statistics are as large as the vocabulary times
-        the width times the number of taps, so those of a source are merged into those of `combined` as soon as
-        `summarize` has returned; `summarize` must not keep them. It is called on rank 0 only: the result of the other
-        ranks is empty.
+        With several sources, the key `combined` has the summary of all of them together. Only rank 0 returns summaries;
+        the result of the other ranks is empty.
+
+        Args:
+            sources: texts.
+            summarize: computes the summary from the statistics. It must not keep the statistics, which are as large as
+                the vocabulary times the width times the number of taps: once it has returned, those of a source are
+                merged into those of all sources.
+            console: console for a progress bar and warnings; None shows none.
 
         Raises:
             UserError: if a source cannot be read or holds no text.
@@ -207,8 +227,8 @@ class Stream:
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[status]}"))
         disable = console is None
         with Progress(*columns, TimeElapsedColumn(), console=console, disable=disable, transient=True) as progress:
-            for number, source in enumerate(sources):
-                statistics = self._read_source(source, number, progress)
+            for source_index, source in enumerate(sources):
+                statistics = self._read_source(source, source_index, progress)
                 if self._rank == 0:
                     results[source.name] = summarize(statistics)
                     if combined is None:
@@ -223,66 +243,71 @@ class Stream:
             for reading in self.readings.values():
                 total.add(reading)
             self.readings[COMBINED] = total
-        if self._state is not None and self._rank == 0:
-            for path in self._state.parent.glob(f"{self._state.name}.*"):
+        if self._state_path is not None and self._rank == 0:
+            for path in self._state_path.parent.glob(f"{self._state_path.name}.*"):
                 path.unlink()
         return results
 
-    def _read_source(self, source: Source, number: int, progress: Progress) -> Statistics:
-        """Accumulate this rank's blocks of a source, save the state every few minutes, and merge the ranks."""
-        statistics, done, tokens = self._new_statistics(), 0, 0
+    def _read_source(self, source: Source, source_index: int, progress: Progress) -> Statistics:
+        """Accumulate and return the statistics of a source.
+
+        Each rank reads its share of the blocks and saves its state every few minutes. At the end, rank 0 merges the
+        statistics of all ranks.
+        """
+        statistics, num_done, tokens = self._new_statistics(), 0, 0
         reading = self.readings[source.name] = Reading()
-        earlier, self._forward_seconds = 0.0, 0.0
-        saved = self._load(number, self._rank)
+        earlier_seconds, self._forward_seconds = 0.0, 0.0
+        saved = self._load_state(source_index, self._rank)
         if saved is not None:
             statistics.load_state_dict(saved["statistics"])
-            done, tokens = saved["blocks"], saved["tokens"]
-            earlier, self._forward_seconds = saved.get("seconds", 0.0), saved.get("forward_seconds", 0.0)
-            self.earlier_seconds += earlier
+            num_done, tokens = saved["blocks"], saved["tokens"]
+            earlier_seconds, self._forward_seconds = saved.get("seconds", 0.0), saved.get("forward_seconds", 0.0)
+            self.earlier_seconds += earlier_seconds
             del saved
         start = last_save = time.monotonic()
         task = progress.add_task(source.name, total=None, status="")
-        for positions, numbers, blocks in self._rank_batches(source, done, reading):
-            # The source's number makes the samples of different sources independent.
-            self._update(statistics, blocks, [(number << 32) + block_number for block_number in numbers])
+        for positions, block_indices, blocks in self._rank_batches(source, num_done, reading):
+            # The source's index makes the samples of different sources independent.
+            self._update_statistics(statistics, blocks, [(source_index << 32) + index for index in block_indices])
             num_tokens = sum(map(self._num_tokens, blocks))
-            done, tokens = positions[-1] + 1, tokens + num_tokens
+            num_done, tokens = positions[-1] + 1, tokens + num_tokens
             progress.advance(task, num_tokens)
             tokens_per_second = progress.tasks[task].speed or 0
             progress.update(task, status=f"{tokens:,} tokens, {tokens_per_second:,.0f} per second")
             if time.monotonic() - last_save > SECONDS_BETWEEN_SAVES:
-                self._save(number, statistics, done, tokens, earlier + time.monotonic() - start)
+                seconds = earlier_seconds + time.monotonic() - start
+                self._save_state(source_index, statistics, num_done, tokens, seconds)
                 last_save = time.monotonic()
-        reading.seconds = earlier + time.monotonic() - start
-        self._save(number, statistics, done, tokens, reading.seconds)
-        if self._world > 1:
-            self._merge_ranks(number, statistics)
+        reading.seconds = earlier_seconds + time.monotonic() - start
+        self._save_state(source_index, statistics, num_done, tokens, reading.seconds)
+        if self._world_size > 1:
+            self._merge_ranks(source_index, statistics)
         reading.forward_seconds = self._forward_seconds
         return statistics
 
     def _rank_batches(
-        self, source: Source, done: int, reading: Reading
+        self, source: Source, first_position: int, reading: Reading
     ) -> Iterator[tuple[list[int], list[int], list[Block]]]:
-        """Yield this rank's batches, beginning at position `done`, where a batch of an earlier call has ended.
+        """Yield this rank's batches of a source, from a position at which a batch of an earlier call may have ended.
 
-        A batch is three lists: the positions of its blocks in the order of the windows, their numbers in the order of
-        the text, and the blocks.
+        A batch is three lists: the positions of its blocks in the order of the sorted windows, their indices in the
+        order of the text, and the blocks.
         """
         start = 0
-        numbered = enumerate(self._limited_blocks(source, reading))
-        for window in longest_first(numbered, lambda item: len(item[1].tokens)):
+        indexed_blocks = enumerate(self._limited_blocks(source, reading))
+        for window in sorted_windows(indexed_blocks, lambda item: len(item[1].tokens)):
             rank_blocks = [
-                (position, number, block)
-                for position, (number, block) in enumerate(window, start)
-                if position >= done and position % self._world == self._rank
+                (position, index, block)
+                for position, (index, block) in enumerate(window, start)
+                if position >= first_position and position % self._world_size == self._rank
             ]
             for chunk in chunks(rank_blocks, self.settings.batch_size):
-                positions, numbers, blocks = zip(*chunk, strict=True)
-                yield list(positions), list(numbers), list(blocks)
+                positions, indices, blocks = zip(*chunk, strict=True)
+                yield list(positions), list(indices), list(blocks)
             start += len(window)
 
     def _limited_blocks(self, source: Source, reading: Reading) -> Iterator[Block]:
-        """Yield the blocks of a source in the order of the text, up to the limit of tokens, and count what is read."""
+        """Yield the blocks of a source in order, up to the limit of tokens, and count in `reading` what is read."""
         for block in self._blocks(read_documents(source.path), reading):
             reading.tokens += self._num_tokens(block)
             yield block
@@ -293,20 +318,20 @@ class Stream:
             # Every rank reads all blocks, so that all ranks raise this.
             raise UserError(f"{source.path} holds no text; expected at least one line that is not empty")
 
-    def _group(self, block: Block) -> int:
-        """Return the group of a block's document."""
-        return block.run % self.settings.groups if self.settings.groups else 0
+    def _group_index(self, block: Block) -> int:
+        """Return the index of the group of documents that a block belongs to."""
+        return block.document_index % self.settings.groups if self.settings.groups else 0
 
     def _num_tokens(self, block: Block) -> int:
-        """Number of tokens of a block that the statistics include."""
+        """Return the number of tokens of a block that the statistics include."""
         return len(block.tokens) if self.settings.special_tokens == "include" else block.num_text_tokens
 
-    def _merge_ranks(self, number: int, statistics: Statistics) -> None:
+    def _merge_ranks(self, source_index: int, statistics: Statistics) -> None:
         """Merge the statistics of all ranks into those of rank 0, through their state files."""
         dist.barrier()
         if self._rank == 0:
-            for rank in range(1, self._world):
-                saved = self._load(number, rank)
+            for rank in range(1, self._world_size):
+                saved = self._load_state(source_index, rank)
                 assert saved is not None
                 other = self._new_statistics()
                 other.load_state_dict(saved["statistics"])
@@ -314,27 +339,31 @@ class Stream:
                 self._forward_seconds += saved["forward_seconds"]
         dist.barrier()
 
-    def _update(self, statistics: Statistics, blocks: Sequence[Block], sample_keys: Sequence[int]) -> None:
-        """Run the model on a batch and add its hidden states to the statistics; a sample key is a block's number."""
-        included, ids, states = self._hidden_states(blocks)
+    def _update_statistics(self, statistics: Statistics, blocks: Sequence[Block], block_keys: Sequence[int]) -> None:
+        """Run the model on a batch of blocks, and add the hidden states to the statistics.
+
+        The keys of the blocks are unique over all sources; see `Sample.update`.
+        """
+        included, ids, states = self._compute_hidden_states(blocks)
         tokens = ids[included]
         rows, positions = included.nonzero().T
-        groups = torch.tensor([self._group(block) for block in blocks])[rows]
-        # The pieces of a document may be in different batches, and are not independent: the first one alone counts.
-        sentences = torch.tensor([-1 if block.piece else row for row, block in enumerate(blocks)])[rows]
+        groups = torch.tensor([self._group_index(block) for block in blocks])[rows]
+        # The pieces of a document may be in different batches and are not independent, so only the first one counts.
+        sentences = torch.tensor([-1 if block.piece_index else row for row, block in enumerate(blocks)])[rows]
         device_tokens, device_positions = (values.to(self._model.device) for values in (tokens, positions))
         with full_precision(self._model.device), torch.inference_mode():
-            for name, state in states.items():
-                statistics.layers[name].update(state, device_tokens, device_positions, groups, sentences)
-        statistics.sample.update(sample_keys, included.sum(1).tolist(), tokens, states)
+            for tap, state in states.items():
+                statistics.layers[tap].update(state, device_tokens, device_positions, groups, sentences)
+        statistics.sample.update(block_keys, included.sum(1).tolist(), tokens, states)
 
-    def _hidden_states(self, blocks: Sequence[Block]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Run the model on a batch.
+    def _compute_hidden_states(self, blocks: Sequence[Block]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Run the model on a batch of blocks.
 
-        Returns the mask of the tokens that the statistics include and the token ids, `(blocks, tokens)` on the CPU, and
-        the hidden states of these tokens by tap, `(n, d)`.
+        Returns:
+            The mask of the tokens that the statistics include and the token ids, `(blocks, tokens)` on the CPU, and the
+            hidden states of the included tokens, `(n, d)` by tap.
         """
-        inputs = batch([block.tokens for block in blocks], self._pad)
+        inputs = pad_batch([block.tokens for block in blocks], self._pad_id)
         ids, included = inputs["input_ids"], inputs["attention_mask"].bool()
         if self.settings.special_tokens == "exclude":
             rows = [torch.tensor(block.is_special) for block in blocks]
@@ -342,96 +371,101 @@ class Stream:
         inputs = {name: values.to(self._model.device) for name, values in inputs.items()}
         mask = included.to(self._model.device)
         with full_precision(self._model.device), torch.inference_mode():
-            start = self._finished_time()
+            start = self._synchronized_time()
             states = self._taps(inputs)
-            self._forward_seconds += self._finished_time() - start
-            return included, ids, {name: state[mask] for name, state in states.items()}
+            self._forward_seconds += self._synchronized_time() - start
+            return included, ids, {tap: state[mask] for tap, state in states.items()}
 
-    def _finished_time(self) -> float:
-        """Return the time in seconds at which the device has finished all that it was given."""
+    def _synchronized_time(self) -> float:
+        """Wait until the device has finished its work, and return the time in seconds."""
         if self._model.device.type == "cuda":
             torch.cuda.synchronize(self._model.device)
         return time.monotonic()
 
     def _find_origins(self, sources: Sequence[Source]) -> dict[str, Tensor]:
-        """Return the origins of the score by sentence, `(d,)` by tap: means over the beginnings of all sources.
+        """Compute the origins of the score by sentence, `(d,)` by tap: means over the beginnings of all sources.
 
-        Merging needs the same origin in all accumulators, so that it must not depend on batches and processes.
+        All accumulators that are merged need the same origin, so it must not depend on batches and processes.
         """
         count, totals = 0, dict.fromkeys(self._taps.names, torch.zeros(()))
         for source in sources:
-            first = itertools.islice(self._limited_blocks(source, Reading()), ORIGIN_BLOCKS)
-            for blocks in chunks(first, self.settings.batch_size):
-                included, _, states = self._hidden_states(blocks)
+            first_blocks = itertools.islice(self._limited_blocks(source, Reading()), ORIGIN_BLOCKS)
+            for blocks in chunks(first_blocks, self.settings.batch_size):
+                included, _, states = self._compute_hidden_states(blocks)
                 count += int(included.sum())
-                for name, state in states.items():
-                    totals[name] = totals[name] + state.cpu().sum(0, dtype=torch.float64)
-        origins = {name: total / max(count, 1) for name, total in totals.items()}
-        if self._world > 1:
+                for tap, state in states.items():
+                    totals[tap] = totals[tap] + state.cpu().sum(0, dtype=torch.float64)
+        origins = {tap: total / max(count, 1) for tap, total in totals.items()}
+        if self._world_size > 1:
             for origin in origins.values():
                 dist.broadcast(origin, 0)
         return origins
 
     @property
     def _layer_settings(self) -> LayerSettings:
-        return self.settings.for_layers(self._model.config.get_text_config().hidden_size, len(self._taps.names))
+        """Settings of the accumulators of each layer."""
+        return self.settings.layer_settings(self._model.config.get_text_config().hidden_size, len(self._taps.names))
 
     def _warn_of_missing_measures(self, console: Console | None) -> None:
-        """Print a line if the standard errors of some measures would take too much memory, or a measure is left out."""
+        """Print a warning if the standard errors of some measures need too much memory, or a measure is left out."""
         if console is None:
             return
-        layers, warnings = self._layer_settings, []
-        if not layers.scatter_by_group:
-            names = [*WITH_ERROR_FROM_SCATTER, *([BY_SENTENCE] if layers.has_score_by_sentence else [])]
+        settings, warnings = self._layer_settings, []
+        if not settings.scatter_by_group:
+            names = [*COVARIANCE_MEASURES_WITH_ERROR, *([SCORE_BY_SENTENCE] if settings.has_score_by_sentence else [])]
             warnings.append(
                 f"{', '.join(names)} get no standard errors, because the sums of "
                 f"{self.settings.groups} groups would take more than {MAX_GROUP_BYTES / 2**30:g} GiB; "
                 "choose fewer --groups"
             )
-        if layers.measures == "all" and not layers.by_sentence:
+        if settings.measures == "all" and not settings.has_separate_documents:
             warnings.append(
-                f"{BY_SENTENCE} is left out, because packed documents do not show which tokens belong to the same "
-                "document; choose --documents separate"
+                f"{SCORE_BY_SENTENCE} is left out, because packed documents do not show which tokens belong to the "
+                "same document; choose --documents separate"
             )
         for warning in warnings:
             console.print(f"warning: {warning}", highlight=False, soft_wrap=True)
 
     def _new_statistics(self) -> Statistics:
+        """Return empty statistics for this pass."""
         return Statistics(self._model, self._taps.names, self.settings, self._origins)
 
-    def _state_file(self, number: int, rank: int) -> Path:
-        assert self._state is not None
-        return self._state.with_name(f"{self._state.name}.{number}.{rank}-{self._world}")
+    def _state_file(self, source_index: int, rank: int) -> Path:
+        """Return the path of a rank's state file of a source."""
+        assert self._state_path is not None
+        return self._state_path.with_name(f"{self._state_path.name}.{source_index}.{rank}-{self._world_size}")
 
-    def _save(self, number: int, statistics: Statistics, done: int, tokens: int, seconds: float) -> None:
-        """Save this rank's state of a source, unless the pass saves no state."""
-        if self._state is not None:
-            state = {"identity": self._identity, "statistics": statistics.state_dict(), "blocks": done}
+    def _save_state(
+        self, source_index: int, statistics: Statistics, num_done: int, tokens: int, seconds: float
+    ) -> None:
+        """Save this rank's state of a source after `num_done` blocks, unless the pass saves no state."""
+        if self._state_path is not None:
+            state = {"identity": self._identity, "statistics": statistics.state_dict(), "blocks": num_done}
             state |= {"tokens": tokens, "seconds": seconds, "forward_seconds": self._forward_seconds}
-            with atomic_write(self._state_file(number, self._rank)) as file:
+            with atomic_write(self._state_file(source_index, self._rank)) as file:
                 torch.save(state, file)
 
-    def _load(self, number: int, rank: int) -> dict[str, Any] | None:
-        """Load a rank's state of a source; None if there is none, it is damaged, or it belongs to another pass."""
-        if self._state is None:
+    def _load_state(self, source_index: int, rank: int) -> dict[str, Any] | None:
+        """Load a rank's state of a source, or return None if it is missing, damaged or of another pass."""
+        if self._state_path is None:
             return None
         try:
-            state = torch.load(self._state_file(number, rank), map_location="cpu", weights_only=True)
+            state = torch.load(self._state_file(source_index, rank), map_location="cpu", weights_only=True)
         except Exception:  # a missing, truncated or foreign file can raise any exception
             return None
         return state if isinstance(state, dict) and state.get("identity") == self._identity else None
 
 
 @contextmanager
-def processes() -> Iterator[int]:
-    """Join the process group that torchrun describes for as long as the block runs; yields this process's rank.
+def join_process_group() -> Iterator[int]:
+    """Join the process group of torchrun within a `with` block, and yield the rank of this process.
 
     Without torchrun there is no group, and the rank is 0.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield 0
         return
-    # The statistics travel through files. The group serves for barriers alone, so gloo is enough for GPUs too.
+    # The processes exchange their statistics through files, so gloo is enough, with GPUs too.
     dist.init_process_group("gloo")
     try:
         yield dist.get_rank()
@@ -439,8 +473,11 @@ def processes() -> Iterator[int]:
         dist.destroy_process_group()
 
 
-def identity(*parts: object) -> str:
-    """Hash the values that the result of a pass depends on; of a path, the content of the file or of the folder."""
+def compute_identity(*parts: object) -> str:
+    """Return a hash of the values that the result of a pass depends on.
+
+    A `Path` counts by the content of its file or of all files in its folder, and any other value by its `repr`.
+    """
     digest = hashlib.blake2b()
     for part in parts:
         if isinstance(part, Path):

@@ -19,7 +19,7 @@ from istar.files import write_text
 from istar.geometry import measure, stream
 from istar.geometry.corpus import Source
 from istar.geometry.measure import Measurements
-from istar.geometry.same_model import ModelName, refuse_other_model, saved_weights_hash
+from istar.geometry.same_model import ModelName, load_and_hash_weights, refuse_other_model
 from istar.geometry.saved_checkpoints import Checkpoint
 from istar.geometry.stream import Pass
 
@@ -38,7 +38,7 @@ class PartialFailure(UserError):  # noqa: N818
 
 @dataclass(frozen=True)
 class TrajectoryPlan:
-    """What to measure at each checkpoint of a training, and where to write the results; see `measure.measure`."""
+    """What to measure at each checkpoint of a training, and where to write the results; see `measure.measure_model`."""
 
     model: str  # name of the model in the table
     texts: Sequence[Source]  # texts to measure the model over
@@ -66,7 +66,9 @@ def measure_checkpoints(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint],
     """
     trajectory = Trajectory()
     text_names = [source.name for source in plan.texts]
-    fingerprint = stream.identity(plan.settings, plan.dtype, text_names, *(source.path for source in plan.texts))
+    fingerprint = stream.compute_identity(
+        plan.settings, plan.dtype, text_names, *(source.path for source in plan.texts)
+    )
     for position, checkpoint in enumerate(checkpoints, start=1):
         _print_line(console, f"{position} of {len(checkpoints)}: {checkpoint.label}")
         try:
@@ -105,7 +107,7 @@ def refuse_other_checkpoints(plan: TrajectoryPlan, checkpoints: Sequence[Checkpo
             refuse_other_model(plan.out, ModelName(model), ModelName(plan.model), lambda: False)
     for checkpoint in checkpoints:
         try:
-            earlier = measure.read(plan.out / checkpoint.folder / measure.JSON)
+            earlier = measure.read(plan.out / checkpoint.folder / measure.JSON_FILE)
         except UserError:  # missing or damaged
             continue
         earlier_name, name = (
@@ -122,7 +124,7 @@ def _has_same_weights(checkpoint: Checkpoint, plan: TrajectoryPlan, earlier: Mea
     """Return whether a checkpoint has the weights that earlier measurements are of; True if it cannot be loaded."""
     try:
         with _loadable_model(checkpoint, plan.out / checkpoint.folder) as name:
-            weights = saved_weights_hash(ModelName(name, checkpoint.revision), earlier.model["dtype"])
+            weights = load_and_hash_weights(ModelName(name, checkpoint.revision), earlier.model["dtype"])
     except (UserError, OSError, RuntimeError):  # reported when it is measured
         return True
     return weights == earlier.weights
@@ -141,7 +143,7 @@ def _measure_checkpoint(
     """
     folder = plan.out / checkpoint.folder
     with _loadable_model(checkpoint, folder) as name:
-        weights = saved_weights_hash(ModelName(name, checkpoint.revision), plan.dtype)
+        weights = load_and_hash_weights(ModelName(name, checkpoint.revision), plan.dtype)
         same_weights = (label for label, other in earlier.measurements.items() if other.weights == weights)
         duplicate = next(same_weights, None)
         message = "" if duplicate is None else f"warning: {checkpoint.label} has the same weights as {duplicate}"
@@ -152,7 +154,7 @@ def _measure_checkpoint(
             measured, message = earlier.measurements[duplicate], f"{message}; its figures are copied"
         else:
             progress = Console(stderr=True)
-            measured = measure.measure(
+            measured = measure.measure_model(
                 name, plan.texts, plan.settings, folder, checkpoint.revision, plan.dtype, plan.device, progress,
                 plan.command,
             )  # fmt: skip
@@ -168,7 +170,7 @@ def _read_cached(folder: Path, fingerprint: str) -> Measurements | None:
     """Return the measurements of an earlier call with the same fingerprint, or None if there are none."""
     try:
         is_same = (folder / _FINGERPRINT_FILE).read_text(encoding="utf-8") == fingerprint
-        return measure.read(folder / measure.JSON) if is_same else None
+        return measure.read(folder / measure.JSON_FILE) if is_same else None
     except (OSError, ValueError, UserError):  # missing or damaged
         return None
 

@@ -18,16 +18,16 @@ from istar.geometry import compare, measure, trajectory
 from istar.geometry.compare import MeasuredModel, ModelArgument
 from istar.geometry.compare_page import join_names
 from istar.geometry.corpus import COMBINED
-from istar.geometry.model_figures import NAMES, panel
+from istar.geometry.model_figures import MEASURE_TITLES, make_panel
 from istar.geometry.saved_checkpoints import Checkpoint
 from istar.geometry.taps import FINAL_NORM
 from istar.pages import folder
-from istar.pages.folder import Kind
+from istar.pages.folder import PageKind
 from istar.pages.page import Page, Section
 from istar.pages.sheets import Entry, Sheet, number_entry
 
 TABLE_FILE = "trajectories.csv"
-KIND = Kind("comparison of trainings", "istar compare, over trainings", (TABLE_FILE,))
+KIND = PageKind("comparison of trainings", "istar compare, over trainings", (TABLE_FILE,))
 _LAYER_PLOTS = {
     "directions": (
         "Cosines over the training",
@@ -158,7 +158,7 @@ def describe_differences(trainings: Sequence[MeasuredTraining]) -> list[str]:
     for training in trainings:
         last = Checkpoint(str(training.measures["revision"].iloc[-1]), name="")
         try:
-            measurements = measure.read(training.folder / last.folder / measure.JSON)
+            measurements = measure.read(training.folder / last.folder / measure.JSON_FILE)
         except UserError:
             return []
         last_models.append(MeasuredModel(training.label, measurements))
@@ -171,7 +171,7 @@ def check_output_folder(out: Path) -> None:
     Raises:
         UserError: if the folder holds other files.
     """
-    folder.refuse_foreign(out, KIND)
+    folder.check_replaceable(out, KIND)
 
 
 def write_page(trainings: Sequence[MeasuredTraining], out: Path, command: str = "") -> Path:
@@ -185,9 +185,9 @@ def write_page(trainings: Sequence[MeasuredTraining], out: Path, command: str = 
     Raises:
         UserError: if the folder holds anything but an earlier comparison of trainings, or cannot be written.
     """
-    folder.refuse_foreign(out, KIND)
+    folder.check_replaceable(out, KIND)
     model_table = _make_model_table(trainings)
-    contents = folder.files(_make_page(trainings, model_table, command), {model_table.name: model_table})
+    contents = folder.page_files(_make_page(trainings, model_table, command), {model_table.name: model_table})
     all_measures = pd.concat([training.measures.assign(model=training.label) for training in trainings])
     contents[TABLE_FILE] = all_measures.to_csv(index=False).encode()
     folder.replace_folder(out, contents, KIND)
@@ -198,11 +198,13 @@ def _make_page(trainings: Sequence[MeasuredTraining], model_table: Sheet, comman
     """Assemble the page that compares trainings from its table and plots."""
     sections = [
         Section("reading", "How to read this", (*_READING_NOTES, *describe_differences(trainings))),
-        Section("table-models", model_table.title, sheet=model_table, wide=True),
+        Section("table-models", model_table.title, sheet=model_table, is_wide=True),
     ]
     for plot in make_plots(trainings):
         empty = "" if plot.panels else "Not measured for any of these models."
-        sections.append(Section(plot.name, plot.title, [plot.caption], pictures=folder.draw(plot), empty=empty))
+        sections.append(
+            Section(plot.name, plot.title, [plot.caption], pictures=folder.render_pictures(plot), empty_note=empty)
+        )
     if command:
         sections.append(Section("reproduce", "This page", ("This page and its files:",), commands=[command]))
     labels = [training.label for training in trainings]
@@ -221,7 +223,7 @@ def make_plots(trainings: Sequence[MeasuredTraining]) -> list[Plot]:
     for name, (title, caption, measures) in _LAYER_PLOTS.items():
         layer_panels: list[Panel] = []
         for measure_name in measures:
-            y_label = NAMES[measure_name]
+            y_label = MEASURE_TITLES[measure_name]
             layer_panels += _make_panels(trainings, y_label, "last layer", None, measure_name)
             layer_panels += _make_panels(trainings, y_label, "final normalization", FINAL_NORM, measure_name)
         all_plots.append(_make_plot(name, title, caption, layer_panels, trainings))
@@ -274,7 +276,7 @@ def _make_panels(
         if any(map(math.isfinite, values)):
             has_errors = any(map(math.isfinite, errors))
             lines.append(Line(training.label, steps, values, y_error=errors if has_errors else ()))
-    return [panel(y_label, lines, title)] if lines else []
+    return [make_panel(y_label, lines, title)] if lines else []
 
 
 _SUMMARY_COLUMNS = {

@@ -12,14 +12,20 @@ from istar.figures.spacing import are_log_spaced, evenly_spaced
 from istar.files import atomic_write
 from istar.geometry import measure
 from istar.geometry.measure import Measurements
-from istar.geometry.model_figures import NAMES, groups, measure_line, panel, tap_name
+from istar.geometry.model_figures import (
+    MEASURE_TITLES,
+    format_tap_name,
+    make_measure_line,
+    make_panel,
+    num_document_groups,
+)
 from istar.geometry.saved_checkpoints import Checkpoint
 from istar.geometry.trajectory import Trajectory, TrajectoryPlan, make_rows, refuse_other_checkpoints
 from istar.pages import folder
-from istar.pages.folder import Kind
+from istar.pages.folder import PageKind
 from istar.pages.page import Page, Section
 
-KIND = Kind("trajectory", "istar measure, over a training")
+KIND = PageKind("trajectory", "istar measure, over a training")
 _PLOT_TEXTS = {
     "isotropy": (
         "Isotropy of the layers",
@@ -46,7 +52,7 @@ def check_output_folder(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint])
         UserError: if the folder holds another page or another model.
     """
     index = plan.out / folder.INDEX
-    if (plan.out / measure.JSON).exists() or (index.exists() and not folder.has_generator(index, KIND)):
+    if (plan.out / measure.JSON_FILE).exists() or (index.exists() and not folder.has_generator(index, KIND)):
         raise UserError(
             f"--out {plan.out} is no trajectory but holds another page; expected another folder: --out <folder>"
         )
@@ -61,7 +67,9 @@ def write_page(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint], trajecto
     sections = []
     for plot in make_plots(checkpoints, trajectory.measurements):
         empty = "" if plot.panels else "This model does not have it, or it is not defined."
-        sections.append(Section(plot.name, plot.title, [plot.caption], pictures=folder.draw(plot), empty=empty))
+        sections.append(
+            Section(plot.name, plot.title, [plot.caption], pictures=folder.render_pictures(plot), empty_note=empty)
+        )
     if trajectory.failures:
         failures = [f"{label}: {reason}" for label, reason in trajectory.failures.items()]
         sections.append(Section("left-out", "Not measured", failures))
@@ -69,7 +77,7 @@ def write_page(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint], trajecto
     summary = [(str(len(trajectory.measurements)), "checkpoints"), (str(len(plan.texts)), "texts")]
     head = ("Model", plan.model, f"over its training, measured by istar {version('istar')}")
     page = Page(f"Geometry of {Path(plan.model).name} over its training", head, KIND.generator, summary, sections)
-    contents = folder.files(page, {})
+    contents = folder.page_files(page, {})
     for name, content in contents.items():
         with atomic_write(plan.out / name) as file:
             file.write(content)
@@ -97,7 +105,7 @@ def make_plots(checkpoints: Sequence[Checkpoint], measurements_by_label: Mapping
         {row["layer"]: row for row in make_rows(measured) if row["source"] in (measured.combined_key, None)}
         for measured in measurements
     ]
-    num_groups = groups(measurements[0])
+    num_groups = num_document_groups(measurements[0])
 
     def make_panels(y_label: str, column_by_label: Mapping[str, tuple[str, str]]) -> list[Panel]:
         """Return a panel with a line for each label, or an empty list if no line has a finite value.
@@ -106,16 +114,16 @@ def make_plots(checkpoints: Sequence[Checkpoint], measurements_by_label: Mapping
         """
         lines = []
         for label, (layer, column) in column_by_label.items():
-            line = measure_line(label, xs, [rows.get(layer, {}) for rows in rows_by_layer], column, num_groups)
+            line = make_measure_line(label, xs, [rows.get(layer, {}) for rows in rows_by_layer], column, num_groups)
             if any(map(math.isfinite, line.y)):
                 lines.append(line)
-        return [panel(y_label, lines)] if lines else []
+        return [make_panel(y_label, lines)] if lines else []
 
     layers = evenly_spaced(list(measurements[0].all_texts))
     isotropy_panels: list[Panel] = []
     for measure_name in ("isoscore", "inter_sim", "intra_sim", "two_nn"):
         isotropy_panels += make_panels(
-            NAMES[measure_name], {tap_name(layer): (layer, measure_name) for layer in layers}
+            MEASURE_TITLES[measure_name], {format_tap_name(layer): (layer, measure_name) for layer in layers}
         )
     matrix_columns = {
         f"{matrix} embeddings": (f"{matrix}_embeddings", "partition_isotropy_both") for matrix in ("input", "output")

@@ -1,4 +1,4 @@
-"""Folder of an HTML page: the files of its figures and tables, and the safe replacement of an earlier page."""
+"""The folder of an HTML page: the files of its figures and tables, and the safe replacement of an earlier page."""
 
 import re
 import shutil
@@ -20,32 +20,32 @@ _SUFFIXES = {TABLES: (".csv", ".md", ".tex"), FIGURES: tuple(f".{suffix}" for su
 
 
 @dataclass(frozen=True)
-class Kind:
+class PageKind:
     """A kind of page folder, such as that of `istar report`."""
 
     noun: str  # name of the folder in error messages
     generator: str  # content of the `generator` meta tag that identifies the page
-    beside: tuple[str, ...] = ()  # names of further files that belong to the page
-    kept: tuple[str, ...] = ()  # name patterns of other files, which are kept when the page is replaced
+    extra_files: tuple[str, ...] = ()  # names of further files that belong to the page
+    kept_patterns: tuple[str, ...] = ()  # name patterns of files that are kept when the page is replaced
 
 
-def draw(plot: Plot) -> list[Picture]:
-    """Render a plot, with a picture for each model."""
+def render_pictures(plot: Plot) -> list[Picture]:
+    """Render a plot as pictures, one for each model whose runs it shows."""
     models = list(dict.fromkeys(panel.model for panel in plot.panels))
     pictures = []
     for model in models:
         part = replace(plot, panels=tuple(panel for panel in plot.panels if panel.model == model))
-        name = f"{plot.name}-{_file_name(model, models)}" if model else plot.name
+        name = f"{plot.name}-{_unique_file_name(model, models)}" if model else plot.name
         files, spots = drawing.render_with_spots(part)
         pictures.append(Picture(name, model, drawing.describe(part), part.panels, files, spots))
     return pictures
 
 
-def files(content: Page, tables: Mapping[str, Sheet]) -> dict[str, bytes]:
-    """Return all files of a page by their paths in its folder."""
-    contents = {INDEX: page.html(content).encode()}
+def page_files(content: Page, tables: Mapping[str, Sheet]) -> dict[str, bytes]:
+    """Return the contents of all files of a page, its tables and its figures, by their paths in the page's folder."""
+    contents = {INDEX: page.render_html(content).encode()}
     for name, sheet in tables.items():
-        texts = {"csv": sheets.csv(sheet), "md": sheets.markdown(sheet), "tex": sheets.latex(sheet)}
+        texts = {"csv": sheets.to_csv(sheet), "md": sheets.to_markdown(sheet), "tex": sheets.to_latex(sheet)}
         contents |= {f"{TABLES}/{name}.{suffix}": text.encode() for suffix, text in texts.items()}
     for section in content.sections:
         for picture in section.pictures:
@@ -53,45 +53,49 @@ def files(content: Page, tables: Mapping[str, Sheet]) -> dict[str, bytes]:
     return contents
 
 
-def refuse_foreign(out: Path, kind: Kind) -> None:
-    """Refuse to replace a folder that is not an earlier page of this kind, or that holds other files too.
+def check_replaceable(out: Path, kind: PageKind) -> None:
+    """Raise an error unless `out` does not exist, or is an earlier page of this kind without foreign files.
 
     Raises:
-        UserError: if `out` exists and is such a folder, or no folder.
+        UserError: if `out` is not a folder, is not an earlier page of this kind, or holds other files too.
     """
     if not out.exists() and not out.is_symlink():
         return
     if out.is_symlink() or not out.is_dir():
         raise UserError(f"--out {out} is not a folder; name a new one, or an earlier {kind.noun}")
     for path in sorted(out.rglob("*")):
-        if not _belongs(path, out, kind):
+        if not _is_part_of_page(path, out, kind):
             name = path.relative_to(out).as_posix()
             raise UserError(f"--out {out} holds {name}, which is no part of a {kind.noun}; name a new folder")
     names = {path.name for path in out.iterdir() if not _is_kept(path.name, kind)}
-    if names - set(kind.beside) and not has_generator(out / INDEX, kind):
+    if names - set(kind.extra_files) and not has_generator(out / INDEX, kind):
         raise UserError(f"--out {out} is not an earlier {kind.noun}; name a new folder")
 
 
-def replace_folder(out: Path, contents: Mapping[str, bytes], kind: Kind) -> None:
-    """Replace or make a folder as a whole: write a draft next to it, then rename the draft to `out`.
+def replace_folder(out: Path, contents: Mapping[str, bytes], kind: PageKind) -> None:
+    """Create or replace a folder as a whole: write a temporary folder next to it, then rename that to `out`.
 
-    `contents` has the content of each file by its path in the folder. Files that the kind keeps are moved to the new
-    folder.
+    Files that match the kind's `kept_patterns` are moved from the old folder to the new one.
+
+    Args:
+        out: the folder.
+        contents: content of each file by its path in the folder.
+        kind: kind of the page.
 
     Raises:
         UserError: if `out` is not a folder of this kind, or cannot be written. It is then left as it was.
     """
-    draft = out.absolute().with_name(f".{out.absolute().name}.{uuid.uuid4().hex}")
-    old = draft.with_name(f"{draft.name}-old")
+    temporary = out.absolute().with_name(f".{out.absolute().name}.{uuid.uuid4().hex}")
+    old = temporary.with_name(f"{temporary.name}-old")
     try:
         for name, content in contents.items():
-            path = draft / name
+            path = temporary / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
-        refuse_foreign(out, kind)
+        check_replaceable(out, kind)
         if out.exists():
             out.rename(old)
-        draft.rename(out)
+        temporary.rename(out)
         if old.exists():
             for path in old.iterdir():
                 if _is_kept(path.name, kind):
@@ -101,19 +105,19 @@ def replace_folder(out: Path, contents: Mapping[str, bytes], kind: Kind) -> None
             old.rename(out)
         raise UserError(f"--out {out} cannot be written: {shorten(error)}") from error
     finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _file_name(model: str, models: list[str]) -> str:
-    """Return a model's name fit for a file; a number distinguishes models whose names would otherwise be equal."""
-    plain = {name: re.sub(r"[^A-Za-z0-9.-]", "-", name) for name in models}
-    same = [name for name in models if plain[name].lower() == plain[model].lower()]
-    return plain[model] if len(same) == 1 else f"{plain[model]}-{same.index(model) + 1}"
+def _unique_file_name(model: str, models: list[str]) -> str:
+    """Return a model's name as a safe file name, with a number if another of the models would get the same name."""
+    safe_names = {name: re.sub(r"[^A-Za-z0-9.-]", "-", name) for name in models}
+    namesakes = [name for name in models if safe_names[name].lower() == safe_names[model].lower()]
+    return safe_names[model] if len(namesakes) == 1 else f"{safe_names[model]}-{namesakes.index(model) + 1}"
 
 
-def _belongs(path: Path, out: Path, kind: Kind) -> bool:
-    """Return whether a file or folder within `out` is part of a page of this kind; links never are."""
+def _is_part_of_page(path: Path, out: Path, kind: PageKind) -> bool:
+    """Return whether a file or folder within `out` is part of a page of this kind; symbolic links never are."""
     if path.is_symlink():
         return False
     if path.parent != out:
@@ -121,15 +125,16 @@ def _belongs(path: Path, out: Path, kind: Kind) -> bool:
         return path.is_file() and path.suffix in suffixes
     if path.is_dir():
         return path.name in _SUFFIXES
-    return path.is_file() and (path.name in (INDEX, *kind.beside) or _is_kept(path.name, kind))
+    return path.is_file() and (path.name in (INDEX, *kind.extra_files) or _is_kept(path.name, kind))
 
 
-def _is_kept(name: str, kind: Kind) -> bool:
-    return any(fnmatch(name, pattern) for pattern in kind.kept)
+def _is_kept(name: str, kind: PageKind) -> bool:
+    """Return whether a file of this name is kept when a page of this kind is replaced."""
+    return any(fnmatch(name, pattern) for pattern in kind.kept_patterns)
 
 
-def has_generator(index: Path, kind: Kind) -> bool:
-    """Return whether a file is a page of this kind."""
+def has_generator(index: Path, kind: PageKind) -> bool:
+    """Return whether a file is an HTML page of this kind, by its `generator` meta tag."""
     try:
         with index.open(encoding="utf-8") as file:
             return f'<meta name="generator" content="{kind.generator}">' in file.read(2_000)

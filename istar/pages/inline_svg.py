@@ -14,26 +14,26 @@ _SPOT_RADIUS = 5
 _REFERENCE = re.compile(r"url\(#([^)]*)\)")
 
 
-def inline(svg: bytes, name: str, description: str, spots: Iterable[Spot] = ()) -> Markup:
-    """Return an SVG of matplotlib as HTML, which shows the value of each spot when the pointer is over it.
+def inline_svg(svg: bytes, name: str, description: str, spots: Iterable[Spot] = ()) -> Markup:
+    """Convert an SVG file of matplotlib to an HTML element that shows a spot's text when the pointer is over it.
 
-    Style attributes and style elements, which the page's Content-Security-Policy forbids, become presentation
-    attributes. Texts are escaped.
+    Style attributes become presentation attributes, and style elements are left out, because the page's
+    Content-Security-Policy forbids both. Texts are escaped.
 
     Args:
-        svg: the file.
-        name: name of the figure, which is unique within the page; the ids of the figure start with it.
+        svg: content of the SVG file.
+        name: name of the figure, unique within the page; the ids in the figure contain it.
         description: what the figure shows, in words.
-        spots: positions and values of the figure's points.
+        spots: positions and texts of the figure's points.
     """
     source = ElementTree.fromstring(svg)
     prefix = f"figure-{name}-"
     size = {key: float(source.attrib[key].removesuffix("pt")) for key in ("width", "height")}
-    # matplotlib sets joins and ends of all lines in its style element. Pixels of CSS are 1/96 inch.
+    # matplotlib sets the joins and ends of all lines in its style element. A CSS pixel is 1/96 inch.
     root = Element("svg", {"viewBox": source.attrib["viewBox"], "stroke-linejoin": "round", "stroke-linecap": "butt"})
     root.attrib |= {key: f"{length * 96 / 72:.0f}" for key, length in size.items()}
     drawing = SubElement(root, "g", {"role": "img", "aria-labelledby": f"{prefix}description"})
-    drawing.extend(_without_namespaces(child) for child in source if _local(child.tag) in ("defs", "g"))
+    drawing.extend(_without_namespaces(child) for child in source if _local_name(child.tag) in ("defs", "g"))
     for element in drawing.iter():
         if element is not drawing:
             _use_presentation_attributes(element)
@@ -49,16 +49,16 @@ def inline(svg: bytes, name: str, description: str, spots: Iterable[Spot] = ()) 
     return Markup(ElementTree.tostring(root, encoding="unicode"))
 
 
-def _local(tag: str) -> str:
+def _local_name(tag: str) -> str:
     """Return the name of a tag or an attribute without its namespace."""
     return tag.rpartition("}")[2]
 
 
 def _without_namespaces(element: Element) -> Element:
-    """Return a copy without namespaces, style elements and the white space between elements."""
-    copy = Element(_local(element.tag), {_local(key): value for key, value in element.attrib.items()})
+    """Return a copy of an element without namespaces, style elements and the white space between elements."""
+    copy = Element(_local_name(element.tag), {_local_name(key): value for key, value in element.attrib.items()})
     copy.text = element.text if len(element) == 0 else None
-    copy.extend(_without_namespaces(child) for child in element if _local(child.tag) != "style")
+    copy.extend(_without_namespaces(child) for child in element if _local_name(child.tag) != "style")
     return copy
 
 
@@ -76,7 +76,7 @@ def _use_presentation_attributes(element: Element) -> None:
 
 
 def _prefix_ids(element: Element, prefix: str) -> None:
-    """Put the prefix before the id of an element and before all ids that it refers to."""
+    """Add a prefix to the id of an element and to all ids that it refers to."""
     if "id" in element.attrib:
         element.set("id", prefix + element.attrib["id"])
     for key, value in element.attrib.items():
@@ -88,15 +88,15 @@ def _prefix_ids(element: Element, prefix: str) -> None:
 
 def _remove_unused_ids(root: Element) -> None:
     """Remove the ids that no element refers to."""
-    used = set()
+    used_ids = set()
     for element in root.iter():
         for key, value in element.attrib.items():
-            used |= {value[1:]} if key == "href" else set(_REFERENCE.findall(value))
+            used_ids |= {value[1:]} if key == "href" else set(_REFERENCE.findall(value))
     for element in root.iter():
-        if element.get("id") not in used:
+        if element.get("id") not in used_ids:
             element.attrib.pop("id", None)
 
 
 def _without_control_characters(text: str) -> str:
-    """Remove the characters that are not allowed in XML."""
+    """Return a text without the control characters that XML does not allow."""
     return re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f]", "", text)

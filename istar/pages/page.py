@@ -1,4 +1,4 @@
-"""Rendering a report as a single HTML page."""
+"""The content of an HTML page, and its rendering as a single file."""
 
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
@@ -10,13 +10,13 @@ from markupsafe import Markup
 
 from istar.figures.plot import Panel
 from istar.figures.spots import Spot
-from istar.pages.inline_svg import inline
+from istar.pages.inline_svg import inline_svg
 from istar.pages.sheets import Sheet, rest_widths
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure of the page."""
+    """A rendered figure of a page."""
 
     name: str  # name of its files, without suffix
     model: str  # model whose runs the figure shows; empty for none
@@ -28,37 +28,37 @@ class Picture:
 
     @property
     def inline(self) -> Markup:
-        """The SVG as a part of the page, which makes the page independent of other files."""
-        return inline(self.files["svg"], self.name, self.description, self.spots)
+        """The SVG as an HTML element, so that the page needs no other files."""
+        return inline_svg(self.files["svg"], self.name, self.description, self.spots)
 
 
 @dataclass(frozen=True)
 class Section:
-    """A section of the page."""
+    """A section of a page: a heading with paragraphs, a table and figures."""
 
     anchor: str  # id of the heading
     title: str
-    text: Sequence[str] = ()  # paragraphs
+    paragraphs: Sequence[str] = ()
     sheet: Sheet | None = None  # table; a table without rows is left out
     pictures: Sequence[Picture] = ()
-    empty: str = ""  # sentence that explains why there is no table or figure
+    empty_note: str = ""  # sentence that explains why there is no table or figure
     commands: Sequence[str] = ()  # commands that make the content
-    wide: bool = False  # whether the section is printed in landscape format
+    is_wide: bool = False  # whether the section is printed in landscape format
 
 
 @dataclass(frozen=True)
 class Page:
-    """The content of a page."""
+    """The content of an HTML page."""
 
     title: str
-    head: tuple[str, str, str]  # the line below the title: a noun, the name of the page's subject, and details
+    subject_line: tuple[str, str, str]  # line below the title: a noun, the name of the page's subject, and details
     generator: str  # content of the `generator` meta tag, which identifies the page
     summary: Sequence[tuple[str, str]]  # key figures as (number, label)
     sections: Sequence[Section]
 
 
-def html(page: Page) -> str:
-    """Render the page as HTML, which needs no other files."""
+def render_html(page: Page) -> str:
+    """Render a page as HTML that needs no other files."""
     environment = Environment(
         loader=PackageLoader("istar.pages"),
         autoescape=True,
@@ -81,8 +81,8 @@ def _security_policy(style: str, script: str) -> str:
     """Return a Content-Security-Policy that allows this style element, this script element and embedded images only."""
     sources = {
         "default-src": "'none'",
-        "style-src": _hash(style),
-        "script-src": _hash(script),
+        "style-src": _policy_hash(style),
+        "script-src": _policy_hash(script),
         "img-src": "data:",
         "base-uri": "'none'",
         "form-action": "'none'",
@@ -90,5 +90,6 @@ def _security_policy(style: str, script: str) -> str:
     return "; ".join(f"{name} {source}" for name, source in sources.items())
 
 
-def _hash(text: str) -> str:
+def _policy_hash(text: str) -> str:
+    """Return the SHA-256 hash of a style or script as a source of a Content-Security-Policy."""
     return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"

@@ -18,7 +18,7 @@ from istar.errors import UserError, did_you_mean
 from istar.measures import isoscore
 from istar.models import load_encoder, load_tokenizer
 from istar.pages import folder
-from istar.pages.folder import Kind
+from istar.pages.folder import PageKind
 from istar.pages.page import Page, Section
 from istar.pages.sheets import Entry, Sheet
 from istar.quantization.sentence_codes import (
@@ -34,7 +34,7 @@ from istar.tasks.loading import load_splits
 from istar.tasks.metrics import spearman
 from istar.tasks.specs import TASKS, TaskSpec
 
-KIND = Kind("page of quantized embeddings", "istar quantize --embeddings")
+KIND = PageKind("page of quantized embeddings", "istar quantize --embeddings")
 BITS_PER_DIMENSION = {"float32": 32, "int8": 8, "binary": 1}
 """Number of bits per dimension by the precision of the embeddings."""
 _BATCH_SIZE = 64
@@ -210,7 +210,7 @@ def check_output_folder(out: Path) -> None:
     Raises:
         UserError: if the folder holds anything but an earlier page.
     """
-    folder.refuse_foreign(out, KIND)
+    folder.check_replaceable(out, KIND)
 
 
 def write_page(table: Sheet, out: Path, command: str = "") -> Path:
@@ -230,7 +230,7 @@ def write_page(table: Sheet, out: Path, command: str = "") -> Path:
     ]
     if command:
         sections.append(Section("reproduce", "This page", ("This page and its files:",), commands=[command]))
-    head = ("Models", ", ".join(table.groups), f"computed by istar {version('istar')}")
-    page = Page("Quantized embeddings", head, KIND.generator, [(str(len(table.groups)), "models")], sections)
-    folder.replace_folder(out, folder.files(page, {table.name: table}), KIND)
+    head = ("Models", ", ".join(table.rows_by_group), f"computed by istar {version('istar')}")
+    page = Page("Quantized embeddings", head, KIND.generator, [(str(len(table.rows_by_group)), "models")], sections)
+    folder.replace_folder(out, folder.page_files(page, {table.name: table}), KIND)
     return out / folder.INDEX

@@ -43,9 +43,11 @@ def _make_mean_drop_panel(comparisons: Sequence[SchemeComparison], scheme_names:
         present = [(position, drops[name]) for position, name in enumerate(scheme_names) if name in drops]
         means = [(position + shift, drop.mean, drop.std or 0.0) for position, drop in present]
         x, y, errors = zip(*[(x, mean, std) for x, mean, std in means if mean is not None], strict=True)
-        lines.append(Line(method, x, y, y_error=errors, counts=tuple(drop.count for _, drop in present)))
+        lines.append(Line(method, x, y, y_error=errors, num_seeds=tuple(drop.count for _, drop in present)))
     first = comparisons[0]
-    return Panel(first.model, first.task, tuple(lines), "", _format_drop_label(first.metric), level=(0.0, "float32"))
+    return Panel(
+        first.model, first.task, tuple(lines), "", _format_drop_label(first.metric), horizontal_line=(0.0, "float32")
+    )
 
 
 def make_drop_by_measure_plot(quantized: QuantizedScores, measure: str) -> Plot:

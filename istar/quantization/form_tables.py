@@ -91,8 +91,8 @@ def build_runs_sheet(quantized: QuantizedScores) -> Sheet:
         ("method", "seed", "float32", *scheme_names, *MEASURE_LABELS.values()),
         groups,
         frame,
-        row_headers=2,
-        grouped_by=_GROUPED_BY,
+        num_row_headers=2,
+        group_header=_GROUPED_BY,
     )
 
 
@@ -221,8 +221,8 @@ def build_methods_sheet(comparisons: Sequence[SchemeComparison], holm_result: Ho
         groups,
         pd.DataFrame(records),
         (holm_result.sentence(),) if holm_result.tests or holm_result.left_out else (),
-        row_headers=2,
-        grouped_by=_GROUPED_BY,
+        num_row_headers=2,
+        group_header=_GROUPED_BY,
     )  # fmt: skip
 
 
@@ -282,7 +282,7 @@ def build_terminal_sheets(quantized: QuantizedScores, comparisons: Sequence[Sche
         groups.setdefault(_format_group_name(record), []).append(cells)
     header = ("method", "form", "drop", "minus\nBase", "p", "drop is")
     return [
-        Sheet("", name, "", header, {"": table_rows}, pd.DataFrame(), row_headers=2)
+        Sheet("", name, "", header, {"": table_rows}, pd.DataFrame(), num_row_headers=2)
         for name, table_rows in groups.items()
     ]
 
@@ -342,7 +342,7 @@ def build_correlation_sheet(quantized: QuantizedScores) -> Sheet:
         groups,
         pd.DataFrame(records),
         (_CAUSALITY_NOTE,),
-        row_headers=3,
+        num_row_headers=3,
     )  # fmt: skip
 
 

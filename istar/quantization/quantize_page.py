@@ -6,14 +6,14 @@ from importlib.metadata import version
 from pathlib import Path
 
 from istar.pages import folder
-from istar.pages.folder import Kind
+from istar.pages.folder import PageKind
 from istar.pages.page import Page, Section
 from istar.pages.sheets import Sheet
 from istar.quantization import form_figures, form_tables
 from istar.quantization.form_tables import MEASURE_LABELS
 from istar.quantization.quantize import SCORES_FILE, QuantizedScores
 
-KIND = Kind("page of quantized models", "istar quantize", (SCORES_FILE,))
+KIND = PageKind("page of quantized models", "istar quantize", (SCORES_FILE,))
 _HOW_TO_READ = (
     "A form such as w8a8 has weights and activations of 8 bits each. Quantization is simulated: numbers are rounded to "
     "the grid of the integers and stay in float32, so that scores are those of the form and times mean nothing.",
@@ -37,7 +37,7 @@ def check_output_folder(out: Path) -> None:
     Raises:
         UserError: if the folder holds anything but an earlier page, or the scores of an interrupted command.
     """
-    folder.refuse_foreign(out, KIND)
+    folder.check_replaceable(out, KIND)
 
 
 def make_tables(quantized: QuantizedScores) -> PageTables:
@@ -63,7 +63,7 @@ def write_page(quantized: QuantizedScores, tables: PageTables, out: Path, comman
     Raises:
         UserError: if the folder holds anything but an earlier page, or cannot be written.
     """
-    content_by_path = folder.files(_make_page(quantized, tables, command), tables.sheets)
+    content_by_path = folder.page_files(_make_page(quantized, tables, command), tables.sheets)
     content_by_path[SCORES_FILE] = (out / SCORES_FILE).read_bytes()
     folder.replace_folder(out, content_by_path, KIND)
     return out / folder.INDEX
@@ -75,16 +75,16 @@ def _make_page(quantized: QuantizedScores, tables: PageTables, command: str) -> 
     if tables.comparisons:
         drop_plot = form_figures.make_mean_drop_plot(tables.comparisons, quantized.scheme_names)
         methods_sheet = tables.sheets["methods"]
-        drawings = folder.draw(drop_plot)
-        sections.append(Section("methods", "Methods", (drop_plot.caption,), methods_sheet, drawings, wide=True))
+        drawings = folder.render_pictures(drop_plot)
+        sections.append(Section("methods", "Methods", (drop_plot.caption,), methods_sheet, drawings, is_wide=True))
         sentences = tables.conclusions
-        empty = "" if sentences else "There is no Base with the same task and model to compare with."
-        sections.append(Section("conclusions", "What may be concluded", sentences, empty=empty))
+        empty_note = "" if sentences else "There is no Base with the same task and model to compare with."
+        sections.append(Section("conclusions", "What may be concluded", sentences, empty_note=empty_note))
         plots = [form_figures.make_drop_by_measure_plot(quantized, measure) for measure in MEASURE_LABELS]
-        pictures = [picture for plot in plots for picture in folder.draw(plot)]
+        pictures = [picture for plot in plots for picture in folder.render_pictures(plot)]
         correlation_sheet = tables.sheets["relations"]
-        sections.append(Section("geometry", "Drop and geometry", (), correlation_sheet, pictures, wide=True))
-    sections.append(Section("runs", "Models", (), tables.sheets["runs"], wide=True))
+        sections.append(Section("geometry", "Drop and geometry", (), correlation_sheet, pictures, is_wide=True))
+    sections.append(Section("runs", "Models", (), tables.sheets["runs"], is_wide=True))
     if quantized.exclusion_reasons:
         reasons = [f"{path}: {reason}" for path, reason in quantized.exclusion_reasons.items()]
         sections.append(Section("left_out", "Left out", reasons))

@@ -43,7 +43,7 @@ def class_isotropy(frame: pd.DataFrame, records: Mapping[str, RunRecord]) -> She
         ("task", "method", "seeds", *_COLUMNS.values()),
         {model: [_entries(row) for row in group] for model, group in groupby(rows, key=lambda row: str(row["model"]))},
         pd.DataFrame(rows),
-        row_headers=2,
+        num_row_headers=2,
     )
 
 

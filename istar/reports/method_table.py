@@ -43,7 +43,7 @@ def methods(compared: Comparisons) -> Sheet:
             "set that chose.",
             "A dash stands for p where the runs allow no conclusion; the CSV file has the number.",
         ),
-        row_headers=2,
+        num_row_headers=2,
     )  # fmt: skip
 
 
@@ -71,7 +71,7 @@ def conclusions(compared: Comparisons) -> Sheet:
             lambda row: [Entry(f"{row['task']}, {row['metric']}"), Entry(row["method"]), Entry(row["conclusion"])],
         ),
         pd.DataFrame(rows, columns=["model", "task", "metric", "method", "verdict", "conclusion"]),
-        row_headers=2,
+        num_row_headers=2,
     )
 
 

@@ -147,7 +147,7 @@ def sheet(missing: Sequence[MissingRuns]) -> Sheet:
         ("artefact", "task", "missing", "command"),
         groups,
         pd.DataFrame(missing, columns=["artefact", "model", "task", "missing", "command"]),
-        row_headers=2,
+        num_row_headers=2,
     )
 
 
@@ -206,7 +206,7 @@ def _describe_missing_values(plot: Plot, panel: Panel | None) -> str:
     if plot.symbol == "layer":
         expected: list[Any] = list(seeds)
     else:
-        expected = [*([BASE] if plot.with_base else []), *(_other_values(plot, panel) or plot.values)]
+        expected = [*([BASE] if plot.has_baseline else []), *(_other_values(plot, panel) or plot.values)]
     values_by_lack: dict[str, list[Any]] = {}
     for value in expected:
         if lack := describe_missing_seeds(seeds.get(value, ()), plot.seeds):

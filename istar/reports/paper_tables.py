@@ -40,7 +40,7 @@ def table1(cells: Sequence[Cell]) -> Sheet:
         _group_by_model(rows, lambda row: _table1_entries(row, common)),
         pd.DataFrame(rows).drop(columns=["best", "most_seeds", "all_collapsed"]),
         (f"All runs: {common}.",) if common else (),
-        row_headers=2,
+        num_row_headers=2,
     )  # fmt: skip
 
 

@@ -143,7 +143,7 @@ def sheet(listed: Sequence[Departure]) -> Sheet:
         ("departure", "task, model, method", "planned", "actual", "runs", "names"),
         {"": rows} if rows else {},
         pd.DataFrame(values, columns=columns),
-        row_headers=2,
+        num_row_headers=2,
     )
 
 

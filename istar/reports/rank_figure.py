@@ -217,8 +217,8 @@ def plot(ranked: list[RankedMethods]) -> Plot:
             tuple(Line(name, (rank,), (float(number),)) for number, (name, rank) in enumerate(each.ranks.items(), 1)),
             "",
             "",
-            groups=tuple(each.groups),
-            length=(each.critical_difference, "critical difference"),
+            joined_ranges=tuple(each.groups),
+            scale_bar=(each.critical_difference, "critical difference"),
         )
         for each in ranked
         if not each.reason

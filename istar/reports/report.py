@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from istar.errors import UserError
 from istar.figures.plot import Plot
 from istar.pages import folder
-from istar.pages.folder import Kind
+from istar.pages.folder import PageKind
 from istar.pages.page import Page, Picture, Section
 from istar.pages.sheets import Sheet
 from istar.reports import (
@@ -40,7 +40,7 @@ from istar.reports.rank_figure import RankedMethods
 from istar.reports.run_frame import Runs, load_runs
 from istar.statistics import conclusions
 
-KIND = Kind("report", "istar report")
+KIND = PageKind("report", "istar report")
 _MAX_ROWS = 300  # rows that the page shows of an ungrouped table; the files have all rows
 
 
@@ -64,7 +64,7 @@ def write(root: Path, out: Path, console: Console | None = None, plan: Path | No
         UserError: if `plan` is no plan, if there are no runs, if `out` holds files that are no report, or if it cannot
             be written.
     """
-    folder.refuse_foreign(out, KIND)
+    folder.check_replaceable(out, KIND)
     planned = None if plan is None else plan_file.read(plan)
     columns = TextColumn("{task.description}"), BarColumn()
     is_hidden = console is None or not console.is_terminal
@@ -84,9 +84,9 @@ def write(root: Path, out: Path, console: Console | None = None, plan: Path | No
         pictures: dict[str, list[Picture]] = {}
         for plot in contents.plots:
             progress.update(task, description=f"drawing {plot.name}", advance=1)
-            pictures[plot.name] = folder.draw(plot)
+            pictures[plot.name] = folder.render_pictures(plot)
         progress.update(task, description="writing", advance=1)
-        folder.replace_folder(out, folder.files(_page(contents, pictures), contents.sheets), KIND)
+        folder.replace_folder(out, folder.page_files(_page(contents, pictures), contents.sheets), KIND)
     return WrittenReport(out / folder.INDEX, len(runs.frame), len(contents.missing))
 
 
@@ -197,7 +197,7 @@ def _page(contents: _Contents, pictures: Mapping[str, list[Picture]]) -> Page:
     plots = {plot.name: plot for plot in contents.plots}
     ranks, methods = plots.pop("ranks"), plots.pop("all_methods")
     sections = [
-        replace(_table_section(contents, "conclusions"), text=[contents.conclusions]),
+        replace(_table_section(contents, "conclusions"), paragraphs=[contents.conclusions]),
         Section("reading", "How to read this", _READING),
         *([] if contents.plan is None else [_departures_section(contents)]),
         _table_section(contents, "table1", sweep="table1"),
@@ -252,13 +252,13 @@ def _table_section(contents: _Contents, name: str, sweep: str = "") -> Section:
     empty = "" if sheet.rows else _EMPTY_TEXTS.get(name, "Nothing to show yet.")
     commands = _commands(contents, sweep, [(cell.model, cell.task) for cell in contents.cells])
     is_wide = name in ("table1", "conclusions", "methods", "missing")
-    return Section(name, sheet.title, sheet=_truncate(sheet), empty=empty, commands=commands, wide=is_wide)
+    return Section(name, sheet.title, sheet=_truncate(sheet), empty_note=empty, commands=commands, is_wide=is_wide)
 
 
 def _methods_section(contents: _Contents, plot: Plot, pictures: list[Picture]) -> Section:
     """Return the section with the table of all methods and, if there are several on a task, their figure."""
     section = _table_section(contents, "methods")
-    return replace(section, text=[plot.caption], pictures=pictures) if pictures else section
+    return replace(section, paragraphs=[plot.caption], pictures=pictures) if pictures else section
 
 
 def _over_tasks_section(contents: _Contents, plot: Plot, pictures: list[Picture]) -> Section:
@@ -266,17 +266,17 @@ def _over_tasks_section(contents: _Contents, plot: Plot, pictures: list[Picture]
     sentences = [ranked.sentence() for ranked in contents.ranks]
     sheet = replace(contents.sheets["over_tasks"], notes=())
     if not pictures:
-        return Section("over_tasks", sheet.title, empty=" ".join(sentences) or "Nothing to show yet.")
+        return Section("over_tasks", sheet.title, empty_note=" ".join(sentences) or "Nothing to show yet.")
     return Section("over_tasks", sheet.title, [*sentences, plot.caption], sheet=sheet, pictures=pictures)
 
 
 def _truncate(sheet: Sheet) -> Sheet:
     """Cut an ungrouped table after `_MAX_ROWS` rows, and add a note on the number of rows left out."""
     excess = len(sheet.rows) - _MAX_ROWS
-    if excess <= 0 or any(sheet.groups):
+    if excess <= 0 or any(sheet.rows_by_group):
         return sheet
     note = f"{excess} more rows are in the files."
-    return replace(sheet, groups={"": sheet.rows[:_MAX_ROWS]}, notes=(*sheet.notes, note))
+    return replace(sheet, rows_by_group={"": sheet.rows[:_MAX_ROWS]}, notes=(*sheet.notes, note))
 
 
 def _plot_section(contents: _Contents, plot: Plot, pictures: list[Picture]) -> Section:
@@ -285,7 +285,7 @@ def _plot_section(contents: _Contents, plot: Plot, pictures: list[Picture]) -> S
     pairs = [(panel.model, panel.task) for panel in plot.panels]
     pairs += [(runs.model, runs.task) for runs in contents.missing if runs.artefact == artefact]
     commands = _commands(contents, "table1" if plot.name.startswith("curves") else plot.sweep, pairs)
-    return Section(plot.name, plot.title, [plot.caption], pictures=pictures, empty=empty, commands=commands)
+    return Section(plot.name, plot.title, [plot.caption], pictures=pictures, empty_note=empty, commands=commands)
 
 
 def _commands(contents: _Contents, sweep: str, pairs: list[tuple[str, str]]) -> list[str]:
@@ -296,7 +296,7 @@ def _commands(contents: _Contents, sweep: str, pairs: list[tuple[str, str]]) -> 
 def _departures_section(contents: _Contents) -> Section:
     """Return the section that compares the runs with their plan."""
     sheet = _truncate(contents.sheets["departures"])
-    return Section(sheet.name, sheet.title, [contents.departures], sheet=sheet, wide=True)
+    return Section(sheet.name, sheet.title, [contents.departures], sheet=sheet, is_wide=True)
 
 
 def _missing_section(contents: _Contents) -> Section:
@@ -310,4 +310,4 @@ def _missing_section(contents: _Contents) -> Section:
     if (missing := missing_runs.for_paper(contents.frame)) is not None:
         text.append(missing[0])
         commands.append(missing[1])
-    return replace(_table_section(contents, "missing"), text=text, commands=commands)
+    return replace(_table_section(contents, "missing"), paragraphs=text, commands=commands)

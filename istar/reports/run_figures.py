@@ -51,7 +51,7 @@ def minibatch_stability(scores: Stability) -> Plot:
         means = tuple(score.mean or 0.0 for score in by_size)
         deviations = tuple(score.std or 0.0 for score in by_size)
         lines.append(Line(label, scores.sizes, means, y_error=deviations))
-    panel = Panel("", "", tuple(lines), "", "IsoScore*", level=(scores.truth, f"truth ({scores.truth:.2f})"))
+    panel = Panel("", "", tuple(lines), "", "IsoScore*", horizontal_line=(scores.truth, f"truth ({scores.truth:.2f})"))
     return Plot(
         "figure2",
         "Figure 2: mini-batch stability",
@@ -235,7 +235,9 @@ def zeta_ablation(frame: pd.DataFrame) -> Plot:
         panel = _make_panel([line], selected, istar_runs, "zeta", _by_value(selected, "reg.zeta"), frame)
         # The rule is that of Tables 1 and 2: the most seeds, then the best mean.
         best = selected[selected["config_hash"] == best_group(selected, "config_hash")]
-        return panel if all_collapsed(best) else replace(panel, mark=(float(best["reg.zeta"].iloc[0]), "best ζ"))
+        return (
+            panel if all_collapsed(best) else replace(panel, vertical_line=(float(best["reg.zeta"].iloc[0]), "best ζ"))
+        )
 
     return Plot(
         "figure7",
@@ -270,7 +272,7 @@ def layer_ablation(frame: pd.DataFrame, records: Mapping[str, RunRecord]) -> Plo
         groups |= {**_by_value(selected, "layer"), "all": all_layers}
         panel = _make_panel([_metric_line(selected, "layer")], selected, single, "layers", groups, frame)
         level = (float(_scores(all_layers).mean()), "all layers") if len(all_layers) else None
-        return replace(panel, level=level)
+        return replace(panel, horizontal_line=level)
 
     return Plot(
         "figure8",
@@ -350,7 +352,7 @@ def _with_line_per_lambda(
         return _make_panel(lines, selected, penalized, "lambda", groups, frame, y_label)
 
     panels = _panels(frame[frame["folder"].isin(list(values))], build_panel)
-    return replace(plot, panels=panels, sweep=plot.name, with_base=True, seeds=1)
+    return replace(plot, panels=panels, sweep=plot.name, has_baseline=True, seeds=1)
 
 
 def _of_equal_length(runs: pd.DataFrame, values: Mapping[str, Sequence[float]]) -> pd.DataFrame:
@@ -477,7 +479,7 @@ def _metric_line(runs: pd.DataFrame, column: str) -> Line:
     """Return a line of the headline metric, as `_scores` gives it, by the numbers in a column."""
     line = _mean_line("mean ± std", _scores(runs), runs[column].astype(float))
     groups = _by_value(runs, column).values()
-    return replace(line, counts=tuple(map(len, groups)), collapsed=tuple(map(all_collapsed, groups)))
+    return replace(line, num_seeds=tuple(map(len, groups)), collapsed=tuple(map(all_collapsed, groups)))
 
 
 def _scores(runs: pd.DataFrame) -> pd.Series:

@@ -16,7 +16,7 @@ from istar.training.data import Collate, build_evaluation_loader
 from istar.training.module import FineTuner, log_immediately, token_mask
 
 MEASURES = ("isoscore", "inter_sim", "effective_rank", "mean_kurtosis", "average_norm")
-"""Names of the measures that the probe logs, as in `istar.geometry.layers.Layer.measures`."""
+"""Names of the measures that the probe logs, as in `istar.geometry.layers.Layer.compute_measures`."""
 SECONDS_KEY = "geometry/seconds"
 """Name under which the duration of a measurement is logged."""
 _SEED = 0
@@ -67,7 +67,7 @@ def measure_layers(
             for layer, state in zip(layers, states, strict=True):
                 layer.update(state[mask], tokens, positions)
     module.to(previous_device)
-    measures_by_layer = [layer.measures() for layer in layers]
+    measures_by_layer = [layer.compute_measures() for layer in layers]
     return [{name: measures[name] for name in MEASURES} for measures in measures_by_layer]
 
 

@@ -64,14 +64,14 @@ def test_the_formats_have_the_same_colours() -> None:
 
 
 def test_points_with_fewer_seeds_are_hollow_and_collapsed_ones_crossed() -> None:
-    line = Line("mean", (1, 2, 3), (0.1, 0.5, 0.2), counts=(5, 1, 5), collapsed=(False, False, True))
-    [axes] = drawing._draw(plot_of(line, kind="bars")).axes
+    line = Line("mean", (1, 2, 3), (0.1, 0.5, 0.2), num_seeds=(5, 1, 5), collapsed=(False, False, True))
+    [axes] = drawing._draw_figure(plot_of(line, kind="bars")).axes
     hollow = [mark for mark in axes.lines if mark.get_markerfacecolor() == drawing.PAPER]
     assert [list(mark.get_xdata()) for mark in hollow] == [[2]]
     crossed = [mark for mark in axes.lines if mark.get_marker() == "x"]
     assert [list(mark.get_xdata()) for mark in crossed] == [[3]]
     # Nothing is marked where all points have as many seeds.
-    [axes] = drawing._draw(plot_of(Line("mean", (1, 2), (0.1, 0.5), counts=(2, 2)), kind="bars")).axes
+    [axes] = drawing._draw_figure(plot_of(Line("mean", (1, 2), (0.1, 0.5), num_seeds=(2, 2)), kind="bars")).axes
     assert not [mark for mark in axes.lines if mark.get_markerfacecolor() == drawing.PAPER]
 
 
@@ -104,7 +104,7 @@ def test_zeta_has_a_sequential_scale() -> None:
 
 def axes_of(y_label: str, *values: float) -> Any:
     panel = Panel("", "", (Line("one", tuple(map(float, range(len(values)))), values),), "", y_label)
-    return drawing._draw(Plot("name", "title", "caption", "line", "layer", (panel,))).axes[0]
+    return drawing._draw_figure(Plot("name", "title", "caption", "line", "layer", (panel,))).axes[0]
 
 
 def test_a_bounded_measure_has_its_whole_range_or_says_that_it_is_cut() -> None:
@@ -121,18 +121,18 @@ def test_a_bounded_measure_has_its_whole_range_or_says_that_it_is_cut() -> None:
 
 def test_a_panel_may_have_bounds() -> None:
     line = Line("one", (0.0, 1.0), (3.0, 4.0))
-    panel = Panel("", "", (line,), "", "rank", bounds=(1, 384))
-    cut = drawing._draw(Plot("name", "title", "caption", "line", "layer", (panel,))).axes[0]
+    panel = Panel("", "", (line,), "", "rank", y_bounds=(1, 384))
+    cut = drawing._draw_figure(Plot("name", "title", "caption", "line", "layer", (panel,))).axes[0]
     assert cut.get_ylabel() == "rank (part of 1 to 384)"
     wide = replace(panel, lines=(replace(line, y=(3.0, 300.0)),))
-    whole = drawing._draw(Plot("name", "title", "caption", "line", "layer", (wide,))).axes[0]
+    whole = drawing._draw_figure(Plot("name", "title", "caption", "line", "layer", (wide,))).axes[0]
     assert (whole.get_ylabel(), whole.get_ylim()[0] <= 1, whole.get_ylim()[1] >= 384) == ("rank", True, True)
 
 
 def test_a_single_point_of_a_line_has_an_error_bar_and_its_colour() -> None:
     line, mark = Line("one", (0.0, 1.0), (3.0, 4.0), y_error=(0.1, 0.1)), Line("one", (1.2,), (5.0,), y_error=(0.5,))
     panel = Panel("", "", (line, mark), "", "norm")
-    figure = drawing._draw(Plot("name", "title", "caption", "line", "depth", (panel,)))
+    figure = drawing._draw_figure(Plot("name", "title", "caption", "line", "depth", (panel,)))
     axes = figure.axes[0]
     [bar] = [container for container in axes.containers if isinstance(container, ErrorbarContainer)]
     [segment] = bar.lines[2][0].get_segments()
@@ -146,7 +146,7 @@ def test_compared_panels_share_their_axes() -> None:
     panels = tuple(
         Panel("", name, (Line("points", (x, x + 2), (-1, 1)),), "", "second") for name, x in (("a", -1), ("b", 4))
     )
-    figure = drawing._draw(Plot("name", "title", "caption", "scatter", "first", panels, share_axes=True))
+    figure = drawing._draw_figure(Plot("name", "title", "caption", "scatter", "first", panels, share_axes=True))
     first, second = figure.axes
     assert first.get_xlim() == second.get_xlim()
     assert first.get_ylim() == second.get_ylim()

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from istar.figures.spacing import evenly_spaced, ridges
+from istar.figures.spacing import evenly_spaced, stack_ridges
 
 
 @pytest.mark.parametrize("count", range(1, 101))
@@ -29,7 +29,7 @@ def test_names_and_other_numbers_of_items() -> None:
 
 
 def test_each_ridge_has_a_row_and_fills_it() -> None:
-    rows = ridges([(0.0, 4.0, 2.0), (0.0, math.nan, 100.0), (0.0, 0.0, 0.0)])
+    rows = stack_ridges([(0.0, 4.0, 2.0), (0.0, math.nan, 100.0), (0.0, 0.0, 0.0)])
     assert rows[0] == pytest.approx([2, 2.85, 2.425])
     assert rows[1] == pytest.approx([1, math.nan, 1.85], nan_ok=True)
     assert rows[2] == [0, 0, 0]

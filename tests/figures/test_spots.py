@@ -103,7 +103,7 @@ def test_the_number_of_spots_is_bounded() -> None:
 
 def test_a_spot_of_a_heatmap_is_in_the_middle_of_its_cell() -> None:
     rows = (Line("layer 1", (0, 1, 2), (0.1, 0.2, 0.3)), Line("layer 2", (0, 1, 2), (0.4, math.nan, 0.6)))
-    panel = Panel("", "second (columns)", rows, "", "first (rows)", columns=("a", "b", "c"))
+    panel = Panel("", "second (columns)", rows, "", "first (rows)", column_names=("a", "b", "c"))
     files, found = render_with_spots(Plot("name", "title", "caption", "heatmap", "", (panel,)))
     middles = set()
     for path in re.findall(rb'd="(M [^"]*)"', files["svg"]):
@@ -119,4 +119,4 @@ def test_a_spot_of_a_heatmap_is_in_the_middle_of_its_cell() -> None:
 
 def test_unknown_kinds_have_no_spots() -> None:
     figure_of_lines = plot_of("line", LINE)
-    assert spots.spots(None, Plot("n", "t", "c", "pie", "x", figure_of_lines.panels)) == []  # type: ignore[arg-type]
+    assert spots.find_spots(None, Plot("n", "t", "c", "pie", "x", figure_of_lines.panels)) == []  # type: ignore[arg-type]

@@ -46,14 +46,16 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Measurements
         model.save_pretrained(place / name)
         tokenizer.save_pretrained(place / name)
         source = Source("text", place / "text.txt")
-        results[name] = measure.measure(str(place / name), [source], Pass(16, sample=0), place / f"{name}-measures")
+        results[name] = measure.measure_model(
+            str(place / name), [source], Pass(16, sample=0), place / f"{name}-measures"
+        )
     return results
 
 
 def read(arguments: list[str]) -> list[MeasuredModel]:
     """Read finished folders as the command does."""
     chosen = compare.parse_compared_models(arguments)
-    return compare.label_models(chosen, [measure.read(Path(choice.name) / measure.JSON) for choice in chosen])
+    return compare.label_models(chosen, [measure.read(Path(choice.name) / measure.JSON_FILE) for choice in chosen])
 
 
 @pytest.fixture
@@ -228,7 +230,7 @@ def test_the_command_writes_a_page(folders: list[str], tmp_path: Path, capsys: p
     assert set(pd.read_csv(out / compare.TABLE_FILE)["model"]) == {"encoder", "decoder"}
     assert main(["compare", *folders, "--out", folders[0]]) == 2
     assert "which is no part of a comparison" in capsys.readouterr().err
-    assert (Path(folders[0]) / measure.JSON).is_file()
+    assert (Path(folders[0]) / measure.JSON_FILE).is_file()
 
 
 @pytest.mark.slow
@@ -243,7 +245,7 @@ def test_models_are_measured_and_their_layers_compared(
     captured = capsys.readouterr()
     assert "measuring" in captured.err
     assert "warning: new was measured with other settings than encoder: length 128 instead of 16" in captured.out
-    assert measure.read(tmp_path / "page-measures" / "new" / measure.JSON).model["name"] == decoder
+    assert measure.read(tmp_path / "page-measures" / "new" / measure.JSON_FILE).model["name"] == decoder
     frame = pd.read_csv(out / "tables" / "similarity.csv")
     assert len(frame) == 3 * 5  # embeddings and two layers; embeddings, three layers and the final normalization
     assert set(frame["first"]) == {"encoder"}
@@ -309,7 +311,7 @@ def test_bad_input(folders: list[str], tmp_path: Path, capsys: pytest.CaptureFix
     assert "a comparison needs two models or more" in capsys.readouterr().err
     assert main(["compare", folders[0], str(tmp_path / "nowhere")]) == 2
     assert "holds no measures.json; give a folder of istar measure, or --text" in capsys.readouterr().err
-    values = {**asdict(measure.read(Path(folders[1]) / measure.JSON)), "format": -1}
-    (Path(folders[1]) / measure.JSON).write_text(json.dumps(values))
+    values = {**asdict(measure.read(Path(folders[1]) / measure.JSON_FILE)), "format": -1}
+    (Path(folders[1]) / measure.JSON_FILE).write_text(json.dumps(values))
     assert main(["compare", *folders]) == 2
     assert "has format -1" in capsys.readouterr().err

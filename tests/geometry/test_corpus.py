@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from istar.errors import UserError
 from istar.geometry import corpus
-from istar.geometry.corpus import Block, Blocks, Source, batch, sources
+from istar.geometry.corpus import Block, Blocks, Source, pad_batch, parse_sources
 from istar.models import tiny
 from istar.tasks import demo
 from istar.tasks.tokenizing import chunks
@@ -39,7 +39,7 @@ def test_documents_are_counted_as_they_are_read(documents: corpus.Documents) -> 
     texts = ["the cat", "a dög", "does the dog see a cat ?", "the dog\nthe cat"]
     reading = corpus.Reading()
     for block in Blocks(bert(), 512, documents)(texts, reading):
-        begun = block.run + 1 if documents == "separate" else 4
+        begun = block.document_index + 1 if documents == "separate" else 4
         assert (reading.documents, reading.characters) == (begun, sum(map(len, texts[:begun])))
     # Two bytes for ö.
     assert reading.bytes == sum(map(len, texts)) + 1
@@ -110,9 +110,9 @@ def test_the_pieces_of_a_document_and_the_runs_of_packed_blocks_have_one_number(
 ) -> None:
     lengths = [len(bert()(text, add_special_tokens=False)["input_ids"]) for text in TEXTS]
     expected = [number for number, length in enumerate(lengths) for _ in range(math.ceil(length / 5))]
-    assert [block.run for block in Blocks(bert(), 7)(TEXTS)] == expected
-    monkeypatch.setattr(corpus, "RUN", 3)
-    packed = [block.run for block in Blocks(bert(), 7, "packed")(TEXTS)]
+    assert [block.document_index for block in Blocks(bert(), 7)(TEXTS)] == expected
+    monkeypatch.setattr(corpus, "RUN_LENGTH", 3)
+    packed = [block.document_index for block in Blocks(bert(), 7, "packed")(TEXTS)]
     assert packed == [number // 3 for number in range(len(packed))]
 
 
@@ -126,9 +126,9 @@ def test_a_separator_in_the_text_is_no_special_token() -> None:
 
 
 def test_windows_are_sorted_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus, "WINDOW", 4)
+    monkeypatch.setattr(corpus, "WINDOW_SIZE", 4)
     words = ["a", "bbb", "cc", "dd", "e", "ff"]
-    assert list(corpus.longest_first(words, len)) == [["bbb", "cc", "dd", "a"], ["ff", "e"]]
+    assert list(corpus.sorted_windows(words, len)) == [["bbb", "cc", "dd", "a"], ["ff", "e"]]
 
 
 def test_wrong_arguments_are_refused() -> None:
@@ -139,10 +139,10 @@ def test_wrong_arguments_are_refused() -> None:
 
 
 def test_batches() -> None:
-    one = batch([[5, 6, 7], [5, 6, 8]], 0)
+    one = pad_batch([[5, 6, 7], [5, 6, 8]], 0)
     assert one["input_ids"].tolist() == [[5, 6, 7], [5, 6, 8]]
     assert one["attention_mask"].all()
-    other = batch([[1], [2, 3]], 0)
+    other = pad_batch([[1], [2, 3]], 0)
     assert other["input_ids"].tolist() == [[1, 0], [2, 3]]
     assert torch.equal(other["attention_mask"], torch.tensor([[1, 0], [1, 1]]))
     assert list(chunks(range(5), 2)) == [[0, 1], [2, 3], [4]]
@@ -153,13 +153,13 @@ def test_sources(tmp_path: Path) -> None:
     for name in ("wiki.txt", "a=b.txt"):
         (tmp_path / name).write_text("x")
     wiki, odd = tmp_path / "wiki.txt", tmp_path / "a=b.txt"
-    assert sources([str(wiki), f"other={wiki}", str(odd)]) == [
+    assert parse_sources([str(wiki), f"other={wiki}", str(odd)]) == [
         Source("wiki", wiki), Source("other", wiki), Source("a=b", odd)
     ]  # fmt: skip
     with pytest.raises(UserError, match=r"two sources are named wiki"):
-        sources([str(wiki), str(wiki)])
-    assert sources([f"combined={wiki}"]) == [Source("combined", wiki)]
+        parse_sources([str(wiki), str(wiki)])
+    assert parse_sources([f"combined={wiki}"]) == [Source("combined", wiki)]
     with pytest.raises(UserError, match=r"combined is the name of all texts together"):
-        sources([f"combined={wiki}", str(odd)])
+        parse_sources([f"combined={wiki}", str(odd)])
     with pytest.raises(UserError, match=r"there is no .*none\.txt; expected a file or folder"):
-        sources([f"new={tmp_path / 'none.txt'}"])
+        parse_sources([f"new={tmp_path / 'none.txt'}"])

@@ -18,7 +18,7 @@ from istar.cli.main import main
 from istar.config import ModelConfig
 from istar.errors import UserError
 from istar.geometry import embed
-from istar.geometry.matrix import read_matrix, untied_output
+from istar.geometry.matrix import read_matrix, read_untied_output
 from istar.models import tiny
 from tests.mock_hub import Repository, serving, set_offline, use
 
@@ -149,7 +149,7 @@ def test_pythia_has_a_former_name_for_its_output_embeddings(tmp_path: Path) -> N
     weights = load_file(folder / "model.safetensors")
     head = weights.pop("lm_head.weight") if "lm_head.weight" in weights else weights.pop("embed_out.weight")
     save_file({**weights, "embed_out.weight": head}, folder / "model.safetensors")
-    found = untied_output(ModelConfig(name=str(folder)))
+    found = read_untied_output(ModelConfig(name=str(folder)))
     assert found is not None
     assert found.tensor == "embed_out.weight"
     assert torch.equal(found.values, head)
@@ -397,7 +397,7 @@ def test_damaged_and_foreign_files(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**settings, "architectures": ["BertModel"]}))
     with pytest.raises(UserError, match="no output embeddings"):
         read_matrix(config, "output")
-    assert untied_output(config) is None
+    assert read_untied_output(config) is None
     (folder / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(UserError, match="not an index"):
         read_matrix(config)

@@ -12,8 +12,8 @@ import pytest
 from istar.cli.main import main
 from istar.figures.plot import Plot
 from istar.geometry import compare, corpus, embed, embed_figures, embed_models, embed_tables, published_embeddings
-from istar.geometry.density import density
-from istar.geometry.spheres import POINTS, spectra
+from istar.geometry.density import estimate_density
+from istar.geometry.spheres import NUM_POINTS, make_spectra
 from tests.geometry.test_embed import TOKENIZER, UNUSED, WIDTH, build, isotropy, rows_of, saved
 
 PAIRS = [("cat", "dog", 8), ("house", "garden", 7), ("cat", "garden", 1), ("house", "dog", 3), ("the", "sees", 2)]
@@ -59,7 +59,7 @@ def scores(matrix: np.ndarray, pairs: list[tuple[str, str, float]]) -> tuple[flo
 
 def measured(folder: Path, label: str = "tiny", kind: str = "bert", **options: Any) -> embed_models.ModelEmbeddings:
     choice = compare.ModelArgument(label, str(saved(folder / label, kind)))
-    texts = corpus.sources([str(folder / "text.txt")]) if (folder / "text.txt").exists() else []
+    texts = corpus.parse_sources([str(folder / "text.txt")]) if (folder / "text.txt").exists() else []
     benchmarks = embed_models.read_benchmarks(options.pop("wordsim", []))
     return embed_models.measure_model(choice, embed_models.EmbeddingSettings(**options), benchmarks, texts)
 
@@ -204,10 +204,10 @@ def test_projections_are_onto_the_first_two_singular_vectors(tmp_path: Path) -> 
 
 
 def test_the_gap_of_the_singular_values_grows_with_the_distance() -> None:
-    spheres = spectra()
+    spheres = make_spectra()
     for sphere in spheres:
         # The squared norms of the points sum to n (1 + shift^2), because their mean is the center.
-        assert sum(value**2 for value in sphere.singular_values) == pytest.approx(POINTS * (1 + sphere.shift**2))
+        assert sum(value**2 for value in sphere.singular_values) == pytest.approx(NUM_POINTS * (1 + sphere.shift**2))
         assert np.mean(sphere.x) == pytest.approx(sphere.shift, abs=1e-12)
     ratios = [sphere.singular_values[0] / sphere.singular_values[1] for sphere in spheres]
     assert ratios == sorted(ratios)
@@ -216,7 +216,7 @@ def test_the_gap_of_the_singular_values_grows_with_the_distance() -> None:
 
 def test_densities_are_kernel_estimates_with_scotts_bandwidth() -> None:
     values = np.random.default_rng(0).gamma(3.0, size=40)
-    found = density(values)
+    found = estimate_density(values)
     assert found is not None
     positions, heights = found
     width = values.std(ddof=1) * len(values) ** -0.2
@@ -224,11 +224,11 @@ def test_densities_are_kernel_estimates_with_scotts_bandwidth() -> None:
     np.testing.assert_allclose(heights, kernels.sum(1) / (len(values) * width), rtol=1e-10)
     assert positions[0] == max(0.0, values.min() - 3 * width)
     assert positions[-1] == pytest.approx(values.max() + 3 * width)
-    moved = density(values + 10)
+    moved = estimate_density(values + 10)
     assert moved is not None
     assert np.trapezoid(moved[1], moved[0]) == pytest.approx(1, abs=1e-3)
-    assert density(np.full(5, 1.5)) is None
-    assert density(np.array([1.5])) is None
+    assert estimate_density(np.full(5, 1.5)) is None
+    assert estimate_density(np.array([1.5])) is None
 
 
 def test_norms_before_and_after_centering(tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ def test_unused_tokens_by_bins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_words_and_tokens_by_rank(tmp_path: Path) -> None:
     files(tmp_path)
-    words = embed_models.count_words(corpus.sources([str(tmp_path / "text.txt")]))
+    words = embed_models.count_words(corpus.parse_sources([str(tmp_path / "text.txt")]))
     assert dict(zip(words["word"], words["count"], strict=True)) == {
         "the": 4, "cat": 2, ".": 1, "dog": 1, "house": 1, "sees": 1
     }  # fmt: skip

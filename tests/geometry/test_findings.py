@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from istar.geometry.findings import sentences
+from istar.geometry.findings import describe_findings
 from istar.geometry.measure import Measurements
 
 USUAL = {
@@ -37,7 +37,7 @@ def measurements(
 
 
 def test_nothing_is_unusual() -> None:
-    assert sentences(measurements({"layer_2": {"isoscore": 0.4}})) == [
+    assert describe_findings(measurements({"layer_2": {"isoscore": 0.4}})) == [
         "No layer is unusual: IsoScore is 0.30 to 0.40, and the average cosine of two tokens is at most 0.20."
     ]
 
@@ -68,7 +68,7 @@ def test_nothing_is_unusual() -> None:
     ],
 )
 def test_one_unusual_measure(layers: dict[str, dict[str, float]], sentence: str) -> None:
-    assert sentences(measurements(layers)) == [sentence]
+    assert describe_findings(measurements(layers)) == [sentence]
 
 
 def test_rogue_dimensions() -> None:
@@ -76,12 +76,12 @@ def test_rogue_dimensions() -> None:
         "layer_1": {"sample_inter_sim": 0.95, "sample_inter_sim_without_top_5": 0.8},
         "layer_2": {"sample_inter_sim": 0.62, "sample_inter_sim_without_top_5": 0.11},
     }
-    assert sentences(measurements(cosines)) == [
+    assert describe_findings(measurements(cosines)) == [
         "Five dimensions carry much of the common direction of layer 2: without them, the average cosine of a sample "
         "of tokens falls from 0.62 to 0.11."
     ]
     cosines["layer_2"]["sample_inter_sim_without_top_5"] = 0.4
-    assert "No layer is unusual" in sentences(measurements(cosines))[0]
+    assert "No layer is unusual" in describe_findings(measurements(cosines))[0]
 
 
 def test_massive_activations() -> None:
@@ -89,7 +89,7 @@ def test_massive_activations() -> None:
         return {"value": value, "dimension": 1415, "token": 1, "position": 0, "ratio": ratio, "text": "x"}
 
     massive = {"text": {"layer_1": [activation(400, 1_100)], "layer_2": [activation(-2_446, 8_765)], "final_norm": []}}
-    assert sentences(replace(measurements({}), massive=massive)) == [
+    assert describe_findings(replace(measurements({}), massive=massive)) == [
         "Layer 2 has massive activations: -2,446 in dimension 1415 at position 0 is 8,765 times the median magnitude."
     ]
 
@@ -100,12 +100,12 @@ def test_the_first_position() -> None:
 
     # The others have an average norm of 5.
     by_position = {"text": {"layer_1": columns(12), "layer_2": columns(200)}}
-    assert sentences(replace(measurements({}), by_position=by_position)) == [
+    assert describe_findings(replace(measurements({}), by_position=by_position)) == [
         "The first token of the model's input has 40 times the average norm of the others in layer 2."
     ]
     # Without position 0, which may be that of a special token, nothing is said.
     without = {"text": {"layer_1": columns(200, start=1)}}
-    assert "No layer is unusual" in sentences(replace(measurements({}), by_position=without))[0]
+    assert "No layer is unusual" in describe_findings(replace(measurements({}), by_position=without))[0]
 
 
 def test_a_dimension_far_from_zero() -> None:
@@ -113,17 +113,17 @@ def test_a_dimension_far_from_zero() -> None:
         return {"dimension": dimension, "mean_by_typical_deviation": offset}
 
     extremes = {"layer_1": [extreme(3, 12.0), extreme(4, float("nan"))], "layer_2": [extreme(308, -42.4)]}
-    assert sentences(measurements({}, extremes)) == [
+    assert describe_findings(measurements({}, extremes)) == [
         "The mean of dimension 308 of layer 2 is 42 typical standard deviations from 0."
     ]
 
 
 def test_embeddings_with_a_common_shift() -> None:
-    assert sentences(measurements({}, partition=(0.12, 0.98))) == [
+    assert describe_findings(measurements({}, partition=(0.12, 0.98))) == [
         "The input embeddings are isotropic but for a common shift: centering raises I(W) from 0.12 to 0.98."
     ]
     # Embeddings that stay anisotropic are not only shifted.
-    assert "shift" not in sentences(measurements({}, partition=(0.12, 0.5)))[0]
+    assert "shift" not in describe_findings(measurements({}, partition=(0.12, 0.5)))[0]
 
 
 def test_the_most_unusual_come_first_and_tokens_last() -> None:
@@ -136,7 +136,7 @@ def test_the_most_unusual_come_first_and_tokens_last() -> None:
         "average_norm": 1000.0,
     }
     tokens = {tap: {"tokens": 7679.0} for tap in ("embeddings", "layer_2", "final_norm")}
-    lines = sentences(measurements({**tokens, "layer_1": {**unusual, "tokens": 7679.0}}))
+    lines = describe_findings(measurements({**tokens, "layer_1": {**unusual, "tokens": 7679.0}}))
     # Ten, nine, 1.41, 1.25 and 1.2 times the thresholds; the fifth is left out.
     assert [line.split()[0:3] for line in lines] == [
         ["The", "average", "norm"],
@@ -146,12 +146,12 @@ def test_the_most_unusual_come_first_and_tokens_last() -> None:
         ["There", "are", "only"],
     ]
     assert lines[-1].startswith("There are only 7,679 tokens for 768 dimensions")
-    assert len(sentences(measurements({tap: {"tokens": 7680.0} for tap in tokens}))) == 1
+    assert len(describe_findings(measurements({tap: {"tokens": 7680.0} for tap in tokens}))) == 1
 
 
 def test_undefined_measures_are_passed_over() -> None:
     nan = float("nan")
     layers = {tap: {"inter_sim": nan, "largest_kurtosis": nan} for tap in ("embeddings", "layer_1", "layer_2")}
-    assert sentences(measurements({**layers, "layer_1": {"largest_variance_share": 0.5}})) == [
+    assert describe_findings(measurements({**layers, "layer_1": {"largest_variance_share": 0.5}})) == [
         "One dimension holds 50% of the variance of layer 1."
     ]

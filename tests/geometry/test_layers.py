@@ -9,7 +9,13 @@ import scipy.stats
 import torch
 
 from istar.geometry import grouped_moments
-from istar.geometry.layers import BY_SENTENCE, WITH_ERROR, WITH_ERROR_FROM_SCATTER, Layer, LayerSettings
+from istar.geometry.layers import (
+    COVARIANCE_MEASURES_WITH_ERROR,
+    MEASURES_WITH_ERROR,
+    SCORE_BY_SENTENCE,
+    Layer,
+    LayerSettings,
+)
 from istar.measures import isoscore_by_sentence, isoscore_unbiased
 from tests import oracles
 
@@ -42,19 +48,19 @@ def split(part: Any, at: int) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("waiting", [1, 7, 10_000])
 def test_batches_merges_and_states_do_not_change_measures(waiting: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grouped_moments, "WAITING", waiting)
+    monkeypatch.setattr(grouped_moments, "MAX_WAITING_POINTS", waiting)
     first, second = split(text(), 8 * LENGTH)
     whole = layer(text())
     merged, again = layer(second), layer(settings=LayerSettings("all", GROUPS))
     again.load_state_dict(layer(first).state_dict())
     again.merge(merged)
-    expected = whole.measures()
+    expected = whole.compute_measures()
     for other in (layer(first, second), again):
-        assert other.measures() == pytest.approx(expected, rel=1e-9, nan_ok=True)
-        for field in ("by_position", "by_frequency"):
+        assert other.compute_measures() == pytest.approx(expected, rel=1e-9, nan_ok=True)
+        for field in ("summarize_by_position", "summarize_by_frequency"):
             for column, values in getattr(whole, field)().items():
                 assert getattr(other, field)()[column] == pytest.approx(values, rel=1e-9, nan_ok=True)
-        assert other.massive_activations() == whole.massive_activations()
+        assert other.find_massive_activations() == whole.find_massive_activations()
 
 
 def naive(points: Any) -> dict[str, float]:
@@ -80,7 +86,7 @@ def naive(points: Any) -> dict[str, float]:
 def test_errors_are_those_of_measures_without_each_group() -> None:
     points, _, _, groups, _ = text()
     without = [naive(points[groups != group].numpy()) for group in range(GROUPS)]
-    measured = layer(text()).measures()
+    measured = layer(text()).compute_measures()
     assert {name for name in measured if name.endswith("_error")} == {f"{name}_error" for name in without[0]}
     for name in without[0]:
         pseudo_values = [-(GROUPS - 1) * figures[name] for figures in without]
@@ -91,7 +97,7 @@ def test_errors_are_those_of_measures_without_each_group() -> None:
 def test_sentences_are_documents_of_unlike_length_about_an_origin(
     waiting: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grouped_moments, "WAITING", waiting)
+    monkeypatch.setattr(grouped_moments, "MAX_WAITING_POINTS", waiting)
     points, tokens, positions, groups, documents = text()
     is_kept = positions <= documents % 5
     # Of the points of every seventh document, none counts.
@@ -104,48 +110,48 @@ def test_sentences_are_documents_of_unlike_length_about_an_origin(
             parts = (points, tokens, positions, groups, numbers)
             measured.update(*(part[rows & is_kept] for part in parts))
         expected = isoscore_by_sentence(padded, mask).item()
-        assert measured.measures()[BY_SENTENCE] == pytest.approx(expected, rel=1e-9)
+        assert measured.compute_measures()[SCORE_BY_SENTENCE] == pytest.approx(expected, rel=1e-9)
 
 
 def test_the_score_by_sentence_needs_four_documents_and_separate_documents() -> None:
-    few = layer(split(text(), 3 * LENGTH)[0]).measures()
-    assert math.isnan(few[BY_SENTENCE])
-    assert math.isnan(few[f"{BY_SENTENCE}_error"])
-    packed = layer(text(), settings=LayerSettings("all", GROUPS, by_sentence=False)).measures()
-    assert not [name for name in packed if name.startswith(BY_SENTENCE)]
+    few = layer(split(text(), 3 * LENGTH)[0]).compute_measures()
+    assert math.isnan(few[SCORE_BY_SENTENCE])
+    assert math.isnan(few[f"{SCORE_BY_SENTENCE}_error"])
+    packed = layer(text(), settings=LayerSettings("all", GROUPS, has_separate_documents=False)).compute_measures()
+    assert not [name for name in packed if name.startswith(SCORE_BY_SENTENCE)]
 
 
 def test_replicates_are_measures_without_each_group() -> None:
     points, tokens, positions, groups, documents = text()
     without = [naive(points[groups != group].numpy()) for group in range(GROUPS)]
-    replicates = layer(text()).replicates()
+    replicates = layer(text()).compute_replicates()
     assert replicates.keys() == {"tokens", *without[0]}
     for name in without[0]:
         assert replicates[name] == pytest.approx([figures[name] for figures in without], rel=1e-8), name
     assert replicates["tokens"] == [int((groups != group).sum()) for group in range(GROUPS)]
-    assert layer(text(), settings=LayerSettings("basic")).replicates() == {}
-    empty_group = layer((points, tokens, positions, groups.clamp(max=GROUPS - 2), documents)).replicates()
+    assert layer(text(), settings=LayerSettings("basic")).compute_replicates() == {}
+    empty_group = layer((points, tokens, positions, groups.clamp(max=GROUPS - 2), documents)).compute_replicates()
     assert set(map(tuple, empty_group.values())) == {()}
 
 
 def test_groups_do_not_change_the_measures() -> None:
-    plain = layer(text(), settings=LayerSettings("all")).measures()
+    plain = layer(text(), settings=LayerSettings("all")).compute_measures()
     assert not [name for name in plain if name.endswith("_error")]
-    grouped = layer(text()).measures()
+    grouped = layer(text()).compute_measures()
     assert {name: grouped[name] for name in plain} == pytest.approx(plain, rel=1e-11, nan_ok=True)
 
 
 def test_without_scatter_by_group_some_errors_are_left_out() -> None:
-    few = layer(text(), settings=LayerSettings("basic", GROUPS, scatter_by_group=False)).measures()
-    full = layer(text()).measures()
-    assert {name for name in few if name.endswith("_error")} == {f"{name}_error" for name in WITH_ERROR}
+    few = layer(text(), settings=LayerSettings("basic", GROUPS, scatter_by_group=False)).compute_measures()
+    full = layer(text()).compute_measures()
+    assert {name for name in few if name.endswith("_error")} == {f"{name}_error" for name in MEASURES_WITH_ERROR}
     assert few == pytest.approx({name: full[name] for name in few}, rel=1e-10, nan_ok=True)
 
 
 def test_errors_are_not_defined_if_a_group_is_empty() -> None:
     points, tokens, positions, groups, documents = text()
-    measured = layer((points, tokens, positions, groups.clamp(max=GROUPS - 2), documents)).measures()
-    for name in (*WITH_ERROR, *WITH_ERROR_FROM_SCATTER, BY_SENTENCE):
+    measured = layer((points, tokens, positions, groups.clamp(max=GROUPS - 2), documents)).compute_measures()
+    for name in (*MEASURES_WITH_ERROR, *COVARIANCE_MEASURES_WITH_ERROR, SCORE_BY_SENTENCE):
         assert math.isnan(measured[f"{name}_error"])
         assert math.isfinite(measured[name])
 
@@ -153,9 +159,9 @@ def test_errors_are_not_defined_if_a_group_is_empty() -> None:
 def test_by_position_and_by_frequency() -> None:
     points, tokens, positions, *_ = text()
     counts = np.bincount(tokens, minlength=TYPES)
-    table = layer(text()).by_position()
+    table = layer(text()).summarize_by_position()
     assert (table["first"], table["last"]) == ([0, 1, 2, 4, 8], [0, 1, 3, 7, 15])
-    for values, rows in ((positions.numpy(), table), (counts[tokens], layer(text()).by_frequency())):
+    for values, rows in ((positions.numpy(), table), (counts[tokens], layer(text()).summarize_by_frequency())):
         for first, last, number, norm, cosine in zip(*rows.values(), strict=True):
             members = points.numpy()[(values >= first) & (values <= last)]
             assert len(members) == number > 0
@@ -166,26 +172,32 @@ def test_by_position_and_by_frequency() -> None:
 
 def test_basic_measures_and_no_vocabulary() -> None:
     settings = LayerSettings("basic")
-    basic, every = layer(text(), settings=settings).measures(), layer(text()).measures()
-    extra = {BY_SENTENCE, "token_kurtosis", "largest_token_kurtosis", "massive_activations", "largest_activation_ratio"}
+    basic, every = layer(text(), settings=settings).compute_measures(), layer(text()).compute_measures()
+    extra = {
+        SCORE_BY_SENTENCE,
+        "token_kurtosis",
+        "largest_token_kurtosis",
+        "massive_activations",
+        "largest_activation_ratio",
+    }
     assert {name for name in every if not name.endswith("_error")} - basic.keys() == extra
-    assert layer(text(), settings=settings).massive_activations() is None
+    assert layer(text(), settings=settings).find_massive_activations() is None
     bare = Layer(DIM, 0, CPU, settings)
     bare.update(*text()[:3])
-    assert basic.keys() - bare.measures().keys() == {"intra_sim", "adjusted_intra_sim"}
-    assert bare.by_frequency() == {}
+    assert basic.keys() - bare.compute_measures().keys() == {"intra_sim", "adjusted_intra_sim"}
+    assert bare.summarize_by_frequency() == {}
 
 
 def test_massive_activations_have_their_places() -> None:
     points, tokens, positions, *groups = text()
     points[17, 3] = -2e4
-    found = layer((points, tokens, positions, *groups)).massive_activations()
+    found = layer((points, tokens, positions, *groups)).find_massive_activations()
     assert found is not None
     assert [tuple(item) for item in found.top] == [(-2e4, 3, int(tokens[17]), 5)]
 
 
 def test_a_power_law_is_found_and_needs_twelve_dimensions() -> None:
-    assert math.isnan(layer(text()).measures()["alpha_req"])
+    assert math.isnan(layer(text()).compute_measures()["alpha_req"])
     random = np.random.default_rng(0)
     axes = random.normal(size=(400, 40))
     axes, _ = np.linalg.qr(axes - axes.mean(0))
@@ -193,7 +205,7 @@ def test_a_power_law_is_found_and_needs_twelve_dimensions() -> None:
     wide.update(
         torch.from_numpy(axes * np.arange(1, 41) ** -0.7), torch.zeros(400, dtype=torch.int64), torch.arange(400)
     )
-    measured = wide.measures()
+    measured = wide.compute_measures()
     assert measured["alpha_req"] == pytest.approx(1.4, rel=1e-6)
     assert measured["alpha_req_r_squared"] == pytest.approx(1, rel=1e-9)
 
@@ -229,7 +241,7 @@ def test_intervals_from_documents_cover_and_those_from_tokens_do_not() -> None:
         corpus = Layer(4, 0, CPU, settings)
         points = types[tokens]
         corpus.update(torch.from_numpy(points), torch.from_numpy(tokens), torch.zeros(len(tokens)).long(), numbers)
-        measured = corpus.measures()
+        measured = corpus.compute_measures()
         for name, values in by_document.items():
             values.append((measured[name], measured[f"{name}_error"]))
         # The errors of independent tokens: that of a mean, and by the delta method.

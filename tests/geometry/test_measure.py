@@ -45,8 +45,8 @@ class Model:
 )
 def test_models_without_absolute_positions_take_any_length(config: Any) -> None:
     model: Any = Model(config)
-    assert measure._with_length(Pass(5_000), model).length == 5_000
-    assert measure._with_length(Pass(0), model).length == 512
+    assert measure._resolve_length(Pass(5_000), model).length == 5_000
+    assert measure._resolve_length(Pass(0), model).length == 512
 
 
 @pytest.mark.parametrize(
@@ -63,10 +63,10 @@ def test_models_without_absolute_positions_take_any_length(config: Any) -> None:
 )
 def test_the_length_of_other_models_is_limited(config: Any, longest: int) -> None:
     model: Any = Model(config)
-    assert measure._with_length(Pass(longest), model).length == longest
-    assert measure._with_length(Pass(0), model).length == min(longest, 512)
+    assert measure._resolve_length(Pass(longest), model).length == longest
+    assert measure._resolve_length(Pass(0), model).length == min(longest, 512)
     with pytest.raises(UserError, match=rf"--length {longest + 1} is too long; the model takes at most {longest} tok"):
-        measure._with_length(Pass(longest + 1), model)
+        measure._resolve_length(Pass(longest + 1), model)
 
 
 @pytest.fixture(scope="module")
@@ -82,38 +82,38 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def measured(place: Path) -> Measurements:
     """Measurements whose TwoNN is not defined, because the sample has two points."""
     texts = [Source(name, place / "text.txt") for name in ("a", "b")]
-    return measure.measure(str(place / "model"), texts, Pass(16, sample=2), place / "out")
+    return measure.measure_model(str(place / "model"), texts, Pass(16, sample=2), place / "out")
 
 
 def test_undefined_numbers_are_null_in_the_file(measured: Measurements, tmp_path: Path) -> None:
     assert math.isnan(measured.sources["a"]["layer_1"]["two_nn"])
     measure.write(measured, tmp_path)
-    text = (tmp_path / measure.JSON).read_text()
+    text = (tmp_path / measure.JSON_FILE).read_text()
 
     def refuse(constant: str) -> float:
         raise AssertionError(f"{constant} is not JSON")
 
     assert json.loads(text, parse_constant=refuse)["sources"]["a"]["layer_1"]["two_nn"] is None
-    again = measure.read(tmp_path / measure.JSON)
+    again = measure.read(tmp_path / measure.JSON_FILE)
     assert math.isnan(again.sources["a"]["layer_1"]["two_nn"])
     assert again.model["revision"] is None
     assert again.settings["limit"] is None
     assert again.final_norm is None
-    assert measure.files(again) == measure.files(measured)
+    assert measure.file_contents(again) == measure.file_contents(measured)
 
 
 def test_a_list_with_undefined_numbers_is_on_one_line(measured: Measurements, tmp_path: Path) -> None:
     spectra = {"a": {"layer_1": {"raw": [1.5, math.nan, -2e-7, math.inf]}}}
     measure.write(replace(measured, spectra=spectra), tmp_path)
-    assert "[ 1.5, null, -2e-07, null ]" in (tmp_path / measure.JSON).read_text()
-    found = measure.read(tmp_path / measure.JSON).spectra["a"]["layer_1"]["raw"]
+    assert "[ 1.5, null, -2e-07, null ]" in (tmp_path / measure.JSON_FILE).read_text()
+    found = measure.read(tmp_path / measure.JSON_FILE).spectra["a"]["layer_1"]["raw"]
     assert found == pytest.approx([1.5, math.nan, -2e-7, math.nan], nan_ok=True)
 
 
 def test_a_file_of_an_earlier_version_is_refused(measured: Measurements, tmp_path: Path) -> None:
     measure.write(replace(measured, format=1), tmp_path)
     with pytest.raises(UserError, match=r"has format 1, of another version of istar; expected 2; delete the file and"):
-        measure.read(tmp_path / measure.JSON)
+        measure.read(tmp_path / measure.JSON_FILE)
 
 
 @pytest.mark.slow
@@ -122,14 +122,14 @@ def test_settings_are_recorded_and_shown(place: Path, measured: Measurements, tm
     text, out = str(place / "text.txt"), tmp_path / "out"
     options = ["--documents", "packed", "--special-tokens", "include", "--length", "16", "--out", str(out)]
     assert main(["measure", str(place / "model"), "--text", text, *options]) == 0
-    settings = json.loads((out / measure.JSON).read_text())["settings"]
+    settings = json.loads((out / measure.JSON_FILE).read_text())["settings"]
     assert (settings["documents"], settings["special_tokens"]) == ("packed", "include")
     page = " ".join((out / "index.html").read_text().split())
     assert "The model has read blocks of several documents." in page
     assert "of all tokens, with special tokens and without padding." in page
     assert "<code>packed</code>" in page
     assert "<code>include</code>" in page
-    said = model_page._feeding(measured.settings)
+    said = model_page._describe_input(measured.settings)
     assert said.startswith("The model has read each document alone. The measures are over the hidden states of all")
     assert "tokens, without special tokens and padding." in said
 
@@ -148,7 +148,7 @@ def test_sentences_of_a_real_encoder_one_at_a_time(minilm: Path, real_data: Path
             states.append(model(**tokenizer(sentence, return_tensors="pt")).last_hidden_state[0, 1:-1])
     points = torch.cat(states).numpy()
     settings = Pass(0, sample=0, intra=False)
-    found = measure.measure(
+    found = measure.measure_model(
         str(minilm), [Source("rte", tmp_path / "rte.txt")], settings, tmp_path, dtype="float64", device="cpu"
     ).sources["rte"]["layer_6"]
     assert found["tokens"] == len(points)
@@ -159,13 +159,13 @@ def test_sentences_of_a_real_encoder_one_at_a_time(minilm: Path, real_data: Path
 @pytest.fixture(scope="module")
 def complete(place: Path) -> Measurements:
     settings = Pass(16, measures="all", groups=3)
-    return measure.measure(str(place / "model"), [Source("a", place / "text.txt")], settings, place / "complete")
+    return measure.measure_model(str(place / "model"), [Source("a", place / "text.txt")], settings, place / "complete")
 
 
 def test_tables_have_fields_of_their_own(complete: Measurements, tmp_path: Path) -> None:
     measure.write(complete, tmp_path)
-    again = measure.read(tmp_path / measure.JSON)
-    assert measure.files(again) == measure.files(complete)
+    again = measure.read(tmp_path / measure.JSON_FILE)
+    assert measure.file_contents(again) == measure.file_contents(complete)
     assert (again.settings["groups"], again.settings["measures"]) == (3, "all")
     for tap, measures in again.sources["a"].items():
         for table in (again.by_position["a"][tap], again.by_frequency["a"][tap]):
@@ -187,29 +187,29 @@ def test_tables_have_fields_of_their_own(complete: Measurements, tmp_path: Path)
 def test_massive_activations_have_the_text_of_their_token() -> None:
     text, token = max(TOKENIZER.get_vocab().items())
     summary = MassiveActivationsSummary(9, 1, 0.5, 500, 2e5, (Activation(-1e5, 3, token, 4),))
-    assert measure._with_text({"layer_1": measure._with_ratio(summary)}, TOKENIZER)["layer_1"] == [
+    assert measure._add_token_texts({"layer_1": measure._add_ratios(summary)}, TOKENIZER)["layer_1"] == [
         {"value": -1e5, "dimension": 3, "token": token, "position": 4, "ratio": 2e5, "text": text}
     ]
-    assert measure._with_ratio(replace(summary, median=0.0))[0]["ratio"] == math.inf
+    assert measure._add_ratios(replace(summary, median=0.0))[0]["ratio"] == math.inf
 
 
 def test_the_hash_of_a_text_is_that_of_its_content(tmp_path: Path) -> None:
     for name, content in (("a.txt", "one"), ("b.txt", "one"), ("c.txt", "two")):
         (tmp_path / name).write_text(content)
-    first, same, other = (stream.identity(tmp_path / f"{name}.txt") for name in "abc")
+    first, same, other = (stream.compute_identity(tmp_path / f"{name}.txt") for name in "abc")
     assert first == same != other
     # The content of a folder is that of its files.
-    before = stream.identity(tmp_path)
+    before = stream.compute_identity(tmp_path)
     (tmp_path / "c.txt").write_text("three")
-    assert stream.identity(tmp_path) != before
+    assert stream.compute_identity(tmp_path) != before
 
 
 def test_a_file_without_the_later_fields_is_read(complete: Measurements, tmp_path: Path) -> None:
-    values = json.loads(measure.files(complete)[measure.JSON])
+    values = json.loads(measure.file_contents(complete)[measure.JSON_FILE])
     for name in ("by_position", "by_frequency", "massive", "gride", "replicates", "text_hashes"):
         del values[name]
-    (tmp_path / measure.JSON).write_text(json.dumps(values))
-    assert measure.read(tmp_path / measure.JSON).by_position == {}
+    (tmp_path / measure.JSON_FILE).write_text(json.dumps(values))
+    assert measure.read(tmp_path / measure.JSON_FILE).by_position == {}
 
 
 def test_the_catalogue_needs_no_model(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

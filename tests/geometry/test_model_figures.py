@@ -10,7 +10,7 @@ import scipy.stats
 from istar.geometry import model_figures, model_page
 from istar.geometry.compare_page import _LAYER_PLOTS as COMPARED
 from istar.geometry.measure import Measurements
-from istar.geometry.model_figures import NAMES
+from istar.geometry.model_figures import MEASURE_TITLES
 from istar.measures.catalogue import MEASURES
 
 TAPS = ("embeddings", "layer_1", "layer_2", "final_norm")
@@ -24,7 +24,9 @@ def measurements(**fields: Any) -> Measurements:
     """Return measures of three texts, a different number for each text, layer and measure."""
     sources = {
         source: {
-            tap: {name: 0.1 + place / 1e3 + number / 10 + text for place, name in enumerate(["tokens", *NAMES])}
+            tap: {
+                name: 0.1 + place / 1e3 + number / 10 + text for place, name in enumerate(["tokens", *MEASURE_TITLES])
+            }
             | {"isoscore_error": 0.01 + number / 1e3, "two_nn_error": 0.3}
             for number, tap in enumerate(TAPS)
         }
@@ -54,9 +56,9 @@ def measurements(**fields: Any) -> Measurements:
 def test_every_measure_of_a_layer_has_a_name_and_a_column() -> None:
     names = {measure.name for measure in MEASURES if measure.subject == "layers"}
     numbers = {name for name in names if not name.endswith("_error")} - TABLES_OF_A_LAYER - {"tokens"}
-    assert NAMES.keys() == numbers
-    assert len(set(NAMES.values())) == len(NAMES)
-    sheet = model_page._layers(measurements())
+    assert MEASURE_TITLES.keys() == numbers
+    assert len(set(MEASURE_TITLES.values())) == len(MEASURE_TITLES)
+    sheet = model_page._build_layer_sheet(measurements())
     assert len(sheet.header) == len(set(sheet.header)) == 2 + len(numbers)
     assert all(len(line) <= 26 for header in sheet.header for line in header.split("\n"))
 
@@ -64,26 +66,28 @@ def test_every_measure_of_a_layer_has_a_name_and_a_column() -> None:
 def test_every_measure_of_the_figures_exists() -> None:
     keys = {key for keys in model_figures._LAYER_PLOTS.values() for key in keys}
     keys |= {key for _, _, compared in COMPARED.values() for key in compared}
-    keys |= model_figures._CHANGES.keys() | {key for names in model_figures._SHARES.values() for key in names}
-    assert keys <= NAMES.keys()
+    keys |= model_figures._SAMPLE_COSINE_LABELS.keys() | {
+        key for names in model_figures._SHARE_LABELS.values() for key in names
+    }
+    assert keys <= MEASURE_TITLES.keys()
 
 
 def test_bands_are_95_percent_intervals() -> None:
-    plots = {plot.name: plot for plot in model_figures.layer_plots(measurements())}
+    plots = {plot.name: plot for plot in model_figures.plot_layers(measurements())}
     quantile = scipy.stats.t.ppf(0.975, 9)
     for line in plots["isotropy"].panels[0].lines:
         assert line.y_error == pytest.approx([quantile * (0.01 + number / 1e3) for number in range(4)], rel=1e-12)
     assert plots["isotropy"].panels[1].lines[0].y_error == ()
     two_nn, rank, _ = plots["dimension"].panels
     assert two_nn.lines[0].y_error == pytest.approx([scipy.stats.norm.ppf(0.975) * 0.3] * 4, rel=1e-12)
-    assert (rank.bounds, two_nn.bounds) == ((1, 24), None)
+    assert (rank.y_bounds, two_nn.y_bounds) == ((1, 24), None)
 
 
 def test_the_table_of_layers_has_half_widths() -> None:
-    sheet = model_page._layers(measurements())
-    row = sheet.groups["news"][0]
+    sheet = model_page._build_layer_sheet(measurements())
+    row = sheet.rows_by_group["news"][0]
     column = sheet.header.index("IsoScore")
-    value = 0.1 + (1 + list(NAMES).index("isoscore")) / 1e3
+    value = 0.1 + (1 + list(MEASURE_TITLES).index("isoscore")) / 1e3
     assert row[column].text == f"{value:.4g} ± {scipy.stats.t.ppf(0.975, 9) * 0.01:.2g}"
     assert all("±" not in entry.text for entry in row[sheet.header.index("InterSim") :][:3])
 
@@ -91,10 +95,13 @@ def test_the_table_of_layers_has_half_widths() -> None:
 def test_single_dimensions_leave_out_shares_of_an_inter_sim_near_zero() -> None:
     sources = measurements().sources
     sources["combined"]["layer_1"]["inter_sim"] = 0.04
-    plot = model_figures.single_dimensions(measurements(sources=sources))
+    plot = model_figures.plot_single_dimensions(measurements(sources=sources))
     changes, cosine, variance = plot.panels
-    assert [line.label for line in changes.lines] == list(model_figures._CHANGES.values())
-    for panel, keys in ((cosine, model_figures._SHARES["InterSim"]), (variance, model_figures._SHARES["the variance"])):
+    assert [line.label for line in changes.lines] == list(model_figures._SAMPLE_COSINE_LABELS.values())
+    for panel, keys in (
+        (cosine, model_figures._SHARE_LABELS["InterSim"]),
+        (variance, model_figures._SHARE_LABELS["the variance"]),
+    ):
         for line, key in zip(panel.lines, keys, strict=True):
             expected = [figures[key] for figures in sources["combined"].values()]
             if panel is cosine:
@@ -104,16 +111,16 @@ def test_single_dimensions_leave_out_shares_of_an_inter_sim_near_zero() -> None:
 
 def test_positions_frequencies_and_scales_have_a_line_for_each_layer() -> None:
     measured = measurements()
-    for plot in (model_figures.positions(measured), model_figures.frequency(measured)):
+    for plot in (model_figures.plot_positions(measured), model_figures.plot_frequency(measured)):
         norm, cosine = plot.panels
         assert [line.label for line in norm.lines] == ["embeddings", "layer 1", "layer 2", "final norm"]
         assert {(line.x, line.y) for line in norm.lines} == {((0, 1, 2), (9.0, 2.0, 1.0))}
         assert cosine.y_label == "InterSim"
-    [panel] = model_figures.scales(measured).panels
+    [panel] = model_figures.plot_scales(measured).panels
     assert (panel.lines[0].x, panel.lines[0].y) == ((1, 2), (9.0, 8.0))
     assert panel.lines[0].y_error == pytest.approx([scipy.stats.norm.ppf(0.975) * error for error in (0.2, 0.1)])
     bare = replace(measured, by_position={}, by_frequency={}, gride={})
-    for build in (model_figures.positions, model_figures.frequency, model_figures.scales):
+    for build in (model_figures.plot_positions, model_figures.plot_frequency, model_figures.plot_scales):
         assert build(bare).panels == ()
 
 
@@ -125,19 +132,21 @@ def activation(value: float, ratio: float | None = 2_000.0) -> dict[str, Any]:
 def test_massive_activations_have_a_small_table() -> None:
     activations = {"layer_1": [activation(-3e3), activation(2e3), activation(1e3), activation(900.0)], "layer_2": []}
     measured = measurements(massive={"news": activations, "combined": activations})
-    sheet = model_page._massive(measured)
+    sheet = model_page._build_massive_sheet(measured)
     assert len(sheet.frame) == 8
     assert [entry.text for entry in sheet.rows[0]] == ["layer 1", "1415", "-3,000", "2,000", "0", "the"]
     assert len(sheet.rows) == 3
-    assert model_page._massive(measurements(massive={"combined": {"layer_1": []}})).rows == []
+    assert model_page._build_massive_sheet(measurements(massive={"combined": {"layer_1": []}})).rows == []
     # Files of earlier versions have no ratio.
-    [row] = model_page._massive(measurements(massive={"combined": {"layer_1": [activation(200.0, None)]}})).rows
+    [row] = model_page._build_massive_sheet(
+        measurements(massive={"combined": {"layer_1": [activation(200.0, None)]}})
+    ).rows
     assert row[3].text == "\u2013"
 
 
 def test_the_page_says_what_the_bands_are() -> None:
-    assert "2.26 standard errors on either side, from the jackknife over 10 groups" in model_page._intervals(
+    assert "2.26 standard errors on either side, from the jackknife over 10 groups" in model_page._describe_intervals(
         measurements()
     )
     without = measurements(settings={"groups": 0, "measures": "all"}, sources={"news": {"layer_1": {"isoscore": 0.1}}})
-    assert "There are no standard errors from groups of documents" in model_page._intervals(without)
+    assert "There are no standard errors from groups of documents" in model_page._describe_intervals(without)

@@ -22,7 +22,7 @@ from istar.errors import UserError
 from istar.geometry import arrays, measure, model_figures, model_page
 from istar.geometry.corpus import Source
 from istar.geometry.measure import Measurements
-from istar.geometry.spheres import spheres
+from istar.geometry.spheres import make_spheres
 from istar.geometry.stream import Pass
 from istar.models import tiny
 from istar.tasks import demo
@@ -65,14 +65,16 @@ def several(place: Path) -> Measurements:
     """Measurements of an encoder over two texts."""
     found = [text(place / f"{name}.txt", seed) for seed, name in enumerate(("news", "talk"))]
     settings = Pass(16, measures="all")
-    return measure.measure(str(save(place / "bert", "bert")), found, settings, place / "out", command="istar measure x")
+    return measure.measure_model(
+        str(save(place / "bert", "bert")), found, settings, place / "out", command="istar measure x"
+    )
 
 
 @pytest.fixture(scope="module")
 def decoder(place: Path) -> Measurements:
     """Measurements of a decoder with a final normalization and untied output embeddings over one text."""
     found = [text(place / "one.txt", 2)]
-    return measure.measure(str(save(place / "neox", "neox")), found, Pass(16, sample=0), place / "out2")
+    return measure.measure_model(str(save(place / "neox", "neox")), found, Pass(16, sample=0), place / "out2")
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +84,7 @@ def written(several: Measurements, place: Path) -> Path:
 
 def same(own: Measurements, other: Measurements) -> bool:
     # The texts are compared, since NaN does not equal itself.
-    return measure.files(own) == measure.files(other)
+    return measure.file_contents(own) == measure.file_contents(other)
 
 
 def without_times(measured: Measurements) -> Measurements:
@@ -154,18 +156,18 @@ def test_every_file(written: Path, several: Measurements) -> None:
 
 
 def test_lines_are_the_figures_of_their_text(several: Measurements) -> None:
-    by_name = {plot.name: plot for plot in model_figures.layer_plots(several)}
+    by_name = {plot.name: plot for plot in model_figures.plot_layers(several)}
     inter, intra, _ = by_name["directions"].panels
     assert [line.label for line in inter.lines] == ["news", "talk", "combined"]
-    assert by_name["directions"].ink == "combined"
+    assert by_name["directions"].reference_label == "combined"
     for line in intra.lines:
         assert line.y == tuple(own["intra_sim"] for own in several.sources[line.label].values())
     assert by_name["dimension"].x_names == {0.0: "emb.", 1.0: "1", 2.0: "2"}
-    assert all(not model_figures.missing_measures(plot) for plot in by_name.values())
+    assert all(not model_figures.find_missing_measures(plot) for plot in by_name.values())
 
 
 def test_spectra_are_absolute_and_share_their_axes(several: Measurements) -> None:
-    plot = model_figures.spectra(several)
+    plot = model_figures.plot_spectra(several)
     assert plot.share_axes
     assert plot.log_y
     for panel, form in zip(plot.panels, ("raw", "centered"), strict=True):
@@ -175,10 +177,10 @@ def test_spectra_are_absolute_and_share_their_axes(several: Measurements) -> Non
 
 
 def test_a_final_norm_is_the_last_named_tick(decoder: Measurements, tmp_path: Path) -> None:
-    by_name = {plot.name: plot for plot in model_figures.layer_plots(decoder)}
+    by_name = {plot.name: plot for plot in model_figures.plot_layers(decoder)}
     assert by_name["norms"].x_names == {0.0: "emb.", 1.0: "1", 2.0: "2", 3.0: "final\nnorm"}
-    assert model_figures.missing_measures(by_name["dimension"]) == ["TwoNN dimension"]
-    assert [panel.task for panel in model_figures.partition(decoder).panels] == [
+    assert model_figures.find_missing_measures(by_name["dimension"]) == ["TwoNN dimension"]
+    assert [panel.task for panel in model_figures.plot_partition(decoder).panels] == [
         "input embeddings",
         "output embeddings",
     ]
@@ -243,17 +245,21 @@ def test_hostile_names(several: Measurements, tmp_path: Path) -> None:
 def test_many_layers_and_texts_stay_readable(several: Measurements) -> None:
     taps = {f"layer_{number}": several.extremes["news"]["layer_1"] for number in range(1, 25)}
     large = replace(several, extremes={"combined": taps, "news": taps})
-    sheet = model_page._extremes(large)
+    sheet = model_page._build_extremes_sheet(large)
     assert (len(sheet.rows), len(sheet.frame)) == (24, 144)
     figures = dict.fromkeys(taps, several.sources["news"]["layer_1"])
-    sheet = model_page._layers(replace(several, sources=dict.fromkeys(["a", "b", "c", "combined"], figures)))
+    sheet = model_page._build_layer_sheet(replace(several, sources=dict.fromkeys(["a", "b", "c", "combined"], figures)))
     assert len(sheet.rows) == len(sheet.frame) == 96
-    assert list(model_page._shortened(sheet, "combined").groups) == ["combined"]
-    assert list(model_page._shortened(model_page._layers(several), "combined").groups) == ["news", "talk", "combined"]
+    assert list(model_page._shorten_sheet(sheet, "combined").rows_by_group) == ["combined"]
+    assert list(model_page._shorten_sheet(model_page._build_layer_sheet(several), "combined").rows_by_group) == [
+        "news",
+        "talk",
+        "combined",
+    ]
 
 
 def test_labels_differ_and_are_short() -> None:
-    labels = model_figures._labels(["a" * 90, "a" * 91, "b\nc", "b c", "\x00", "_d"])
+    labels = model_figures._shorten_labels(["a" * 90, "a" * 91, "b\nc", "b c", "\x00", "_d"])
     assert len(set(labels)) == 6
     assert max(map(len, labels)) <= model_figures._MAX_LABEL + 4
     assert labels[2:] == ["b c", "b c (4)", "text", " _d"]
@@ -288,7 +294,7 @@ def test_undefined_measures(several: Measurements, tmp_path: Path) -> None:
 
 def test_the_same_measures_give_the_same_files(several: Measurements, written: Path, place: Path) -> None:
     first = contents(written)
-    again = measure.measure(
+    again = measure.measure_model(
         several.model["name"], [Source(name, Path(path)) for name, path in several.settings["texts"].items()],
         Pass(16, measures="all"), place / "again", command="istar measure x",
     )  # fmt: skip
@@ -360,7 +366,7 @@ def test_colours_show_the_frequency_if_it_is_known() -> None:
 
 
 def test_measures_of_the_spheres() -> None:
-    centered, moved = spheres()
+    centered, moved = make_spheres()
     assert centered.inter_sim == pytest.approx(-1 / 499)
     assert centered.isoscore == pytest.approx(moved.isoscore, abs=1e-9)
     assert centered.isoscore > 0.95
@@ -400,9 +406,9 @@ def test_an_interrupted_pass_and_earlier_measures_are_accepted(
     out = tmp_path / "out"
     out.mkdir()
     (out / ".pass.0.0-1").write_bytes(b"state")
-    model_page.check(out, several.model["name"])
+    model_page.check_output_folder(out, several.model["name"])
     shutil.copy(written / "measures.json", out)
-    model_page.check(out, several.model["name"])
+    model_page.check_output_folder(out, several.model["name"])
     model_page.write(several, out)
     assert (out / ".pass.0.0-1").read_bytes() == b"state"
     (out / "figures" / "notes.txt").write_text("mine")
@@ -427,9 +433,9 @@ def test_another_model_does_not_replace_the_page(
     assert capsys.readouterr().err.splitlines()[-1] == f"error: {message}"
     assert contents(out) == before
     # The same model may be measured again, also from another place.
-    model_page.check(out, first)
+    model_page.check_output_folder(out, first)
     shutil.copytree(first, tmp_path / "moved")
-    model_page.check(out, str(tmp_path / "moved"))
+    model_page.check_output_folder(out, str(tmp_path / "moved"))
     model_page.write(replace(several, model={**several.model, "name": str(tmp_path / "moved")}), out)
 
 
@@ -445,7 +451,7 @@ def test_measures_are_saved_even_if_the_page_fails(
     def fails(*_: Any) -> Any:
         raise RuntimeError("no room to draw")
 
-    monkeypatch.setattr(model_page, "_plots", fails)
+    monkeypatch.setattr(model_page, "_make_plots", fails)
     with pytest.raises(RuntimeError):
         model_page.write(several, tmp_path / "out")
     assert same(measure.read(tmp_path / "out" / "measures.json"), several)
@@ -454,12 +460,12 @@ def test_measures_are_saved_even_if_the_page_fails(
 def test_a_large_model_has_a_small_file(several: Measurements) -> None:
     """The shape is that of BERT-base over three texts."""
     layer = {
-        "raw": arrays.round_all(np.random.default_rng(0).random(768)),
-        "centered": arrays.round_all(np.full(768, 1 / 3)),
+        "raw": arrays.round_digits(np.random.default_rng(0).random(768)),
+        "centered": arrays.round_digits(np.full(768, 1 / 3)),
     }
     taps = {f"layer_{number}": layer for number in range(13)}
     large = replace(several, spectra=dict.fromkeys("abcd", taps))
-    assert len(measure.files(large)["measures.json"]) < 2_000_000
+    assert len(measure.file_contents(large)["measures.json"]) < 2_000_000
 
 
 def test_the_command(place: Path, several: Measurements, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:

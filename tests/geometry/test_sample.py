@@ -54,7 +54,7 @@ def test_parts_merge_to_the_sample_of_the_whole(size: int) -> None:
     last, *others = reversed(parts)
     for other in others:
         last.merge(other)
-    assert torch.equal(last.numbers, whole.numbers)
+    assert torch.equal(last.random_numbers, whole.random_numbers)
     assert torch.equal(last.types, whole.types)
     assert torch.equal(last.points["place"], whole.points["place"])
     assert [tokens[int(place)] for place in whole.points["place"]] == whole.types.tolist()
@@ -68,6 +68,6 @@ def test_copies_do_not_change_the_dimension() -> None:
     moved = types[tokens] + 1e-4 * torch.randn(6000, 1, generator=generator, dtype=torch.float64)
     sample = Sample(["embeddings", "layer_1"], 1000, 0)
     sample.update(range(60), [100] * 60, tokens, {"embeddings": types[tokens], "layer_1": moved})
-    dimension = sample.two_nn("embeddings").value
+    dimension = sample.estimate_two_nn("embeddings").value
     assert dimension > 7
-    assert sample.two_nn("layer_1").value == pytest.approx(dimension, rel=1e-2)
+    assert sample.estimate_two_nn("layer_1").value == pytest.approx(dimension, rel=1e-2)

@@ -9,7 +9,7 @@ import transformers as hf
 
 from istar.config import ModelConfig
 from istar.errors import UserError
-from istar.geometry.similarity import first_documents, mean_states, similarities
+from istar.geometry.similarity import compute_mean_states, compute_similarities, read_first_documents
 from istar.geometry.taps import Taps
 from istar.measures.alignment import cka
 from istar.models import tiny
@@ -39,7 +39,7 @@ def documents(count: int, seed: int = 0) -> list[str]:
 
 def test_mean_states_are_those_of_each_document_alone() -> None:
     model, texts = encoder(0), documents(25)
-    states = mean_states(model, TOKENIZER, texts, length=8, batch_size=4)
+    states = compute_mean_states(model, TOKENIZER, texts, length=8, batch_size=4)
     for number, text in enumerate(texts):
         ids = TOKENIZER(text, truncation=True, max_length=8, return_tensors="pt")
         with torch.no_grad():
@@ -56,7 +56,7 @@ def test_similarities_of_all_pairs(tmp_path: Path) -> None:
         TOKENIZER.save_pretrained(tmp_path / str(number))
         models.append((f"model {number}", ModelConfig(name=str(tmp_path / str(number)))))
     texts = documents(40)
-    results = similarities([*models[:2], ("again", models[1][1])], texts)
+    results = compute_similarities([*models[:2], ("again", models[1][1])], texts)
     assert [(pair.first, pair.second) for pair in results] == [
         ("model 0", "model 1"),
         ("model 0", "again"),
@@ -66,7 +66,9 @@ def test_similarities_of_all_pairs(tmp_path: Path) -> None:
     assert results[0].first_taps == ("embeddings", "layer_1")
     # A model and itself.
     assert np.diag(results[2].values) == pytest.approx([1, 1, 1], abs=1e-6)
-    first, second = (mean_states(encoder(number, layers), TOKENIZER, texts) for number, layers in ((0, 1), (1, 2)))
+    first, second = (
+        compute_mean_states(encoder(number, layers), TOKENIZER, texts) for number, layers in ((0, 1), (1, 2))
+    )
     assert results[0].values[1][2] == pytest.approx(cka(first["layer_1"], second["layer_2"]), abs=1e-6)
 
 
@@ -74,7 +76,7 @@ def test_documents_come_evenly_from_the_texts(tmp_path: Path) -> None:
     for name, count in (("short", 2), ("long", 9)):
         (tmp_path / f"{name}.txt").write_text("\n".join(f"{name} {number}" for number in range(count)))
     paths = [tmp_path / "short.txt", tmp_path / "long.txt"]
-    assert first_documents(paths, 5) == ["short 0", "long 0", "short 1", "long 1", "long 2"]
-    assert len(first_documents(paths, 100)) == 11
+    assert read_first_documents(paths, 5) == ["short 0", "long 0", "short 1", "long 1", "long 2"]
+    assert len(read_first_documents(paths, 100)) == 11
     with pytest.raises(UserError, match="the texts have 2 documents; CKA needs at least 4"):
-        first_documents(paths[:1], 100)
+        read_first_documents(paths[:1], 100)

@@ -155,7 +155,7 @@ def test_every_figure_of_every_tap(
     settings = Pass(
         16, batch_size=7, sample=0, documents=documents, special_tokens=special_tokens, measures="all", groups=3
     )
-    found = read(model, settings, source).measures()
+    found = read(model, settings, source).compute_measures()
     assert list(found) == list(states)
     assert ("final_norm" in found) == (make is gpt2)
     for name, points in states.items():
@@ -164,14 +164,14 @@ def test_every_figure_of_every_tap(
 
 
 def test_batches_hold_documents_of_like_length(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus, "WINDOW", 20)
+    monkeypatch.setattr(corpus, "WINDOW_SIZE", 20)
     seen: list[list[int]] = []
     pass_over = Stream(bert(), TOKENIZER, Pass(32, batch_size=6, sample=0))
 
     def watched(statistics: Statistics, blocks: list[Block], keys: Any) -> None:
         seen.append([len(block.tokens) for block in blocks])
 
-    monkeypatch.setattr(pass_over, "_update", watched)
+    monkeypatch.setattr(pass_over, "_update_statistics", watched)
     pass_over([source], lambda statistics: None)
     lengths = [2 + len(ids) for ids in inputs(source, 32, "separate")]
     expected = []
@@ -184,13 +184,13 @@ def test_batches_hold_documents_of_like_length(source: Source, monkeypatch: pyte
 def test_batches_and_windows_do_not_matter(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     model = bert()
     first, *others = (read(model, Pass(16, batch_size=size, sample=12, measures="all"), source) for size in (1, 5, 64))
-    monkeypatch.setattr(corpus, "WINDOW", 11)
+    monkeypatch.setattr(corpus, "WINDOW_SIZE", 11)
     others.append(read(model, Pass(16, batch_size=4, sample=12, measures="all"), source))
     for other in others:
-        assert torch.equal(first.sample.numbers, other.sample.numbers)
+        assert torch.equal(first.sample.random_numbers, other.sample.random_numbers)
         assert torch.equal(first.sample.types, other.sample.types)
-        measures = other.measures()
-        for name, figures in first.measures().items():
+        measures = other.compute_measures()
+        for name, figures in first.compute_measures().items():
             for key, value in figures.items():
                 assert measures[name][key] == pytest.approx(value, rel=tolerance(key), nan_ok=True), (name, key)
 
@@ -205,8 +205,8 @@ def test_the_sample_is_of_the_points(source: Source) -> None:
         for token, sampled in zip(sample.types.tolist(), sample.points[name].numpy(), strict=True):
             assert np.abs(points[tokens == token] - sampled).max(1).min() < 1e-10
         expected = oracles.two_nn(sample.points[name].numpy())
-        assert sample.two_nn(name).value == pytest.approx(expected, rel=1e-9)
-    assert not torch.equal(sample.numbers, again.numbers)
+        assert sample.estimate_two_nn(name).value == pytest.approx(expected, rel=1e-9)
+    assert not torch.equal(sample.random_numbers, again.random_numbers)
     whole = read(model, Pass(16), source).sample
     assert sorted(whole.types.tolist()) == np.unique(tokens).tolist()
 
@@ -215,9 +215,9 @@ def test_sources_and_their_union(source: Source, tmp_path: Path) -> None:
     other = Source("other", tmp_path / "other.txt")
     other.path.write_text("\n".join(WORDS * 5))
     model = bert()
-    found = Stream(model, TOKENIZER, Pass(16, sample=20, measures="all"))([source, other], Statistics.measures)
+    found = Stream(model, TOKENIZER, Pass(16, sample=20, measures="all"))([source, other], Statistics.compute_measures)
     assert list(found) == ["text", "other", "combined"]
-    for name, figures in read(model, Pass(16, sample=0), other).measures().items():
+    for name, figures in read(model, Pass(16, sample=0), other).compute_measures().items():
         assert figures.items() <= found["other"][name].items()
     parts = [all_states(model, own, 16) for own in (source, other)]
     for name, figures in found["combined"].items():
@@ -228,7 +228,7 @@ def test_sources_and_their_union(source: Source, tmp_path: Path) -> None:
 
 def test_an_interrupted_pass_resumes(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = bert()
-    monkeypatch.setattr(corpus, "WINDOW", 13)
+    monkeypatch.setattr(corpus, "WINDOW_SIZE", 13)
     whole = read(model, Pass(16, batch_size=2, sample=30, measures="all"), source)
     monkeypatch.setattr(stream, "SECONDS_BETWEEN_SAVES", 0.0)
     place = tmp_path / "state"
@@ -238,24 +238,24 @@ def test_an_interrupted_pass_resumes(source: Source, tmp_path: Path, monkeypatch
     def breaking(*arguments: Any) -> Any:
         if next(calls) == 9:
             raise KeyboardInterrupt
-        return Stream._update(broken, *arguments)
+        return Stream._update_statistics(broken, *arguments)
 
-    monkeypatch.setattr(broken, "_update", breaking)
+    monkeypatch.setattr(broken, "_update_statistics", breaking)
     with pytest.raises(KeyboardInterrupt):
-        broken([source], Statistics.measures)
+        broken([source], Statistics.compute_measures)
     assert len(list(tmp_path.glob("state.*"))) == 1
     going_on = Stream(model, TOKENIZER, Pass(16, batch_size=2, sample=30, measures="all"), place, "same")
     seen: list[int] = []
 
     def watched(statistics: Any, blocks: Any, keys: Any) -> None:
         seen.extend(keys)
-        Stream._update(going_on, statistics, blocks, keys)
+        Stream._update_statistics(going_on, statistics, blocks, keys)
 
-    monkeypatch.setattr(going_on, "_update", watched)
-    found = going_on([source], Statistics.measures)["text"]
+    monkeypatch.setattr(going_on, "_update_statistics", watched)
+    found = going_on([source], Statistics.compute_measures)["text"]
     # Seven batches of the first window, the last of them of one block, and two of the second.
     assert len(seen) == len(inputs(source, 16, "separate")) - 17
-    for name, figures in whole.measures().items():
+    for name, figures in whole.compute_measures().items():
         assert found[name] == pytest.approx(figures, rel=0, abs=0, nan_ok=True)
     assert not list(tmp_path.glob("state.*"))
 
@@ -279,7 +279,7 @@ def test_the_time_of_an_interrupted_pass_counts(
 
     def reader(batches: int | None = None) -> Stream:
         result = Stream(bert(), TOKENIZER, settings, tmp_path / "state", "same")
-        update = result._update
+        update = result._update_statistics
 
         def slow(*arguments: Any) -> None:
             nonlocal now, batches
@@ -289,16 +289,16 @@ def test_the_time_of_an_interrupted_pass_counts(
             now += 0.1
             update(*arguments)
 
-        monkeypatch.setattr(result, "_update", slow)
+        monkeypatch.setattr(result, "_update_statistics", slow)
         return result
 
     count = math.ceil(len(inputs(source, 16, "separate")) / 4)
     broken = reader(batches=3)
     with pytest.raises(KeyboardInterrupt):
-        broken([source], Statistics.measures)
+        broken([source], Statistics.compute_measures)
     now += 1_000.0
     going_on = reader()
-    found = going_on([source], Statistics.measures)
+    found = going_on([source], Statistics.compute_measures)
     reading = going_on.readings["text"]
     assert reading.forward_seconds == pytest.approx(count)
     assert reading.seconds == pytest.approx(1.1 * count)
@@ -312,7 +312,7 @@ def test_the_time_of_an_interrupted_pass_counts(
 def test_the_state_of_another_pass_is_ignored(source: Source, tmp_path: Path, kind: str) -> None:
     place = tmp_path / "state.0.0-1"
     torch.save({"identity": "other"}, place) if kind == "foreign" else place.write_bytes(b"PK\x03\x04")
-    found = Stream(bert(), TOKENIZER, Pass(16), tmp_path / "state", "same")([source], Statistics.measures)
+    found = Stream(bert(), TOKENIZER, Pass(16), tmp_path / "state", "same")([source], Statistics.compute_measures)
     assert found["text"]["layer_1"]["tokens"] == len(all_states(bert(), source, 16)[1])
 
 
@@ -324,9 +324,9 @@ def test_limits_and_empty_texts(source: Source, tmp_path: Path) -> None:
         lengths = [len(ids) + around for ids in inputs(source, 16, documents)]
         expected = next(total for total in np.cumsum(lengths) if total >= 40)
         settings = Pass(16, limit=40, documents=documents, special_tokens=special_tokens)  # type: ignore[arg-type]
-        assert read(bert(), settings, source).measures()["embeddings"]["tokens"] == expected
+        assert read(bert(), settings, source).compute_measures()["embeddings"]["tokens"] == expected
         reader = Stream(bert(), TOKENIZER, settings)
-        reader([source], Statistics.measures)
+        reader([source], Statistics.compute_measures)
         reading = reader.readings["text"]
         assert reading.tokens == expected
         tokens = [len(TOKENIZER(line, add_special_tokens=False)["input_ids"]) for line in text.splitlines()]
@@ -353,7 +353,7 @@ def test_a_block_of_separators_alone(tmp_path: Path) -> None:
     assert inputs(text, length, "packed")[-1] == [TOKENIZER.sep_token_id]
     for batch_size in (1, 8):
         settings = Pass(length, batch_size=batch_size, documents="packed")
-        assert read(bert(), settings, text).measures()["layer_2"]["tokens"] == len(whole) - 2
+        assert read(bert(), settings, text).compute_measures()["layer_2"]["tokens"] == len(whole) - 2
 
 
 def test_statistics_of_all_sources_are_never_in_memory_at_once(
@@ -371,7 +371,9 @@ def test_statistics_of_all_sources_are_never_in_memory_at_once(
 
     monkeypatch.setattr(stream, "Statistics", Watched)
     sources = [Source(name, source.path) for name in "abcd"]
-    found = Stream(bert(), TOKENIZER, Pass(16, sample=0), tmp_path / "state", "same")(sources, Statistics.measures)
+    found = Stream(bert(), TOKENIZER, Pass(16, sample=0), tmp_path / "state", "same")(
+        sources, Statistics.compute_measures
+    )
     assert list(found) == [*"abcd", "combined"]
     assert most == 2
     assert not alive
@@ -380,7 +382,7 @@ def test_statistics_of_all_sources_are_never_in_memory_at_once(
 def test_errors_are_from_groups_of_documents(source: Source) -> None:
     """The oracle measures the text without every third document."""
     model = bert()
-    found = read(model, Pass(16, batch_size=7, groups=3), source).measures()
+    found = read(model, Pass(16, batch_size=7, groups=3), source).compute_measures()
     lines = source.path.read_text().splitlines()
     without = []
     for group in range(3):
@@ -406,7 +408,7 @@ def test_the_score_by_sentence_is_that_of_the_first_blocks_of_the_documents(sour
     """The oracle cuts each document to its first block, and reads the documents one by one."""
     model = bert()
     settings = Pass(16, batch_size=batch_size, sample=0, measures="all", groups=3)
-    found = read(model, settings, source).measures()
+    found = read(model, settings, source).compute_measures()
     lines = [ids[:14] for ids in TOKENIZER(source.path.read_text().splitlines(), add_special_tokens=False)["input_ids"]]
     assert max(map(len, inputs(source, 512, "separate"))) > 14
     longest = max(map(len, lines))
@@ -438,7 +440,7 @@ def test_the_score_by_sentence_is_that_of_the_first_blocks_of_the_documents(sour
 def test_packed_documents_have_no_score_by_sentence(source: Source) -> None:
     console = Console(file=io.StringIO(), width=80)
     settings = Pass(16, sample=0, measures="all", documents="packed")
-    found = Stream(bert(), TOKENIZER, settings)([source], Statistics.measures, console)["text"]
+    found = Stream(bert(), TOKENIZER, settings)([source], Statistics.compute_measures, console)["text"]
     assert not [name for name in found["layer_1"] if name.startswith("isoscore_by_sentence")]
     [warning] = [line for line in console.file.getvalue().splitlines() if "warning: " in line]  # type: ignore[attr-defined]
     assert "isoscore_by_sentence is left out" in warning
@@ -450,7 +452,7 @@ def test_too_large_sums_of_groups_are_left_out_with_a_warning(source: Source, mo
     for limit, is_warned in ((needed, False), (needed - 1, True)):
         monkeypatch.setattr(stream, "MAX_GROUP_BYTES", limit)
         console = Console(file=io.StringIO(), width=80)
-        found = Stream(bert(), TOKENIZER, Pass(16, sample=0))([source], Statistics.measures, console)["text"]
+        found = Stream(bert(), TOKENIZER, Pass(16, sample=0))([source], Statistics.compute_measures, console)["text"]
         assert ("isoscore_error" not in found["layer_1"]) == is_warned
         assert math.isfinite(found["layer_1"]["inter_sim_error"])
         warning = [line for line in console.file.getvalue().splitlines() if "warning: " in line]  # type: ignore[attr-defined]
@@ -464,7 +466,7 @@ def test_positions_are_those_in_the_input(source: Source) -> None:
     """Without special tokens, the token at position 0 is left out."""
     for special_tokens, first in (("exclude", 1), ("include", 0)):
         settings = Pass(16, special_tokens=special_tokens)  # type: ignore[arg-type]
-        table = read(bert(), settings, source).layers["layer_1"].by_position()
+        table = read(bert(), settings, source).layers["layer_1"].summarize_by_position()
         assert table["first"][0] == first
         blocks = inputs(source, 16, "separate")
         assert table["tokens"][0] == len(blocks)
@@ -473,7 +475,7 @@ def test_positions_are_those_in_the_input(source: Source) -> None:
 
 def test_measures_of_the_sample(source: Source) -> None:
     statistics = read(bert(), Pass(16, sample=20, measures="all"), source)
-    for name, measures in statistics.measures().items():
+    for name, measures in statistics.compute_measures().items():
         points = statistics.sample.points[name].numpy()
         unit = points / np.linalg.norm(points, axis=1, keepdims=True)
         assert measures["sample_inter_sim"] == pytest.approx(oracles.mean_pair_cosine(points), rel=1e-9)
@@ -483,12 +485,12 @@ def test_measures_of_the_sample(source: Source) -> None:
             assert measures[f"sample_inter_sim_without_top_{k}"] == pytest.approx(expected, rel=1e-8, abs=1e-12)
         standardized = oracles.mean_pair_cosine(scipy.stats.zscore(points))
         assert measures["sample_inter_sim_standardized"] == pytest.approx(standardized, rel=1e-8)
-        assert [scale.n1 for scale in statistics.gride()[name]] == [1, 2, 4, 8]
-    assert read(bert(), Pass(16, sample=20), source).gride() == {}
+        assert [scale.n1 for scale in statistics.estimate_gride()[name]] == [1, 2, 4, 8]
+    assert read(bert(), Pass(16, sample=20), source).estimate_gride() == {}
 
 
 def test_without_intra_sim(source: Source) -> None:
-    figures = read(bert(), Pass(16, intra=False), source).measures()
+    figures = read(bert(), Pass(16, intra=False), source).compute_measures()
     assert "intra_sim" not in figures["layer_1"]
 
 
@@ -502,7 +504,7 @@ def share(rank: int, world: int, folder: str, length: int) -> None:
     place = Path(folder)
     texts = [Source(name, place / f"{name}.txt") for name in ("text", "other")]
     settings = Pass(length, batch_size=3, sample=12, measures="all", groups=4)
-    found = Stream(bert(), TOKENIZER, settings, place / "state", "same")(texts, Statistics.measures)
+    found = Stream(bert(), TOKENIZER, settings, place / "state", "same")(texts, Statistics.compute_measures)
     torch.save(found, place / f"measures-{rank}.pt")
     dist.barrier()
     # Skip the interpreter's shutdown, in which the process group may abort.
@@ -514,7 +516,7 @@ def test_processes_share_a_pass(source: Source, tmp_path: Path, world: int) -> N
     # The other text is one block, so that some processes read none of it.
     (tmp_path / "other.txt").write_text(WORDS[-1])
     texts = [source, Source("other", tmp_path / "other.txt")]
-    alone = Stream(bert(), TOKENIZER, Pass(64, sample=12, measures="all", groups=4))(texts, Statistics.measures)
+    alone = Stream(bert(), TOKENIZER, Pass(64, sample=12, measures="all", groups=4))(texts, Statistics.compute_measures)
     run_in_processes(share, (world, str(tmp_path), 64), world)
     together = torch.load(tmp_path / "measures-0.pt")
     assert all(torch.load(tmp_path / f"measures-{rank}.pt") == {} for rank in range(1, world))

@@ -68,13 +68,13 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Record the names of the models that are not read from a cache."""
     names: list[str] = []
-    original = measure.measure
+    original = measure.measure_model
 
     def spy(name: str, *arguments: Any, **more: Any) -> Any:
         names.append(Path(name).name)
         return original(name, *arguments, **more)
 
-    monkeypatch.setattr(measure, "measure", spy)
+    monkeypatch.setattr(measure, "measure_model", spy)
     return names
 
 

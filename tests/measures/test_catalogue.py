@@ -10,7 +10,7 @@ import torch
 from istar import measures
 from istar.errors import UserError
 from istar.geometry.layers import Layer, LayerSettings
-from istar.geometry.measure import Measurements, matrix_measures
+from istar.geometry.measure import Measurements, measure_matrix
 from istar.geometry.sample import Sample
 from istar.measures import LayerNormSummary, catalogue_rows, find_measure
 from istar.measures.catalogue import MEASURES
@@ -26,14 +26,14 @@ def names(subject):
 
 
 def test_every_measure_of_a_layer_is_in_the_catalogue():
-    layer = Layer(4, 3, torch.device("cpu"), LayerSettings("all", groups=2))
+    layer = Layer(4, 3, torch.device("cpu"), LayerSettings("all", num_groups=2))
     points = torch.randn(30, 4, generator=torch.Generator().manual_seed(0))
     layer.update(points, torch.arange(30) % 3, torch.arange(30) % 10, torch.arange(30) // 15)
     sample = Sample(["layer"], 5, 0)
     sample.update([0], [30], torch.arange(30), {"layer": points})
-    computed = {*layer.measures(), *sample.cosines("layer"), "two_nn", "two_nn_error"}
+    computed = {*layer.compute_measures(), *sample.compute_cosines("layer"), "two_nn", "two_nn_error"}
     assert computed | TABLES == names("layers")
-    tables = {"by_position": layer.by_position(), "by_frequency": layer.by_frequency()}
+    tables = {"by_position": layer.summarize_by_position(), "by_frequency": layer.summarize_by_frequency()}
     columns = {f"{column}_{field}" for field, table in tables.items() for column in table}
     assert columns & TABLES == TABLES - {"gride"}
     assert TABLES - columns <= {field.name for field in dataclasses.fields(Measurements)}
@@ -41,7 +41,7 @@ def test_every_measure_of_a_layer_is_in_the_catalogue():
 
 def test_every_measure_of_a_matrix_and_of_the_final_norm_is_in_the_catalogue():
     matrix = torch.randn(9, 3, generator=torch.Generator().manual_seed(0))
-    assert names("matrices") == matrix_measures(matrix).keys() - SHAPE
+    assert names("matrices") == measure_matrix(matrix).keys() - SHAPE
     assert names("final_norm") == {field.name for field in dataclasses.fields(LayerNormSummary)}
 
 

@@ -196,7 +196,7 @@ MUTATIONS = [
     Mutation(
         "All pieces of a document are sentences of the score by sentence.",
         "istar/geometry/stream.py",
-        "[-1 if block.piece else row for row, block in enumerate(blocks)]",
+        "[-1 if block.piece_index else row for row, block in enumerate(blocks)]",
         "[row for row, block in enumerate(blocks)]",
         "tests/geometry/test_stream.py::test_the_score_by_sentence_is_that_of_the_first_blocks_of_the_documents",
     ),
@@ -704,8 +704,8 @@ MUTATIONS = [
     Mutation(
         "The time of an interrupted pass is forgotten.",
         "istar/geometry/stream.py",
-        "            self.earlier_seconds += earlier\n",
-        "            earlier = 0.0\n",
+        "            self.earlier_seconds += earlier_seconds\n",
+        "            earlier_seconds = 0.0\n",
         "tests/geometry/test_stream.py::test_the_time_of_an_interrupted_pass_counts",
     ),
     # ---- comparisons in reports

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 from istar.figures.drawing import INK, PAPER, render_with_spots
 from istar.figures.plot import Line, Panel, Plot
 from istar.figures.spots import Spot
-from istar.pages.inline_svg import inline
+from istar.pages.inline_svg import inline_svg
 
 HOSTILE = ("<script>alert(1)</script>", "a\x01b", '"]]>&', "</svg><img src=x onerror=alert(1)>", "--><!--")
 
@@ -18,7 +18,7 @@ def plot_of(*labels: str, kind: str = "bars") -> Plot:
 
 def inlined(plot: Plot, name: str = "name", description: str = "words") -> str:
     files, spots = render_with_spots(plot)
-    return str(inline(files["svg"], name, description, spots))
+    return str(inline_svg(files["svg"], name, description, spots))
 
 
 def test_hostile_texts_stay_texts() -> None:
@@ -69,7 +69,7 @@ def test_the_size_is_that_of_the_file_and_the_text_is_shorter() -> None:
     assert root.attrib["viewBox"] == source.attrib["viewBox"]
     for key in ("width", "height"):
         assert abs(float(root.attrib[key]) * 72 / 96 - float(source.attrib[key].removesuffix("pt"))) < 1
-    assert len(inline(files["svg"], "a", "b")) < len(files["svg"])
+    assert len(inline_svg(files["svg"], "a", "b")) < len(files["svg"])
     circles = list(root.iter("circle"))
     assert [(float(circle.attrib["cx"]), float(circle.attrib["cy"])) for circle in circles] == [
         (round(spot.x, 1), round(spot.y, 1)) for spot in spots
@@ -82,6 +82,6 @@ def test_embedded_images_stay() -> None:
         b'viewBox="0 0 9 9"><g id="a"><image xlink:href="data:image/png;base64,AA==" id="image1" width="3" '
         b'style="image-rendering:crisp-edges;image-rendering:pixelated"/></g></svg>'
     )
-    root = ElementTree.fromstring(inline(svg, "name", "words", [Spot(1, 2, "x")]))
+    root = ElementTree.fromstring(inline_svg(svg, "name", "words", [Spot(1, 2, "x")]))
     [image] = root.iter("image")
     assert image.attrib == {"href": "data:image/png;base64,AA==", "width": "3", "image-rendering": "pixelated"}

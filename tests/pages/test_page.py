@@ -33,9 +33,11 @@ def write(tmp_path: Path, name: str = "name") -> Path:
         for model in (name, f"{name}2")
     )
     plot = Plot("plot", name, name, "line", name, panels)
-    section = Section("section", name, (name,), sheet, folder.draw(plot), name, (name,), wide=True)
+    section = Section("section", name, (name,), sheet, folder.render_pictures(plot), name, (name,), is_wide=True)
     path = tmp_path / "index.html"
-    path.write_text(page.html(Page(name, ("Runs", name, name), "test", [("1", name)], [section])), encoding="utf-8")
+    path.write_text(
+        page.render_html(Page(name, ("Runs", name, name), "test", [("1", name)], [section])), encoding="utf-8"
+    )
     return path
 
 

@@ -44,7 +44,7 @@ def test_the_width_behind_the_units_is_the_largest_of_the_column() -> None:
 
 
 def column_type(*texts: str) -> str:
-    tex = sheets.latex(numbers(*texts))
+    tex = sheets.to_latex(numbers(*texts))
     balanced(tex)
     return re.findall(r"\\begin\{tabular\}\{(.*)\}\n", tex)[0]
 
@@ -63,17 +63,17 @@ def test_columns_of_numbers_have_the_type_of_siunitx() -> None:
 
 
 def test_cells_of_siunitx_are_plain_numbers_or_texts_in_braces() -> None:
-    tex = sheets.latex(numbers("1,234", "+0.50", "\u22121.5", "3e-07", "-", "2.0 ± 0.1 (collapsed)", "<0.001"))
+    tex = sheets.to_latex(numbers("1,234", "+0.50", "\u22121.5", "3e-07", "-", "2.0 ± 0.1 (collapsed)", "<0.001"))
     cells = re.findall(r"(?m)^(.*) \\\\$", tex)
     assert cells[1:] == ["1234", "+0.50", "-1.5", "3e-7", "{-}", r"2.0 {~$\pm$ 0.1 (collapsed)}", "<0.001"]
-    bold = sheets.latex(numbers("1.5", "2.0 ± 0.1", bold=True))
+    bold = sheets.to_latex(numbers("1.5", "2.0 ± 0.1", bold=True))
     assert r"\bfseries 1.5 \\" in bold
     assert r"\bfseries 2.0 {~\boldmath$\pm$ 0.1} \\" in bold
 
 
 def test_groups_are_rows_of_their_own() -> None:
     groups = {"a_1": [[Entry("x"), Entry("1", number=True)]], "b": [[Entry("y"), Entry("2", number=True)]]}
-    tex = sheets.latex(Sheet("n", "t", "c", ("h", "v"), groups, pd.DataFrame()))
+    tex = sheets.to_latex(Sheet("n", "t", "c", ("h", "v"), groups, pd.DataFrame()))
     balanced(tex)
     body = tex[tex.index(r"\toprule") : tex.index(r"\bottomrule")].splitlines()
     assert body == [
@@ -83,7 +83,7 @@ def test_groups_are_rows_of_their_own() -> None:
 
 
 def test_a_table_without_rows_is_still_one() -> None:
-    balanced(sheets.latex(numbers()))
+    balanced(sheets.to_latex(numbers()))
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def test_a_point_for_each_method_in_the_settings_of_the_table(tmp_path: Path) ->
         isotropy = frames[label]["isoscore_after"].to_numpy(float)
         assert line.x == pytest.approx((isotropy.mean(),))
         assert line.x_error == pytest.approx((isotropy.std(ddof=1),))
-        assert (line.counts, line.seeds) == ((3,), (1, 2, 3))
+        assert (line.num_seeds, line.seeds) == ((3,), (1, 2, 3))
     # A single seed has no standard deviation.
     assert [line.y_error for line in plot.panels[1].lines] == [(0.0,), (0.0,)]
     assert set(render(plot)) == {"svg", "pdf", "png"}
