@@ -54,7 +54,7 @@ def _table(options: argparse.Namespace) -> "Table":
     """Return the spread of the differences from Base for each method in the folder, and what follows from it."""
     from rich.table import Table
 
-    from istar.reports.paired_differences import differences_from_base
+    from istar.reports.paired_differences import compute_differences_from_base
     from istar.statistics import power
     from istar.statistics.arguments import check_positive
 
@@ -62,7 +62,7 @@ def _table(options: argparse.Namespace) -> "Table":
     power.smallest_difference(1.0, 2 if options.pairs is None else options.pairs, options.alpha, options.power)
     if options.difference is not None:
         check_positive(abs(options.difference), "the size of the difference")
-    rows = differences_from_base(options.runs)
+    rows = compute_differences_from_base(options.runs)
     if options.difference is not None:
         answer = f"seeds for a\ndifference of {options.difference:g}"
     elif options.pairs is not None:

@@ -8,7 +8,7 @@ from istar.figures.plot import Line, Panel, Plot
 from istar.quantization.form_tables import MEASURES, FormComparison
 from istar.quantization.quantize import Quantized
 from istar.reports.cells import by_model_and_task
-from istar.reports.statistics import spread
+from istar.reports.statistics import mean_and_std
 from istar.scores import is_lower_better
 
 
@@ -31,7 +31,7 @@ def _mean_panel(rows: Sequence[FormComparison], forms: Sequence[str]) -> Panel:
     methods = list(dict.fromkeys(row.method for row in rows))
     lines = []
     for place, method in enumerate(methods):
-        of_method = {row.form: spread(list(row.drops.values())) for row in rows if row.method == method}
+        of_method = {row.form: mean_and_std(list(row.drops.values())) for row in rows if row.method == method}
         # The points of a form stand beside each other.
         shift = 0.5 * ((place + 0.5) / len(methods) - 0.5)
         present = [(number, of_method[form]) for number, form in enumerate(forms) if form in of_method]

@@ -11,12 +11,12 @@ import pandas as pd
 from istar.errors import UserError
 from istar.pages.sheets import Entry, Sheet
 from istar.quantization.quantize import Quantized
-from istar.reports.budgets import budget
+from istar.reports.budgets import compute_budget
 from istar.reports.cells import by_model_and_task, row_dicts
-from istar.reports.method_comparisons import chosen_runs, is_base
-from istar.reports.paper_tables import NONE, format_p_value, format_spread
+from istar.reports.method_comparisons import is_base, select_runs_by_method
+from istar.reports.paper_tables import NONE, format_mean_and_std, format_p_value
 from istar.reports.run_tables import format_number
-from istar.reports.statistics import compare_paired, spread
+from istar.reports.statistics import compare_paired, mean_and_std
 from istar.statistics import paired
 from istar.statistics.arguments import is_constant
 from istar.statistics.conclusions import Comparison, conclusion, verdict
@@ -126,7 +126,7 @@ def compare(quantized: Quantized) -> tuple[list[FormComparison], Holm]:
 
 def _compare_task(table: pd.DataFrame, forms: Sequence[str]) -> Iterator[FormComparison]:
     """Yield a row for each method and form of one model and task, Base first."""
-    chosen = chosen_runs(table)
+    chosen = select_runs_by_method(table)
     base = next((group for group in chosen.values() if is_base(group)), table.head(0))
     for method, group in chosen.items():
         for form in forms:
@@ -167,7 +167,7 @@ def _versus_base(method: str, form: str, group: pd.DataFrame, base: pd.DataFrame
         collapsed=_collapsed(group, form, common),
         reference_collapsed=_collapsed(base, form, common),
         unmatched=len(drops.keys() ^ reference.keys()),
-        has_equal_budgets=budget(group).is_equal_to(budget(base)),
+        has_equal_budgets=compute_budget(group).is_equal_to(compute_budget(base)),
         lower_is_better=True,
     )
 
@@ -204,7 +204,7 @@ def methods(rows: Sequence[FormComparison], corrected: Holm) -> Sheet:
 
 
 def _method_row(row: FormComparison) -> dict[str, Any]:
-    average, floating = spread(list(row.drops.values())), spread(list(row.float32.values()))
+    average, floating = mean_and_std(list(row.drops.values())), mean_and_std(list(row.float32.values()))
     low, high = row.interval or (None, None)
     record: dict[str, Any] = {
         "model": row.model, "task": row.task, "metric": row.metric, "method": row.method, "form": row.form,
@@ -225,8 +225,8 @@ def _method_row(row: FormComparison) -> dict[str, Any]:
 def _method_entries(record: Mapping[str, Any]) -> list[Entry]:
     numbers = [
         str(record["seeds"]),
-        format_spread(record["float32"], record["float32_std"]),
-        format_spread(record["drop"], record["drop_std"]),
+        format_mean_and_std(record["float32"], record["float32_std"]),
+        format_mean_and_std(record["drop"], record["drop_std"]),
         _interval(record["low"], record["high"]),
         format_number(record["minus_base"], "+.2f"),
         _interval(record["minus_base_low"], record["minus_base_high"]),

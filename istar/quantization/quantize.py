@@ -70,7 +70,8 @@ class Quantized:
     """The scores of all models.
 
     Attributes:
-        rows: a row for each model, see `wide_row`; runs have the columns of `istar.reports.cells.prepare` as well.
+        rows: a row for each model, see `wide_row`; runs also have the columns of
+            `istar.reports.cells.add_selection_columns`.
         forms: names of the forms.
         left_out: why a run was left out, by its folder.
         settings: the settings in words, for captions.
@@ -102,7 +103,7 @@ def quantize_runs(
         UserError: if no run can be scored, or the models or data of one cannot be loaded.
     """
     runs = saved_runs.read_runs(folders)
-    frame = cells.prepare(runs)
+    frame = cells.add_selection_columns(runs)
     rows = cells.row_dicts(frame)
     reasons = {str(row["folder"]): saved_runs.reason_left_out(row) for row in rows}
     left_out = {**runs.read_errors, **{path: reason for path, reason in reasons.items() if reason}}

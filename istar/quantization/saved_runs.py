@@ -132,7 +132,7 @@ def read_runs(folders: Sequence[Path]) -> Runs:
 
 
 def reason_left_out(row: Mapping[str, Any]) -> str:
-    """Return why a row of `istar.reports.cells.prepare` cannot be quantized; empty if it can be."""
+    """Return why a row of `istar.reports.cells.add_selection_columns` cannot be quantized; empty if it can be."""
     task = TASKS.get(str(row["task"]))
     if row["status"] != "finished":
         return f"the run is {row['status']}"

@@ -30,9 +30,9 @@ from istar.files import atomic_write, remove_drafts, sole_writer, write_text
 from istar.regularizers import EmbeddingWatch, IStar, Watch, layer_numbers, special_ids
 from istar.regularizers.by_sentence import MIN_SENTENCES
 from istar.regularizers.istar import BY_SENTENCE
-from istar.reports.geometry_picture import geometry_picture
-from istar.reports.run_picture import isotropy_picture
-from istar.reports.run_tables import summary
+from istar.reports.geometry_picture import render_geometry_plot
+from istar.reports.run_picture import render_isotropy_plot
+from istar.reports.run_tables import build_run_table
 from istar.results import RunRecord
 from istar.runs import extras
 from istar.runs.prepared_data import PreparedData, collator, load_tokenizer, prepare
@@ -423,10 +423,10 @@ def _train_and_record(job: Job, checkpoint: Path | None, data_fingerprint: str, 
                 if job.checkpoints is not None:
                     keep_newest(folder / CHECKPOINTS, job.checkpoints.best_path())
                 with atomic_write(folder / PICTURE) as file:
-                    file.write(isotropy_picture(record))
+                    file.write(render_isotropy_plot(record))
                 if job.config.trainer.measure_every_n_steps is not None:
                     with atomic_write(folder / GEOMETRY_PICTURE) as file:
-                        file.write(geometry_picture(job.metrics.rows))
+                        file.write(render_geometry_plot(job.metrics.rows))
                 # result.json comes last, because a folder that has it is taken for a finished run.
                 job.metrics.finalize("success")
                 log_outcome(job.trainer, asdict(record))
@@ -570,5 +570,5 @@ def _class_isotropy(before: dict[str, Any], after: dict[str, Any]) -> dict[str, 
 @rank_zero_only
 def _print_summary(console: Console | None, record: RunRecord, note: str) -> None:
     if console is not None:
-        console.print(summary(record))
+        console.print(build_run_table(record))
         console.out(note, highlight=False)

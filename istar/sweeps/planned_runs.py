@@ -13,7 +13,7 @@ from istar.config import Config, TaskConfig
 from istar.config.schema import to_dict
 from istar.errors import UserError
 from istar.reports.plan_file import family, flat_settings, group_of
-from istar.reports.run_frame import row
+from istar.reports.run_frame import record_to_row
 from istar.results import RunRecord
 from istar.runs.store import task_spec
 from istar.sweeps.sweep import Runs
@@ -81,7 +81,7 @@ def _describe(runs: Runs, grid: str, config: Config) -> Planned:
     config = runs.folders.resolve(config)
     runs.folders(config)
     values = to_dict(config)
-    method = row(RunRecord("", "waiting", values))["method"]
+    method = record_to_row(RunRecord("", "waiting", values))["method"]
     fingerprint, size = runs.folders.fingerprint(config), runs.folders.size(config)
     return Planned(config, method, grid, flat_settings(values), {}, [], [], fingerprint, size)
 

@@ -415,13 +415,13 @@ def print_results(runs: Runs) -> int:
     """Write and print the comparison of the finished runs, list the failed runs, and return the exit code."""
     console, records = runs.console, [runs.record(entry) for entry in runs.state.entries_with("finished")]
     if records:
-        configurations = sum(map(len, run_tables.by_task(records).values()))
+        configurations = sum(map(len, run_tables.group_by_task(records).values()))
         if configurations > _MAX_COMPARED or runs.request.settings.seeds:
             records = best_configurations(records, runs.grids)
-        write_text(runs.folder / "comparison.md", run_tables.markdown(records))
+        write_text(runs.folder / "comparison.md", run_tables.format_comparison_as_markdown(records))
         for suffix in ("png", "svg"):
-            comparison.comparison(records, runs.folder / f"comparison.{suffix}")
-        console.print(run_tables.comparison(records))
+            comparison.draw_comparison(records, runs.folder / f"comparison.{suffix}")
+        console.print(run_tables.build_comparison_table(records))
         console.out(f"{runs.folder / 'comparison.png'} and .svg, .md", highlight=False)
     count = len(runs.state.entries)
     failed, stopped = runs.state.entries_with("failed"), runs.state.entries_with("waiting", "stopped", "elsewhere")
@@ -445,7 +445,7 @@ def best_configurations(records: Sequence[RunRecord], grids: Mapping[str, str]) 
         return run_tables.selection_rank([run.selection_merit for run in runs])
 
     best: dict[tuple[str, ...], list[RunRecord]] = {}
-    for (task, model), configurations in run_tables.by_task(records).items():
+    for (task, model), configurations in run_tables.group_by_task(records).items():
         for runs in configurations:
             grid = next((grids[run.name] for run in runs if run.name in grids), "")
             key = (task, model, runs[0].config["reg"]["name"], grid)

@@ -10,7 +10,7 @@ import pytest
 from istar.reports import plan_file
 from istar.reports.plan_departures import Departure, departures, sentence, sheet
 from istar.reports.plan_file import Plan
-from istar.reports.run_frame import load_runs, row
+from istar.reports.run_frame import load_runs, record_to_row
 from istar.results import RunRecord
 from tests.reports.plans import COMMIT, EARLIER, LATER, WRITTEN, contents, merged, run
 from tests.reports.synthetic import BASE, cosreg, istar, save
@@ -20,7 +20,7 @@ RUNS = [run("rte", reg, seed) for reg in (BASE, istar(-1), istar(-3)) for seed i
 
 
 def frame_of(runs: Sequence[RunRecord]) -> pd.DataFrame:
-    return pd.DataFrame([{"folder": run.name, **row(run)} for run in runs])
+    return pd.DataFrame([{"folder": run.name, **record_to_row(run)} for run in runs])
 
 
 def plan_of(runs: Sequence[RunRecord], folder: Path, **sweep: Any) -> Plan:
