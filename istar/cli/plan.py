@@ -52,9 +52,9 @@ def run(options: argparse.Namespace) -> None:
     from istar.sweeps import planned_runs
     from istar.sweeps.sweep import list_runs
 
-    plan_file.check_folder(options.out, options.force)
+    plan_file.check_plan_folder(options.out, options.force)
     # Refuses wrong options before the runs are listed.
-    plan_file.planned_test(options.test, options.alpha, 1, 2, options.sd, options.power)
+    plan_file.build_test_fields(options.test, options.alpha, 1, 2, options.sd, options.power)
     arguments = [f"+{text}" if text.startswith("sweep=") else text for text in options.overrides]
     command = shlex.join(["istar", "train", "-m", *arguments])
     console = make_console(stderr=True)
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> None:
         "hypotheses": [" ".join(text.split()) for text in options.hypothesis]
         or planned_runs.hypotheses(planned, metrics),
         "hypotheses_generated": not options.hypothesis,
-        "test": plan_file.planned_test(options.test, options.alpha, comparisons, pairs, options.sd, options.power),
+        "test": plan_file.build_test_fields(options.test, options.alpha, comparisons, pairs, options.sd, options.power),
         **fields,
     }
     path = plan_file.write(contents, options.out, options.force)

@@ -12,7 +12,7 @@ from hydra.core.override_parser.types import IntervalSweep, Override
 from istar.config import Config, TaskConfig
 from istar.config.schema import to_dict
 from istar.errors import UserError
-from istar.reports.plan_file import family, flat_settings, group_of
+from istar.reports.plan_file import flatten_settings, get_plan_group, strip_method_settings
 from istar.reports.run_frame import record_to_row
 from istar.results import RunRecord
 from istar.runs.store import task_spec
@@ -29,7 +29,7 @@ class Planned:
     config: Config  # config of the first run
     method: str  # as in the report
     grid: str  # name of the grid of the sweep; empty if the sweep has no named grids
-    settings: dict[str, Any]  # of `istar.reports.plan_file.flat_settings`
+    settings: dict[str, Any]  # of `istar.reports.plan_file.flatten_settings`
     ranges: dict[str, Any]  # by key, the values from which a search chooses, or the ends of an interval
     seeds: list[int]
     names: list[str]  # names of the runs, in the order of the seeds; empty for a search
@@ -49,12 +49,12 @@ class Planned:
     @property
     def group(self) -> tuple[str, str, str]:
         """Task, model and method of the plan, among whose runs `sweep.seeds` repeats the best."""
-        return group_of(self.task, self.model, self.method, self.grid)
+        return get_plan_group(self.task, self.model, self.method, self.grid)
 
     @property
     def is_base(self) -> bool:
         """Whether the configuration is one of Base, with which the others are compared."""
-        return family(self.method) == BASE
+        return strip_method_settings(self.method) == BASE
 
 
 def configurations(runs: Runs) -> list[Planned]:
@@ -83,7 +83,7 @@ def _describe(runs: Runs, grid: str, config: Config) -> Planned:
     values = to_dict(config)
     method = record_to_row(RunRecord("", "waiting", values))["method"]
     fingerprint, size = runs.folders.fingerprint(config), runs.folders.size(config)
-    return Planned(config, method, grid, flat_settings(values), {}, [], [], fingerprint, size)
+    return Planned(config, method, grid, flatten_settings(values), {}, [], [], fingerprint, size)
 
 
 def _of_search(runs: Runs, grid: str, space: Space) -> Iterable[Planned]:
@@ -121,7 +121,7 @@ def _values(override: Override) -> list[str]:
 
 def _range(runs: Runs, overrides: Overrides, key: str, override: Override) -> Any:
     """The values of a key as configs have them, or the ends of its interval."""
-    settings = [flat_settings(to_dict(runs.config((*overrides, f"{key}={value}")))) for value in _values(override)]
+    settings = [flatten_settings(to_dict(runs.config((*overrides, f"{key}={value}")))) for value in _values(override)]
     values: list[Any] = [setting.get(key) for setting in settings]
     is_interval = isinstance(override.value(), IntervalSweep)
     return {"low": min(values), "high": max(values)} if is_interval else values
@@ -201,7 +201,8 @@ def common_settings(settings: Sequence[Mapping[str, Any]], excluded: Iterable[st
 def methods(planned: Sequence[Planned], common: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the methods of a plan: the settings in which each differs from others, and the values of its grid.
 
-    A method is what `istar.reports.plan_file.group_of` says, such as I-STAR, or each grid of a sweep with named grids.
+    A method is that of `istar.reports.plan_file.get_plan_group`, such as I-STAR, or each grid of a sweep with named
+    grids.
     `configurations` is the number of its configurations on each task and model, or 0 if a search chooses them.
     """
     grouped: dict[str, list[Planned]] = {}

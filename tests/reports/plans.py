@@ -53,7 +53,7 @@ def contents(runs: Sequence[RunRecord], grids: Sequence[str] = (), **more: Any) 
         "train_command": "istar train -m",
         "hypotheses": ["I-STAR raises the accuracy."],
         "hypotheses_generated": False,
-        "test": plan_file.planned_test("t", 0.05, 1, 5, 2.0, 0.8),
+        "test": plan_file.build_test_fields("t", 0.05, 1, 5, 2.0, 0.8),
         "sweep": {**sweep, **more},
         "tasks": [{"name": "rte", "metric": "accuracy", "reported_set": "validation"}],
         "models": ["mine"],
