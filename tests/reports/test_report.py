@@ -502,7 +502,7 @@ def test_ablations(tmp_path: Path) -> None:
                 save(record("rte", BERT, istar(-1, 0.0, layers, estimator=estimator), seed, 0.9), tmp_path)
     loaded, frame = frame_of(tmp_path)
     [cell] = [cell for cell in cells.select_cells(frame) if cell.family == "istar"]
-    assert (cell.num_configurations, cell.by_seed("accuracy")[1]) == (3, pytest.approx(71))
+    assert (cell.num_configurations, cell.score_by_seed("accuracy")[1]) == (3, pytest.approx(71))
     assert len(paper_tables.collect_tried_pairs(frame, cell)) == 3
     [panel] = run_figures.build_zeta_ablation_plot(frame).panels
     assert panel.lines[0].x == (0, 0.4, 1)
