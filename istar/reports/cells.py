@@ -15,7 +15,7 @@ import pandas as pd
 
 from istar.reports import paper
 from istar.reports.run_frame import Runs
-from istar.reports.run_tables import selection_rank
+from istar.reports.run_tables import selection_sort_key
 from istar.reports.statistics import MeanAndStd, mean_and_std
 from istar.results import RunRecord, identity
 from istar.scores import displayed, merit
@@ -107,11 +107,11 @@ def add_selection_columns(runs: Runs) -> pd.DataFrame:
     """
     frame = runs.frame.copy()
     records = [runs.records[folder] for folder in frame["folder"]]
-    frame["family"] = [method_family(record) for record in records]
-    frame["settings_hash"] = [config_hash(record, with_data=False) for record in records]
-    frame["config_hash"] = [config_hash(record) for record in records]
+    frame["family"] = [get_method_family(record) for record in records]
+    frame["settings_hash"] = [compute_config_hash(record, with_data=False) for record in records]
+    frame["config_hash"] = [compute_config_hash(record) for record in records]
     for varied, key in VARIED.items():
-        frame[f"hash_without_{varied}"] = [config_hash(record, key) for record in records]
+        frame[f"hash_without_{varied}"] = [compute_config_hash(record, key) for record in records]
     valid = (frame["status"] == "finished") & frame["value"].map(is_finite).astype(bool)
     frame["repeated"] = frame[valid].duplicated(["config_hash", "seed"]).reindex(frame.index).eq(True)
     frame["usable"] = valid & ~frame["repeated"]
@@ -153,7 +153,7 @@ def content_error(record: RunRecord) -> str:
     return ""
 
 
-def method_family(record: RunRecord) -> str:
+def get_method_family(record: RunRecord) -> str:
     """Return the method family of a run: `base`, or the name of its penalty, such as `cosreg` or `istar`.
 
     A run with a penalty of weight 0 equals Base and counts as such.
@@ -162,7 +162,7 @@ def method_family(record: RunRecord) -> str:
     return "base" if reg["name"] == "none" or reg.get("lambda") == 0 else str(reg["name"])
 
 
-def config_hash(record: RunRecord, ignored_key: str = "", with_data: bool = True) -> str:
+def compute_config_hash(record: RunRecord, ignored_key: str = "", with_data: bool = True) -> str:
     """Return a hash that is equal for runs that differ only in the seed and in the ignored key.
 
     The ignored key is `group.key`, or `group` for a whole config group. The hash covers the fingerprint of the run's
@@ -172,7 +172,7 @@ def config_hash(record: RunRecord, ignored_key: str = "", with_data: bool = True
     model = os.path.normpath(str(settings["model"].get("name")))
     revision = settings["model"].get("revision")
     # With weight 0 the penalty's other settings have no effect.
-    if method_family(record) == "base":
+    if get_method_family(record) == "base":
         settings["reg"] = {"name": "none"}
     group, _, key = ignored_key.partition(".")
     if key:
@@ -247,7 +247,7 @@ def find_best_group(runs: pd.DataFrame, column: str) -> str:
     metric = runs["metric"].iloc[0]
     merits = runs.assign(merit=[merit(metric, value) for value in runs["selection"]]).groupby(column)["merit"].agg(list)
     values_by_first_name = runs.groupby(column)["name"].min().sort_values().index
-    return max(values_by_first_name, key=lambda value: selection_rank(merits[value]))
+    return max(values_by_first_name, key=lambda value: selection_sort_key(merits[value]))
 
 
 def select_cells(all_runs: pd.DataFrame) -> list[Cell]:

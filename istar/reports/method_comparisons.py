@@ -62,7 +62,7 @@ class MethodComparison:
 
 
 @dataclass(frozen=True)
-class Comparisons:
+class ComparedMethods:
     """All methods of a report, and the comparisons of those other than Base."""
 
     methods: list[Method]  # by model and task; Base first, then the others by name
@@ -75,7 +75,7 @@ class Comparisons:
         return ALPHA / max(1, self.holm.tests)
 
 
-def compare_methods(all_runs: pd.DataFrame) -> Comparisons:
+def compare_methods(all_runs: pd.DataFrame) -> ComparedMethods:
     """Compare every method of each model and task with Base.
 
     The test is the sign-flip permutation test of the paired differences, exact for up to 20 pairs. Its p-values are
@@ -98,7 +98,7 @@ def compare_methods(all_runs: pd.DataFrame) -> Comparisons:
     return _adjust_p_values(methods, comparisons)
 
 
-def _adjust_p_values(methods: list[Method], comparisons: list[MethodComparison]) -> Comparisons:
+def _adjust_p_values(methods: list[Method], comparisons: list[MethodComparison]) -> ComparedMethods:
     """Return the comparisons with Holm-adjusted p-values and with minimum detectable differences.
 
     Holm's method corrects for all comparisons that have a p-value. The minimum detectable differences are those at its
@@ -122,7 +122,7 @@ def _adjust_p_values(methods: list[Method], comparisons: list[MethodComparison])
             power=POWER,
         )
         adjusted.append(replace(comparison, statistics=statistics))
-    return Comparisons(methods, adjusted, holm)
+    return ComparedMethods(methods, adjusted, holm)
 
 
 def _compare_with_base(method: Method, base: Method | None) -> MethodComparison:

@@ -3,19 +3,19 @@
 from itertools import groupby
 
 from istar.figures.plot import Panel, Plot
-from istar.reports.method_comparisons import Comparisons
+from istar.reports.method_comparisons import ComparedMethods
 from istar.reports.run_figures import MARKER_LEGEND, build_mean_point
 from istar.scores import axis_label
 
 
-def build_all_methods_plot(compared: Comparisons) -> Plot:
+def build_all_methods_plot(compared_methods: ComparedMethods) -> Plot:
     """Return the figure of IsoScore against the headline metric: a panel per model and task, a point per method.
 
     Unlike Figure 3 of the paper, it shows every method in the settings of the table of all methods, which may differ in
     more than lambda. Models and tasks with a single method have no panel.
     """
     panels = []
-    methods_by_task = groupby(compared.methods, lambda method: (method.model, method.task, method.metric))
+    methods_by_task = groupby(compared_methods.methods, lambda method: (method.model, method.task, method.metric))
     for (model, task, metric), methods in methods_by_task:
         points = tuple(
             build_mean_point(method.name, method.runs, method.runs.set_index("folder")["isoscore_after"])

@@ -8,7 +8,7 @@ import pandas as pd
 
 from istar.pages.sheets import Entry, Sheet
 from istar.reports.cells import describe_hyperparameters, row_dicts
-from istar.reports.method_comparisons import ALPHA, POWER, Comparisons, Method, MethodComparison
+from istar.reports.method_comparisons import ALPHA, POWER, ComparedMethods, Method, MethodComparison
 from istar.reports.paper_tables import NONE, format_mean_and_std, format_p_value
 from istar.reports.run_tables import format_number
 from istar.reports.statistics import mean_and_std
@@ -16,15 +16,15 @@ from istar.statistics import paired
 from istar.statistics.conclusions import Verdict, conclusion, verdict
 
 
-def build_methods_sheet(compared: Comparisons) -> Sheet:
+def build_methods_sheet(compared_methods: ComparedMethods) -> Sheet:
     """Return the table with a row for each method of every model and task, compared with Base.
 
     Table 1 has one row for I-STAR; this table has one for each lambda, zeta, and further setting in the method's name.
     """
-    comparison_by_method = {id(comparison.method): comparison for comparison in compared.comparisons}
+    comparison_by_method = {id(comparison.method): comparison for comparison in compared_methods.comparisons}
     rows = [
-        _build_row(method, comparison_by_method.get(id(method)), compared.strictest_level)
-        for method in compared.methods
+        _build_row(method, comparison_by_method.get(id(method)), compared_methods.strictest_level)
+        for method in compared_methods.methods
     ]
     return Sheet(
         name="methods",
@@ -34,9 +34,9 @@ def build_methods_sheet(compared: Comparisons) -> Sheet:
         "the configuration, the reported validation set itself or held-out training data. Minus Base: mean difference "
         "over the seeds that both have, with Student's 95% interval, not corrected for the number of rows. p: "
         f"two-sided sign-flip permutation test over the pairs of seeds (exact up to {paired.MAX_EXACT_PAIRS} pairs); "
-        f"{_describe_holm_correction(compared)} Smallest: the smallest difference that so many seeds find with "
-        f"probability {POWER:g}, by the paired t-test at {compared.strictest_level:.2g}, Holm's strictest level "
-        f"({ALPHA:g} / m). IsoScore: layers 1 to L before → after training.",
+        f"{_describe_holm_correction(compared_methods)} Smallest: the smallest difference that so many seeds find with "
+        f"probability {POWER:g}, by the paired t-test at {compared_methods.strictest_level:.2g}, Holm's strictest "
+        f"level ({ALPHA:g} / m). IsoScore: layers 1 to L before → after training.",
         header=("task, metric", "method", "mean ± std", "seeds", "trials", "chosen\non", "minus\nBase",
                 "95% interval", "p", "p,\nHolm", "smallest", "collapsed", "IsoScore", "settings"),
         groups=_group_by_model(rows, _format_row),
@@ -50,7 +50,7 @@ def build_methods_sheet(compared: Comparisons) -> Sheet:
     )  # fmt: skip
 
 
-def build_conclusions_sheet(compared: Comparisons) -> Sheet:
+def build_conclusions_sheet(compared_methods: ComparedMethods) -> Sheet:
     """Return the table of conclusions: a sentence for each method, model and task on its comparison with Base."""
     rows = [
         {
@@ -61,13 +61,13 @@ def build_conclusions_sheet(compared: Comparisons) -> Sheet:
             "verdict": verdict(comparison.statistics, ALPHA).value,
             "conclusion": conclusion(comparison.statistics, ALPHA),
         }
-        for comparison in compared.comparisons
+        for comparison in compared_methods.comparisons
     ]
     return Sheet(
         name="conclusions",
         title="What these runs allow to conclude",
         caption=f"Each method of the table of all methods, compared with Base by fixed rules at the level {ALPHA:g}. "
-        f"{_describe_holm_correction(compared)}",
+        f"{_describe_holm_correction(compared_methods)}",
         header=("task, metric", "method", "conclusion"),
         groups=_group_by_model(
             rows,
@@ -78,9 +78,9 @@ def build_conclusions_sheet(compared: Comparisons) -> Sheet:
     )
 
 
-def _describe_holm_correction(compared: Comparisons) -> str:
+def _describe_holm_correction(compared_methods: ComparedMethods) -> str:
     """Return the sentence of a caption that says for how many tests the p-values are corrected."""
-    return f"{compared.holm.sentence()} m = {compared.holm.tests}."
+    return f"{compared_methods.holm.sentence()} m = {compared_methods.holm.tests}."
 
 
 def _group_by_model(rows: Sequence[dict[str, Any]], format_row: Any) -> dict[str, list[list[Entry]]]:

@@ -9,7 +9,7 @@ import pandas as pd
 from istar.errors import UserError
 from istar.figures.plot import Line, Panel, Plot
 from istar.pages.sheets import Entry, Sheet
-from istar.reports.method_comparisons import ALPHA, Comparisons, Method, MethodComparison
+from istar.reports.method_comparisons import ALPHA, ComparedMethods, Method, MethodComparison
 from istar.reports.paper_tables import NONE
 from istar.reports.run_tables import format_number
 from istar.scores import is_lower_better, merit
@@ -84,15 +84,15 @@ class RankedMethods:
         )
 
 
-def rank_methods(compared: Comparisons) -> list[RankedMethods]:
+def rank_methods(compared_methods: ComparedMethods) -> list[RankedMethods]:
     """Rank the methods of each model over its tasks by their mean headline metric; 1 is the best.
 
     The tasks are those on which Base and another method have finished, and the methods are Base and all that have, on
     each of these tasks, the seeds and the budget of Base.
     """
-    models = dict.fromkeys(method.model for method in compared.methods)
+    models = dict.fromkeys(method.model for method in compared_methods.methods)
     return [
-        _rank_methods_of_model(model, [each for each in compared.comparisons if each.method.model == model])
+        _rank_methods_of_model(model, [each for each in compared_methods.comparisons if each.method.model == model])
         for model in models
     ]
 

@@ -134,8 +134,8 @@ def _compute_contents(runs: Runs, root: Path) -> _ReportContents:
     all_runs, records = cells.add_selection_columns(runs), runs.records
     geometry_by_folder, geometry_errors = _read_geometries(all_runs)
     table1_cells = cells.select_cells(all_runs)
-    compared = method_comparisons.compare_methods(all_runs)
-    ranks = rank_figure.rank_methods(compared)
+    compared_methods = method_comparisons.compare_methods(all_runs)
+    ranks = rank_figure.rank_methods(compared_methods)
     plots = [
         run_figures.build_minibatch_stability_plot(stability.compute_stability_scores()),
         run_figures.build_isotropy_performance_plot(all_runs, geometry_by_folder),
@@ -146,7 +146,7 @@ def _compute_contents(runs: Runs, root: Path) -> _ReportContents:
         run_figures.build_layer_ablation_plot(all_runs, records),
         *run_figures.build_learning_curve_plots(table1_cells, records),
         *training_figures.build_training_plots(all_runs),
-        method_figure.build_all_methods_plot(compared),
+        method_figure.build_all_methods_plot(compared_methods),
         rank_figure.build_rank_plot(ranks),
     ]
     build_sweep_command = missing_runs.make_sweep_command_builder(all_runs, records, str(root))
@@ -165,15 +165,15 @@ def _compute_contents(runs: Runs, root: Path) -> _ReportContents:
     sheets = (
         paper_tables.build_table1_sheet(table1_cells),
         paper_tables.build_table2_sheet(table1_cells, all_runs),
-        method_table.build_conclusions_sheet(compared),
-        method_table.build_methods_sheet(compared),
+        method_table.build_conclusions_sheet(compared_methods),
+        method_table.build_methods_sheet(compared_methods),
         class_table.build_class_isotropy_sheet(all_runs, records),
         rank_figure.build_rank_sheet(ranks),
         paper_tables.build_cost_sheet(all_runs, shrinkage_seconds),
         missing_runs.build_missing_runs_sheet(missing),
         paper_tables.build_excluded_runs_sheet(all_runs, {**runs.read_errors, **geometry_errors}, str(root)),
     )
-    statistics = [comparison.statistics for comparison in compared.comparisons]
+    statistics = [comparison.statistics for comparison in compared_methods.comparisons]
     return _ReportContents(
         root=root,
         all_runs=all_runs,

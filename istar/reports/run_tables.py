@@ -155,7 +155,7 @@ def group_by_task(records: Sequence[RunRecord]) -> dict[tuple[str, str], list[li
     return {key: list(runs_by_settings.values()) for key, runs_by_settings in groups.items()}
 
 
-def selection_rank(merits: Sequence[float]) -> tuple[int, float]:
+def selection_sort_key(merits: Sequence[float]) -> tuple[int, float]:
     """Return the sort key of a configuration, higher for better ones: the number of seeds, then the mean merit.
 
     `merits` has the `selection_merit` of the run of each seed.

@@ -442,7 +442,7 @@ def best_configurations(records: Sequence[RunRecord], grids: Mapping[str, str]) 
     """
 
     def rank(runs: Sequence[RunRecord]) -> tuple[int, float]:
-        return run_tables.selection_rank([run.selection_merit for run in runs])
+        return run_tables.selection_sort_key([run.selection_merit for run in runs])
 
     best: dict[tuple[str, ...], list[RunRecord]] = {}
     for (task, model), configurations in run_tables.group_by_task(records).items():

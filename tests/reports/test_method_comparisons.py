@@ -8,13 +8,13 @@ import pytest
 from scipy import stats
 
 from istar.reports import cells
-from istar.reports.method_comparisons import Comparisons, MethodComparison, compare_methods
+from istar.reports.method_comparisons import ComparedMethods, MethodComparison, compare_methods
 from istar.reports.run_frame import load_runs
 from istar.statistics.conclusions import Verdict, conclusion, verdict
 from tests.reports.synthetic import BASE, cosreg, istar, record, save
 
 
-def compared_in(root: Path) -> Comparisons:
+def compared_in(root: Path) -> ComparedMethods:
     return compare_methods(cells.add_selection_columns(load_runs(root, keep_records=True)))
 
 
