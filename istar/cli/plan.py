@@ -52,9 +52,9 @@ def run(options: argparse.Namespace) -> None:
     from istar.sweeps import planned_runs
     from istar.sweeps.sweep import list_runs
 
-    plan_file.check_folder(options.out, options.force)
+    plan_file.check_plan_folder(options.out, options.force)
     # Called only to refuse wrong options before the runs are listed.
-    plan_file.planned_test(options.test, options.alpha, 1, 2, options.sd, options.power)
+    plan_file.build_test_fields(options.test, options.alpha, 1, 2, options.sd, options.power)
     arguments = [f"+{text}" if text.startswith("sweep=") else text for text in options.overrides]
     command = shlex.join(["istar", "train", "-m", *arguments])
     console = make_console(stderr=True)
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> None:
         "hypotheses": [" ".join(text.split()) for text in options.hypothesis]
         or planned_runs.make_hypotheses(configurations, metric_by_task),
         "hypotheses_generated": not options.hypothesis,
-        "test": plan_file.planned_test(
+        "test": plan_file.build_test_fields(
             options.test, options.alpha, num_comparisons, num_pairs, options.sd, options.power
         ),
         **fields,

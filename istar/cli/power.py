@@ -57,7 +57,7 @@ def _make_spread_table(options: argparse.Namespace) -> "Table":
     """
     from rich.table import Table
 
-    from istar.reports.paired_differences import differences_from_base
+    from istar.reports.paired_differences import compute_differences_from_base
     from istar.statistics import power
     from istar.statistics.arguments import check_positive
 
@@ -65,7 +65,7 @@ def _make_spread_table(options: argparse.Namespace) -> "Table":
     power.smallest_difference(1.0, 2 if options.pairs is None else options.pairs, options.alpha, options.power)
     if options.difference is not None:
         check_positive(abs(options.difference), "the size of the difference")
-    spreads = differences_from_base(options.runs)
+    spreads = compute_differences_from_base(options.runs)
     if options.difference is not None:
         answer = f"seeds for a\ndifference of {options.difference:g}"
     elif options.pairs is not None:

@@ -20,6 +20,6 @@ def run(options: argparse.Namespace) -> None:
     """Write the report, and print its path, the number of runs and how many rows of the papers' tables lack runs."""
     from istar.reports import report
 
-    written = report.write(options.folder, options.out, make_console(stderr=True), options.plan)
-    runs = f"{written.runs} run{'s' * (written.runs != 1)}"
-    make_console().out(f"{written.page}: {runs}, {written.missing_rows} rows of missing ones", highlight=False)
+    written = report.write_report(options.folder, options.out, make_console(stderr=True), options.plan)
+    runs = f"{written.num_runs} run{'s' * (written.num_runs != 1)}"
+    make_console().out(f"{written.page_path}: {runs}, {written.num_missing_rows} rows of missing ones", highlight=False)

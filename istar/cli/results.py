@@ -29,9 +29,9 @@ def run(options: argparse.Namespace) -> None:
     is_number = runs.frame[options.sort].dtype.kind in "if"
     sorted_frame = runs.frame.sort_values(options.sort, ascending=not is_number, na_position="last", kind="stable")
     console = make_console()
-    console.print(run_tables.runs(sorted_frame))
+    console.print(run_tables.build_runs_table(sorted_frame))
     for error in runs.read_errors.values():
         console.out(f"not read: {error}", highlight=False)
     if options.out is not None:
-        run_frame.export(sorted_frame, options.out)
+        run_frame.export_frame(sorted_frame, options.out)
         console.out(str(options.out), highlight=False)

@@ -8,7 +8,7 @@ from istar.figures.plot import Line, Panel, Plot
 from istar.quantization.form_tables import MEASURE_LABELS, SchemeComparison
 from istar.quantization.quantize import QuantizedScores
 from istar.reports.cells import by_model_and_task
-from istar.reports.statistics import spread
+from istar.reports.statistics import mean_and_std
 from istar.scores import is_lower_better
 
 
@@ -36,7 +36,9 @@ def _make_mean_drop_panel(comparisons: Sequence[SchemeComparison], scheme_names:
     lines = []
     for method_index, method in enumerate(methods):
         drops = {
-            row.scheme_name: spread(list(row.drop_by_seed.values())) for row in comparisons if row.method == method
+            row.scheme_name: mean_and_std(list(row.drop_by_seed.values()))
+            for row in comparisons
+            if row.method == method
         }
         # Points of the same scheme are side by side.
         shift = 0.5 * ((method_index + 0.5) / len(methods) - 0.5)

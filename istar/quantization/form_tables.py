@@ -11,12 +11,12 @@ import pandas as pd
 from istar.errors import UserError
 from istar.pages.sheets import Entry, Sheet
 from istar.quantization.quantize import QuantizedScores
-from istar.reports.budgets import budget
+from istar.reports.budgets import compute_budget
 from istar.reports.cells import by_model_and_task, row_dicts
-from istar.reports.method_comparisons import chosen_runs, is_base
-from istar.reports.paper_tables import NONE, format_p_value, format_spread
+from istar.reports.method_comparisons import is_base, select_runs_by_method
+from istar.reports.paper_tables import NONE, format_mean_and_std, format_p_value
 from istar.reports.run_tables import format_number
-from istar.reports.statistics import compare_paired, spread
+from istar.reports.statistics import compare_paired, mean_and_std
 from istar.statistics import paired
 from istar.statistics.arguments import is_constant
 from istar.statistics.conclusions import Comparison, conclusion, verdict
@@ -140,7 +140,7 @@ def compare_methods(quantized: QuantizedScores) -> tuple[list[SchemeComparison],
 
 def _compare_task(runs: pd.DataFrame, scheme_names: Sequence[str]) -> Iterator[SchemeComparison]:
     """Yield a comparison for each method and quantization scheme on the runs of one model and task, Base first."""
-    runs_by_method = chosen_runs(runs)
+    runs_by_method = select_runs_by_method(runs)
     base_runs = next((method_runs for method_runs in runs_by_method.values() if is_base(method_runs)), runs.head(0))
     for method, method_runs in runs_by_method.items():
         for scheme_name in scheme_names:
@@ -183,7 +183,7 @@ def _compare_with_base(method: str, scheme_name: str, method_runs: pd.DataFrame,
         collapsed=_count_collapsed(method_runs, scheme_name, common_seeds),
         reference_collapsed=_count_collapsed(base_runs, scheme_name, common_seeds),
         unmatched=len(drop_by_seed.keys() ^ base_drop_by_seed.keys()),
-        has_equal_budgets=budget(method_runs).is_equal_to(budget(base_runs)),
+        has_equal_budgets=compute_budget(method_runs).is_equal_to(compute_budget(base_runs)),
         lower_is_better=True,
     )
 
@@ -228,7 +228,10 @@ def build_methods_sheet(comparisons: Sequence[SchemeComparison], holm_result: Ho
 
 def _make_method_record(comparison: SchemeComparison) -> dict[str, Any]:
     """Return the columns of the table of methods for one method and quantization scheme, as unformatted values."""
-    drop, float32 = spread(list(comparison.drop_by_seed.values())), spread(list(comparison.float32_by_seed.values()))
+    drop, float32 = (
+        mean_and_std(list(comparison.drop_by_seed.values())),
+        mean_and_std(list(comparison.float32_by_seed.values())),
+    )
     low, high = comparison.drop_interval or (None, None)
     record: dict[str, Any] = {
         "model": comparison.model, "task": comparison.task, "metric": comparison.metric,
@@ -251,8 +254,8 @@ def _make_method_cells(record: Mapping[str, Any]) -> list[Entry]:
     """Return the formatted cells of a row of the table of methods."""
     numbers = [
         str(record["seeds"]),
-        format_spread(record["float32"], record["float32_std"]),
-        format_spread(record["drop"], record["drop_std"]),
+        format_mean_and_std(record["float32"], record["float32_std"]),
+        format_mean_and_std(record["drop"], record["drop_std"]),
         _format_interval(record["low"], record["high"]),
         format_number(record["minus_base"], "+.2f"),
         _format_interval(record["minus_base_low"], record["minus_base_high"]),

@@ -70,7 +70,8 @@ class QuantizedScores:
     """The scores of all models in float32 and under each quantization scheme.
 
     Attributes:
-        rows: a row for each model, see `make_table_row`; runs also have the columns of `istar.reports.cells.prepare`.
+        rows: a row for each model, see `make_table_row`; runs also have the columns of
+            `istar.reports.cells.add_selection_columns`.
         scheme_names: names of the quantization schemes.
         exclusion_reasons: the reason why a run was left out, by the folder of the run.
         settings_description: sentences that describe the settings, for captions.
@@ -102,7 +103,7 @@ def quantize_runs(
         UserError: if no run can be scored, or the model or the data of a run cannot be loaded.
     """
     runs = saved_runs.read_runs(folders)
-    frame = cells.prepare(runs)
+    frame = cells.add_selection_columns(runs)
     rows = cells.row_dicts(frame)
     reason_by_folder = {str(row["folder"]): saved_runs.get_exclusion_reason(row) for row in rows}
     exclusion_reasons = {**runs.read_errors, **{path: reason for path, reason in reason_by_folder.items() if reason}}

@@ -136,7 +136,7 @@ def get_exclusion_reason(row: Mapping[str, Any]) -> str:
     """Return why the model of a run cannot be quantized, or an empty string if it can be.
 
     Args:
-        row: the run's row of the table that `istar.reports.cells.prepare` returns.
+        row: the run's row of the table that `istar.reports.cells.add_selection_columns` returns.
     """
     task = TASKS.get(str(row["task"]))
     if row["status"] != "finished":

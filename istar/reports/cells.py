@@ -1,8 +1,8 @@
 """Groups runs that differ only in the seed, and selects the configuration for each cell of Table 1.
 
 A configuration is everything that identifies a run (see `istar.results.identity_hash`) except the seed: settings, data
-and model. The selection uses the headline metric on the set that chose the epoch, which is the validation set or a
-held-out part of the training data, and no other result.
+and model. The selection uses the headline metric on the set that chose the epoch, which is the validation set or a held-out
+part of the training data, and no other result.
 """
 
 import math
@@ -15,30 +15,30 @@ import pandas as pd
 
 from istar.reports import paper
 from istar.reports.run_frame import Runs
-from istar.reports.run_tables import selection_rank
-from istar.reports.statistics import Spread, spread
+from istar.reports.run_tables import selection_sort_key
+from istar.reports.statistics import MeanAndStd, mean_and_std
 from istar.results import RunRecord, identity_hash
 from istar.scores import displayed, merit
 
 VARIED = {"lambda": "reg.lambda", "zeta": "reg.zeta", "layers": "reg.layers", "method": "reg"}
 """What a figure varies -> the config key in which its runs may differ; `reg` is the whole group."""
 VALIDATION, HELD_OUT = "validation", "held-out"
-"""Sets that choose epochs and configurations: the validation set, which is also reported, or other data."""
-_HELD_OUT_SET = "held_out"
-"""Name of the second of them in the record of a run."""
+"""Sets that choose epochs and configurations: the validation set, which is also reported, or held-out training data."""
+_HELD_OUT_IN_RECORD = "held_out"
+"""Name of the held-out set in the record of a run."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """The selected configuration of a task, a model and a method family."""
+    """A cell of Table 1: the runs of the configuration selected for a task, a model and a method family."""
 
     task: str
     model: str
     family: str
     runs: pd.DataFrame  # finished runs, one per seed, ordered by seed; empty if no run of the family has finished
-    configurations: int = 0  # number of configurations among which it was selected
-    failed: int = 0  # number of failed runs of this configuration; of the whole family if no run has finished
-    pruned: int = 0  # number of runs of the family that a search stopped early
+    num_configurations: int = 0  # number of configurations among which it was selected
+    num_failed: int = 0  # number of failed runs of this configuration; of the whole family if no run has finished
+    num_pruned: int = 0  # number of runs of the family that a search stopped early
 
     @property
     def seeds(self) -> list[int]:
@@ -51,21 +51,21 @@ class Cell:
         if self.runs.empty:
             return []
         headline = str(self.runs["metric"].iloc[0])
-        exact = self.runs.get("validation.exact_match")
-        return [headline, "exact_match"] if exact is not None and exact.notna().all() else [headline]
+        exact_match = self.runs.get("validation.exact_match")
+        return [headline, "exact_match"] if exact_match is not None and exact_match.notna().all() else [headline]
 
     @property
-    def collapsed(self) -> int:
+    def num_collapsed(self) -> int:
         """Number of finished runs whose predictions are constant; the mean includes them."""
         return int(self.runs["collapsed"].eq(True).sum())
 
     @property
-    def all_collapsed(self) -> bool:
-        """Whether the predictions of all finished runs are constant; see `all_collapsed`."""
-        return all_collapsed(self.runs)
+    def is_collapsed(self) -> bool:
+        """Whether the predictions of all finished runs are constant; see `are_all_collapsed`."""
+        return are_all_collapsed(self.runs)
 
     @property
-    def chosen_on(self) -> str:
+    def selection_set(self) -> str:
         """The set that chose the epoch and the configuration; empty without a finished run."""
         return str(self.first_run.get("chosen_on", ""))
 
@@ -74,61 +74,61 @@ class Cell:
         """Row of the run with the lowest seed; empty without a finished run."""
         return {} if self.runs.empty else row_dicts(self.runs.head(1))[0]
 
-    def by_seed(self, metric: str) -> dict[int, float]:
+    def score_by_seed(self, metric: str) -> dict[int, float]:
         """Return the metric as `istar.scores.displayed` by seed; empty if the runs do not have this metric."""
         if metric not in self.metrics:
             return {}
-        values = self.runs["value" if metric == self.metrics[0] else f"validation.{metric}"]
+        column = "value" if metric == self.metrics[0] else f"validation.{metric}"
         return {
             seed: displayed(metric, float(value))
-            for seed, value in zip(self.seeds, values, strict=True)
+            for seed, value in zip(self.seeds, self.runs[column], strict=True)
             if math.isfinite(value)
         }
 
-    def spread(self, metric: str) -> Spread:
-        """Return mean and standard deviation over the seeds of the metric as `istar.scores.displayed`."""
-        return spread(list(self.by_seed(metric).values()))
+    def mean_and_std(self, metric: str) -> MeanAndStd:
+        """Return mean and standard deviation of the metric, as `istar.scores.displayed`, over the seeds."""
+        return mean_and_std(list(self.score_by_seed(metric).values()))
 
 
-def prepare(runs: Runs) -> pd.DataFrame:
-    """Return `Runs.frame` with the columns that group and select runs.
+def add_selection_columns(runs: Runs) -> pd.DataFrame:
+    """Return the data frame of the runs with additional columns, by which reports group and select runs.
 
-    The new columns are:
+    The additional columns are:
         family: `base`, `cosreg` or `istar`.
         settings_hash: equal for runs with the same model and the same settings except the seed.
         config_hash: like `settings_hash`, but also covers the data, whose fingerprint a failed run may not have.
         hash_without_<varied>: `config_hash` without the config key in `VARIED`.
         repeated: a second finished run of the same configuration and seed.
         usable: a finished run with a finite headline value that is not repeated.
-        chosen_on: the set that chose the epoch and, among several configurations, the one to show; see `chosen_on`.
+        chosen_on: the set that chose the epoch and the configuration that is shown; see `get_selection_set`.
         train_examples: number of training examples; NaN if unknown.
         steps: optimizer steps until the last validation; NaN if unknown.
-        candidate: see `is_candidate`.
+        candidate: whether a cell of Table 1 may show the run; see `is_table1_candidate`.
     """
     frame = runs.frame.copy()
     records = [runs.records[folder] for folder in frame["folder"]]
-    frame["family"] = [method_family(record) for record in records]
-    frame["settings_hash"] = [config_hash(record, with_data=False) for record in records]
-    frame["config_hash"] = [config_hash(record) for record in records]
+    frame["family"] = [get_method_family(record) for record in records]
+    frame["settings_hash"] = [compute_config_hash(record, with_data=False) for record in records]
+    frame["config_hash"] = [compute_config_hash(record) for record in records]
     for varied, key in VARIED.items():
-        frame[f"hash_without_{varied}"] = [config_hash(record, key) for record in records]
+        frame[f"hash_without_{varied}"] = [compute_config_hash(record, key) for record in records]
     valid = (frame["status"] == "finished") & frame["value"].map(is_finite).astype(bool)
     frame["repeated"] = frame[valid].duplicated(["config_hash", "seed"]).reindex(frame.index).eq(True)
     frame["usable"] = valid & ~frame["repeated"]
-    frame["candidate"] = is_candidate(frame)
-    frame["chosen_on"] = [chosen_on(record) for record in records]
-    frame["train_examples"] = [_number(record.data.get("train")) for record in records]
-    frame["steps"] = [_number(record.epochs[-1].get("step")) if record.epochs else math.nan for record in records]
+    frame["candidate"] = is_table1_candidate(frame)
+    frame["chosen_on"] = [get_selection_set(record) for record in records]
+    frame["train_examples"] = [_to_float(record.data.get("train")) for record in records]
+    frame["steps"] = [_to_float(record.epochs[-1].get("step")) if record.epochs else math.nan for record in records]
     return frame
 
 
-def chosen_on(record: RunRecord) -> str:
-    """Return which set chose the epoch of a run and compares configurations: `VALIDATION` or `HELD_OUT`.
+def get_selection_set(record: RunRecord) -> str:
+    """Return the set on which the epoch of a run is chosen and configurations are compared.
 
-    `HELD_OUT` is a part of the training data, see `task.validation_fraction`.
+    It is `VALIDATION`, or `HELD_OUT` for a part of the training data, see `task.validation_fraction`.
     """
     if record.selection:
-        return HELD_OUT if record.selection.get("set") == _HELD_OUT_SET else VALIDATION
+        return HELD_OUT if record.selection.get("set") == _HELD_OUT_IN_RECORD else VALIDATION
     return HELD_OUT if record.config["task"].get("validation_fraction") else VALIDATION
 
 
@@ -142,8 +142,8 @@ def content_error(record: RunRecord) -> str:
         values = [*after.values(), after["union"], *(record.timing.get("shrinkage") or []), *record.metrics.values()]
         for layers in record.class_isotropy.values():
             values += [value for layer in layers.values() for value in layer.values() if value is not None]
-        for entry in record.epochs:
-            values += [entry["epoch"], *entry["metrics"].values()]
+        for epoch in record.epochs:
+            values += [epoch["epoch"], *epoch["metrics"].values()]
         if not isinstance(record.headline["metric"], str) or record.headline["metric"] not in record.metrics:
             return "its headline metric is none of its metrics"
         if not all(isinstance(value, int | float) for value in values):
@@ -153,22 +153,26 @@ def content_error(record: RunRecord) -> str:
     return ""
 
 
-def method_family(record: RunRecord) -> str:
-    """Return `base`, `cosreg` or `istar`; a run with a penalty of weight 0 equals Base and counts as such."""
+def get_method_family(record: RunRecord) -> str:
+    """Return the method family of a run: `base`, or the name of its penalty, such as `cosreg` or `istar`.
+
+    A run with a penalty of weight 0 equals Base and counts as such.
+    """
     reg = record.config["reg"]
     return "base" if reg["name"] == "none" or reg.get("lambda") == 0 else str(reg["name"])
 
 
-def config_hash(record: RunRecord, ignored_key: str = "", with_data: bool = True) -> str:
-    """Return a hash that is equal for runs that differ only in the seed and the ignored key (`group.key` or `group`).
+def compute_config_hash(record: RunRecord, ignored_key: str = "", with_data: bool = True) -> str:
+    """Return a hash that is equal for runs that differ only in the seed and in the ignored key.
 
-    Unless `with_data` is False, it covers the fingerprint of the run's data.
+    The ignored key is `group.key`, or `group` for a whole config group. The hash covers the fingerprint of the run's
+    data unless `with_data` is False.
     """
     settings = {group: dict(values) for group, values in record.config.items() if isinstance(values, Mapping)}
     model = os.path.normpath(str(settings["model"].get("name")))
     revision = settings["model"].get("revision")
     # With weight 0 the penalty's other settings have no effect.
-    if method_family(record) == "base":
+    if get_method_family(record) == "base":
         settings["reg"] = {"name": "none"}
     group, _, key = ignored_key.partition(".")
     if key:
@@ -179,82 +183,89 @@ def config_hash(record: RunRecord, ignored_key: str = "", with_data: bool = True
     return identity_hash(settings, fingerprint, f"{model}@{revision}")
 
 
-def is_candidate(frame: pd.DataFrame) -> pd.Series:
-    """Mark the runs that a cell of Table 1 may show: the methods as the paper compares them.
+def is_table1_candidate(runs: pd.DataFrame) -> pd.Series:
+    """Return a boolean mask of the runs that Table 1 may show: those of the methods as the paper compares them.
 
     These are Base, I-STAR on all layers with a given zeta, and CosReg on the last layer with a positive lambda, both on
     the hidden states of all tokens. Runs of ablations, the negative CosReg weights of Figure 4, other estimators of
     isotropy and penalties on embedding matrices, on some of the tokens or within classes are not candidates.
     """
-    layers = _column(frame, "reg.layers")
-    weight = pd.to_numeric(_column(frame, "reg.lambda"), errors="coerce")
-    is_istar = (frame["family"] == "istar") & layers.eq("all") & has_zeta(frame)
-    is_cosreg = (frame["family"] == "cosreg") & layers.eq("last") & (weight > 0)
+    layers = _get_column(runs, "reg.layers")
+    lambdas = pd.to_numeric(_get_column(runs, "reg.lambda"), errors="coerce")
+    is_istar = (runs["family"] == "istar") & layers.eq("all") & has_fixed_zeta(runs)
+    is_cosreg = (runs["family"] == "cosreg") & layers.eq("last") & (lambdas > 0)
     # Runs of earlier versions have none of these keys.
-    of_all_states = _column(frame, "reg.target").fillna("hidden_states").eq("hidden_states")
-    of_all_states &= _column(frame, "reg.points").fillna("all").eq("all") & _column(frame, "reg.within").isna()
-    return (frame["family"] == "base") | ((is_istar | is_cosreg) & of_all_states)
+    on_all_states = _get_column(runs, "reg.target").fillna("hidden_states").eq("hidden_states")
+    on_all_states &= _get_column(runs, "reg.points").fillna("all").eq("all") & _get_column(runs, "reg.within").isna()
+    return (runs["family"] == "base") | ((is_istar | is_cosreg) & on_all_states)
 
 
-def has_zeta(frame: pd.DataFrame) -> pd.Series:
-    """Mark the runs of I-STAR that use the paper's shrinkage estimator with a fixed zeta."""
+def has_fixed_zeta(runs: pd.DataFrame) -> pd.Series:
+    """Return a boolean mask of the runs of I-STAR that use the paper's shrinkage estimator with a fixed zeta."""
     # Runs of earlier versions have no estimator.
-    is_shrinkage = _column(frame, "reg.estimator").fillna("shrinkage").eq("shrinkage")
-    return _column(frame, "reg.zeta").map(is_finite).astype(bool) & is_shrinkage
+    is_shrinkage = _get_column(runs, "reg.estimator").fillna("shrinkage").eq("shrinkage")
+    return _get_column(runs, "reg.zeta").map(is_finite).astype(bool) & is_shrinkage
 
 
-def select_cell(frame: pd.DataFrame, task: str, model: str, family: str) -> Cell:
-    """Select the configuration of a task, model and method family, by `best_group`, from a frame of `prepare`."""
-    runs = frame[(frame["task"] == task) & (frame["model"] == model) & (frame["family"] == family) & frame["candidate"]]
-    failed = runs[runs["status"] == "failed"]
-    pruned = int((runs["status"] == "pruned").sum())
-    usable = runs[runs["usable"]]
+def select_cell(all_runs: pd.DataFrame, task: str, model: str, family: str) -> Cell:
+    """Select the best configuration of a task, model and method family, by `find_best_group`.
+
+    `all_runs` is a result of `add_selection_columns`. The cell has no runs if none has finished.
+    """
+    is_selected = (all_runs["task"] == task) & (all_runs["model"] == model) & (all_runs["family"] == family)
+    candidates = all_runs[is_selected & all_runs["candidate"]]
+    failed = candidates[candidates["status"] == "failed"]
+    num_pruned = int((candidates["status"] == "pruned").sum())
+    usable = candidates[candidates["usable"]]
     if usable.empty:
-        return Cell(task, model, family, usable, 0, len(failed), pruned)
-    selected = usable[usable["config_hash"] == best_group(usable, "config_hash")].sort_values("seed")
-    failed = failed[failed["settings_hash"] == selected["settings_hash"].iloc[0]]
-    return Cell(task, model, family, selected, usable["config_hash"].nunique(), len(failed), pruned)
+        return Cell(task, model, family, usable, num_failed=len(failed), num_pruned=num_pruned)
+    best_runs = usable[usable["config_hash"] == find_best_group(usable, "config_hash")].sort_values("seed")
+    failed = failed[failed["settings_hash"] == best_runs["settings_hash"].iloc[0]]
+    num_configurations = usable["config_hash"].nunique()
+    return Cell(task, model, family, best_runs, num_configurations, len(failed), num_pruned)
 
 
-def all_collapsed(runs: pd.DataFrame) -> bool:
+def are_all_collapsed(runs: pd.DataFrame) -> bool:
     """Return whether the predictions of all runs of a configuration are constant; False without a run.
 
-    Besides runs that record it, these are two or more runs of which each has exactly the score of a constant
-    prediction, and single ones that do not record whether they have collapsed.
+    A run counts as collapsed if its record says so. Where the score equals that of a constant prediction, it also
+    counts if there are two or more runs, or if its record does not say whether it has collapsed.
     """
     if runs.empty:
         return False
-    recorded = runs["collapsed"].eq(True)
+    is_recorded = runs["collapsed"].eq(True)
     difference = runs["value"].astype(float) - pd.to_numeric(runs["constant"], errors="coerce").astype(float)
     is_constant = (difference.abs() < 1e-9) & ((len(runs) > 1) | runs["collapsed"].isna())
-    return bool((recorded | is_constant).all())
+    return bool((is_recorded | is_constant).all())
 
 
-def best_group(runs: pd.DataFrame, column: str) -> str:
-    """Return the value of `column` whose runs rank highest by `selection_rank`; ties go to the first run name."""
-    groups = runs.groupby(column)
+def find_best_group(runs: pd.DataFrame, column: str) -> str:
+    """Return the value of `column` whose runs are the best: the most seeds first, then the best mean.
+
+    The mean is that of the headline metric on the set that chose the epochs. Ties go to the first run name.
+    """
     metric = runs["metric"].iloc[0]
     merits = runs.assign(merit=[merit(metric, value) for value in runs["selection"]]).groupby(column)["merit"].agg(list)
-    by_first_name = groups["name"].min().sort_values().index
-    return max(by_first_name, key=lambda key: selection_rank(merits[key]))
+    values_by_first_name = runs.groupby(column)["name"].min().sort_values().index
+    return max(values_by_first_name, key=lambda value: selection_sort_key(merits[value]))
 
 
-def select_cells(frame: pd.DataFrame) -> list[Cell]:
+def select_cells(all_runs: pd.DataFrame) -> list[Cell]:
     """Return a cell for each method family of every model and task that has a run of any status."""
     return [
-        select_cell(frame, task, model, name)
-        for model in models(frame)
-        for task in tasks(frame[frame["model"] == model])
-        for name in paper.FAMILIES
+        select_cell(all_runs, task, model, family)
+        for model in list_models(all_runs)
+        for task in list_tasks(all_runs[all_runs["model"] == model])
+        for family in paper.FAMILIES
     ]
 
 
-def by_model_and_task(frame: pd.DataFrame) -> Iterator[pd.DataFrame]:
-    """Yield the rows of each model and task, in the order of `models` and `tasks`."""
-    for model in models(frame):
-        of_model = frame[frame["model"] == model]
-        for task in tasks(of_model):
-            yield of_model[of_model["task"] == task]
+def by_model_and_task(runs: pd.DataFrame) -> Iterator[pd.DataFrame]:
+    """Yield the runs of each model and task, in the order of `list_models` and `list_tasks`."""
+    for model in list_models(runs):
+        model_runs = runs[runs["model"] == model]
+        for task in list_tasks(model_runs):
+            yield model_runs[model_runs["task"] == task]
 
 
 def row_dicts(frame: pd.DataFrame) -> list[dict[str, Any]]:
@@ -262,18 +273,18 @@ def row_dicts(frame: pd.DataFrame) -> list[dict[str, Any]]:
     return [{str(key): value for key, value in row.items()} for row in frame.to_dict("records")]
 
 
-def models(frame: pd.DataFrame) -> list[str]:
-    """Return the models in the frame, sorted by name."""
-    return sorted(frame["model"].unique())
+def list_models(runs: pd.DataFrame) -> list[str]:
+    """Return the models of the runs, sorted by name."""
+    return sorted(runs["model"].unique())
 
 
-def tasks(frame: pd.DataFrame) -> list[str]:
-    """Return the tasks in the frame: the paper's in the order of Table 1, then the others by name."""
-    names = set(frame["task"])
+def list_tasks(runs: pd.DataFrame) -> list[str]:
+    """Return the tasks of the runs: the paper's in the order of Table 1, then the others by name."""
+    names = set(runs["task"])
     return [name for name in paper.TASKS if name in names] + sorted(names - set(paper.TASKS))
 
 
-_DESCRIBED = {
+_DESCRIPTION_BY_KEY = {
     "optim.lr": "lr {:g}",
     "data.batch_size": "batch {}",
     "trainer.accumulate_grad_batches": "accumulated {}",
@@ -286,21 +297,21 @@ _DESCRIBED = {
 }
 
 
-def describe(run: Mapping[str, Any]) -> str:
-    """Return the main hyperparameters of a run in words, such as learning rate, batch size and precision."""
+def describe_hyperparameters(run: Mapping[str, Any]) -> str:
+    """Return the main hyperparameters of a run in words, e.g. `lr 3e-05, batch 32, epochs 3, bf16-mixed`."""
     parts = []
     max_steps: Any = run.get("trainer.max_steps")
-    has_steps = is_finite(max_steps) and max_steps > 0
-    for key, template in _DESCRIBED.items():
+    has_max_steps = is_finite(max_steps) and max_steps > 0
+    for key, template in _DESCRIPTION_BY_KEY.items():
         value = run.get(key)
         if value is None or (isinstance(value, float) and math.isnan(value)):
             continue
         if key in ("trainer.devices", "trainer.accumulate_grad_batches") and value in (1, "1"):
             continue
-        # The number of epochs does not limit a training that has a number of steps.
-        if key == ("trainer.max_epochs" if has_steps else "trainer.max_steps"):
+        # A number of steps replaces the number of epochs as the limit.
+        if key == ("trainer.max_epochs" if has_max_steps else "trainer.max_steps"):
             continue
-        # pandas turns a column of integers with gaps into floats.
+        # pandas converts a column of integers with missing values to floats.
         is_integer = isinstance(value, float) and key != "optim.lr"
         parts.append(template.format(int(value) if is_integer else value))
     return ", ".join(parts)
@@ -314,7 +325,7 @@ _IRRELEVANT_KEYS = {
 }  # fmt: skip
 
 
-def differing_keys(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
+def find_differing_keys(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
     """Return the config keys, outside the penalty's, in which two runs differ and that can affect the result."""
     return [
         key
@@ -326,12 +337,13 @@ def differing_keys(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[
     ]
 
 
-def _column(frame: pd.DataFrame, name: str) -> pd.Series:
-    """Return a column of the frame, or an empty one if no run has this config key."""
-    return frame[name] if name in frame else pd.Series(None, frame.index, dtype=object)
+def _get_column(runs: pd.DataFrame, name: str) -> pd.Series:
+    """Return a column of the runs, or one of missing values if no run has this config key."""
+    return runs[name] if name in runs else pd.Series(None, runs.index, dtype=object)
 
 
-def _number(value: Any) -> float:
+def _to_float(value: Any) -> float:
+    """Return a finite number as a float, and anything else as NaN."""
     return float(value) if is_finite(value) else math.nan
 
 

@@ -9,73 +9,83 @@ import pandas as pd
 
 from istar.pages.sheets import Entry, Sheet
 from istar.reports.cells import by_model_and_task, is_finite
-from istar.reports.method_comparisons import chosen_runs
+from istar.reports.method_comparisons import select_runs_by_method
 from istar.reports.paper_tables import NONE
 from istar.results import RunRecord
 
-_COLUMNS = {"within": "IsoScore\nwithin", "between": "IsoScore\nbetween", "between_share": "share of variance\nbetween"}
-_FORMATS = {"within": ".3f", "between": ".4f", "between_share": ".3f"}
-_MOMENTS = ("before", "after")
+_HEADER_BY_MEASURE = {
+    "within": "IsoScore\nwithin", "between": "IsoScore\nbetween", "between_share": "share of variance\nbetween"
+}  # fmt: skip
+_FORMAT_SPEC_BY_MEASURE = {"within": ".3f", "between": ".4f", "between_share": ".3f"}
+_STAGES = ("before", "after")
+"""Times of the measurements, relative to training."""
 
 
-def class_isotropy(frame: pd.DataFrame, records: Mapping[str, RunRecord]) -> Sheet:
-    """Return a row for each method of every model and classification task, with the configuration of "All methods".
+def build_class_isotropy_sheet(all_runs: pd.DataFrame, records: Mapping[str, RunRecord]) -> Sheet:
+    """Return the table of isotropy within and between classes: a row per method of every model and classification task.
 
-    Runs whose result does not have these measures, such as those of earlier versions, are left out. `frame` is one of
-    `cells.prepare`, and `records` has the record of each of its folders.
+    The runs of a method are those that the table of all methods shows. Runs whose result does not have these measures,
+    such as those of earlier versions, are left out.
+
+    Args:
+        all_runs: all runs of the report, from `cells.add_selection_columns`.
+        records: record of each run by its folder.
     """
-    usable = frame[frame["usable"]]
+    usable = all_runs[all_runs["usable"]]
     rows = [
         row
-        for part in by_model_and_task(usable)
-        for name, runs in chosen_runs(part).items()
-        if (row := _row(name, runs, [records[folder] for folder in runs["folder"]])) is not None
+        for task_runs in by_model_and_task(usable)
+        for method, runs in select_runs_by_method(task_runs).items()
+        if (row := _build_row(method, runs, [records[folder] for folder in runs["folder"]])) is not None
     ]
+    rows_by_model = groupby(rows, key=lambda row: str(row["model"]))
     return Sheet(
-        "class_isotropy",
-        "Isotropy within and between classes",
-        "The state of the token that the head reads (the first of an encoder, the last of a decoder) in the last "
-        "layer, over the validation set with its true labels; before → after training, means over seeds. Within: "
+        name="class_isotropy",
+        title="Isotropy within and between classes",
+        caption="The state of the token that the head reads (the first of an encoder, the last of a decoder) in the "
+        "last layer, over the validation set with its true labels; before → after training, means over seeds. Within: "
         "IsoScore of the pooled covariance within classes. Between: IsoScore of the covariance of the class means, at "
         "most (C - 2) / (d - 1) for C classes and d dimensions, so that it is 0 for two classes. Share: the trace of "
         "the latter covariance divided by that of the total covariance, which is the sum of both. IsoScore is too low "
         "for fewer than about ten examples per dimension: compare it only over the same validation set.",
-        ("task", "method", "seeds", *_COLUMNS.values()),
-        {model: [_entries(row) for row in group] for model, group in groupby(rows, key=lambda row: str(row["model"]))},
-        pd.DataFrame(rows),
+        header=("task", "method", "seeds", *_HEADER_BY_MEASURE.values()),
+        rows_by_group={model: [_format_row(row) for row in model_rows] for model, model_rows in rows_by_model},
+        frame=pd.DataFrame(rows),
         num_row_headers=2,
     )
 
 
-def last_layer(record: RunRecord, moment: str) -> dict[str, float]:
+def get_last_layer_measures(record: RunRecord, stage: str) -> dict[str, float]:
     """Return the measures of a run's last layer `before` or `after` training that are finite numbers, by name."""
-    layers = record.class_isotropy.get(moment) or {}
-    values = layers[max(layers, key=int)] if layers else {}
-    return {name: value for name, value in values.items() if is_finite(value)}
+    layers = record.class_isotropy.get(stage) or {}
+    measures = layers[max(layers, key=int)] if layers else {}
+    return {name: value for name, value in measures.items() if is_finite(value)}
 
 
-def _row(name: str, runs: pd.DataFrame, records: Sequence[RunRecord]) -> dict[str, Any] | None:
+def _build_row(method: str, runs: pd.DataFrame, records: Sequence[RunRecord]) -> dict[str, Any] | None:
     """Return the row of a method, whose runs differ only in the seed; None if no run has the measures."""
-    records = [record for record in records if last_layer(record, "after")]
-    if not records:
+    measured = [record for record in records if get_last_layer_measures(record, "after")]
+    if not measured:
         return None
-    row = {"model": runs["model"].iloc[0], "task": runs["task"].iloc[0], "method": name, "seeds": len(records)}
-    for moment in _MOMENTS:
-        for measure in _COLUMNS:
-            values = [last_layer(record, moment).get(measure) for record in records]
-            defined = [value for value in values if value is not None]
-            row[f"{measure}_{moment}"] = fmean(defined) if defined else None
+    row = {"model": runs["model"].iloc[0], "task": runs["task"].iloc[0], "method": method, "seeds": len(measured)}
+    for stage in _STAGES:
+        for measure in _HEADER_BY_MEASURE:
+            values = [get_last_layer_measures(record, stage).get(measure) for record in measured]
+            defined_values = [value for value in values if value is not None]
+            row[f"{measure}_{stage}"] = fmean(defined_values) if defined_values else None
     return row
 
 
-def _entries(row: Mapping[str, Any]) -> list[Entry]:
-    numbers = [
-        " → ".join(_format(row[f"{measure}_{moment}"], form) for moment in _MOMENTS)
-        for measure, form in _FORMATS.items()
+def _format_row(row: Mapping[str, Any]) -> list[Entry]:
+    """Return the entries of a method's row, each measure as `before → after`."""
+    measures = [
+        " → ".join(_format_number(row[f"{measure}_{stage}"], format_spec) for stage in _STAGES)
+        for measure, format_spec in _FORMAT_SPEC_BY_MEASURE.items()
     ]
-    counts = [str(row["seeds"]), *numbers]
-    return [Entry(row["task"]), Entry(row["method"]), *(Entry(number, number=True) for number in counts)]
+    numbers = [str(row["seeds"]), *measures]
+    return [Entry(row["task"]), Entry(row["method"]), *(Entry(number, number=True) for number in numbers)]
 
 
-def _format(value: float | None, form: str) -> str:
-    return NONE if value is None else format(value, form)
+def _format_number(value: float | None, format_spec: str) -> str:
+    """Format a number, or None as a dash."""
+    return NONE if value is None else format(value, format_spec)

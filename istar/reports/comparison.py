@@ -13,26 +13,27 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 from istar.figures.drawing import COLOURS, PNG_DPI
-from istar.reports.run_tables import by_task, method
+from istar.reports.run_tables import get_method_label, group_by_task
 from istar.results import RunRecord
 from istar.scores import axis_label, displayed
 
 Configurations = Sequence[Sequence[RunRecord]]  # the runs of each configuration of a task and a model
 
 
-def comparison(records: Sequence[RunRecord], path: Path) -> None:
+def draw_comparison(records: Sequence[RunRecord], path: Path) -> None:
     """Draw the headline metric and IsoScore by layer, with a row of panels per task and model, and save the figure.
 
-    Each configuration has a colour and shows the mean over its seeds; whiskers are standard deviations. The suffix of
+    Each configuration has a colour and shows the mean over its seeds; error bars are standard deviations. The suffix of
     `path` decides between PNG and SVG.
     """
-    groups = by_task(records)
+    configurations_by_task = group_by_task(records)
+    num_rows = len(configurations_by_task)
     figure, panels = plt.subplots(
-        len(groups), 2, figsize=(10, 4 * len(groups)), layout="constrained", width_ratios=(2, 3), squeeze=False
+        num_rows, 2, figsize=(10, 4 * num_rows), layout="constrained", width_ratios=(2, 3), squeeze=False
     )
-    for (left, right), ((task, model), configurations) in zip(panels, groups.items(), strict=True):
+    for (left, right), ((task, model), configurations) in zip(panels, configurations_by_task.items(), strict=True):
         _draw_headline_metrics(left, configurations)
-        _draw_layers(right, configurations)
+        _draw_isoscore_by_layer(right, configurations)
         right.set_title(f"{task} · {model}", fontsize="medium", loc="right")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=PNG_DPI)
@@ -40,14 +41,17 @@ def comparison(records: Sequence[RunRecord], path: Path) -> None:
 
 
 def _draw_headline_metrics(axes: Axes, configurations: Configurations) -> None:
-    """Draw a bar per configuration, and the score of a constant prediction if it is the same for all of them."""
-    for number, (runs, colour) in enumerate(zip(configurations, cycle(COLOURS), strict=False)):
-        values = [displayed(run.headline["metric"], run.headline["value"]) for run in runs]
-        value, deviation = fmean(values), stdev(values) if len(values) > 1 else 0.0
-        axes.barh(number, value, color=colour, height=0.6, xerr=deviation or None, capsize=3)
-        label_at = (max(value + deviation, 0), number)
-        axes.annotate(f"{value:.1f}", label_at, (4, 0), textcoords="offset points", ha="left", va="center")
-    axes.set_yticks(range(len(configurations)), [method(runs[0]) for runs in configurations])
+    """Draw a horizontal bar with the mean headline metric of each configuration, and its standard deviation over seeds.
+
+    A dashed line shows the score of a constant prediction if it is the same for all configurations.
+    """
+    for row, (runs, colour) in enumerate(zip(configurations, cycle(COLOURS), strict=False)):
+        scores = [displayed(run.headline["metric"], run.headline["value"]) for run in runs]
+        mean, std = fmean(scores), stdev(scores) if len(scores) > 1 else 0.0
+        axes.barh(row, mean, color=colour, height=0.6, xerr=std or None, capsize=3)
+        label_position = (max(mean + std, 0), row)
+        axes.annotate(f"{mean:.1f}", label_position, (4, 0), textcoords="offset points", ha="left", va="center")
+    axes.set_yticks(range(len(configurations)), [get_method_label(runs[0]) for runs in configurations])
     axes.invert_yaxis()
     metrics = sorted({runs[0].headline["metric"] for runs in configurations})
     axes.set_xlabel(f"{' / '.join(map(axis_label, metrics))}, on the validation set")
@@ -56,19 +60,23 @@ def _draw_headline_metrics(axes: Axes, configurations: Configurations) -> None:
     baseline = baselines.pop() if len(baselines) == 1 else None
     if baseline is not None:
         axes.axvline(displayed(metrics[0], baseline), color="black", linestyle="--", linewidth=1)
-        axes.set_title("dashed: a constant prediction", fontsize="medium", loc="left")
+        axes.set_title("dashed line: a constant prediction", fontsize="medium", loc="left")
 
 
-def _draw_layers(axes: Axes, configurations: Configurations) -> None:
-    """Draw IsoScore by layer after training for each configuration, and a dotted line for the time before it."""
+def _draw_isoscore_by_layer(axes: Axes, configurations: Configurations) -> None:
+    """Draw IsoScore by layer: a line per configuration after training, and a dotted line before training.
+
+    The dotted line shows the first run.
+    """
     before = configurations[0][0].isotropy["before"]
     layers = [layer for layer in before if layer != "union"]
-    numbers = list(map(int, layers))
+    layer_indices = list(map(int, layers))
     for runs, colour in zip(configurations, cycle(COLOURS), strict=False):
-        scores = [fmean([run.isotropy["after"][layer] for run in runs]) for layer in layers]
-        axes.plot(numbers, scores, marker="o", color=colour, label=method(runs[0]))
-    axes.plot(numbers, [before[layer] for layer in layers], color="black", linestyle=":", label="before training")
-    axes.set_xticks(numbers)
+        mean_scores = [fmean([run.isotropy["after"][layer] for run in runs]) for layer in layers]
+        axes.plot(layer_indices, mean_scores, marker="o", color=colour, label=get_method_label(runs[0]))
+    scores_before = [before[layer] for layer in layers]
+    axes.plot(layer_indices, scores_before, color="black", linestyle=":", label="before training")
+    axes.set_xticks(layer_indices)
     axes.set_xlabel("layer (0: embeddings)")
     axes.set_ylabel("IsoScore")
     axes.set_ylim(bottom=0)

@@ -31,7 +31,7 @@ class Geometry:
     isoscore_star: IsoScoreStar | None = None  # None if the run did not measure it
 
 
-def read(folder: Path) -> Geometry | None:
+def read_geometry(folder: Path) -> Geometry | None:
     """Read the geometry of the run in `folder`; return None if the run has no such file.
 
     Raises:
@@ -42,7 +42,7 @@ def read(folder: Path) -> Geometry | None:
         values = json.loads(path.read_text(encoding="utf-8"))
         # NumPy turns None, which JSON has in place of NaN, into NaN.
         mean_activation, two_nn = (np.array(values[name], dtype=float) for name in ("mean_activation", "two_nn"))
-        isoscore_star = _isoscore_star(values["isoscore_star"]) if "isoscore_star" in values else None
+        isoscore_star = _parse_isoscore_star(values["isoscore_star"]) if "isoscore_star" in values else None
         return Geometry(tuple(mean_activation.tolist()), tuple(two_nn.tolist()), isoscore_star)
     except FileNotFoundError:
         return None
@@ -50,7 +50,8 @@ def read(folder: Path) -> Geometry | None:
         raise UserError(f"{path} is not a geometry that istar wrote: {shorten(repr(error))}") from error
 
 
-def _isoscore_star(values: Mapping[str, Any]) -> IsoScoreStar:
-    layers = values["layers"]
-    scores = tuple(float(layers[str(number)]) for number in range(len(layers)))
+def _parse_isoscore_star(values: Mapping[str, Any]) -> IsoScoreStar:
+    """Return the IsoScore* from its fields in the file."""
+    score_by_layer = values["layers"]
+    scores = tuple(float(score_by_layer[str(layer)]) for layer in range(len(score_by_layer)))
     return IsoScoreStar(float(values["zeta"]), int(values["num_points"]), float(values["union"]), scores)

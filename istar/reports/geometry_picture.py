@@ -1,4 +1,4 @@
-"""The picture of a run's geometry over its optimizer steps."""
+"""The plot of a run's geometry against the optimizer step."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from istar.figures.drawing import render
 from istar.figures.plot import Line, Panel, Plot
 from istar.figures.spacing import evenly_spaced
 
-LABELS = {
+MEASURE_LABELS = {
     "isoscore": "IsoScore",
     "inter_sim": "InterSim",
     "effective_rank": "effective rank",
@@ -18,29 +18,30 @@ LABELS = {
 _KEY = re.compile(r"geometry/layer_(\d+)/(\w+)")
 
 
-def geometry_plot(rows: Sequence[Mapping[str, float]]) -> Plot:
-    """Plot the measures `geometry/layer_<l>/<measure>` in the rows of `metrics.csv` over the optimizer steps.
+def build_geometry_plot(rows: Sequence[Mapping[str, float]]) -> Plot:
+    """Return the plot of the measures of the layers' geometry against the optimizer step.
 
-    There is a panel for each measure, with a line for each of at most five evenly spaced layers.
+    There is a panel for each measure, with a line for each of at most five evenly spaced layers. `rows` are those of a
+    run's `metrics.csv`, in which a measure has the key `geometry/layer_<l>/<measure>`.
     """
-    measured = [row for row in rows if any(_KEY.fullmatch(name) for name in row)]
-    steps = tuple(float(row["step"]) for row in measured)
-    layers = sorted({int(match[1]) for row in measured for name in row if (match := _KEY.fullmatch(name))})
+    measured_rows = [row for row in rows if any(_KEY.fullmatch(name) for name in row)]
+    steps = tuple(float(row["step"]) for row in measured_rows)
+    layers = sorted({int(match[1]) for row in measured_rows for name in row if (match := _KEY.fullmatch(name))})
     panels = []
-    for measure, label in LABELS.items():
+    for measure, label in MEASURE_LABELS.items():
         lines = [
             Line(
                 f"layer {layer}" if layer else "embeddings",
                 steps,
-                tuple(row[f"geometry/layer_{layer}/{measure}"] for row in measured),
+                tuple(row[f"geometry/layer_{layer}/{measure}"] for row in measured_rows),
             )
             for layer in evenly_spaced(layers)
         ]
-        panels.append(Panel("", "", tuple(lines), "", label))
+        panels.append(Panel(model="", task="", lines=tuple(lines), fixed_settings="", y_label=label))
     return Plot(
-        "geometry_over_steps",
-        "Geometry of the layers during training",
-        "Measures of the hidden states of a sample of validation examples, which is always the same one.",
+        name="geometry_over_steps",
+        title="Geometry of the layers during training",
+        caption="Measures of the hidden states of a sample of validation examples, which is always the same one.",
         kind="line",
         x_label="optimizer step",
         panels=tuple(panels),
@@ -48,6 +49,6 @@ def geometry_plot(rows: Sequence[Mapping[str, float]]) -> Plot:
     )
 
 
-def geometry_picture(rows: Sequence[Mapping[str, float]]) -> bytes:
-    """`geometry_plot` as a PNG."""
-    return render(geometry_plot(rows), ["png"])["png"]
+def render_geometry_plot(rows: Sequence[Mapping[str, float]]) -> bytes:
+    """Return the plot of `build_geometry_plot` as a PNG."""
+    return render(build_geometry_plot(rows), ["png"])["png"]

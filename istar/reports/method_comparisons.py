@@ -7,8 +7,8 @@ from functools import cache
 import numpy as np
 import pandas as pd
 
-from istar.reports.budgets import Budget, budget
-from istar.reports.cells import HELD_OUT, VALIDATION, best_group, by_model_and_task
+from istar.reports.budgets import Budget, compute_budget
+from istar.reports.cells import HELD_OUT, VALIDATION, by_model_and_task, find_best_group
 from istar.scores import displayed, is_lower_better
 from istar.statistics import multiple, paired, power
 from istar.statistics.arguments import is_constant
@@ -16,14 +16,14 @@ from istar.statistics.conclusions import Comparison
 from istar.statistics.multiple import Holm
 
 ALPHA, POWER = 0.05, 0.8
-"""Significance level of the adjusted p-values, and probability of finding the smallest difference that is given."""
-_RESAMPLES = 99_999
-"""Random patterns of signs of the test beyond `paired.MAX_EXACT_PAIRS` pairs."""
+"""Significance level of the adjusted p-values, and power at which minimum detectable differences are given."""
+_NUM_SIGN_PATTERNS = 99_999
+"""Number of random sign patterns of the sign-flip test for more than `paired.MAX_EXACT_PAIRS` pairs."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """A method on one task with one model: a row of the table of all methods."""
+    """A method on one task with one model: a row of the report's table of all methods."""
 
     model: str
     task: str
@@ -32,20 +32,20 @@ class Method:
     runs: pd.DataFrame  # finished runs of the configuration that is shown, one for each seed, ordered by seed
     is_base: bool
     budget: Budget
-    configurations: int  # number of configurations with finished runs, among which it was chosen
-    chosen_on: str  # the set that chose, see `cells.chosen_on`
+    num_configurations: int  # number of configurations with finished runs, among which it was chosen
+    selection_set: str  # the set that chose, see `cells.get_selection_set`
 
     @property
-    def scores(self) -> dict[int, float]:
+    def score_by_seed(self) -> dict[int, float]:
         """The headline metric by seed, as `istar.scores.displayed`."""
-        return score_by_seed(self.runs)
+        return get_score_by_seed(self.runs)
 
     @property
-    def chosen_among(self) -> int:
+    def num_candidates(self) -> int:
         """Number of configurations from which the reported scores chose; 1 if other data chose."""
-        return self.configurations if self.chosen_on == VALIDATION else 1
+        return self.num_configurations if self.selection_set == VALIDATION else 1
 
-    def collapsed(self, seeds: Sequence[int]) -> int:
+    def count_collapsed(self, seeds: Sequence[int]) -> int:
         """Return how many of the runs with these seeds have constant predictions."""
         return int(self.runs[self.runs["seed"].isin(seeds)]["collapsed"].eq(True).sum())
 
@@ -56,139 +56,172 @@ class MethodComparison:
 
     method: Method
     base: Method | None  # None if no run of Base has finished
-    differences: dict[int, float]  # by seed
-    p_value: float | None  # two-sided, of the sign-flip test, not adjusted; None for fewer than two seeds
-    row: Comparison  # what follows from these numbers, with the adjusted p-value
+    difference_by_seed: dict[int, float]
+    unadjusted_p_value: float | None  # two-sided, of the sign-flip test; None for fewer than two seeds
+    statistics: Comparison  # what follows from these numbers, with the adjusted p-value
 
 
 @dataclass(frozen=True)
-class Comparisons:
+class ComparedMethods:
     """All methods of a report, and the comparisons of those other than Base."""
 
     methods: list[Method]  # by model and task; Base first, then the others by name
     comparisons: list[MethodComparison]  # in the same order
-    holm: Holm  # the correction over all comparisons that have a test
+    holm: Holm  # Holm's correction over all comparisons that have a test
 
     @property
-    def careful_level(self) -> float:
+    def strictest_level(self) -> float:
         """The smallest level that Holm's method compares a p-value with: alpha / m for m tests."""
         return ALPHA / max(1, self.holm.tests)
 
 
-def compare_methods(frame: pd.DataFrame) -> Comparisons:
-    """Compare every method of each model and task with Base, from a frame of `cells.prepare`.
+def compare_methods(all_runs: pd.DataFrame) -> ComparedMethods:
+    """Compare every method of each model and task with Base.
 
     The test is the sign-flip permutation test of the paired differences, exact for up to 20 pairs. Its p-values are
     adjusted by Holm's method over all methods, tasks and models together. The interval is Student's 95% interval of the
     mean difference, not adjusted.
+
+    Args:
+        all_runs: the runs of a report, from `cells.add_selection_columns`.
     """
-    methods = [method for part in by_model_and_task(frame) for method in _methods(part)]
-    bases: dict[tuple[str, str], Method] = {}
+    methods = [method for runs in by_model_and_task(all_runs) for method in _collect_methods(runs)]
+    base_by_task: dict[tuple[str, str], Method] = {}
     for method in methods:
         if method.is_base:
-            bases.setdefault((method.model, method.task), method)
-    compared = [_compare(method, bases.get((method.model, method.task))) for method in methods if not method.is_base]
-    return _adjust(methods, compared)
+            base_by_task.setdefault((method.model, method.task), method)
+    comparisons = [
+        _compare_with_base(method, base_by_task.get((method.model, method.task)))
+        for method in methods
+        if not method.is_base
+    ]
+    return _adjust_p_values(methods, comparisons)
 
 
-def _adjust(methods: list[Method], compared: list[MethodComparison]) -> Comparisons:
-    """Return the comparisons with p-values adjusted over all of them, and with the differences that could be found."""
-    holm = multiple.holm([comparison.p_value for comparison in compared])
-    # The adjusted p-values if each test gave its smallest p-value: no outcome gives smaller ones.
-    smallest = multiple.holm([
-        None if comparison.p_value is None else _smallest_p(comparison.row.pairs) for comparison in compared
+def _adjust_p_values(methods: list[Method], comparisons: list[MethodComparison]) -> ComparedMethods:
+    """Return the comparisons with Holm-adjusted p-values and with minimum detectable differences.
+
+    Holm's method corrects for all comparisons that have a p-value. The minimum detectable differences are those at its
+    strictest level, alpha divided by the number of tests.
+    """
+    holm = multiple.holm([comparison.unadjusted_p_value for comparison in comparisons])
+    # Lower bounds of the adjusted p-values: those of a table in which every test gives its minimum p-value.
+    attainable = multiple.holm([
+        None if comparison.unadjusted_p_value is None else _minimum_attainable_p(comparison.statistics.pairs)
+        for comparison in comparisons
     ])  # fmt: skip
-    level = ALPHA / max(1, holm.tests)
+    strictest_level = ALPHA / max(1, holm.tests)
     adjusted = []
-    for comparison, p_value, smallest_p in zip(compared, holm.adjusted, smallest.adjusted, strict=True):
-        row = replace(
-            comparison.row,
+    for comparison, p_value, minimum_p in zip(comparisons, holm.adjusted, attainable.adjusted, strict=True):
+        differences = list(comparison.difference_by_seed.values())
+        statistics = replace(
+            comparison.statistics,
             p_value=p_value,
-            smallest_p=smallest_p or 0.0,
-            smallest_difference=_smallest_difference(list(comparison.differences.values()), level),
+            smallest_p=minimum_p or 0.0,
+            smallest_difference=_minimum_detectable_difference(differences, strictest_level),
             power=POWER,
         )
-        adjusted.append(replace(comparison, row=row))
-    return Comparisons(methods, adjusted, holm)
+        adjusted.append(replace(comparison, statistics=statistics))
+    return ComparedMethods(methods, adjusted, holm)
 
 
-def _compare(method: Method, base: Method | None) -> MethodComparison:
-    """Compare a method with Base over the seeds that both have; the p-value is not adjusted yet."""
-    scores, references = method.scores, base.scores if base else {}
-    seeds = sorted(scores.keys() & references.keys())
-    by_seed = {seed: scores[seed] - references[seed] for seed in seeds}
-    differences = np.array(list(by_seed.values()))
+def _compare_with_base(method: Method, base: Method | None) -> MethodComparison:
+    """Return the paired comparison of a method with Base over the seeds that both have.
+
+    Its p-value is not adjusted for multiple comparisons yet. `base` is None if no run of Base has finished; the
+    comparison then has no pairs.
+    """
+    scores, base_scores = method.score_by_seed, base.score_by_seed if base else {}
+    seeds = sorted(scores.keys() & base_scores.keys())
+    difference_by_seed = {seed: scores[seed] - base_scores[seed] for seed in seeds}
+    differences = np.array(list(difference_by_seed.values()))
     has_interval = len(seeds) > 1 and not is_constant(differences)
-    row = Comparison(
+    statistics = Comparison(
         method.name,
         method.task,
         pairs=len(seeds),
         difference=float(differences.mean()) if seeds else None,
         interval=paired.t_interval(differences) if has_interval else None,
-        collapsed=method.collapsed(seeds),
-        reference_collapsed=base.collapsed(seeds) if base else 0,
-        unmatched=len(scores.keys() ^ references.keys()),
+        collapsed=method.count_collapsed(seeds),
+        reference_collapsed=base.count_collapsed(seeds) if base else 0,
+        unmatched=len(scores.keys() ^ base_scores.keys()),
         has_equal_budgets=base is None or method.budget.is_equal_to(base.budget),
         lower_is_better=is_lower_better(method.metric),
-        chosen_among=method.chosen_among,
-        reference_chosen_among=base.chosen_among if base else 1,
+        chosen_among=method.num_candidates,
+        reference_chosen_among=base.num_candidates if base else 1,
     )
-    p_value = paired.sign_flip_test(differences, _RESAMPLES).p_value if len(seeds) > 1 else None
-    return MethodComparison(method, base, by_seed, p_value, row)
+    p_value = paired.sign_flip_test(differences, _NUM_SIGN_PATTERNS).p_value if len(seeds) > 1 else None
+    return MethodComparison(method, base, difference_by_seed, p_value, statistics)
 
 
-def _smallest_p(pairs: int) -> float:
+def _minimum_attainable_p(num_pairs: int) -> float:
     """Return the smallest p-value that `paired.sign_flip_test` can give for this number of pairs."""
-    return paired.smallest_sign_flip_p(pairs) if pairs <= paired.MAX_EXACT_PAIRS else 1 / (_RESAMPLES + 1)
+    is_exact = num_pairs <= paired.MAX_EXACT_PAIRS
+    return paired.smallest_sign_flip_p(num_pairs) if is_exact else 1 / (_NUM_SIGN_PATTERNS + 1)
 
 
-def _smallest_difference(differences: Sequence[float], level: float) -> float | None:
-    """Return the smallest difference that so many pairs find at this level; None if it cannot be known.
+def _minimum_detectable_difference(differences: Sequence[float], level: float) -> float | None:
+    """Return the minimum detectable difference of the paired t-test at a significance level, or None if it is unknown.
 
-    It is that of the paired t-test, for the standard deviation of these differences. None stands for fewer than two
-    differences, equal ones, and so few that the sign-flip test does not reach the level.
+    The test has as many pairs as there are differences, their standard deviation, and the power `POWER`. The result is
+    None for fewer than two differences, for equal ones, and for so few that the sign-flip test cannot reach the level.
     """
     values = np.array(differences)
-    if len(values) < 2 or is_constant(values) or _smallest_p(len(values)) >= level:
+    if len(values) < 2 or is_constant(values) or _minimum_attainable_p(len(values)) >= level:
         return None
-    return _unit_difference(len(values), level) * float(values.std(ddof=1))
+    return _minimum_detectable_effect_size(len(values), level) * float(values.std(ddof=1))
 
 
 @cache
-def _unit_difference(pairs: int, level: float) -> float:
-    return power.smallest_difference(1.0, pairs, level, POWER)
+def _minimum_detectable_effect_size(num_pairs: int, level: float) -> float:
+    """Return the minimum detectable difference of the paired t-test in units of the standard deviation."""
+    return power.smallest_difference(1.0, num_pairs, level, POWER)
 
 
-def _methods(runs: pd.DataFrame) -> list[Method]:
-    """Return the methods of one model and task of which a run has finished: Base first, then the others by name."""
+def _collect_methods(runs: pd.DataFrame) -> list[Method]:
+    """Return the methods of one model and task that have a finished run: Base first, then the others by name."""
     # Runs with a penalty of weight 0 are trials of Base, whatever their name.
     base_runs = runs[runs["family"] == "base"]
     methods = []
-    for name, chosen in chosen_runs(runs[runs["usable"]]).items():
-        of_method = base_runs if is_base(chosen) else runs[runs["method"] == name]
-        finished = of_method[of_method["usable"]]
-        model, task, metric = (str(chosen[column].iloc[0]) for column in ("model", "task", "metric"))
-        # The reported set has chosen also if other data chose the epochs of some of the configurations.
-        chosen_on = HELD_OUT if finished["chosen_on"].eq(HELD_OUT).all() else VALIDATION
-        configurations = int(finished["config_hash"].nunique())
-        method = Method(
-            model, task, metric, name, chosen, is_base(chosen), budget(of_method), configurations, chosen_on
+    for name, chosen_runs in select_runs_by_method(runs[runs["usable"]]).items():
+        method_runs = base_runs if is_base(chosen_runs) else runs[runs["method"] == name]
+        finished = method_runs[method_runs["usable"]]
+        first_run = chosen_runs.iloc[0]
+        # If other data chose the epochs of some of the configurations only, the reported set has chosen, too.
+        is_held_out = finished["chosen_on"].eq(HELD_OUT).all()
+        methods.append(
+            Method(
+                model=str(first_run["model"]),
+                task=str(first_run["task"]),
+                metric=str(first_run["metric"]),
+                name=name,
+                runs=chosen_runs,
+                is_base=is_base(chosen_runs),
+                budget=compute_budget(method_runs),
+                num_configurations=int(finished["config_hash"].nunique()),
+                selection_set=HELD_OUT if is_held_out else VALIDATION,
+            )
         )
-        methods.append(method)
     return methods
 
 
-def chosen_runs(runs: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """Return the runs of each method of one model and task, by seed: Base first, then the other methods by name.
+def select_runs_by_method(runs: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Return the runs of the best configuration of each method: Base first, then the other methods by name.
 
-    `runs` are usable ones. The runs of a method have one configuration: of those tried, the one with the most seeds,
-    among equals with the best mean on the set that chose the epochs.
+    The best configuration is the one with the most seeds; among equals, the one with the best mean on the set that
+    chose the epochs.
+
+    Args:
+        runs: usable runs of one model and task, from `cells.add_selection_columns`.
+
+    Returns:
+        The runs by the method's name, ordered by seed.
     """
-    chosen = {
-        str(name): group[group["config_hash"] == best_group(group, "config_hash")].sort_values("seed")
+    runs_by_method = {
+        str(name): group[group["config_hash"] == find_best_group(group, "config_hash")].sort_values("seed")
         for name, group in runs.groupby("method")
     }
-    return dict(sorted(chosen.items(), key=lambda item: (not is_base(item[1]), item[0])))
+    return dict(sorted(runs_by_method.items(), key=lambda item: (not is_base(item[1]), item[0])))
 
 
 def is_base(runs: pd.DataFrame) -> bool:
@@ -196,7 +229,7 @@ def is_base(runs: pd.DataFrame) -> bool:
     return bool(runs["family"].iloc[0] == "base")
 
 
-def score_by_seed(runs: pd.DataFrame) -> dict[int, float]:
+def get_score_by_seed(runs: pd.DataFrame) -> dict[int, float]:
     """Return the headline metric of each run, as `istar.scores.displayed` gives it, by seed."""
     triples = zip(runs["seed"], runs["metric"], runs["value"].astype(float), strict=True)
     return {int(seed): displayed(metric, value) for seed, metric, value in triples}

@@ -7,38 +7,41 @@ from typing import Any
 import pandas as pd
 
 from istar.pages.sheets import Entry, Sheet
-from istar.reports.cells import describe, row_dicts
-from istar.reports.method_comparisons import ALPHA, POWER, Comparisons, Method, MethodComparison
-from istar.reports.paper_tables import NONE, format_p_value, format_spread
+from istar.reports.cells import describe_hyperparameters, row_dicts
+from istar.reports.method_comparisons import ALPHA, POWER, ComparedMethods, Method, MethodComparison
+from istar.reports.paper_tables import NONE, format_mean_and_std, format_p_value
 from istar.reports.run_tables import format_number
-from istar.reports.statistics import spread
+from istar.reports.statistics import mean_and_std
 from istar.statistics import paired
 from istar.statistics.conclusions import Verdict, conclusion, verdict
 
 
-def methods(compared: Comparisons) -> Sheet:
-    """Return a row for each method of every model and task, with its comparison with Base.
+def build_methods_sheet(compared_methods: ComparedMethods) -> Sheet:
+    """Return the table with a row for each method of every model and task, compared with Base.
 
     Table 1 has one row for I-STAR; this table has one for each lambda, zeta, and further setting in the method's name.
     """
-    by_method = {id(comparison.method): comparison for comparison in compared.comparisons}
-    rows = [_row(method, by_method.get(id(method)), compared.careful_level) for method in compared.methods]
+    comparison_by_method = {id(comparison.method): comparison for comparison in compared_methods.comparisons}
+    rows = [
+        _build_row(method, comparison_by_method.get(id(method)), compared_methods.strictest_level)
+        for method in compared_methods.methods
+    ]
     return Sheet(
-        "methods",
-        "All methods",
-        "Headline metric on the validation set (percent, except losses and perplexities), mean ± standard deviation "
-        "(ddof = 1) over seeds. Trials: configurations tried. Chosen on: the set that chose the epoch and the "
-        "configuration, the reported validation set itself or held-out training data. Minus Base: mean difference over "
-        "the seeds that both have, with Student's 95% interval, not corrected for the number of rows. p: two-sided "
-        f"sign-flip permutation test over the pairs of seeds (exact up to {paired.MAX_EXACT_PAIRS} pairs); "
-        f"{_holm_in_words(compared)} Smallest: the smallest difference that so many seeds find with probability "
-        f"{POWER:g}, by the paired t-test at {compared.careful_level:.2g}, Holm's most careful level ({ALPHA:g} / m). "
-        "IsoScore: layers 1 to L before → after training.",
-        ("task, metric", "method", "mean ± std", "seeds", "trials", "chosen\non", "minus\nBase", "95% interval", "p",
-         "p,\nHolm", "smallest", "collapsed", "IsoScore", "settings"),
-        _by_model(rows, _entries),
-        pd.DataFrame(rows).drop(columns="shows_p", errors="ignore"),
-        (
+        name="methods",
+        title="All methods",
+        caption="Headline metric on the validation set (percent, except losses and perplexities), mean ± standard "
+        "deviation (ddof = 1) over seeds. Trials: configurations tried. Chosen on: the set that chose the epoch and "
+        "the configuration, the reported validation set itself or held-out training data. Minus Base: mean difference "
+        "over the seeds that both have, with Student's 95% interval, not corrected for the number of rows. p: "
+        f"two-sided sign-flip permutation test over the pairs of seeds (exact up to {paired.MAX_EXACT_PAIRS} pairs); "
+        f"{_describe_holm_correction(compared_methods)} Smallest: the smallest difference that so many seeds find with "
+        f"probability {POWER:g}, by the paired t-test at {compared_methods.strictest_level:.2g}, Holm's strictest "
+        f"level ({ALPHA:g} / m). IsoScore: layers 1 to L before → after training.",
+        header=("task, metric", "method", "mean ± std", "seeds", "trials", "chosen\non", "minus\nBase",
+                "95% interval", "p", "p,\nHolm", "smallest", "collapsed", "IsoScore", "settings"),
+        rows_by_group=_group_by_model(rows, _format_row),
+        frame=pd.DataFrame(rows).drop(columns="shows_p", errors="ignore"),
+        notes=(
             "Each method is shown with the settings that have the most seeds, among equals with the best mean on the "
             "set that chose.",
             "A dash stands for p where the runs allow no conclusion; the CSV file has the number.",
@@ -47,92 +50,97 @@ def methods(compared: Comparisons) -> Sheet:
     )  # fmt: skip
 
 
-def conclusions(compared: Comparisons) -> Sheet:
-    """Return what each comparison with Base allows to conclude, as a sentence for each method, model and task."""
+def build_conclusions_sheet(compared_methods: ComparedMethods) -> Sheet:
+    """Return the table of conclusions: a sentence for each method, model and task on its comparison with Base."""
     rows = [
         {
             "model": comparison.method.model,
             "task": comparison.method.task,
             "metric": comparison.method.metric,
             "method": comparison.method.name,
-            "verdict": verdict(comparison.row, ALPHA).value,
-            "conclusion": conclusion(comparison.row, ALPHA),
+            "verdict": verdict(comparison.statistics, ALPHA).value,
+            "conclusion": conclusion(comparison.statistics, ALPHA),
         }
-        for comparison in compared.comparisons
+        for comparison in compared_methods.comparisons
     ]
     return Sheet(
-        "conclusions",
-        "What these runs allow to conclude",
-        f"Each method of the table of all methods, compared with Base by fixed rules at the level {ALPHA:g}. "
-        f"{_holm_in_words(compared)}",
-        ("task, metric", "method", "conclusion"),
-        _by_model(
+        name="conclusions",
+        title="What these runs allow to conclude",
+        caption=f"Each method of the table of all methods, compared with Base by fixed rules at the level {ALPHA:g}. "
+        f"{_describe_holm_correction(compared_methods)}",
+        header=("task, metric", "method", "conclusion"),
+        rows_by_group=_group_by_model(
             rows,
             lambda row: [Entry(f"{row['task']}, {row['metric']}"), Entry(row["method"]), Entry(row["conclusion"])],
         ),
-        pd.DataFrame(rows, columns=["model", "task", "metric", "method", "verdict", "conclusion"]),
+        frame=pd.DataFrame(rows, columns=["model", "task", "metric", "method", "verdict", "conclusion"]),
         num_row_headers=2,
     )
 
 
-def _holm_in_words(compared: Comparisons) -> str:
-    return f"{compared.holm.sentence()} m = {compared.holm.tests}."
+def _describe_holm_correction(compared_methods: ComparedMethods) -> str:
+    """Return the sentence of a caption that says for how many tests the p-values are corrected."""
+    return f"{compared_methods.holm.sentence()} m = {compared_methods.holm.tests}."
 
 
-def _by_model(rows: Sequence[dict[str, Any]], to_entries: Any) -> dict[str, list[list[Entry]]]:
-    """Convert rows, which are ordered by model, to table entries by model."""
+def _group_by_model(rows: Sequence[dict[str, Any]], format_row: Any) -> dict[str, list[list[Entry]]]:
+    """Return the formatted rows by model; the rows are ordered by model."""
     return {
-        model: [to_entries(row) for row in group] for model, group in groupby(rows, key=lambda row: str(row["model"]))
+        model: [format_row(row) for row in group] for model, group in groupby(rows, key=lambda row: str(row["model"]))
     }
 
 
-def _row(method: Method, comparison: MethodComparison | None, level: float) -> dict[str, Any]:
-    """Return the row of a method; one of Base has no comparison."""
+def _build_row(method: Method, comparison: MethodComparison | None, strictest_level: float) -> dict[str, Any]:
+    """Return the row of a method, with its comparison with Base.
+
+    The row of Base has no comparison. `strictest_level` is the level of the minimum detectable differences.
+    """
     runs = method.runs
-    first = row_dicts(runs.head(1))[0]
-    average = spread(list(method.scores.values()))
+    first_run = row_dicts(runs.head(1))[0]
+    scores = mean_and_std(list(method.score_by_seed.values()))
     row = {
         "model": method.model,
         "task": method.task,
         "metric": method.metric,
         "method": method.name,
-        "mean": average.mean,
-        "std": average.std,
-        "seeds": average.count,
-        "trials": method.budget.trials,
-        "configurations": method.configurations,
-        "chosen_on": method.chosen_on,
-        "finished_epochs": method.budget.epochs,
-        "finished_examples": method.budget.examples,
+        "mean": scores.mean,
+        "std": scores.std,
+        "seeds": scores.count,
+        "trials": method.budget.num_trials,
+        "configurations": method.num_configurations,
+        "chosen_on": method.selection_set,
+        "finished_epochs": method.budget.finished_epochs,
+        "finished_examples": method.budget.finished_examples,
         **dict.fromkeys(("pairs", "minus_base", "low", "high", "p", "p_holm", "smallest_difference", "smallest_level")),
         "equal_budgets": None,
-        "collapsed": method.collapsed(list(runs["seed"])),
+        "collapsed": method.count_collapsed(list(runs["seed"])),
         "isoscore_before": float(runs["isoscore_before"].mean()),
         "isoscore_after": float(runs["isoscore_after"].mean()),
-        "settings": describe(first),
+        "settings": describe_hyperparameters(first_run),
         "shows_p": False,
         "conclusion": "",
     }
     if comparison is None:
         return row
-    result = comparison.row
-    low, high = result.interval or (None, None)
+    statistics = comparison.statistics
+    low, high = statistics.interval or (None, None)
     return row | {
-        "pairs": result.pairs,
-        "minus_base": result.difference,
+        "pairs": statistics.pairs,
+        "minus_base": statistics.difference,
         "low": low,
         "high": high,
-        "p": comparison.p_value,
-        "p_holm": result.p_value,
-        "smallest_difference": result.smallest_difference,
-        "smallest_level": None if result.smallest_difference is None else level,
-        "equal_budgets": None if comparison.base is None else result.has_equal_budgets,
-        "shows_p": verdict(result, ALPHA) is not Verdict.NONE,
-        "conclusion": conclusion(result, ALPHA),
+        "p": comparison.unadjusted_p_value,
+        "p_holm": statistics.p_value,
+        "smallest_difference": statistics.smallest_difference,
+        "smallest_level": None if statistics.smallest_difference is None else strictest_level,
+        "equal_budgets": None if comparison.base is None else statistics.has_equal_budgets,
+        "shows_p": verdict(statistics, ALPHA) is not Verdict.NONE,
+        "conclusion": conclusion(statistics, ALPHA),
     }
 
 
-def _entries(row: dict[str, Any]) -> list[Entry]:
+def _format_row(row: dict[str, Any]) -> list[Entry]:
+    """Return the entries of a method's row; p-values are shown only if the runs allow a conclusion."""
     interval = NONE if row["low"] is None else f"{row['low']:+.2f} to {row['high']:+.2f}"
     numbers = [
         format_number(row["minus_base"], "+.2f"),
@@ -145,7 +153,7 @@ def _entries(row: dict[str, Any]) -> list[Entry]:
     return [
         Entry(f"{row['task']}, {row['metric']}"),
         Entry(row["method"]),
-        Entry(format_spread(row["mean"], row["std"]), number=True),
+        Entry(format_mean_and_std(row["mean"], row["std"]), number=True),
         Entry(str(row["seeds"]), number=True),
         Entry(str(row["trials"]), number=True),
         Entry(row["chosen_on"]),

@@ -10,218 +10,250 @@ import pandas as pd
 from istar.figures.plot import BASE, Panel, Plot
 from istar.pages.sheets import Entry, Sheet
 from istar.reports import paper, rerun_commands
-from istar.reports.cells import Cell, models, tasks
-from istar.reports.paper_tables import tried_pairs
+from istar.reports.cells import Cell, list_models, list_tasks
+from istar.reports.paper_tables import collect_tried_pairs
 from istar.results import RunRecord
 
 
 @dataclass(frozen=True)
 class MissingRuns:
-    """The runs of a model and a task that a table or figure (`artefact`) needs, and the command that starts them."""
+    """Missing runs of a model and a task, and the command that starts them; also a row of the table of missing runs."""
 
-    artefact: str
+    artefact: str  # table or figure that needs the runs, e.g. `Figure 3`
     model: str
     task: str
-    missing: str
+    missing: str  # what is missing, in words
     command: str
 
 
-SweepCommand = Callable[[str, str, str], str]
-"""Takes the names of a sweep, a task and a model; returns the command of the sweep."""
+SweepCommandBuilder = Callable[[str, str, str], str]
+"""Takes the names of a sweep, a task and a model; returns the command that starts the sweep."""
 
 
-def sweep_command_builder(frame: pd.DataFrame, records: Mapping[str, RunRecord], root: str) -> SweepCommand:
+def make_sweep_command_builder(
+    all_runs: pd.DataFrame, records: Mapping[str, RunRecord], root: str
+) -> SweepCommandBuilder:
     """Return a function that builds sweep commands with the data, settings and folder of the existing runs."""
 
-    def build(sweep: str, task: str, model: str) -> str:
-        of_model, of_task = frame[frame["model"] == model], frame[frame["task"] == task]
-        of_both = of_model[of_model["task"] == task]
-        similar = next(runs for runs in (of_both, of_task, of_model) if len(runs))
-        config = records[similar["folder"].iloc[0]].config
-        if of_task.empty:
+    def build_command(sweep: str, task: str, model: str) -> str:
+        """Return the command of a sweep with the settings of the most similar run: same task and model if possible."""
+        model_runs, task_runs = all_runs[all_runs["model"] == model], all_runs[all_runs["task"] == task]
+        model_and_task_runs = model_runs[model_runs["task"] == task]
+        similar_runs = next(runs for runs in (model_and_task_runs, task_runs, model_runs) if len(runs))
+        config = records[similar_runs["folder"].iloc[0]].config
+        if task_runs.empty:
             # The paths and limits of another task's data do not apply.
             config = {**config, "task": {"name": task}}
-        model_option = rerun_commands.model_option(records[of_model["folder"].iloc[0]].config["model"])
-        overrides = [*rerun_commands.settings(config), *rerun_commands.root_override(root)]
-        return rerun_commands.sweep(sweep, task, model_option, *overrides)
+        model_override = rerun_commands.build_model_override(records[model_runs["folder"].iloc[0]].config["model"])
+        overrides = [*rerun_commands.build_setting_overrides(config), *rerun_commands.build_root_override(root)]
+        return rerun_commands.build_sweep_command(sweep, task, model_override, *overrides)
 
-    return build
+    return build_command
 
 
-def for_table1(
-    cells: Iterable[Cell], frame: pd.DataFrame, records: Mapping[str, RunRecord], sweep_command: SweepCommand, root: str
+def find_missing_table1_runs(
+    cells: Iterable[Cell],
+    all_runs: pd.DataFrame,
+    records: Mapping[str, RunRecord],
+    build_sweep_command: SweepCommandBuilder,
+    root: str,
 ) -> list[MissingRuns]:
-    """List methods without a run or with too few seeds, for every combination of a model and a task in the frame."""
-    filled = {(cell.model, cell.task, cell.family): cell for cell in cells if cell.seeds}
+    """Return the methods of Table 1 without a run or with too few seeds, for every pair of a model and a task."""
+    cell_by_key = {(cell.model, cell.task, cell.family): cell for cell in cells if cell.seeds}
     missing = []
-    for model, task in itertools.product(models(frame), tasks(frame)):
-        absent = [name for family, name in paper.FAMILIES.items() if (model, task, family) not in filled]
+    for model, task in itertools.product(list_models(all_runs), list_tasks(all_runs)):
+        absent = [name for family, name in paper.FAMILIES.items() if (model, task, family) not in cell_by_key]
         if absent:
             text = "; ".join(f"{name}: no run" for name in absent)
-            missing.append(MissingRuns("Table 1", model, task, text, sweep_command("table1", task, model)))
+            missing.append(MissingRuns("Table 1", model, task, text, build_sweep_command("table1", task, model)))
         for family, name in paper.FAMILIES.items():
-            cell = filled.get((model, task, family))
-            if cell is not None and (seeds := missing_seeds(cell.seeds)):
-                repeated = rerun_commands.repeat(records[cell.runs["folder"].iloc[0]].config, seeds)
-                command = " ".join([repeated, *rerun_commands.root_override(root)])
+            cell = cell_by_key.get((model, task, family))
+            if cell is not None and (seeds := find_missing_seeds(cell.seeds)):
+                config = records[cell.runs["folder"].iloc[0]].config
+                repeat_command = rerun_commands.build_repeat_command(config, seeds)
+                command = " ".join([repeat_command, *rerun_commands.build_root_override(root)])
                 text = f"{name}: {describe_missing_seeds(cell.seeds)}"
                 missing.append(MissingRuns("Table 1", model, task, text, command))
     return missing
 
 
-def for_table2(cells: Iterable[Cell], frame: pd.DataFrame, sweep_command: SweepCommand) -> list[MissingRuns]:
-    """List the models and tasks of Table 2 for which pairs of the paper's lambda and zeta have no finished run."""
-    grid = set(itertools.product(paper.WEIGHTS, paper.ZETAS))
+def find_missing_table2_runs(
+    cells: Iterable[Cell], all_runs: pd.DataFrame, build_sweep_command: SweepCommandBuilder
+) -> list[MissingRuns]:
+    """Return the models and tasks of Table 2 for which pairs of the paper's lambda and zeta have no finished run."""
+    grid = set(itertools.product(paper.LAMBDAS, paper.ZETAS))
     missing = []
     for cell in cells:
-        if cell.family == "istar" and paper.tuned_penalty(cell.model, cell.task) is not None:
-            untried = grid - tried_pairs(frame, cell)
-            if untried:
-                text = f"I-STAR: {len(untried)} of the {len(grid)} pairs of λ and ζ"
-                command = sweep_command("table2", cell.task, cell.model)
+        if cell.family == "istar" and paper.look_up_tuned_penalty(cell.model, cell.task) is not None:
+            untried_pairs = grid - collect_tried_pairs(all_runs, cell)
+            if untried_pairs:
+                text = f"I-STAR: {len(untried_pairs)} of the {len(grid)} pairs of λ and ζ"
+                command = build_sweep_command("table2", cell.task, cell.model)
                 missing.append(MissingRuns("Table 2", cell.model, cell.task, text, command))
     return missing
 
 
-def for_plot(
-    plot: Plot, frame: pd.DataFrame, layer_counts: Mapping[str, int], sweep_command: SweepCommand
+def find_missing_plot_runs(
+    plot: Plot, all_runs: pd.DataFrame, num_layers_by_model: Mapping[str, int], build_sweep_command: SweepCommandBuilder
 ) -> list[MissingRuns]:
-    """List the values that the paper's figure varies and that have no run, or fewer seeds than in the paper.
+    """Return the values of a figure of the paper that have no run, or fewer seeds than in the paper.
 
-    `plot` is the figure drawn from the existing runs; `layer_counts` are numbers of transformer layers by model.
+    Args:
+        plot: the figure drawn from the existing runs.
+        all_runs: all runs of the report.
+        num_layers_by_model: number of transformer layers of each model.
+        build_sweep_command: returns the command that starts a sweep.
     """
-    panels = {(panel.model, panel.task): panel for panel in plot.panels}
+    panel_by_model_and_task = {(panel.model, panel.task): panel for panel in plot.panels}
     missing = []
-    for model in models(frame):
-        for task in _expected_tasks(plot, frame, model):
-            panel = panels.get((model, task))
+    for model in list_models(all_runs):
+        for task in _list_expected_tasks(plot, all_runs, model):
+            panel = panel_by_model_and_task.get((model, task))
             text = _describe_missing_values(plot, panel)
             if text:
-                command = sweep_command(plot.sweep, task, model)
-                command = " ".join([command, *_plot_overrides(plot, panel, model, task, layer_counts.get(model, 0))])
-                missing.append(MissingRuns(artefact_name(plot), model, task, text, command))
+                overrides = _build_plot_overrides(plot, panel, model, task, num_layers_by_model.get(model, 0))
+                command = " ".join([build_sweep_command(plot.sweep, task, model), *overrides])
+                missing.append(MissingRuns(get_artefact_name(plot), model, task, text, command))
     return missing
 
 
-def for_geometry(
-    plot: Plot, frame: pd.DataFrame, measured: Iterable[str], sweep_command: SweepCommand
+def find_runs_without_geometry(
+    plot: Plot, all_runs: pd.DataFrame, measured_folders: Iterable[str], build_sweep_command: SweepCommandBuilder
 ) -> list[MissingRuns]:
-    """List finished runs that Figure 4 or 5 could show if they had a `geometry.json`, as the folders `measured` do."""
+    """Return the finished runs that the paper's Figure 4 or 5 cannot show because they have no `geometry.json`.
+
+    `measured_folders` are the folders of the runs that have one.
+    """
     family = "cosreg" if plot.name == "figure4" else "istar"
-    unmeasured = frame[frame["usable"] & frame["family"].isin(("base", family)) & ~frame["folder"].isin(list(measured))]
-    panels = {(panel.model, panel.task) for panel in plot.panels}
+    shown = all_runs[all_runs["usable"] & all_runs["family"].isin(("base", family))]
+    unmeasured = shown[~shown["folder"].isin(list(measured_folders))]
+    pairs_with_panel = {(panel.model, panel.task) for panel in plot.panels}
     missing = []
     for (model, task), runs in unmeasured.groupby(["model", "task"]):
-        if task == plot.task or (model, task) in panels:
-            count = f"{len(runs)} finished run{'s' * (len(runs) > 1)}"
-            text = f"{count} without geometry.json, which run.overwrite=true makes"
-            command = f"{sweep_command(plot.sweep, str(task), str(model))} run.overwrite=true"
-            missing.append(MissingRuns(artefact_name(plot), str(model), str(task), text, command))
+        if task == plot.task or (model, task) in pairs_with_panel:
+            num_runs = f"{len(runs)} finished run{'s' * (len(runs) > 1)}"
+            text = f"{num_runs} without geometry.json, which run.overwrite=true makes"
+            command = f"{build_sweep_command(plot.sweep, str(task), str(model))} run.overwrite=true"
+            missing.append(MissingRuns(get_artefact_name(plot), str(model), str(task), text, command))
     return missing
 
 
-def for_paper(frame: pd.DataFrame) -> tuple[str, str] | None:
-    """Return a sentence on the paper's pairs of model and task without a run, and their command; None without any."""
+def describe_missing_paper_pairs(all_runs: pd.DataFrame) -> tuple[str, str] | None:
+    """Return a sentence on the paper's pairs of model and task without a run, and the command that starts their runs.
+
+    Return None if every pair has a run.
+    """
     pairs = set(itertools.product(paper.MODELS, paper.TASKS))
-    missing = pairs - set(zip(frame["model"], frame["task"], strict=True))
-    if not missing:
+    missing_pairs = pairs - set(zip(all_runs["model"], all_runs["task"], strict=True))
+    if not missing_pairs:
         return None
-    missing_models = [option for model, option in paper.MODELS.items() if any(model == pair[0] for pair in missing)]
-    missing_tasks = [task for task in paper.TASKS if any(task == pair[1] for pair in missing)]
+    models, tasks = {model for model, _ in missing_pairs}, {task for _, task in missing_pairs}
+    model_options = [option for model, option in paper.MODELS.items() if model in models]
+    ordered_tasks = [task for task in paper.TASKS if task in tasks]
     return (
-        f"{len(missing)} of the paper's {len(pairs)} pairs of model and task have no run.",
-        f"python train.py -m +sweep=table1 task={','.join(missing_tasks)} model={','.join(missing_models)}",
+        f"{len(missing_pairs)} of the paper's {len(pairs)} pairs of model and task have no run.",
+        f"python train.py -m +sweep=table1 task={','.join(ordered_tasks)} model={','.join(model_options)}",
     )
 
 
-def sheet(missing: Sequence[MissingRuns]) -> Sheet:
+def build_missing_runs_sheet(missing: Sequence[MissingRuns]) -> Sheet:
     """Return the table of missing runs, grouped by model."""
-    groups: dict[str, list[list[Entry]]] = {}
+    rows_by_model: dict[str, list[list[Entry]]] = {}
     for runs in missing:
         row = [Entry(runs.artefact), Entry(runs.task), Entry(runs.missing), Entry(runs.command, code=True)]
-        groups.setdefault(runs.model, []).append(row)
+        rows_by_model.setdefault(runs.model, []).append(row)
     return Sheet(
-        "missing",
-        "What is missing",
-        "Runs that the tables and figures need, and the command that starts them.",
-        ("artefact", "task", "missing", "command"),
-        groups,
-        pd.DataFrame(missing, columns=["artefact", "model", "task", "missing", "command"]),
+        name="missing",
+        title="What is missing",
+        caption="Runs that the tables and figures need, and the command that starts them.",
+        header=("artefact", "task", "missing", "command"),
+        rows_by_group=rows_by_model,
+        frame=pd.DataFrame(missing, columns=["artefact", "model", "task", "missing", "command"]),
         num_row_headers=2,
     )
 
 
-def artefact_name(plot: Plot) -> str:
+def get_artefact_name(plot: Plot) -> str:
     """Return the figure's number in the paper, e.g. `Figure 3`."""
     return plot.title.split(":")[0]
 
 
-def missing_seeds(seeds: Sequence[int], expected: int = len(paper.SEEDS)) -> list[int]:
-    """Return the paper's seeds to run until there are `expected` different ones."""
-    return [seed for seed in paper.SEEDS if seed not in seeds][: max(0, expected - len(set(seeds)))]
+def find_missing_seeds(seeds: Sequence[int], num_expected: int = len(paper.SEEDS)) -> list[int]:
+    """Return the paper's seeds that have to be run until there are `num_expected` different ones."""
+    return [seed for seed in paper.SEEDS if seed not in seeds][: max(0, num_expected - len(set(seeds)))]
 
 
-def describe_missing_seeds(seeds: Sequence[int], expected: int = len(paper.SEEDS)) -> str:
+def describe_missing_seeds(seeds: Sequence[int], num_expected: int = len(paper.SEEDS)) -> str:
     """Return e.g. `seeds 4, 5`, `no run` if there is no seed at all, or an empty string if none is missing."""
     if not seeds:
         return "no run"
-    absent = missing_seeds(seeds, expected)
-    return f"seed{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}" if absent else ""
+    missing_seeds = find_missing_seeds(seeds, num_expected)
+    return f"seed{'s' * (len(missing_seeds) > 1)} {', '.join(map(str, missing_seeds))}" if missing_seeds else ""
 
 
-def _expected_tasks(plot: Plot, frame: pd.DataFrame, model: str) -> list[str]:
+def _list_expected_tasks(plot: Plot, all_runs: pd.DataFrame, model: str) -> list[str]:
     """Return the tasks for which the figure should have a panel for this model.
 
     These are all tasks of the model if the paper's figure shows all tasks. Otherwise they are the tasks with a panel
     and the paper's task if any model has runs of it; if there are none, the task for which the model has most runs.
     """
-    all_tasks, of_model = tasks(frame), frame[frame["model"] == model]
+    all_tasks, model_runs = list_tasks(all_runs), all_runs[all_runs["model"] == model]
     if not plot.task:
-        return tasks(of_model)
-    with_panel = [panel.task for panel in plot.panels if panel.model == model]
+        return list_tasks(model_runs)
+    tasks_with_panel = [panel.task for panel in plot.panels if panel.model == model]
     if plot.task in all_tasks:
-        return [task for task in all_tasks if task in with_panel or task == plot.task]
-    counts = of_model["task"].value_counts()
-    return with_panel or [max(tasks(of_model), key=lambda task: counts[task])]
+        return [task for task in all_tasks if task in tasks_with_panel or task == plot.task]
+    num_runs_by_task = model_runs["task"].value_counts()
+    return tasks_with_panel or [max(list_tasks(model_runs), key=lambda task: num_runs_by_task[task])]
 
 
-def _plot_overrides(plot: Plot, panel: Panel | None, model: str, task: str, layer_count: int) -> list[str]:
-    """Return the overrides that depend on the model: its other lambdas, or for single layers Table 2's penalty."""
+def _build_plot_overrides(plot: Plot, panel: Panel | None, model: str, task: str, num_layers: int) -> list[str]:
+    """Return the overrides of a figure's sweep that depend on the model.
+
+    For Figure 3, these are the lambdas of a model that was not trained with the paper's. For the figure of single
+    layers, they are the layers, and lambda and zeta of the paper's Table 2.
+    """
     if plot.name == "figure3":
-        weights = _other_values(plot, panel)
-        return [f"reg.lambda={','.join(f'{weight:g}' for weight in weights)}"] if weights else []
+        lambdas = _list_other_values(plot, panel)
+        return [f"reg.lambda={','.join(f'{lambda_:g}' for lambda_ in lambdas)}"] if lambdas else []
     if plot.symbol != "layer":
         return []
-    tuned = paper.tuned_penalty(model, task)
+    tuned = paper.look_up_tuned_penalty(model, task)
     overrides = [f"reg.lambda={tuned.weight:g}", f"reg.zeta={tuned.zeta:g}"] if tuned is not None else []
-    layers = "".join(f"[{layer}]," for layer in range(1, layer_count + 1))
+    layers = "".join(f"[{layer}]," for layer in range(1, num_layers + 1))
     return overrides + ([f"'reg.layers={layers}all'"] if layers else [])
 
 
 def _describe_missing_values(plot: Plot, panel: Panel | None) -> str:
-    """Return e.g. `Base and λ = -1, 1: seeds 4, 5; λ = 3: no run`, or an empty string if nothing is missing."""
+    """Return which values of a figure's panel lack which seeds, or an empty string if nothing is missing.
+
+    For example: `Base and λ = -1, 1: seeds 4, 5; λ = 3: no run`.
+    """
     if plot.symbol == "layer" and panel is None:
         return "no run with a single layer"
-    seeds: Mapping[Any, tuple[int, ...]] = (panel.seeds if panel is not None else None) or {}
+    seeds_by_value: Mapping[Any, tuple[int, ...]] = (panel.seeds if panel is not None else None) or {}
     if plot.symbol == "layer":
-        expected: list[Any] = list(seeds)
+        expected_values: list[Any] = list(seeds_by_value)
     else:
-        expected = [*([BASE] if plot.has_baseline else []), *(_other_values(plot, panel) or plot.values)]
-    values_by_lack: dict[str, list[Any]] = {}
-    for value in expected:
-        if lack := describe_missing_seeds(seeds.get(value, ()), plot.seeds):
-            values_by_lack.setdefault(lack, []).append(value)
+        expected_values = [*([BASE] if plot.has_baseline else []), *(_list_other_values(plot, panel) or plot.values)]
+    values_by_missing_seeds: dict[str, list[Any]] = {}
+    for value in expected_values:
+        if missing_seeds := describe_missing_seeds(seeds_by_value.get(value, ()), plot.seeds):
+            values_by_missing_seeds.setdefault(missing_seeds, []).append(value)
     parts = []
-    for lack, values in values_by_lack.items():
+    for missing_seeds, values in values_by_missing_seeds.items():
         names = [value for value in values if isinstance(value, str)]
         numbers = ", ".join(f"{value:g}" for value in values if not isinstance(value, str))
         if numbers:
             names.append(f"{plot.symbol}{' ' if plot.symbol == 'layer' else ' = '}{numbers}")
-        parts.append(f"{' and '.join(names)}: {lack}")
+        parts.append(f"{' and '.join(names)}: {missing_seeds}")
     return "; ".join(parts)
 
 
-def _other_values(plot: Plot, panel: Panel | None) -> list[float]:
-    """Return the values of a panel that has none of the paper's, as for models trained with other lambdas."""
+def _list_other_values(plot: Plot, panel: Panel | None) -> list[float]:
+    """Return the values of a panel that has none of the paper's values; an empty list if it has one of them.
+
+    Small models are trained with other lambdas than the paper's.
+    """
     values = set(panel.seeds or ()) - {BASE} if panel is not None else set()
     return [] if values & set(plot.values) else sorted(values)

@@ -7,7 +7,7 @@ import pandas as pd
 
 from istar.errors import UserError
 from istar.reports import cells
-from istar.reports.method_comparisons import chosen_runs, is_base, score_by_seed
+from istar.reports.method_comparisons import get_score_by_seed, is_base, select_runs_by_method
 from istar.reports.run_frame import load_runs
 
 
@@ -22,8 +22,8 @@ class SeedDifferences:
     by_seed: dict[int, float]  # difference of the headline metric as `istar.scores.displayed`, by seed
 
 
-def differences_from_base(folder: Path) -> list[SeedDifferences]:
-    """Pair every method with Base by task, model and seed.
+def compute_differences_from_base(folder: Path) -> list[SeedDifferences]:
+    """Return the difference of every method from Base, by seed, for each task and model in a folder of runs.
 
     Each method has one configuration, chosen as in the report's table of all methods. Methods without a seed in common
     with Base are left out.
@@ -31,27 +31,27 @@ def differences_from_base(folder: Path) -> list[SeedDifferences]:
     Raises:
         UserError: if `folder` is not a folder, or no method has a seed in common with Base.
     """
-    frame = cells.prepare(load_runs(folder, keep_records=True))
-    usable = frame[frame["usable"]]
-    listed = [differences for part in cells.by_model_and_task(usable) for differences in _of_task(part)]
-    if not listed:
+    all_runs = cells.add_selection_columns(load_runs(folder, keep_records=True))
+    usable = all_runs[all_runs["usable"]]
+    differences = [item for runs in cells.by_model_and_task(usable) for item in _compute_task_differences(runs)]
+    if not differences:
         raise UserError(
             f"{folder} holds no finished runs of Base and another method with the same task, model and seed; run both "
             "with the same seeds"
         )
-    return listed
+    return differences
 
 
-def _of_task(runs: pd.DataFrame) -> list[SeedDifferences]:
-    """Return the differences of all methods on one task with one model, in the order of the methods' names."""
-    chosen = chosen_runs(runs)
-    base = next((score_by_seed(group) for group in chosen.values() if is_base(group)), {})
+def _compute_task_differences(runs: pd.DataFrame) -> list[SeedDifferences]:
+    """Return the differences of all methods from Base on one task with one model, in the order of their names."""
+    runs_by_method = select_runs_by_method(runs)
+    base_scores = next((get_score_by_seed(group) for group in runs_by_method.values() if is_base(group)), {})
     model, task, metric = (str(runs[column].iloc[0]) for column in ("model", "task", "metric"))
-    rows = []
-    for method, group in chosen.items():
-        scores = score_by_seed(group)
-        common = sorted(scores.keys() & base.keys())
-        if common and not is_base(group):
-            by_seed = {seed: scores[seed] - base[seed] for seed in common}
-            rows.append(SeedDifferences(model, task, metric, method, by_seed))
-    return rows
+    differences = []
+    for method, method_runs in runs_by_method.items():
+        scores = get_score_by_seed(method_runs)
+        common_seeds = sorted(scores.keys() & base_scores.keys())
+        if common_seeds and not is_base(method_runs):
+            difference_by_seed = {seed: scores[seed] - base_scores[seed] for seed in common_seeds}
+            differences.append(SeedDifferences(model, task, metric, method, difference_by_seed))
+    return differences

@@ -15,13 +15,16 @@ FAMILIES = {"base": "Base", "cosreg": "CosReg", "istar": "I-STAR"}
 """Method families: name in files -> name in the paper."""
 SEEDS = (1, 2, 3, 4, 5)  # the paper averages over five seeds without naming them; these stand in for them
 
-ISOSCORE_ZETA = 0.2  # zeta of the IsoScore* in Figures 3 and 6
-WEIGHTS, ZETAS = (-5.0, -3.0, -1.0, 1.0, 3.0, 5.0), (0.2, 0.4, 0.6, 0.8)  # the search grid of Table 2: lambda and zeta
+ISOSCORE_ZETA = 0.2  # zeta of the IsoScore* in the paper's Figures 3 and 6
+LAMBDAS, ZETAS = (-5.0, -3.0, -1.0, 1.0, 3.0, 5.0), (0.2, 0.4, 0.6, 0.8)  # the search grid of the paper's Table 2
 
 
 @dataclass(frozen=True)
-class Score:
-    """An entry of Table 1: mean and standard deviation over five seeds on the development set, in percent."""
+class PublishedScore:
+    """An entry of the paper's Table 1: mean and standard deviation over five seeds, in percent.
+
+    The scores are those on the development set.
+    """
 
     mean: float
     std: float
@@ -29,23 +32,26 @@ class Score:
 
 @dataclass(frozen=True)
 class TunedPenalty:
-    """An entry of Table 2: the best lambda (`weight`) and zeta."""
+    """An entry of the paper's Table 2: the best lambda (`weight`) and zeta."""
 
     weight: float
     zeta: float
 
 
-def score(model: str, task: str, metric: str, family: str) -> Score | None:
-    """Return an entry of Table 1, or None if the table has no such entry.
+def look_up_score(model: str, task: str, metric: str, family: str) -> PublishedScore | None:
+    """Return an entry of the paper's Table 1, or None if the table has no such entry.
 
     `model` is the last part of a model's name, e.g. `bert-base-cased`, and `family` is a key of `FAMILIES`.
     """
     row = _read_table("table1", "model", "task", "metric").get((MODELS.get(model), task, metric))
-    return Score(row[family], row[f"{family}_std"]) if row is not None else None
+    return PublishedScore(row[family], row[f"{family}_std"]) if row is not None else None
 
 
-def tuned_penalty(model: str, task: str) -> TunedPenalty | None:
-    """Return an entry of Table 2, or None if the table has no such entry; the arguments are as for `score`."""
+def look_up_tuned_penalty(model: str, task: str) -> TunedPenalty | None:
+    """Return an entry of the paper's Table 2, or None if the table has no such entry.
+
+    `model` is the last part of a model's name, e.g. `bert-base-cased`.
+    """
     row = _read_table("table2", "task").get(task)
     if row is None or model not in MODELS:
         return None
@@ -53,7 +59,8 @@ def tuned_penalty(model: str, task: str) -> TunedPenalty | None:
 
 
 @cache
-def _read_table(name: str, *index: str) -> dict[Any, dict[str, float]]:
-    """Read a table of the paper; returns its rows by the values of their columns `index`."""
+def _read_table(name: str, *index_columns: str) -> dict[Any, dict[str, float]]:
+    """Read a table of the paper and return its rows by their values in the index columns."""
     with files("istar.reports").joinpath("paper", f"{name}.csv").open(encoding="utf-8") as file:
-        return pd.read_csv(file, index_col=list(index)).astype(float).to_dict("index")  # type: ignore[return-value]
+        table = pd.read_csv(file, index_col=list(index_columns))
+    return table.astype(float).to_dict("index")  # type: ignore[return-value]

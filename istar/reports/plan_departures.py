@@ -15,14 +15,14 @@ from istar.reports.plan_file import (
     Plan,
     describe_value,
     describe_values,
-    family,
-    flat_settings,
-    group_of,
+    flatten_settings,
+    get_plan_group,
+    strip_method_settings,
 )
 from istar.scores import merit
 
-ALL = "all runs"
-_MAX_NAMES = 3  # names of runs that the page shows of a departure; the CSV file has all
+ALL_RUNS = "all runs"
+_MAX_SHOWN_NAMES = 3  # names of runs that the page shows of a departure; the CSV file has all
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class Departure:
 
 @dataclass(frozen=True)
 class _Run:
-    """What is compared with the plan: a row of the frame of runs, without pandas' marks of missing values."""
+    """A run that is compared with the plan."""
 
-    values: Mapping[str, Any]  # the row, where missing values are None
-    settings: Mapping[str, Any]  # see `istar.reports.plan_file.flat_settings`
+    values: Mapping[str, Any]  # row of the data frame of runs, where missing values are None
+    settings: Mapping[str, Any]  # see `istar.reports.plan_file.flatten_settings`
 
     @property
     def name(self) -> str:
@@ -81,19 +81,20 @@ class _Match:
 
     run: _Run
     configuration: Configuration | None = None  # None if the task, the model or the method is not planned
-    changed: tuple[str, ...] = ()  # keys of the settings that differ
-    unplanned: str = ""  # `task`, `model` or `method` if there is no configuration
+    changed_keys: tuple[str, ...] = ()  # keys of the settings that differ
+    unplanned_part: str = ""  # `task`, `model` or `method` if there is no configuration
 
     @property
     def group(self) -> tuple[str, str, str]:
         """Group of the configuration; if there is none, task, model and method without its settings."""
         if self.configuration is None:
-            return group_of(self.run.task, self.run.model, self.run.method, grid="")
+            return get_plan_group(self.run.task, self.run.model, self.run.method, grid="")
         return self.configuration.group
 
     @property
     def has_planned_settings(self) -> bool:
-        return self.configuration is not None and not self.changed
+        """Whether the run has all settings of a planned configuration."""
+        return self.configuration is not None and not self.changed_keys
 
 
 def departures(plan: Plan, frame: pd.DataFrame) -> list[Departure]:
@@ -108,309 +109,367 @@ def departures(plan: Plan, frame: pd.DataFrame) -> list[Departure]:
         plan: from `istar.reports.plan_file.read`.
         frame: `istar.reports.run_frame.Runs.frame`, of runs with any status.
     """
-    runs = [_Run(values, _settings(values)) for values in map(_without_nan, frame.to_dict("records"))]
-    matches = [_match(plan, run) for run in runs]
+    rows = map(_replace_nan_by_none, frame.to_dict("records"))
+    runs = [_Run(row, _get_identifying_settings(row)) for row in rows]
+    matches = [_match_to_plan(plan, run) for run in runs]
     parts = (
-        _edited(plan),
-        _missing(plan, matches),
-        _unplanned(plan, matches),
-        _changed(plan, matches),
-        _other_data(matches),
-        _repeated(plan, matches),
-        _trials(plan, matches),
-        _unequal_seeds(plan, matches),
-        _without_result(plan, matches),
-        _other_code(plan, runs),
-        _early(plan, runs),
+        _find_plan_edit(plan),
+        _find_missing_runs(plan, matches),
+        _find_unplanned_runs(plan, matches),
+        _find_changed_settings(plan, matches),
+        _find_other_data_or_weights(matches),
+        _find_wrong_repetitions(plan, matches),
+        _find_other_numbers_of_trials(plan, matches),
+        _find_unequal_seeds(plan, matches),
+        _find_runs_without_result(plan, matches),
+        _find_other_code(plan, runs),
+        _find_early_runs(plan, runs),
     )
     return [departure for part in parts for departure in part]
 
 
-def sheet(listed: Sequence[Departure]) -> Sheet:
-    """Return the table of departures; without rows if there are none."""
+def build_departures_sheet(departures: Sequence[Departure]) -> Sheet:
+    """Return the table of departures from a plan; without rows if there are none."""
     rows = [
-        [Entry(text) for text in (item.kind, item.where, item.planned, item.actual)]
-        + [Entry(str(len(item.runs)) if item.runs else "\u2013", number=True), Entry(_some_names(item.runs))]
-        for item in listed
+        [Entry(text) for text in (departure.kind, departure.where, departure.planned, departure.actual)]
+        + [
+            Entry(str(len(departure.runs)) if departure.runs else "\u2013", number=True),
+            Entry(_list_first_names(departure.runs)),
+        ]
+        for departure in departures
     ]
     columns = ["departure", "where", "planned", "actual", "count", "runs"]
-    values = [(d.kind, d.where, d.planned, d.actual, len(d.runs), " ".join(d.runs)) for d in listed]
+    values = [(d.kind, d.where, d.planned, d.actual, len(d.runs), " ".join(d.runs)) for d in departures]
     return Sheet(
-        "departures",
-        "Departures from the plan",
-        "What was done otherwise than the plan says: runs that are missing or were not planned, other settings, seeds, "
-        "data and code, runs without a usable result, and runs that began before the plan was written.",
-        ("departure", "task, model, method", "planned", "actual", "runs", "names"),
-        {"": rows} if rows else {},
-        pd.DataFrame(values, columns=columns),
+        name="departures",
+        title="Departures from the plan",
+        caption="What was done otherwise than the plan says: runs that are missing or were not planned, other "
+        "settings, seeds, data and code, runs without a usable result, and runs that began before the plan was "
+        "written.",
+        header=("departure", "task, model, method", "planned", "actual", "runs", "names"),
+        rows_by_group={"": rows} if rows else {},
+        frame=pd.DataFrame(values, columns=columns),
         num_row_headers=2,
     )
 
 
-def sentence(plan: Plan, listed: Sequence[Departure]) -> str:
-    """Return a sentence that counts the departures, or says that there is none."""
-    written = plan.written.isoformat(timespec="seconds")
-    of_plan = f"The plan was written at {written} by istar {plan.istar_version}"
-    if plan.replaces:
-        count = len(plan.replaces)
-        of_plan += f" and replaced {'an earlier one' if count == 1 else f'{count} earlier ones'}"
-    if not listed:
-        return f"{of_plan}. The runs do not depart from it."
-    count = len(listed)
-    return f"{of_plan}. There {'is one departure' if count == 1 else f'are {count} departures'} from it."
+def summarize_departures(plan: Plan, departures: Sequence[Departure]) -> str:
+    """Return sentences that say when the plan was written and how many departures from it there are."""
+    written_at = plan.written_at.isoformat(timespec="seconds")
+    text = f"The plan was written at {written_at} by istar {plan.istar_version}"
+    if plan.replaced_hashes:
+        num_replaced = len(plan.replaced_hashes)
+        text += f" and replaced {'an earlier one' if num_replaced == 1 else f'{num_replaced} earlier ones'}"
+    if not departures:
+        return f"{text}. The runs do not depart from it."
+    count = len(departures)
+    return f"{text}. There {'is one departure' if count == 1 else f'are {count} departures'} from it."
 
 
-def _some_names(names: Sequence[str]) -> str:
-    more = len(names) - _MAX_NAMES
-    return ", ".join(names[:_MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
+def _list_first_names(names: Sequence[str]) -> str:
+    """Return the first names as a list in words, and the number of those left out."""
+    num_left_out = len(names) - _MAX_SHOWN_NAMES
+    return ", ".join(names[:_MAX_SHOWN_NAMES]) + (f" and {num_left_out} more" if num_left_out > 0 else "")
 
 
-def _without_nan(row: Mapping[Any, Any]) -> dict[str, Any]:
+def _replace_nan_by_none(row: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return a row of a data frame with None in place of NaN, by which pandas marks missing values."""
     return {str(key): None if isinstance(value, float) and math.isnan(value) else value for key, value in row.items()}
 
 
-def _settings(row: Mapping[str, Any]) -> dict[str, Any]:
+def _get_identifying_settings(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that identify a run, from the columns of its config keys."""
     config: dict[str, dict[str, Any]] = {}
     for column, value in row.items():
         group, _, key = column.partition(".")
         if key and group != "validation":
             config.setdefault(group, {})[key] = value
-    return flat_settings(config)
+    return flatten_settings(config)
 
 
 # ---- the planned configuration of a run
 
 
-def _match(plan: Plan, run: _Run) -> _Match:
-    """Return the configuration from which a run differs in the fewest settings."""
+def _match_to_plan(plan: Plan, run: _Run) -> _Match:
+    """Return a run with the planned configuration from which it differs in the fewest settings.
+
+    A run whose name is planned matches the configuration with this name. A run of an unplanned task, model or method
+    matches none.
+    """
     for configuration in plan.configurations:
-        if run.name in configuration.names:
+        if run.name in configuration.run_names:
             return _Match(run, configuration)
-    of_task = [entry for entry in plan.configurations if entry.task == run.task]
-    if not of_task:
-        return _Match(run, unplanned="task")
-    of_model = [entry for entry in of_task if entry.model == run.model]
-    if not of_model:
-        return _Match(run, unplanned="model")
-    candidates = [entry for entry in of_model if family(entry.method) == family(run.method)]
+    with_task = [configuration for configuration in plan.configurations if configuration.task == run.task]
+    if not with_task:
+        return _Match(run, unplanned_part="task")
+    with_model = [configuration for configuration in with_task if configuration.model == run.model]
+    if not with_model:
+        return _Match(run, unplanned_part="model")
+    method = strip_method_settings(run.method)
+    candidates = [
+        configuration for configuration in with_model if strip_method_settings(configuration.method) == method
+    ]
     if not candidates:
-        return _Match(run, unplanned="method")
-    varied = {key for configuration in candidates for key in (*configuration.settings, *configuration.ranges)}
+        return _Match(run, unplanned_part="method")
+    varied_keys = {key for configuration in candidates for key in (*configuration.settings, *configuration.ranges)}
     # The settings that all planned runs have in common are compared once.
-    common = [key for key in plan.settings.keys() | run.settings.keys() if key not in varied]
-    changed = [key for key in common if run.settings.get(key) != plan.settings.get(key)]
-    nearest, keys = min(
-        ((configuration, _differing(configuration, varied, run)) for configuration in candidates),
+    common_keys = [key for key in plan.settings.keys() | run.settings.keys() if key not in varied_keys]
+    changed_common_keys = [key for key in common_keys if run.settings.get(key) != plan.settings.get(key)]
+    nearest, changed_varied_keys = min(
+        ((configuration, _find_differing_keys(configuration, varied_keys, run)) for configuration in candidates),
         key=lambda item: (len(item[1]), run.seed not in item[0].seeds),
     )
-    return _Match(run, nearest, tuple(sorted([*changed, *keys])))
+    return _Match(run, nearest, tuple(sorted([*changed_common_keys, *changed_varied_keys])))
 
 
-def _differing(configuration: Configuration, keys: Iterable[str], run: _Run) -> list[str]:
+def _find_differing_keys(configuration: Configuration, keys: Iterable[str], run: _Run) -> list[str]:
     """Return those of the keys in which a run differs from a configuration."""
-    return [key for key in keys if not _is_planned(configuration, key, run.settings.get(key))]
+    return [key for key in keys if not _is_planned_value(configuration, key, run.settings.get(key))]
 
 
-def _is_planned(configuration: Configuration, key: str, value: Any) -> bool:
+def _is_planned_value(configuration: Configuration, key: str, value: Any) -> bool:
+    """Return whether a setting has the value that a configuration plans, or one in its range."""
     if key not in configuration.ranges:
         return bool(configuration.settings.get(key) == value)
-    choice = configuration.ranges[key]
-    if isinstance(choice, Mapping):
-        return isinstance(value, int | float) and choice["low"] <= value <= choice["high"]
-    return value in choice
+    planned_range = configuration.ranges[key]
+    if isinstance(planned_range, Mapping):
+        return isinstance(value, int | float) and planned_range["low"] <= value <= planned_range["high"]
+    return value in planned_range
 
 
 # ---- kinds of departures
 
 
-def _edited(plan: Plan) -> list[Departure]:
+def _find_plan_edit(plan: Plan) -> list[Departure]:
+    """Return the departure that the plan was edited after it was written; an empty list if it was not."""
     if not plan.is_edited:
         return []
-    return [Departure("edited plan", ALL, "the plan as it was written", "its contents do not match their hash")]
+    return [
+        Departure(
+            kind="edited plan",
+            where=ALL_RUNS,
+            planned="the plan as it was written",
+            actual="its contents do not match their hash",
+        )
+    ]
 
 
-def _missing(plan: Plan, matches: Sequence[_Match]) -> list[Departure]:
-    """List the planned runs without a run of the same settings and seed, and the repetitions of no configuration."""
-    there = {(id(match.configuration), match.run.seed) for match in matches if match.has_planned_settings}
-    result = []
-    for group, configurations in _by_group(plan).items():
-        absent = [
+def _find_missing_runs(plan: Plan, matches: Sequence[_Match]) -> list[Departure]:
+    """Return the planned runs that were not run, and the missing repetitions of the best configurations.
+
+    A planned run was run if a run has its settings and its seed. The best configuration of each group is repeated with
+    the seeds `plan.seeds_of_best`.
+    """
+    existing = {(id(match.configuration), match.run.seed) for match in matches if match.has_planned_settings}
+    departures = []
+    for group, configurations in _group_configurations(plan).items():
+        missing = [
             (seed, name)
             for configuration in configurations
-            for seed, name in zip(configuration.seeds, configuration.names, strict=False)
-            if (id(configuration), seed) not in there
+            for seed, name in zip(configuration.seeds, configuration.run_names, strict=False)
+            if (id(configuration), seed) not in existing
         ]
-        planned = sum(len(configuration.names) for configuration in configurations)
-        if absent:
-            text = f"{_count(planned - len(absent), 'run')}; missing are {_seeds(seed for seed, _ in absent)}"
-            names = tuple(name for _, name in absent)
-            result.append(Departure("missing run", _where(group), _count(planned, "run"), text, names))
-        repeated = set(plan.seeds_of_best) - {seed for entry in configurations for seed in entry.seeds}
-        most = max(({seed for seed in repeated if (id(entry), seed) in there} for entry in configurations), key=len)
-        if repeated - most:
-            actual = f"without {_seeds(repeated - most)}"
-            text = f"the best configuration with {_seeds(plan.seeds_of_best)}"
-            result.append(Departure("missing run", _where(group), text, actual))
-    return result
+        num_planned = sum(len(configuration.run_names) for configuration in configurations)
+        if missing:
+            num_existing = _format_count(num_planned - len(missing), "run")
+            actual = f"{num_existing}; missing are {_format_seeds(seed for seed, _ in missing)}"
+            names = tuple(name for _, name in missing)
+            planned = _format_count(num_planned, "run")
+            departures.append(Departure("missing run", _format_group(group), planned, actual, names))
+        repeated_seeds = _get_repeated_seeds(plan, configurations)
+        covered_seeds = max(
+            ({seed for seed in repeated_seeds if (id(each), seed) in existing} for each in configurations), key=len
+        )
+        if repeated_seeds - covered_seeds:
+            planned = f"the best configuration with {_format_seeds(plan.seeds_of_best)}"
+            actual = f"without {_format_seeds(repeated_seeds - covered_seeds)}"
+            departures.append(Departure("missing run", _format_group(group), planned, actual))
+    return departures
 
 
-def _unplanned(plan: Plan, matches: Sequence[_Match]) -> list[Departure]:
-    """List the runs whose task, model, method or seed is not planned."""
-    rows: dict[tuple[str, str, str, str], list[str]] = {}
-    values = {
-        "task": lambda entry: entry.task,
-        "model": lambda entry: entry.model,
-        "method": lambda entry: family(entry.method),
+def _find_unplanned_runs(plan: Plan, matches: Sequence[_Match]) -> list[Departure]:
+    """Return the runs whose task, model, method or seed is not planned."""
+    names_by_departure: dict[tuple[str, str, str, str], list[str]] = {}
+    get_part: dict[str, Callable[[Configuration], str]] = {
+        "task": lambda configuration: configuration.task,
+        "model": lambda configuration: configuration.model,
+        "method": lambda configuration: strip_method_settings(configuration.method),
     }
     for match in matches:
-        run = match.run
-        if match.unplanned:
-            of_plan: Callable[[Configuration], str] = values[match.unplanned]
-            planned = _list(dict.fromkeys(map(of_plan, plan.configurations)))
-            actual = match.group[("task", "model", "method").index(match.unplanned)]
-            key = f"{match.unplanned} that was not planned", _where(match.group), planned, actual
-            rows.setdefault(key, []).append(run.name)
+        run, part = match.run, match.unplanned_part
+        if part:
+            planned = _join(dict.fromkeys(map(get_part[part], plan.configurations)))
+            actual = match.group[("task", "model", "method").index(part)]
+            departure = f"{part} that was not planned", _format_group(match.group), planned, actual
+            names_by_departure.setdefault(departure, []).append(run.name)
         elif match.configuration is not None and run.seed not in {*match.configuration.seeds, *plan.seeds_of_best}:
-            planned = _seeds({*match.configuration.seeds, *plan.seeds_of_best})
-            key = "seed that was not planned", _where(match.group), planned, _seeds([run.seed])
-            rows.setdefault(key, []).append(run.name)
-    return [Departure(*key, tuple(names)) for key, names in rows.items()]
+            planned = _format_seeds({*match.configuration.seeds, *plan.seeds_of_best})
+            departure = "seed that was not planned", _format_group(match.group), planned, _format_seeds([run.seed])
+            names_by_departure.setdefault(departure, []).append(run.name)
+    return [Departure(*departure, tuple(names)) for departure, names in names_by_departure.items()]
 
 
-def _changed(plan: Plan, matches: Sequence[_Match]) -> list[Departure]:
-    """List the settings that differ from all planned configurations, by key, with the planned and the actual value."""
-    by_group = _by_group(plan)
-    rows: dict[tuple[str, str, str], list[str]] = {}
+def _find_changed_settings(plan: Plan, matches: Sequence[_Match]) -> list[Departure]:
+    """Return the settings that differ from all planned configurations, with the planned and the actual value."""
+    configurations_by_group = _group_configurations(plan)
+    names_by_departure: dict[tuple[str, str, str], list[str]] = {}
     for match in matches:
-        for key in match.changed:
+        for key in match.changed_keys:
             assert match.configuration is not None
+            configurations = configurations_by_group[match.group]
             actual = match.run.settings.get(key)
-            planned = _planned_values(plan, by_group[match.group], key)
-            if any(_is_planned(entry, key, actual) for entry in by_group[match.group]) and key not in plan.settings:
+            planned = _describe_planned_values(plan, configurations, key)
+            if any(_is_planned_value(each, key, actual) for each in configurations) and key not in plan.settings:
                 # Other configurations of the method have this value, but not together with the run's other values.
-                planned = f"{_planned_values(plan, [match.configuration], key)} with its other settings"
-            row = _where(match.group), f"{key}={planned}", f"{key}={describe_value(actual)}"
-            rows.setdefault(row, []).append(match.run.name)
-    return [Departure("changed setting", *row, tuple(names)) for row, names in rows.items()]
+                planned = f"{_describe_planned_values(plan, [match.configuration], key)} with its other settings"
+            departure = _format_group(match.group), f"{key}={planned}", f"{key}={describe_value(actual)}"
+            names_by_departure.setdefault(departure, []).append(match.run.name)
+    return [Departure("changed setting", *departure, tuple(names)) for departure, names in names_by_departure.items()]
 
 
-def _planned_values(plan: Plan, configurations: Sequence[Configuration], key: str) -> str:
+def _describe_planned_values(plan: Plan, configurations: Sequence[Configuration], key: str) -> str:
+    """Return in words the values of a setting in the planned configurations."""
     if key in plan.settings:
         return describe_value(plan.settings[key])
     for configuration in configurations:
         if key in configuration.ranges:
             return describe_values(configuration.ranges[key])
-    return _list(dict.fromkeys(describe_value(configuration.settings.get(key)) for configuration in configurations))
+    return _join(dict.fromkeys(describe_value(configuration.settings.get(key)) for configuration in configurations))
 
 
-def _other_data(matches: Sequence[_Match]) -> list[Departure]:
-    """List the runs with planned settings, but other data or, if their names differ, other weights."""
-    rows: dict[tuple[str, str, str, str], list[str]] = {}
+def _find_other_data_or_weights(matches: Sequence[_Match]) -> list[Departure]:
+    """Return the runs with planned settings, but other data or, if their names differ, other weights."""
+    names_by_departure: dict[tuple[str, str, str, str], list[str]] = {}
     for match in matches:
         run, configuration = match.run, match.configuration
-        if configuration is None or run.name in configuration.names:
+        if configuration is None or run.name in configuration.run_names:
             continue
-        fingerprint = run.values.get("fingerprint")
-        if fingerprint is not None and fingerprint != configuration.data:
-            key = "other data", _where(match.group), f"fingerprint {configuration.data}", f"fingerprint {fingerprint}"
-            rows.setdefault(key, []).append(run.name)
-        elif match.has_planned_settings and run.seed in configuration.seeds and configuration.names:
-            name = configuration.names[configuration.seeds.index(run.seed)]
-            key = "other model", _where(match.group), f"run {name}", "same settings, but other weights or tokenizer"
-            rows.setdefault(key, []).append(run.name)
-    return [Departure(*key, tuple(names)) for key, names in rows.items()]
+        group = _format_group(match.group)
+        planned_fingerprint, fingerprint = configuration.data_fingerprint, run.values.get("fingerprint")
+        if fingerprint is not None and fingerprint != planned_fingerprint:
+            departure = "other data", group, f"fingerprint {planned_fingerprint}", f"fingerprint {fingerprint}"
+            names_by_departure.setdefault(departure, []).append(run.name)
+        elif match.has_planned_settings and run.seed in configuration.seeds and configuration.run_names:
+            planned_name = configuration.run_names[configuration.seeds.index(run.seed)]
+            departure = "other model", group, f"run {planned_name}", "same settings, but other weights or tokenizer"
+            names_by_departure.setdefault(departure, []).append(run.name)
+    return [Departure(*departure, tuple(names)) for departure, names in names_by_departure.items()]
 
 
-def _repeated(plan: Plan, matches: Sequence[_Match]) -> list[Departure]:
-    """List where not the best configuration, or more than one, was repeated with the seeds of `sweep.seeds`."""
-    result = []
-    for group, configurations in _by_group(plan).items():
-        repeated = set(plan.seeds_of_best) - {seed for entry in configurations for seed in entry.seeds}
-        of_group = [match for match in matches if match.group == group and match.has_planned_settings]
-        again = {_identity(m.run): m for m in of_group if m.run.seed in repeated}
-        if not again:
+def _find_wrong_repetitions(plan: Plan, matches: Sequence[_Match]) -> list[Departure]:
+    """Return the groups of which a configuration other than the best, or more than one, was repeated.
+
+    The best configuration of each group is repeated with the seeds `plan.seeds_of_best`.
+    """
+    departures = []
+    for group, configurations in _group_configurations(plan).items():
+        repeated_seeds = _get_repeated_seeds(plan, configurations)
+        group_matches = [match for match in matches if match.group == group and match.has_planned_settings]
+        repetitions = [match for match in group_matches if match.run.seed in repeated_seeds]
+        repetition_by_settings = {_get_settings_key(match.run): match for match in repetitions}
+        if not repetitions:
             continue
-        if len(again) > 1:
-            names = tuple(match.run.name for match in of_group if match.run.seed in repeated)
-            text = f"{len(again)} configurations with these seeds"
-            result.append(Departure("repeated configurations", _where(group), "the best alone", text, names))
-        tried = [m for m in of_group if m.run.seed not in repeated and m.run.status == "finished"]
-        best = max(tried, key=lambda match: _merit(match.run), default=None)
-        for identity, match in again.items():
-            merits = [_merit(other.run) for other in tried if _identity(other.run) == identity]
-            if best is not None and merits and max(merits) < _merit(best.run):
-                result.append(
+        if len(repetition_by_settings) > 1:
+            names = tuple(match.run.name for match in repetitions)
+            actual = f"{len(repetition_by_settings)} configurations with these seeds"
+            departures.append(
+                Departure("repeated configurations", _format_group(group), "the best alone", actual, names)
+            )
+        trials = [
+            match for match in group_matches if match.run.seed not in repeated_seeds and match.run.status == "finished"
+        ]
+        best = max(trials, key=lambda match: _get_selection_merit(match.run), default=None)
+        for settings_key, repetition in repetition_by_settings.items():
+            merits = [_get_selection_merit(m.run) for m in trials if _get_settings_key(m.run) == settings_key]
+            if best is not None and merits and max(merits) < _get_selection_merit(best.run):
+                departures.append(
                     Departure(
-                        "repeated configurations",
-                        _where(group),
-                        f"the best: {_describe(best, configurations)}",
-                        f"another one: {_describe(match, configurations)}",
-                        (match.run.name,),
+                        kind="repeated configurations",
+                        where=_format_group(group),
+                        planned=f"the best: {_describe_varied_settings(best.run, configurations)}",
+                        actual=f"another one: {_describe_varied_settings(repetition.run, configurations)}",
+                        runs=(repetition.run.name,),
                     )
                 )
-    return result
+    return departures
 
 
-def _merit(run: _Run) -> float:
-    """Return the value by which a run is chosen, higher for better runs; the lowest if there is none."""
+def _get_repeated_seeds(plan: Plan, configurations: Sequence[Configuration]) -> set[int]:
+    """Return the seeds with which only the best of the configurations is repeated."""
+    return set(plan.seeds_of_best) - {seed for configuration in configurations for seed in configuration.seeds}
+
+
+def _get_selection_merit(run: _Run) -> float:
+    """Return the value by which a run is chosen, higher for better runs; minus infinity if there is none."""
     value = run.values.get("selection")
     return -math.inf if value is None else merit(str(run.values["metric"]), float(value))
 
 
-def _describe(match: _Match, configurations: Sequence[Configuration]) -> str:
+def _describe_varied_settings(run: _Run, configurations: Sequence[Configuration]) -> str:
     """Return the settings of a run in which the planned configurations of its method differ."""
-    keys = dict.fromkeys(key for entry in configurations for key in (*entry.settings, *entry.ranges))
-    texts = {}
+    keys = dict.fromkeys(key for each in configurations for key in (*each.settings, *each.ranges))
+    descriptions = []
     for key in keys:
-        values = {repr(entry.settings.get(key, entry.ranges.get(key))) for entry in configurations}
-        if len(values) > 1 or any(key in entry.ranges for entry in configurations):
-            texts[key] = f"{key}={describe_value(match.run.settings.get(key))}"
-    return ", ".join(texts.values()) or "the only one"
+        planned_values = {repr(each.settings.get(key, each.ranges.get(key))) for each in configurations}
+        if len(planned_values) > 1 or any(key in each.ranges for each in configurations):
+            descriptions.append(f"{key}={describe_value(run.settings.get(key))}")
+    return ", ".join(descriptions) or "the only one"
 
 
-def _trials(plan: Plan, matches: Sequence[_Match]) -> list[Departure]:
-    """List the methods with another number of tried configurations than planned; of a search, the number of trials."""
-    if plan.trials is not None:
-        done = [m.run for m in matches if m.configuration is not None and m.run.is_trial]
-        done = [run for run in done if run.seed in {s for c in plan.configurations for s in c.seeds}]
-        if len(done) == plan.trials:
+def _find_other_numbers_of_trials(plan: Plan, matches: Sequence[_Match]) -> list[Departure]:
+    """Return the methods of which another number of configurations was tried than planned.
+
+    For a search, return whether another number of trials was run than planned.
+    """
+    if plan.num_trials is not None:
+        seeds = {seed for configuration in plan.configurations for seed in configuration.seeds}
+        trials = [m.run for m in matches if m.configuration is not None and m.run.is_trial and m.run.seed in seeds]
+        if len(trials) == plan.num_trials:
             return []
-        return [Departure("number of trials", ALL, _count(plan.trials, "trial"), _count(len(done), "trial"))]
-    result = []
-    for group, configurations in _by_group(plan).items():
-        tried = {_identity(match.run) for match in matches if match.group == group and match.run.is_trial}
+        planned, actual = _format_count(plan.num_trials, "trial"), _format_count(len(trials), "trial")
+        return [Departure("number of trials", ALL_RUNS, planned, actual)]
+    departures = []
+    for group, configurations in _group_configurations(plan).items():
+        tried = {_get_settings_key(match.run) for match in matches if match.group == group and match.run.is_trial}
         # A method without a run is listed as missing.
         if tried and len(tried) != len(configurations):
-            planned, actual = (_count(number, "configuration") for number in (len(configurations), len(tried)))
-            result.append(Departure("number of trials", _where(group), planned, actual))
-    return result
+            planned = _format_count(len(configurations), "configuration")
+            actual = _format_count(len(tried), "configuration")
+            departures.append(Departure("number of trials", _format_group(group), planned, actual))
+    return departures
 
 
-def _unequal_seeds(plan: Plan, matches: Sequence[_Match]) -> list[Departure]:
-    """List the tasks and models whose methods have finished runs with different seeds, unless that is planned."""
-    result = []
-    by_group = _by_group(plan)
-    for task, model in dict.fromkeys(group[:2] for group in by_group):
-        groups = [group for group in by_group if group[:2] == (task, model)]
-        planned = {g: {*plan.seeds_of_best, *(s for c in by_group[g] for s in c.seeds)} for g in groups}
-        actual = {
-            group: {m.run.seed for m in matches if m.group == group and m.run.status == "finished"} for group in groups
+def _find_unequal_seeds(plan: Plan, matches: Sequence[_Match]) -> list[Departure]:
+    """Return the tasks and models whose methods have finished runs with different seeds, unless that is planned."""
+    departures = []
+    configurations_by_group = _group_configurations(plan)
+    for task, model in dict.fromkeys(group[:2] for group in configurations_by_group):
+        groups = [group for group in configurations_by_group if group[:2] == (task, model)]
+        planned_seeds = {
+            group: {*plan.seeds_of_best, *(seed for each in configurations_by_group[group] for seed in each.seeds)}
+            for group in groups
         }
-        if len({frozenset(seeds) for seeds in planned.values()}) == 1 < len(set(map(frozenset, actual.values()))):
-            text = "; ".join(f"{group[2]}: {_list(seeds) or 'none'}" for group, seeds in actual.items())
-            result.append(
-                Departure("unequal seeds", f"{task}, {model}", f"{_seeds(planned[groups[0]])} of each method", text)
-            )
-    return result
+        actual_seeds = {
+            group: {match.run.seed for match in matches if match.group == group and match.run.status == "finished"}
+            for group in groups
+        }
+        is_equal_in_plan = len(set(map(frozenset, planned_seeds.values()))) == 1
+        if is_equal_in_plan and len(set(map(frozenset, actual_seeds.values()))) > 1:
+            planned = f"{_format_seeds(planned_seeds[groups[0]])} of each method"
+            actual = "; ".join(f"{group[2]}: {_join(seeds) or 'none'}" for group, seeds in actual_seeds.items())
+            departures.append(Departure("unequal seeds", f"{task}, {model}", planned, actual))
+    return departures
 
 
-def _without_result(plan: Plan, matches: Sequence[_Match]) -> list[Departure]:
-    """List the runs that failed, are unfinished, collapsed to constant predictions, or were pruned without a plan."""
-    rows: dict[tuple[str, str, str], list[str]] = {}
+def _find_runs_without_result(plan: Plan, matches: Sequence[_Match]) -> list[Departure]:
+    """Return the runs that failed, are unfinished, collapsed to constant predictions, or were pruned.
+
+    Pruned runs are left out if the plan has a pruner.
+    """
+    names_by_departure: dict[tuple[str, str, str], list[str]] = {}
     for match in matches:
         run = match.run
-        if run.status == "pruned" and plan.prunes:
+        if run.status == "pruned" and plan.can_prune:
             continue
         if run.status != "finished":
             kind, actual = f"{run.status} run", str(run.values.get("error") or run.status)
@@ -418,91 +477,101 @@ def _without_result(plan: Plan, matches: Sequence[_Match]) -> list[Departure]:
             kind, actual = "collapsed run", "all predictions are equal"
         else:
             continue
-        rows.setdefault((kind, _where(match.group), actual), []).append(run.name)
+        names_by_departure.setdefault((kind, _format_group(match.group), actual), []).append(run.name)
     return [
-        Departure(kind, where, "a usable result", actual, tuple(names)) for (kind, where, actual), names in rows.items()
+        Departure(kind, where, "a usable result", actual, tuple(names))
+        for (kind, where, actual), names in names_by_departure.items()
     ]
 
 
-def _other_code(plan: Plan, runs: Sequence[_Run]) -> list[Departure]:
-    """List the versions and commits of istar, other than the plan's, with which runs were made."""
-    versions: dict[str, list[str]] = {}
-    commits: dict[str, list[str]] = {}
-    planned = _code(plan.code_commit, plan.code_modified)
+def _find_other_code(plan: Plan, runs: Sequence[_Run]) -> list[Departure]:
+    """Return the versions and commits of istar, other than the plan's, with which runs were made."""
+    names_by_version: dict[str, list[str]] = {}
+    names_by_code: dict[str, list[str]] = {}
+    planned_code = _describe_code(plan.code_commit, plan.code_modified)
     for run in runs:
         # An unfinished run has no record yet.
         if run.status == "unfinished":
             continue
         version = str(run.values.get("istar_version") or "not recorded")
         if version != plan.istar_version:
-            versions.setdefault(version, []).append(run.name)
-        commit = _code(run.values.get("code_commit"), run.values.get("code_modified"))
-        # Two states with changes that are not committed may differ.
-        if commit != planned or run.values.get("code_modified") is True:
-            commits.setdefault(commit, []).append(run.name)
-    result = [
-        Departure("other version of istar", ALL, plan.istar_version, version, tuple(names))
-        for version, names in versions.items()
+            names_by_version.setdefault(version, []).append(run.name)
+        code = _describe_code(run.values.get("code_commit"), run.values.get("code_modified"))
+        # Two states of the same commit with uncommitted changes may differ.
+        if code != planned_code or run.values.get("code_modified") is True:
+            names_by_code.setdefault(code, []).append(run.name)
+    other_versions = [
+        Departure("other version of istar", ALL_RUNS, plan.istar_version, version, tuple(names))
+        for version, names in names_by_version.items()
     ]
-    return result + [Departure("other code", ALL, planned, commit, tuple(names)) for commit, names in commits.items()]
+    other_code = [
+        Departure("other code", ALL_RUNS, planned_code, code, tuple(names)) for code, names in names_by_code.items()
+    ]
+    return other_versions + other_code
 
 
-def _code(commit: Any, is_modified: Any) -> str:
+def _describe_code(commit: Any, is_modified: Any) -> str:
+    """Return a state of istar's code in words: its commit, and whether it has uncommitted changes."""
     if commit is None:
         return "no commit recorded"
     return f"commit {commit}" + (", with changes that are not committed" if is_modified else "")
 
 
-def _early(plan: Plan, runs: Sequence[_Run]) -> list[Departure]:
-    """List the runs that began before the plan was written, and those that do not say when they began."""
-    early, unknown = [], []
+def _find_early_runs(plan: Plan, runs: Sequence[_Run]) -> list[Departure]:
+    """Return the runs that began before the plan was written, and those that do not say when they began."""
+    early_runs, undated_runs = [], []
     for run in runs:
-        began = run.values.get("began")
+        started_at = run.values.get("began")
         try:
-            if datetime.fromisoformat(str(began)) < plan.written:
-                early.append(run)
+            if datetime.fromisoformat(str(started_at)) < plan.written_at:
+                early_runs.append(run)
         except (ValueError, TypeError):
             # No time at all, as in the results of earlier versions, or one without a time zone.
-            unknown.append(run)
-    written = f"after {plan.written.isoformat(timespec='seconds')}"
-    result = []
-    if early:
-        first = min(str(run.values["began"]) for run in early)
-        names = tuple(run.name for run in early)
-        result.append(Departure("run before the plan", ALL, written, f"the first at {first}", names))
-    if unknown:
-        names = tuple(run.name for run in unknown)
-        result.append(Departure("unknown beginning", ALL, written, "not recorded", names))
-    return result
+            undated_runs.append(run)
+    planned = f"after {plan.written_at.isoformat(timespec='seconds')}"
+    departures = []
+    if early_runs:
+        first_start = min(str(run.values["began"]) for run in early_runs)
+        names = tuple(run.name for run in early_runs)
+        departures.append(Departure("run before the plan", ALL_RUNS, planned, f"the first at {first_start}", names))
+    if undated_runs:
+        names = tuple(run.name for run in undated_runs)
+        departures.append(Departure("unknown beginning", ALL_RUNS, planned, "not recorded", names))
+    return departures
 
 
-# ---- words
+# ---- groups and texts
 
 
-def _by_group(plan: Plan) -> dict[tuple[str, str, str], list[Configuration]]:
-    groups: dict[tuple[str, str, str], list[Configuration]] = {}
+def _group_configurations(plan: Plan) -> dict[tuple[str, str, str], list[Configuration]]:
+    """Return the configurations of a plan by their group: task, model and method."""
+    configurations_by_group: dict[tuple[str, str, str], list[Configuration]] = {}
     for configuration in plan.configurations:
-        groups.setdefault(configuration.group, []).append(configuration)
-    return groups
+        configurations_by_group.setdefault(configuration.group, []).append(configuration)
+    return configurations_by_group
 
 
-def _identity(run: _Run) -> str:
+def _get_settings_key(run: _Run) -> str:
     """Return a text that is equal for runs with the same settings."""
     return json.dumps(dict(run.settings), sort_keys=True, default=str)
 
 
-def _where(group: tuple[str, str, str]) -> str:
+def _format_group(group: tuple[str, str, str]) -> str:
+    """Return the task, model and method of a group, separated by commas."""
     return ", ".join(group)
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
+def _format_count(count: int, noun: str) -> str:
+    """Return a count with its noun, e.g. `1 run` or `2 runs`."""
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
-def _seeds(seeds: Iterable[int]) -> str:
-    numbers = sorted(set(seeds))
-    return f"seed{'s' * (len(numbers) != 1)} {_list(numbers)}"
+def _format_seeds(seeds: Iterable[int]) -> str:
+    """Return the seeds in ascending order, e.g. `seed 3` or `seeds 1, 2`."""
+    sorted_seeds = sorted(set(seeds))
+    return f"seed{'s' * (len(sorted_seeds) != 1)} {_join(sorted_seeds)}"
 
 
-def _list(values: Iterable[Any]) -> str:
+def _join(values: Iterable[Any]) -> str:
+    """Return the values separated by commas."""
     return ", ".join(map(str, values))

@@ -28,7 +28,7 @@ TESTS = {"t": "paired t-test", "sign-flip": "paired sign-flip test"}
 
 @dataclass(frozen=True)
 class Configuration:
-    """Planned runs that differ only in the seed; with `ranges`, the configurations from which a search chooses."""
+    """Planned runs that differ only in the seed, or, with `ranges`, the space from which a search chooses."""
 
     task: str
     model: str  # last part of the model's name
@@ -38,45 +38,45 @@ class Configuration:
     # Of a search: the keys whose values it chooses, with a list of values, or with the ends `low` and `high`.
     ranges: dict[str, Any]
     seeds: tuple[int, ...]
-    names: tuple[str, ...]  # name of the run of each seed; empty for a search
-    data: str  # fingerprint of the training and validation examples
+    run_names: tuple[str, ...]  # name of the run of each seed; empty for a search
+    data_fingerprint: str  # fingerprint of the training and validation examples
 
     @property
     def group(self) -> tuple[str, str, str]:
-        """Task, model and method of the plan; see `group_of`."""
-        return group_of(self.task, self.model, self.method, self.grid)
+        """Task, model and method of the plan; see `get_plan_group`."""
+        return get_plan_group(self.task, self.model, self.method, self.grid)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan as read from its file."""
+    """The plan of an experiment, as read from its file."""
 
-    written: datetime  # when it was written, with time zone
+    written_at: datetime  # with time zone
     istar_version: str
     code_commit: str | None  # commit of istar's git checkout; None if istar did not run from one
     code_modified: bool | None
     settings: dict[str, Any]  # settings that all planned runs have in common
     configurations: tuple[Configuration, ...]
-    trials: int | None = None  # number of trials of a search; None for a grid
+    num_trials: int | None = None  # number of trials of a search; None for a grid
     seeds_of_best: tuple[int, ...] = ()  # seeds with which the best run of each group of configurations is repeated
-    prunes: bool = False  # whether a search may stop runs early
+    can_prune: bool = False  # whether a search may stop runs early
     is_edited: bool = False  # whether the contents of the file do not match their hash
-    replaces: tuple[str, ...] = ()  # hashes of the plans that this one has replaced, the earliest first
+    replaced_hashes: tuple[str, ...] = ()  # hashes of the plans that this one has replaced, the earliest first
 
 
-def family(method: str) -> str:
+def strip_method_settings(method: str) -> str:
     """Return a method's name without its settings, which begin with λ.
 
-    >>> family("I-STAR λ=-1 ζ=0.4"), family("random direction λ=1"), family("Base")
-    ('I-STAR', 'random direction', 'Base')
+    >>> strip_method_settings("I-STAR λ=-1 ζ=0.4"), strip_method_settings("Base")
+    ('I-STAR', 'Base')
     """
     return method.split(" λ=")[0]
 
 
-def group_of(task: str, model: str, method: str, grid: str) -> tuple[str, str, str]:
-    """Return task, model and method of a plan: a sweep repeats the best of the runs that have these in common.
+def get_plan_group(task: str, model: str, method: str, grid: str) -> tuple[str, str, str]:
+    """Return the group of a run in a plan: its task, model and method, without the settings of the method.
 
-    The method is that of the report without its settings. In a sweep with named grids, each grid is a method.
+    A sweep repeats the best run of each group with more seeds. In a sweep with named grids, each grid is a method.
 
     Args:
         task: name of the task.
@@ -84,18 +84,19 @@ def group_of(task: str, model: str, method: str, grid: str) -> tuple[str, str, s
         method: method with its settings, as in the report.
         grid: name of the grid; empty if the sweep has no named grids.
 
-    >>> group_of("rte", "bert", "I-STAR λ=-1 ζ=0.4", "")
+    >>> get_plan_group("rte", "bert", "I-STAR λ=-1 ζ=0.4", "")
     ('rte', 'bert', 'I-STAR')
-    >>> group_of("rte", "bert", "I-STAR λ=-1 ζ=0.4", "istar_-1")
+    >>> get_plan_group("rte", "bert", "I-STAR λ=-1 ζ=0.4", "istar_-1")
     ('rte', 'bert', 'I-STAR (grid istar_-1)')
     """
-    return task, model, family(method) + (f" (grid {grid})" if grid else "")
+    return task, model, strip_method_settings(method) + (f" (grid {grid})" if grid else "")
 
 
-def flat_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a config that identify a run, by key, without the seed and without keys that are None.
+def flatten_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a config that identify a run, by the key `group.key`.
 
-    `config` is plain data with the keys of the command line. The model's name is not part of the result.
+    The result has neither the seed, nor the names of the task and the model, nor settings that are None. `config` is
+    plain data with the keys of the command line.
     """
     groups = {group: values for group, values in config.items() if isinstance(values, Mapping)}
     return {
@@ -106,55 +107,55 @@ def flat_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def planned_test(
-    test: str, alpha: float, comparisons: int, pairs: int, sd: float | None, probability: float
+def build_test_fields(
+    test: str, alpha: float, num_comparisons: int, num_pairs: int, sd: float | None, target_power: float
 ) -> dict[str, Any]:
-    """Return the part of a plan on its test: the test, the correction, and the smallest difference it can find.
+    """Return the fields of a plan on its significance test, its correction, and the minimum detectable difference.
 
-    The smallest difference is that of the paired t-test at the level alpha / comparisons, the strictest one of Holm's
-    procedure. It is None without `sd`, without comparisons, or with fewer than two pairs.
+    The minimum detectable difference is that of the paired t-test at alpha divided by the number of comparisons, the
+    strictest level of Holm's method. It is None without `sd`, without comparisons, or with fewer than two pairs.
 
     Args:
         test: a key of `TESTS`.
         alpha: probability of any false difference among all comparisons.
-        comparisons: number of comparisons with Base.
-        pairs: number of seeds that both methods of a comparison have.
+        num_comparisons: number of comparisons with Base.
+        num_pairs: number of seeds that both methods of a comparison have.
         sd: standard deviation of the paired differences, in the unit of the metric as tables show it.
-        probability: probability with which the smallest difference is found.
+        target_power: probability with which the minimum detectable difference is found.
 
     Raises:
-        UserError: if alpha, `sd` or the probability is out of range.
+        UserError: if alpha, `sd` or the power is out of range.
     """
     # Checks the arguments also where there is nothing to compute.
-    power.smallest_difference(1.0 if sd is None else sd, 2, alpha, probability)
-    level = alpha / max(1, comparisons)
-    smallest = None
-    if sd is not None and comparisons and pairs >= 2:
-        smallest = power.smallest_difference(sd, pairs, level, probability)
+    power.smallest_difference(1.0 if sd is None else sd, 2, alpha, target_power)
+    strictest_level = alpha / max(1, num_comparisons)
+    minimum_detectable_difference = None
+    if sd is not None and num_comparisons and num_pairs >= 2:
+        minimum_detectable_difference = power.smallest_difference(sd, num_pairs, strictest_level, target_power)
     return {
         "name": TESTS[test],
         "alpha": alpha,
         "correction": "Holm",
-        "comparisons": comparisons,
-        "pairs": pairs,
+        "comparisons": num_comparisons,
+        "pairs": num_pairs,
         "sd": sd,
-        "power": probability,
-        "smallest_difference": smallest,
-        "smallest_p": smallest_sign_flip_p(pairs) if test == "sign-flip" and pairs else None,
+        "power": target_power,
+        "smallest_difference": minimum_detectable_difference,
+        "smallest_p": smallest_sign_flip_p(num_pairs) if test == "sign-flip" and num_pairs else None,
     }
 
 
-def digest(contents: Mapping[str, Any]) -> str:
+def compute_digest(contents: Mapping[str, Any]) -> str:
     """Return the SHA-256 of a plan's contents, without the field `hash`, as 64 hexadecimal digits.
 
-    The layout of the file, the order of its fields and its comments do not count.
+    It does not depend on the layout of the file, the order of its fields and its comments.
     """
     values = {key: value for key, value in contents.items() if key != "hash"}
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def check_folder(folder: Path, force: bool) -> None:
-    """Refuse a folder that holds a plan, unless it is to be replaced.
+def check_plan_folder(folder: Path, force: bool) -> None:
+    """Raise an error if a plan cannot be written to a folder because there is one already.
 
     Raises:
         UserError: if there is a plan and `force` is False, or if `folder` is a file.
@@ -176,67 +177,74 @@ def write(contents: Mapping[str, Any], folder: Path, force: bool = False) -> Pat
     names its hash.
 
     Raises:
-        UserError: as `check_folder`, or if the files cannot be written.
+        UserError: if there is a plan and `force` is False, if `folder` is a file, or if the files cannot be written.
     """
-    check_folder(folder, force)
+    check_plan_folder(folder, force)
     try:
-        values = {**contents, "replaces": _replaced(folder)}
-        values["hash"] = digest(values)
-        _keep_earlier(folder)
+        values = {**contents, "replaces": _read_replaced_hashes(folder)}
+        values["hash"] = compute_digest(values)
+        _rename_existing_plan(folder)
         text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
         write_text(folder / PLAN, text)
-        write_text(folder / TEXT, markdown(values))
+        write_text(folder / TEXT, format_as_markdown(values))
     except OSError as error:
         raise UserError(f"--out {folder} cannot be written: {shorten(error)}") from error
     return folder / PLAN
 
 
-def _replaced(folder: Path) -> list[str]:
-    """Return the hashes of the plan in a folder and of those that it has replaced; of a broken file, none."""
+def _read_replaced_hashes(folder: Path) -> list[str]:
+    """Return the hash of the plan in a folder, after those of the plans that it has replaced.
+
+    The list is empty if the folder has no plan that can be read.
+    """
     try:
-        earlier = _load(folder / PLAN)
+        existing_plan = _load_fields(folder / PLAN)
     except UserError:
         return []
-    return [*map(str, earlier.get("replaces") or []), str(earlier.get("hash"))]
+    return [*map(str, existing_plan.get("replaces") or []), str(existing_plan.get("hash"))]
 
 
-def _keep_earlier(folder: Path) -> None:
-    """Rename the plan in a folder, and the text beside it."""
-    files = [folder / name for name in (PLAN, TEXT) if (folder / name).exists()]
+def _rename_existing_plan(folder: Path) -> None:
+    """Rename the plan in a folder and its Markdown to `plan.old-<n>`, with the first number n that is free."""
+    paths = [folder / name for name in (PLAN, TEXT) if (folder / name).exists()]
     number = 1
     while any((folder / f"{Path(name).stem}.old-{number}{Path(name).suffix}").exists() for name in (PLAN, TEXT)):
         number += 1
-    for path in files:
+    for path in paths:
         path.rename(path.with_name(f"{path.stem}.old-{number}{path.suffix}"))
 
 
 def read(path: Path) -> Plan:
-    """Read a plan.
+    """Read the plan of an experiment from its `plan.yaml`.
 
     Raises:
         UserError: if there is no such file, if it is no plan, or if it was edited such that it lacks a field.
     """
-    values = _load(path)
+    values = _load_fields(path)
     try:
         return Plan(
-            written=_time(values["written"]),
+            written_at=_parse_time(values["written"]),
             istar_version=str(values["istar_version"]),
             code_commit=values["code_commit"],
             code_modified=values["code_modified"],
             settings=dict(values["settings"]),
-            configurations=tuple(_configuration(entry) for entry in values["configurations"]),
-            trials=values["sweep"]["trials"],
+            configurations=tuple(map(_parse_configuration, values["configurations"])),
+            num_trials=values["sweep"]["trials"],
             seeds_of_best=tuple(values["sweep"]["seeds_of_best"]),
-            prunes=values["sweep"]["pruner"] not in (None, "none"),
-            is_edited=values.get("hash") != digest(values),
-            replaces=tuple(values["replaces"]),
+            can_prune=values["sweep"]["pruner"] not in (None, "none"),
+            is_edited=values.get("hash") != compute_digest(values),
+            replaced_hashes=tuple(values["replaces"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{path} was edited such that it is no plan any more: {shorten(repr(error))}") from error
 
 
-def _load(path: Path) -> dict[str, Any]:
-    """Return the fields of a plan's file."""
+def _load_fields(path: Path) -> dict[str, Any]:
+    """Return the fields of a plan's file.
+
+    Raises:
+        UserError: if there is no such file, or if it is no plan of this version's format.
+    """
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -252,71 +260,79 @@ def _load(path: Path) -> dict[str, Any]:
     return values
 
 
-def _time(text: Any) -> datetime:
-    """Parse a time with time zone in ISO 8601."""
+def _parse_time(text: Any) -> datetime:
+    """Parse a time with time zone in ISO 8601.
+
+    Raises:
+        ValueError: if the text is no time or has no time zone.
+    """
     time = datetime.fromisoformat(text)
     if time.tzinfo is None:
         raise ValueError(f"{text} has no time zone")
     return time
 
 
-def _configuration(entry: Mapping[str, Any]) -> Configuration:
+def _parse_configuration(values: Mapping[str, Any]) -> Configuration:
+    """Return a planned configuration from its fields in the file."""
     return Configuration(
-        task=entry["task"],
-        model=entry["model"],
-        method=entry["method"],
-        grid=str(entry.get("grid") or ""),
-        settings=dict(entry["settings"]),
-        ranges=dict(entry.get("ranges") or {}),
-        seeds=tuple(entry["seeds"]),
-        names=tuple(entry["names"]),
-        data=entry["data"],
+        task=values["task"],
+        model=values["model"],
+        method=values["method"],
+        grid=str(values.get("grid") or ""),
+        settings=dict(values["settings"]),
+        ranges=dict(values.get("ranges") or {}),
+        seeds=tuple(values["seeds"]),
+        run_names=tuple(values["names"]),
+        data_fingerprint=values["data"],
     )
 
 
-def markdown(contents: Mapping[str, Any]) -> str:
-    """Return a plan as a text that can be read and published: Markdown without the list of its configurations."""
+def format_as_markdown(contents: Mapping[str, Any]) -> str:
+    """Return a plan as Markdown that can be read and published, without the list of its configurations."""
     commit = contents["code_commit"] or "not known"
-    changed = ", with changes that are not committed" if contents["code_modified"] else ""
+    modified = ", with changes that are not committed" if contents["code_modified"] else ""
     lines = [
         "# Plan of an experiment",
         "",
-        f"Written at {contents['written']} by istar {contents['istar_version']} (commit {commit}{changed}), before the "
-        "runs.",
-        *(f"It replaces an earlier plan with the hash {text}." for text in contents["replaces"]),
-        *_section("Hypotheses", [f"{number}. {text}" for number, text in enumerate(contents["hypotheses"], 1)]),
+        f"Written at {contents['written']} by istar {contents['istar_version']} (commit {commit}{modified}), before "
+        "the runs.",
+        *(f"It replaces an earlier plan with the hash {digest}." for digest in contents["replaces"]),
+        *_format_section("Hypotheses", [f"{number}. {text}" for number, text in enumerate(contents["hypotheses"], 1)]),
     ]
     if contents["hypotheses_generated"]:
         lines += ["", "No hypothesis was given; this was made from the methods."]
-    lines += _section("Methods", _method_lines(contents["methods"]))
-    lines += ["", "Settings that all runs have in common:", "", _list_settings(contents["settings"])]
-    lines += _section("Tasks, models and seeds", _task_lines(contents))
-    lines += _section("Selection", [contents["selection"]])
-    lines += _section("Test", [_test_text(contents["test"])])
-    lines += _section("Budget", [_budget_text(contents["budget"])])
-    lines += _section("Command", ["```bash", contents["train_command"], "```"])
+    lines += _format_section("Methods", _format_methods(contents["methods"]))
+    lines += ["", "Settings that all runs have in common:", "", _format_settings(contents["settings"])]
+    lines += _format_section("Tasks, models and seeds", _format_tasks_models_and_seeds(contents))
+    lines += _format_section("Selection", [contents["selection"]])
+    lines += _format_section("Test", [_describe_test(contents["test"])])
+    lines += _format_section("Budget", [_describe_budget(contents["budget"])])
+    lines += _format_section("Command", ["```bash", contents["train_command"], "```"])
     lines += ["", f"SHA-256 of the contents of `{PLAN}`: `{contents['hash']}`"]
     return "\n".join(lines) + "\n"
 
 
-def _section(title: str, lines: Sequence[str]) -> list[str]:
+def _format_section(title: str, lines: Sequence[str]) -> list[str]:
+    """Return the lines of a Markdown section below its heading."""
     return ["", f"## {title}", "", *lines]
 
 
-def _method_lines(methods: Sequence[Mapping[str, Any]]) -> list[str]:
+def _format_methods(methods: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a Markdown list of the methods with their settings, as lines."""
     lines = []
     for method in methods:
         count = method["configurations"]
-        number = f"{count} configuration{'s' * (count != 1)}" if count else "chosen by a search"
-        lines.append(f"- **{method['method']}**, {number}")
+        configurations = f"{count} configuration{'s' * (count != 1)}" if count else "chosen by a search"
+        lines.append(f"- **{method['method']}**, {configurations}")
         if method["settings"]:
-            lines.append(f"    - fixed: {_list_settings(method['settings'])}")
+            lines.append(f"    - fixed: {_format_settings(method['settings'])}")
         for key, values in method["grid"].items():
             lines.append(f"    - `{key}`: {describe_values(values)}")
     return lines
 
 
-def _list_settings(settings: Mapping[str, Any]) -> str:
+def _format_settings(settings: Mapping[str, Any]) -> str:
+    """Return settings as Markdown, e.g. `optim.lr=3e-05`, separated by commas."""
     return ", ".join(f"`{key}={describe_value(value)}`" for key, value in settings.items())
 
 
@@ -344,7 +360,8 @@ def describe_values(values: Any) -> str:
     return ", ".join(map(describe_value, values))
 
 
-def _task_lines(contents: Mapping[str, Any]) -> list[str]:
+def _format_tasks_models_and_seeds(contents: Mapping[str, Any]) -> list[str]:
+    """Return a Markdown list of the tasks, models and seeds of a plan, as lines."""
     lines = [f"- {task['name']}: {task['metric']} on {task['reported_set']}" for task in contents["tasks"]]
     lines.append(f"- models: {', '.join(contents['models'])}")
     lines.append(f"- seeds: {', '.join(map(str, contents['seeds']))}")
@@ -354,21 +371,26 @@ def _task_lines(contents: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _test_text(test: Mapping[str, Any]) -> str:
-    if not test["comparisons"]:
+def _describe_test(test: Mapping[str, Any]) -> str:
+    """Return the sentences of a plan on its significance test and on the smallest difference that it can find.
+
+    `test` has the fields of `build_test_fields`.
+    """
+    num_comparisons = test["comparisons"]
+    if not num_comparisons:
         return "There is no method to compare with Base, so that no test is planned."
-    count = test["comparisons"]
     text = (
         f"Each method is compared with Base on each task and model by the two-sided {test['name']} over the seeds that "
         f"both have, at alpha = {test['alpha']:g}. "
     )
-    if count == 1:
+    if num_comparisons == 1:
         text += "As there is one comparison, its p-value needs no correction."
     else:
         text += (
-            f"The p-values of the {count} comparisons are corrected by Holm's method, so that alpha is the probability "
-            "of any false difference."
+            f"The p-values of the {num_comparisons} comparisons are corrected by Holm's method, so that alpha is the "
+            "probability of any false difference."
         )
+    strictest_level = test["alpha"] / num_comparisons
     if test["sd"] is None:
         text += (
             " The smallest difference that these seeds can find is unknown, because no standard deviation was given."
@@ -379,18 +401,19 @@ def _test_text(test: Mapping[str, Any]) -> str:
         text += (
             f" With {test['pairs']} seeds and a standard deviation of the paired differences of {test['sd']:g}, the "
             f"smallest difference that is found with probability {test['power']:g} is "
-            f"{test['smallest_difference']:.3g} (paired t-test at the level {test['alpha'] / count:.3g}"
-            f"{', the strictest of the method by Holm' if count > 1 else ''})."
+            f"{test['smallest_difference']:.3g} (paired t-test at the level {strictest_level:.3g}"
+            f"{', the strictest of the method by Holm' if num_comparisons > 1 else ''})."
         )
-    if test["smallest_p"] is not None and test["smallest_p"] >= test["alpha"] / count:
+    if test["smallest_p"] is not None and test["smallest_p"] >= strictest_level:
         text += (
             f" With {test['pairs']} pairs, the sign-flip test gives no p-value below {test['smallest_p']:g}, so that "
-            f"it cannot reach {test['alpha'] / count:.3g}: plan more seeds."
+            f"it cannot reach {strictest_level:.3g}: plan more seeds."
         )
     return text
 
 
-def _budget_text(budget: Mapping[str, Any]) -> str:
+def _describe_budget(budget: Mapping[str, Any]) -> str:
+    """Return the sentence of a plan on its numbers of runs, epochs and training examples."""
     text = f"{budget['runs']:,} runs with at most {budget['epochs']:,} epochs"
     if budget["training_examples"] is not None:
         text += f" and at most {budget['training_examples']:,} training examples, counted once for each epoch"

@@ -9,7 +9,7 @@ import pandas as pd
 from istar.errors import UserError
 from istar.figures.plot import Line, Panel, Plot
 from istar.pages.sheets import Entry, Sheet
-from istar.reports.method_comparisons import ALPHA, Comparisons, Method, MethodComparison
+from istar.reports.method_comparisons import ALPHA, ComparedMethods, Method, MethodComparison
 from istar.reports.paper_tables import NONE
 from istar.reports.run_tables import format_number
 from istar.scores import is_lower_better, merit
@@ -34,36 +34,37 @@ class RankedMethods:
 
     model: str
     tasks: tuple[str, ...] = ()
-    ranks: dict[str, float] = field(default_factory=dict)  # average rank by method, from the first; 1 is the best
-    differences: dict[str, AverageDifference] = field(default_factory=dict)  # from Base, by method
-    friedman_p: float = 1.0  # of the statistic of Iman and Davenport
+    average_rank_by_method: dict[str, float] = field(default_factory=dict)  # in ascending order; 1 is the best
+    difference_by_method: dict[str, AverageDifference] = field(default_factory=dict)  # from Base
+    friedman_p: float = 1.0  # p-value of Friedman's test, with the statistic of Iman and Davenport
     critical_difference: float = 0.0  # Nemenyi's
-    left_out: tuple[str, ...] = ()  # methods that cannot be ranked with the others
+    unranked_methods: tuple[str, ...] = ()  # methods that cannot be ranked with the others
     reason: str = ""  # why the methods are not ranked, as a sentence; empty if they are
 
     @property
-    def groups(self) -> list[tuple[float, float]]:
+    def indistinguishable_ranges(self) -> list[tuple[float, float]]:
         """Largest ranges of average ranks within which no two methods differ.
 
         Two methods differ if Friedman's test rejects and their ranks differ by the critical difference or more.
         """
-        values = list(self.ranks.values())
+        ranks = list(self.average_rank_by_method.values())
         if self.friedman_p >= ALPHA:
-            return [(values[0], values[-1])]
+            return [(ranks[0], ranks[-1])]
         ranges: list[tuple[float, float]] = []
-        for number, low in enumerate(values):
-            members = [value for value in values[number:] if value - low < self.critical_difference]
+        for index, low in enumerate(ranks):
+            members = [rank for rank in ranks[index:] if rank - low < self.critical_difference]
             is_new = not ranges or members[-1] > ranges[-1][1]
             if len(members) > 1 and is_new:
                 ranges.append((low, members[-1]))
         return ranges
 
-    def sentence(self) -> str:
+    def summarize(self) -> str:
         """Return in words what the ranks allow to conclude, or why there are none."""
         if self.reason:
             return f"{self.model}: {self.reason}"
         p_value = "p < 0.001" if self.friedman_p < 0.001 else f"p = {self.friedman_p:.3g}"
-        text = f"{self.model}: {len(self.ranks)} methods on {len(self.tasks)} tasks ({', '.join(self.tasks)}). "
+        num_methods = len(self.average_rank_by_method)
+        text = f"{self.model}: {num_methods} methods on {len(self.tasks)} tasks ({', '.join(self.tasks)}). "
         if self.friedman_p >= ALPHA:
             text += f"No difference between the methods was found by Friedman's test ({p_value})"
         else:
@@ -71,133 +72,152 @@ class RankedMethods:
                 f"Friedman's test finds that the methods differ ({p_value}); two of them do if their average ranks "
                 f"differ by {self.critical_difference:.2f} or more (Nemenyi's critical difference, alpha = {ALPHA:g})"
             )
-        return f"{text}.{self._left_out_in_words()}"
+        return f"{text}.{self._describe_unranked_methods()}"
 
-    def _left_out_in_words(self) -> str:
-        if not self.left_out:
+    def _describe_unranked_methods(self) -> str:
+        """Return the sentence that names the methods that are not ranked; empty if there are none."""
+        if not self.unranked_methods:
             return ""
         return (
             " Not ranked, because they lack one of these tasks or have other seeds or another budget than Base on one: "
-            f"{', '.join(self.left_out)}."
+            f"{', '.join(self.unranked_methods)}."
         )
 
 
-def rank_methods(compared: Comparisons) -> list[RankedMethods]:
+def rank_methods(compared_methods: ComparedMethods) -> list[RankedMethods]:
     """Rank the methods of each model over its tasks by their mean headline metric; 1 is the best.
 
     The tasks are those on which Base and another method have finished, and the methods are Base and all that have, on
     each of these tasks, the seeds and the budget of Base.
     """
-    models = dict.fromkeys(method.model for method in compared.methods)
-    return [_rank(model, [each for each in compared.comparisons if each.method.model == model]) for model in models]
+    models = dict.fromkeys(method.model for method in compared_methods.methods)
+    return [
+        _rank_methods_of_model(model, [each for each in compared_methods.comparisons if each.method.model == model])
+        for model in models
+    ]
 
 
-def _rank(model: str, comparisons: list[MethodComparison]) -> RankedMethods:
-    bases = {each.method.task: each.base for each in comparisons if each.base is not None}
-    tasks = tuple(bases)
+def _rank_methods_of_model(model: str, comparisons: list[MethodComparison]) -> RankedMethods:
+    """Return the ranks of a model's methods over its tasks, or the reason why they are not ranked.
+
+    `comparisons` are those of the model's methods with Base.
+    """
+    base_by_task = {each.method.task: each.base for each in comparisons if each.base is not None}
+    tasks = tuple(base_by_task)
     if len(tasks) < MIN_TASKS:
-        count = f"{len(tasks)} task{'s' * (len(tasks) != 1)}"
+        num_tasks = f"{len(tasks)} task{'s' * (len(tasks) != 1)}"
         return RankedMethods(
             model,
             tasks,
             reason=f"methods are compared over tasks from {MIN_TASKS} tasks on; Base and another method have finished "
-            f"on {count}.",
+            f"on {num_tasks}.",
         )
-    by_name: dict[str, dict[str, MethodComparison]] = {}
-    for each in comparisons:
-        by_name.setdefault(each.method.name, {})[each.method.task] = each
-    complete = {name: by_task for name, by_task in by_name.items() if _is_complete(by_task, tasks)}
-    left_out = tuple(name for name in by_name if name not in complete)
+    by_method_and_task: dict[str, dict[str, MethodComparison]] = {}
+    for comparison in comparisons:
+        by_method_and_task.setdefault(comparison.method.name, {})[comparison.method.task] = comparison
+    complete = {name: by_task for name, by_task in by_method_and_task.items() if _is_complete(by_task, tasks)}
+    unranked = tuple(name for name in by_method_and_task if name not in complete)
     if not complete:
         return RankedMethods(
-            model, tasks, left_out=left_out, reason="no method has finished with the seeds and the budget of Base on "
-            f"all of its {len(tasks)} tasks."
+            model, tasks, unranked_methods=unranked, reason="no method has finished with the seeds and the budget of "
+            f"Base on all of its {len(tasks)} tasks."
         )  # fmt: skip
-    columns = [[_mean_merit(base) for base in bases.values()]]
-    columns += [[_mean_merit(by_task[task].method) for task in tasks] for by_task in complete.values()]
+    merits = [[_mean_merit(base) for base in base_by_task.values()]]
+    merits += [[_mean_merit(by_task[task].method) for task in tasks] for by_task in complete.values()]
     try:
-        test = over_tasks.friedman(np.array(columns).T)
+        test = over_tasks.friedman(np.array(merits).T)
     except UserError:
-        return RankedMethods(model, tasks, left_out=left_out, reason="all methods have equal scores on every task.")
-    base_name = next(iter(bases.values())).name
-    ranks = dict(zip([base_name, *complete], test.average_ranks.tolist(), strict=True))
+        reason = "all methods have equal scores on every task."
+        return RankedMethods(model, tasks, unranked_methods=unranked, reason=reason)
+    base_name = next(iter(base_by_task.values())).name
+    average_ranks = dict(zip([base_name, *complete], test.average_ranks.tolist(), strict=True))
     return RankedMethods(
         model,
         tasks,
-        dict(sorted(ranks.items(), key=lambda item: item[1])),
-        {name: _average_difference([by_task[task] for task in tasks]) for name, by_task in complete.items()},
-        test.f_p,
-        over_tasks.nemenyi_critical_difference(len(ranks), len(tasks), ALPHA),
-        left_out,
+        average_rank_by_method=dict(sorted(average_ranks.items(), key=lambda item: item[1])),
+        difference_by_method={
+            name: _average_difference([by_task[task] for task in tasks]) for name, by_task in complete.items()
+        },
+        friedman_p=test.f_p,
+        critical_difference=over_tasks.nemenyi_critical_difference(len(average_ranks), len(tasks), ALPHA),
+        unranked_methods=unranked,
     )
 
 
-def _is_complete(by_task: dict[str, MethodComparison], tasks: tuple[str, ...]) -> bool:
+def _is_complete(comparison_by_task: dict[str, MethodComparison], tasks: tuple[str, ...]) -> bool:
     """Return whether a method has the seeds and the budget of Base on all tasks."""
-    rows = [by_task[task].row for task in tasks if task in by_task]
-    return len(rows) == len(tasks) and all(
-        row.pairs > 0 and not row.unmatched and row.has_equal_budgets for row in rows
+    statistics = [comparison_by_task[task].statistics for task in tasks if task in comparison_by_task]
+    return len(statistics) == len(tasks) and all(
+        each.pairs > 0 and not each.unmatched and each.has_equal_budgets for each in statistics
     )
 
 
 def _mean_merit(method: Method) -> float:
     """Return the mean over seeds of the headline metric, as a number that is higher for better methods."""
-    return merit(method.metric, float(np.mean(list(method.scores.values()))))
+    return merit(method.metric, float(np.mean(list(method.score_by_seed.values()))))
 
 
 def _average_difference(comparisons: list[MethodComparison]) -> AverageDifference:
-    """Return the average over tasks; losses and perplexities of different tasks have no common unit."""
-    if any(is_lower_better(each.method.metric) for each in comparisons):
+    """Return the difference of a method from Base, averaged over the comparisons of its tasks.
+
+    It is empty for losses and perplexities, which have no common unit over tasks.
+    """
+    if any(is_lower_better(comparison.method.metric) for comparison in comparisons):
         return AverageDifference()
-    differences = [list(each.differences.values()) for each in comparisons]
-    mean = float(np.mean([np.mean(values) for values in differences]))
+    differences_by_task = [list(comparison.difference_by_seed.values()) for comparison in comparisons]
+    mean = float(np.mean([np.mean(differences) for differences in differences_by_task]))
     try:
-        return AverageDifference(mean, over_tasks.t_interval_over_tasks(differences))
+        return AverageDifference(mean, over_tasks.t_interval_over_tasks(differences_by_task))
     except UserError:
         return AverageDifference(mean)
 
 
-def sheet(ranked: list[RankedMethods]) -> Sheet:
-    """Return a row for each ranked method of every model: its average rank and its average difference from Base."""
+def build_rank_sheet(ranked: list[RankedMethods]) -> Sheet:
+    """Return the table of average ranks, with a row for each ranked method of every model.
+
+    The rows also have the average difference from Base over the tasks.
+    """
     rows = [
         {
             "model": each.model,
             "method": name,
             "tasks": len(each.tasks),
             "average_rank": rank,
-            "minus_base": each.differences[name].mean if name in each.differences else None,
-            **dict(zip(("low", "high"), _interval(each, name), strict=True)),
+            "minus_base": each.difference_by_method[name].mean if name in each.difference_by_method else None,
+            **dict(zip(("low", "high"), _get_interval(each, name), strict=True)),
             "friedman_p": each.friedman_p,
             "critical_difference": each.critical_difference,
         }
         for each in ranked
-        for name, rank in each.ranks.items()
+        for name, rank in each.average_rank_by_method.items()
     ]
     columns = ["model", "method", "tasks", "average_rank", "minus_base", "low", "high", "friedman_p",
                "critical_difference"]  # fmt: skip
-    groups: dict[str, list[list[Entry]]] = {}
+    rows_by_model: dict[str, list[list[Entry]]] = {}
     for row in rows:
-        groups.setdefault(str(row["model"]), []).append(_entries(row))
+        rows_by_model.setdefault(str(row["model"]), []).append(_format_row(row))
     return Sheet(
-        "over_tasks",
-        "Methods over tasks",
-        "Average rank of the mean headline metric over the tasks of a model; 1 is the highest metric or the lowest "
-        "loss. Minus Base: average over tasks of the mean difference over seeds, in percentage points, each task with "
-        "the same weight. 95% interval: Student's, with a task as one observation, so that it is about tasks like "
-        "these; not corrected for the number of methods. Losses and perplexities have no common unit over tasks.",
-        ("method", "tasks", "average rank", "minus\nBase", "95% interval"),
-        groups,
-        pd.DataFrame(rows, columns=columns),
-        tuple(each.sentence() for each in ranked),
+        name="over_tasks",
+        title="Methods over tasks",
+        caption="Average rank of the mean headline metric over the tasks of a model; 1 is the highest metric or the "
+        "lowest loss. Minus Base: average over tasks of the mean difference over seeds, in percentage points, each "
+        "task with the same weight. 95% interval: Student's, with a task as one observation, so that it is about tasks "
+        "like these; not corrected for the number of methods. Losses and perplexities have no common unit over tasks.",
+        header=("method", "tasks", "average rank", "minus\nBase", "95% interval"),
+        rows_by_group=rows_by_model,
+        frame=pd.DataFrame(rows, columns=columns),
+        notes=tuple(each.summarize() for each in ranked),
     )
 
 
-def _interval(ranked: RankedMethods, name: str) -> tuple[float | None, float | None]:
-    difference = ranked.differences.get(name)
+def _get_interval(ranked: RankedMethods, method: str) -> tuple[float | None, float | None]:
+    """Return the ends of the interval of a method's difference from Base, or two times None if there is none."""
+    difference = ranked.difference_by_method.get(method)
     return difference.interval if difference and difference.interval else (None, None)
 
 
-def _entries(row: Mapping[str, object]) -> list[Entry]:
+def _format_row(row: Mapping[str, object]) -> list[Entry]:
+    """Return the entries of a method's row."""
     low, high, mean = row["low"], row["high"], row["minus_base"]
     return [
         Entry(str(row["method"])),
@@ -208,28 +228,31 @@ def _entries(row: Mapping[str, object]) -> list[Entry]:
     ]
 
 
-def plot(ranked: list[RankedMethods]) -> Plot:
+def build_rank_plot(ranked: list[RankedMethods]) -> Plot:
     """Return the critical-difference diagrams, one for each model whose methods are ranked."""
     panels = tuple(
         Panel(
             each.model,
-            "",
-            tuple(Line(name, (rank,), (float(number),)) for number, (name, rank) in enumerate(each.ranks.items(), 1)),
-            "",
-            "",
-            joined_ranges=tuple(each.groups),
+            task="",
+            lines=tuple(
+                Line(name, x=(rank,), y=(float(row),))
+                for row, (name, rank) in enumerate(each.average_rank_by_method.items(), 1)
+            ),
+            fixed_settings="",
+            y_label="",
+            joined_ranges=tuple(each.indistinguishable_ranges),
             scale_bar=(each.critical_difference, "critical difference"),
         )
         for each in ranked
         if not each.reason
     )
     return Plot(
-        "ranks",
-        "Average ranks over tasks",
-        "Critical-difference diagram (Demšar, JMLR 2006): average rank of each method over the tasks of a model; 1 is "
-        "the highest metric or the lowest loss. A thick bar joins methods of which no two differ, by Friedman's and "
-        f"Nemenyi's tests at the level {ALPHA:g}.",
-        "ranks",
-        "average rank",
-        panels,
+        name="ranks",
+        title="Average ranks over tasks",
+        caption="Critical-difference diagram (Demšar, JMLR 2006): average rank of each method over the tasks of a "
+        "model; 1 is the highest metric or the lowest loss. A thick bar joins methods of which no two differ, by "
+        f"Friedman's and Nemenyi's tests at the level {ALPHA:g}.",
+        kind="ranks",
+        x_label="average rank",
+        panels=panels,
     )

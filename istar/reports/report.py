@@ -34,7 +34,7 @@ from istar.reports import (
 )
 from istar.reports.cells import Cell
 from istar.reports.geometry_file import Geometry
-from istar.reports.missing_runs import MissingRuns, SweepCommand
+from istar.reports.missing_runs import MissingRuns, SweepCommandBuilder
 from istar.reports.plan_file import Plan
 from istar.reports.rank_figure import RankedMethods
 from istar.reports.run_frame import Runs, load_runs
@@ -46,47 +46,49 @@ _MAX_ROWS = 300  # rows that the page shows of an ungrouped table; the files hav
 
 @dataclass(frozen=True)
 class WrittenReport:
-    """The HTML page of a report, the number of its runs, and the number of rows in its table of missing runs."""
+    """A report that was written: its page and some counts."""
 
-    page: Path
-    runs: int
-    missing_rows: int
+    page_path: Path
+    num_runs: int
+    num_missing_rows: int  # number of rows in its table of missing runs
 
 
-def write(root: Path, out: Path, console: Console | None = None, plan: Path | None = None) -> WrittenReport:
-    """Write the report of the runs below `root`, the folder that `run.root` names.
+def write_report(root: Path, out: Path, console: Console | None = None, plan_path: Path | None = None) -> WrittenReport:
+    """Write the report of the runs below `root` to the folder `out`.
 
-    `out` is a new or empty folder, or an earlier report, which is replaced (on an error, it stays as it was). The
-    console shows the progress if it is a terminal. With the `plan.yaml` of `istar plan`, a section names the departures
-    from it.
+    Args:
+        root: folder that holds the runs, as `run.root` names it.
+        out: a new or empty folder, or an earlier report, which is replaced; after an error, it is as it was.
+        console: shows the progress if it is a terminal.
+        plan_path: `plan.yaml` of `istar plan`; a section of the report names the departures from it.
 
     Raises:
-        UserError: if `plan` is no plan, if there are no runs, if `out` holds files that are no report, or if it cannot
-            be written.
+        UserError: if `plan_path` is no plan, if there are no runs, if `out` holds files that are no report, or if it
+            cannot be written.
     """
     folder.check_replaceable(out, KIND)
-    planned = None if plan is None else plan_file.read(plan)
+    plan = None if plan_path is None else plan_file.read(plan_path)
     columns = TextColumn("{task.description}"), BarColumn()
     is_hidden = console is None or not console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=is_hidden) as progress:
         task = progress.add_task("reading runs", total=None)
         runs = _exclude_invalid(load_runs(root, keep_records=True), out)
         if runs.frame.empty:
-            count = len(runs.read_errors)
-            unreadable = f"; {count} folder{'s' * (count > 1)} could not be read as one" if count else ""
+            num_errors = len(runs.read_errors)
+            unreadable = f"; {num_errors} folder{'s' * (num_errors > 1)} could not be read as one" if num_errors else ""
             raise UserError(f"{root} holds no runs{unreadable}; train.py leaves them below run.root")
         progress.update(task, description="computing tables and figures", advance=1)
-        contents = _compute(runs, root)
-        if plan is not None and planned is not None:
-            contents = _add_departures(contents, plan, planned)
+        contents = _compute_contents(runs, root)
+        if plan_path is not None and plan is not None:
+            contents = _add_departures(contents, plan_path, plan)
         # After the figures, there is one more step, the writing.
         progress.update(task, total=2 + len(contents.plots))
-        pictures: dict[str, list[Picture]] = {}
+        pictures_by_plot: dict[str, list[Picture]] = {}
         for plot in contents.plots:
             progress.update(task, description=f"drawing {plot.name}", advance=1)
-            pictures[plot.name] = folder.render_pictures(plot)
+            pictures_by_plot[plot.name] = folder.render_pictures(plot)
         progress.update(task, description="writing", advance=1)
-        folder.replace_folder(out, folder.page_files(_page(contents, pictures), contents.sheets), KIND)
+        folder.replace_folder(out, folder.page_files(_build_page(contents, pictures_by_plot), contents.sheets), KIND)
     return WrittenReport(out / folder.INDEX, len(runs.frame), len(contents.missing))
 
 
@@ -94,127 +96,140 @@ def _exclude_invalid(runs: Runs, out: Path) -> Runs:
     """Move runs with an invalid `result.json` to the read errors; drop the error about an earlier report in `out`."""
     errors = {path: error for path, record in runs.records.items() if (error := cells.content_error(record))}
     read_errors = {path: error for path, error in runs.read_errors.items() if Path(path).resolve() != out.resolve()}
-    valid = runs.frame[~runs.frame["folder"].isin(list(errors))].reset_index(drop=True)
-    return Runs(valid, {**read_errors, **errors}, runs.records)
+    valid_runs = runs.frame[~runs.frame["folder"].isin(list(errors))].reset_index(drop=True)
+    return Runs(valid_runs, {**read_errors, **errors}, runs.records)
 
 
 @dataclass(frozen=True)
-class _Contents:
+class _ReportContents:
     """Everything that the report shows, as numbers."""
 
     root: Path
-    frame: pd.DataFrame
-    unreadable: int
-    cells: list[Cell]
+    all_runs: pd.DataFrame
+    num_unreadable: int  # number of folders that could not be read as a run
+    cells: list[Cell]  # cells of Table 1
     sheets: dict[str, Sheet]
     plots: list[Plot]
     missing: list[MissingRuns]
-    sweep_command: SweepCommand
-    conclusions: str  # how many comparisons with Base end in which way
+    build_sweep_command: SweepCommandBuilder
+    conclusions: str  # sentence that says how many comparisons with Base end in which way
     ranks: list[RankedMethods]
-    plan: Path | None = None  # file of the plan with which the runs are compared
+    plan_path: Path | None = None  # file of the plan with which the runs are compared
     departures: str = ""  # sentence on the departures from the plan
 
 
-def _add_departures(contents: _Contents, path: Path, plan: Plan) -> _Contents:
-    """Add the table of departures from the plan in the file `path`, and a sentence on them."""
-    departures = plan_departures.departures(plan, contents.frame)
-    sheets = {**contents.sheets, "departures": plan_departures.sheet(departures)}
-    return replace(contents, sheets=sheets, plan=path, departures=plan_departures.sentence(plan, departures))
+def _add_departures(contents: _ReportContents, plan_path: Path, plan: Plan) -> _ReportContents:
+    """Return the contents with the table of departures from a plan, and a sentence on them."""
+    departures = plan_departures.departures(plan, contents.all_runs)
+    return replace(
+        contents,
+        sheets={**contents.sheets, "departures": plan_departures.build_departures_sheet(departures)},
+        plan_path=plan_path,
+        departures=plan_departures.summarize_departures(plan, departures),
+    )
 
 
-def _compute(runs: Runs, root: Path) -> _Contents:
+def _compute_contents(runs: Runs, root: Path) -> _ReportContents:
     """Compute all tables and plots of the report."""
-    frame, records = cells.prepare(runs), runs.records
-    geometries, geometry_errors = _read_geometries(frame)
-    selected = cells.select_cells(frame)
-    compared = method_comparisons.compare_methods(frame)
-    ranks = rank_figure.rank_methods(compared)
+    all_runs, records = cells.add_selection_columns(runs), runs.records
+    geometry_by_folder, geometry_errors = _read_geometries(all_runs)
+    table1_cells = cells.select_cells(all_runs)
+    compared_methods = method_comparisons.compare_methods(all_runs)
+    ranks = rank_figure.rank_methods(compared_methods)
     plots = [
-        run_figures.minibatch_stability(stability.stability()),
-        run_figures.isotropy_and_performance(frame, geometries),
-        run_figures.mean_activations(frame, geometries),
-        run_figures.intrinsic_dimensions(frame, geometries),
-        run_figures.layer_isotropy(frame, records, geometries),
-        run_figures.zeta_ablation(frame),
-        run_figures.layer_ablation(frame, records),
-        *run_figures.curves(selected, records),
-        *training_figures.geometry_during_training(frame),
-        method_figure.plot(compared),
-        rank_figure.plot(ranks),
+        run_figures.build_minibatch_stability_plot(stability.compute_stability_scores()),
+        run_figures.build_isotropy_performance_plot(all_runs, geometry_by_folder),
+        run_figures.build_mean_activation_plot(all_runs, geometry_by_folder),
+        run_figures.build_intrinsic_dimension_plot(all_runs, geometry_by_folder),
+        run_figures.build_layer_isotropy_plot(all_runs, records, geometry_by_folder),
+        run_figures.build_zeta_ablation_plot(all_runs),
+        run_figures.build_layer_ablation_plot(all_runs, records),
+        *run_figures.build_learning_curve_plots(table1_cells, records),
+        *training_figures.build_training_plots(all_runs),
+        method_figure.build_all_methods_plot(compared_methods),
+        rank_figure.build_rank_plot(ranks),
     ]
-    sweep_command = missing_runs.sweep_command_builder(frame, records, str(root))
-    missing = missing_runs.for_table1(selected, frame, records, sweep_command, str(root))
-    missing += missing_runs.for_table2(selected, frame, sweep_command)
-    models = frame[frame["usable"]].drop_duplicates("model").set_index("model")["folder"]
-    layer_counts = {str(model): run_figures.layer_count(records[path]) for model, path in models.items()}
+    build_sweep_command = missing_runs.make_sweep_command_builder(all_runs, records, str(root))
+    missing = missing_runs.find_missing_table1_runs(table1_cells, all_runs, records, build_sweep_command, str(root))
+    missing += missing_runs.find_missing_table2_runs(table1_cells, all_runs, build_sweep_command)
+    folder_by_model = all_runs[all_runs["usable"]].drop_duplicates("model").set_index("model")["folder"]
+    num_layers_by_model = {
+        str(model): run_figures.count_layers(records[path]) for model, path in folder_by_model.items()
+    }
     for plot in plots:
         if plot.sweep:
-            missing += missing_runs.for_plot(plot, frame, layer_counts, sweep_command)
+            missing += missing_runs.find_missing_plot_runs(plot, all_runs, num_layers_by_model, build_sweep_command)
         if plot.name in ("figure4", "figure5"):
-            missing += missing_runs.for_geometry(plot, frame, geometries, sweep_command)
+            missing += missing_runs.find_runs_without_geometry(plot, all_runs, geometry_by_folder, build_sweep_command)
     shrinkage_seconds = {path: record.timing.get("shrinkage") or () for path, record in records.items()}
     sheets = (
-        paper_tables.table1(selected),
-        paper_tables.table2(selected, frame),
-        method_table.conclusions(compared),
-        method_table.methods(compared),
-        class_table.class_isotropy(frame, records),
-        rank_figure.sheet(ranks),
-        paper_tables.costs(frame, shrinkage_seconds),
-        missing_runs.sheet(missing),
-        paper_tables.left_out(frame, {**runs.read_errors, **geometry_errors}, str(root)),
+        paper_tables.build_table1_sheet(table1_cells),
+        paper_tables.build_table2_sheet(table1_cells, all_runs),
+        method_table.build_conclusions_sheet(compared_methods),
+        method_table.build_methods_sheet(compared_methods),
+        class_table.build_class_isotropy_sheet(all_runs, records),
+        rank_figure.build_rank_sheet(ranks),
+        paper_tables.build_cost_sheet(all_runs, shrinkage_seconds),
+        missing_runs.build_missing_runs_sheet(missing),
+        paper_tables.build_excluded_runs_sheet(all_runs, {**runs.read_errors, **geometry_errors}, str(root)),
     )
-    tables = {sheet.name: sheet for sheet in sheets}
-    rows = [comparison.row for comparison in compared.comparisons]
-    summary = conclusions.summary(rows, method_comparisons.ALPHA)
-    return _Contents(
-        root, frame, len(runs.read_errors), selected, tables, plots, missing, sweep_command, summary, ranks
+    statistics = [comparison.statistics for comparison in compared_methods.comparisons]
+    return _ReportContents(
+        root=root,
+        all_runs=all_runs,
+        num_unreadable=len(runs.read_errors),
+        cells=table1_cells,
+        sheets={sheet.name: sheet for sheet in sheets},
+        plots=plots,
+        missing=missing,
+        build_sweep_command=build_sweep_command,
+        conclusions=conclusions.summary(statistics, method_comparisons.ALPHA),
+        ranks=ranks,
     )
 
 
-def _read_geometries(frame: pd.DataFrame) -> tuple[dict[str, Geometry], dict[str, str]]:
+def _read_geometries(all_runs: pd.DataFrame) -> tuple[dict[str, Geometry], dict[str, str]]:
     """Return the geometries of the usable runs, and the error messages of broken files, both by folder."""
-    geometries, read_errors = {}, {}
-    for path in frame[frame["usable"]]["folder"]:
+    geometry_by_folder, read_errors = {}, {}
+    for path in all_runs[all_runs["usable"]]["folder"]:
         try:
-            if (geometry := geometry_file.read(Path(path))) is not None:
-                geometries[path] = geometry
+            if (geometry := geometry_file.read_geometry(Path(path))) is not None:
+                geometry_by_folder[path] = geometry
         except UserError as error:
             read_errors[path] = str(error)
-    return geometries, read_errors
+    return geometry_by_folder, read_errors
 
 
-def _page(contents: _Contents, pictures: Mapping[str, list[Picture]]) -> Page:
+def _build_page(contents: _ReportContents, pictures_by_plot: Mapping[str, list[Picture]]) -> Page:
     """Put the page together from its tables and pictures."""
-    counts = {"runs": len(contents.frame), **contents.frame["status"].value_counts()}
-    counts |= {"collapsed": contents.frame["collapsed"].eq(True).sum(), "folders not read": contents.unreadable}
+    counts = {"runs": len(contents.all_runs), **contents.all_runs["status"].value_counts()}
+    counts |= {"collapsed": contents.all_runs["collapsed"].eq(True).sum(), "folders not read": contents.num_unreadable}
     summary = [(str(count), str(label)) for label, count in counts.items() if count]
     summary.append((str(len(contents.missing)), "rows of missing runs"))
     head = "Runs below", str(contents.root), f"read by istar {version('istar')}"
     command = f"istar report {shlex.quote(str(contents.root))} --out report"
-    command += "" if contents.plan is None else f" --plan {shlex.quote(str(contents.plan))}"
+    command += "" if contents.plan_path is None else f" --plan {shlex.quote(str(contents.plan_path))}"
     plots = {plot.name: plot for plot in contents.plots}
-    ranks, methods = plots.pop("ranks"), plots.pop("all_methods")
+    rank_plot, methods_plot = plots.pop("ranks"), plots.pop("all_methods")
     sections = [
-        replace(_table_section(contents, "conclusions"), paragraphs=[contents.conclusions]),
-        Section("reading", "How to read this", _READING),
-        *([] if contents.plan is None else [_departures_section(contents)]),
-        _table_section(contents, "table1", sweep="table1"),
-        _table_section(contents, "table2", sweep="table2"),
-        _methods_section(contents, methods, pictures[methods.name]),
-        _table_section(contents, "class_isotropy"),
-        _over_tasks_section(contents, ranks, pictures[ranks.name]),
-        *(_plot_section(contents, plot, pictures[plot.name]) for plot in plots.values()),
-        _table_section(contents, "cost"),
-        _missing_section(contents),
-        _table_section(contents, "left_out"),
+        replace(_build_table_section(contents, "conclusions"), paragraphs=[contents.conclusions]),
+        Section("reading", "How to read this", _READING_GUIDE),
+        *([] if contents.plan_path is None else [_build_departures_section(contents)]),
+        _build_table_section(contents, "table1", sweep="table1"),
+        _build_table_section(contents, "table2", sweep="table2"),
+        _build_methods_section(contents, methods_plot, pictures_by_plot[methods_plot.name]),
+        _build_table_section(contents, "class_isotropy"),
+        _build_ranks_section(contents, rank_plot, pictures_by_plot[rank_plot.name]),
+        *(_build_plot_section(contents, plot, pictures_by_plot[plot.name]) for plot in plots.values()),
+        _build_table_section(contents, "cost"),
+        _build_missing_section(contents),
+        _build_table_section(contents, "left_out"),
         Section("reproduce", "This page", ("This command writes the page and its files:",), commands=[command]),
     ]
     return Page("Isotropy and fine-tuning: report", head, KIND.generator, summary, sections)
 
 
-_READING = (
+_READING_GUIDE = (
     "All metrics are measured on validation sets (for GLUE the development sets, as in the paper) and given in "
     "percent, at the epoch with the best headline metric of each run, on the same set or, with "
     "task.validation_fraction, on a held-out part of the training data. This page uses no results of a test set.",
@@ -238,7 +253,7 @@ _READING = (
     "legend varies; they are those of the configuration in Table 1 or, if only one value was tried with it, of the "
     "group with the most runs, then the best mean.",
 )
-_EMPTY_TEXTS = {
+_TEXT_OF_EMPTY_TABLE = {
     "left_out": "Every run counts.",
     "missing": "Nothing: every cell has its five seeds.",
     "cost": "No run has finished.",
@@ -247,23 +262,24 @@ _EMPTY_TEXTS = {
 }
 
 
-def _table_section(contents: _Contents, name: str, sweep: str = "") -> Section:
+def _build_table_section(contents: _ReportContents, name: str, sweep: str = "") -> Section:
+    """Return the section of a table, with the commands of a sweep for each model and task if one is given."""
     sheet = contents.sheets[name]
-    empty = "" if sheet.rows else _EMPTY_TEXTS.get(name, "Nothing to show yet.")
-    commands = _commands(contents, sweep, [(cell.model, cell.task) for cell in contents.cells])
+    empty = "" if sheet.rows else _TEXT_OF_EMPTY_TABLE.get(name, "Nothing to show yet.")
+    commands = _build_sweep_commands(contents, sweep, [(cell.model, cell.task) for cell in contents.cells])
     is_wide = name in ("table1", "conclusions", "methods", "missing")
     return Section(name, sheet.title, sheet=_truncate(sheet), empty_note=empty, commands=commands, is_wide=is_wide)
 
 
-def _methods_section(contents: _Contents, plot: Plot, pictures: list[Picture]) -> Section:
+def _build_methods_section(contents: _ReportContents, plot: Plot, pictures: list[Picture]) -> Section:
     """Return the section with the table of all methods and, if there are several on a task, their figure."""
-    section = _table_section(contents, "methods")
+    section = _build_table_section(contents, "methods")
     return replace(section, paragraphs=[plot.caption], pictures=pictures) if pictures else section
 
 
-def _over_tasks_section(contents: _Contents, plot: Plot, pictures: list[Picture]) -> Section:
+def _build_ranks_section(contents: _ReportContents, plot: Plot, pictures: list[Picture]) -> Section:
     """Return the section with the ranks of methods over tasks, or the reasons why they are not ranked."""
-    sentences = [ranked.sentence() for ranked in contents.ranks]
+    sentences = [ranked.summarize() for ranked in contents.ranks]
     sheet = replace(contents.sheets["over_tasks"], notes=())
     if not pictures:
         return Section("over_tasks", sheet.title, empty_note=" ".join(sentences) or "Nothing to show yet.")
@@ -271,35 +287,39 @@ def _over_tasks_section(contents: _Contents, plot: Plot, pictures: list[Picture]
 
 
 def _truncate(sheet: Sheet) -> Sheet:
-    """Cut an ungrouped table after `_MAX_ROWS` rows, and add a note on the number of rows left out."""
-    excess = len(sheet.rows) - _MAX_ROWS
-    if excess <= 0 or any(sheet.rows_by_group):
+    """Return a table without groups cut after `_MAX_ROWS` rows, with a note on the number of rows left out."""
+    num_excess_rows = len(sheet.rows) - _MAX_ROWS
+    if num_excess_rows <= 0 or any(sheet.rows_by_group):
         return sheet
-    note = f"{excess} more rows are in the files."
+    note = f"{num_excess_rows} more rows are in the files."
     return replace(sheet, rows_by_group={"": sheet.rows[:_MAX_ROWS]}, notes=(*sheet.notes, note))
 
 
-def _plot_section(contents: _Contents, plot: Plot, pictures: list[Picture]) -> Section:
-    artefact = missing_runs.artefact_name(plot)
+def _build_plot_section(contents: _ReportContents, plot: Plot, pictures: list[Picture]) -> Section:
+    """Return the section of a figure, with the commands that start its runs."""
+    artefact = missing_runs.get_artefact_name(plot)
     empty = "" if pictures else f"No run for {artefact} yet; the section “What is missing” lists its runs."
-    pairs = [(panel.model, panel.task) for panel in plot.panels]
-    pairs += [(runs.model, runs.task) for runs in contents.missing if runs.artefact == artefact]
-    commands = _commands(contents, "table1" if plot.name.startswith("curves") else plot.sweep, pairs)
+    models_and_tasks = [(panel.model, panel.task) for panel in plot.panels]
+    models_and_tasks += [(runs.model, runs.task) for runs in contents.missing if runs.artefact == artefact]
+    sweep = "table1" if plot.name.startswith("curves") else plot.sweep
+    commands = _build_sweep_commands(contents, sweep, models_and_tasks)
     return Section(plot.name, plot.title, [plot.caption], pictures=pictures, empty_note=empty, commands=commands)
 
 
-def _commands(contents: _Contents, sweep: str, pairs: list[tuple[str, str]]) -> list[str]:
-    """Return the command of a sweep for each pair of model and task; an empty list without a sweep."""
-    return [contents.sweep_command(sweep, task, model) for model, task in dict.fromkeys(pairs)] if sweep else []
+def _build_sweep_commands(contents: _ReportContents, sweep: str, models_and_tasks: list[tuple[str, str]]) -> list[str]:
+    """Return the command of a sweep for each pair of model and task; an empty list if `sweep` is empty."""
+    if not sweep:
+        return []
+    return [contents.build_sweep_command(sweep, task, model) for model, task in dict.fromkeys(models_and_tasks)]
 
 
-def _departures_section(contents: _Contents) -> Section:
+def _build_departures_section(contents: _ReportContents) -> Section:
     """Return the section that compares the runs with their plan."""
     sheet = _truncate(contents.sheets["departures"])
     return Section(sheet.name, sheet.title, [contents.departures], sheet=sheet, is_wide=True)
 
 
-def _missing_section(contents: _Contents) -> Section:
+def _build_missing_section(contents: _ReportContents) -> Section:
     """Return the section that lists missing runs, with the commands that start them."""
     text = [
         "The report expects five seeds of each method for each of the models and tasks found here, and for each figure "
@@ -307,7 +327,8 @@ def _missing_section(contents: _Contents) -> Section:
         "It uses the sweep's settings, which may differ from those of the existing runs."
     ]
     commands = []
-    if (missing := missing_runs.for_paper(contents.frame)) is not None:
-        text.append(missing[0])
-        commands.append(missing[1])
-    return replace(_table_section(contents, "missing"), paragraphs=text, commands=commands)
+    if (description := missing_runs.describe_missing_paper_pairs(contents.all_runs)) is not None:
+        sentence, command = description
+        text.append(sentence)
+        commands.append(command)
+    return replace(_build_table_section(contents, "missing"), paragraphs=text, commands=commands)

@@ -1,6 +1,6 @@
-"""The report's figures as numbers: the paper's Figures 2 to 8 and training curves, computed from runs.
+"""The report's figures as numbers: the paper's Figures 2 to 8 and learning curves, computed from runs.
 
-The runs of a line differ only in the seed and in what the axis or the legend of the figure varies.
+The runs of a line differ only in the seed and in the setting that the x axis or the legend varies.
 """
 
 import math
@@ -17,493 +17,569 @@ from istar.figures.plot import BASE, Line, Panel, Plot
 from istar.reports import paper
 from istar.reports.cells import (
     Cell,
-    all_collapsed,
-    best_group,
-    describe,
-    has_zeta,
+    are_all_collapsed,
+    describe_hyperparameters,
+    find_best_group,
+    has_fixed_zeta,
     is_finite,
-    models,
+    list_models,
+    list_tasks,
     row_dicts,
     select_cell,
-    tasks,
 )
 from istar.reports.geometry_file import Geometry, IsoScoreStar
-from istar.reports.stability import Stability
+from istar.reports.stability import StabilityScores
 from istar.results import RunRecord
 from istar.scores import axis_label, displayed
 
-MARKS = "Hollow: fewer seeds than other points. Crossed: all runs have collapsed to constant predictions."
+MARKER_LEGEND = "Hollow: fewer seeds than other points. Crossed: all runs have collapsed to constant predictions."
 """Explanation of the markers that `istar.figures.plot.Plot` describes."""
 SYMBOLS = {"lambda": "λ", "zeta": "ζ", "layers": "layer"}
-"""Symbols of what figures vary, by the keys of `cells.VARIED`."""
-_NAMED = 10
+"""Symbols of the settings that figures vary, by the keys of `cells.VARIED`."""
+_MAX_NAMED_RUNS = 10
 """Largest number of runs that a caption names."""
 PanelBuilder = Callable[[pd.DataFrame], Panel | None]
 """Takes the usable runs of a model and a task; returns their panel, or None if the figure has nothing to show."""
 
 
-def minibatch_stability(scores: Stability) -> Plot:
-    """Return Figure 2: scores of batches of a synthetic cloud by batch size."""
-    spreads = {f"ζ = {zeta:g}": by_size for zeta, by_size in scores.scores.items()}
-    spreads |= {"ζ = auto": scores.auto, "unbiased": scores.unbiased}
+def build_minibatch_stability_plot(stability: StabilityScores) -> Plot:
+    """Return the paper's Figure 2: IsoScore* of batches of a synthetic Gaussian cloud against the batch size."""
+    scores_by_label = {f"ζ = {zeta:g}": scores for zeta, scores in stability.scores_by_zeta.items()}
+    scores_by_label |= {"ζ = auto": stability.auto_zeta_scores, "unbiased": stability.unbiased_scores}
     lines = []
-    for label, by_size in spreads.items():
-        means = tuple(score.mean or 0.0 for score in by_size)
-        deviations = tuple(score.std or 0.0 for score in by_size)
-        lines.append(Line(label, scores.sizes, means, y_error=deviations))
-    panel = Panel("", "", tuple(lines), "", "IsoScore*", horizontal_line=(scores.truth, f"truth ({scores.truth:.2f})"))
+    for label, scores in scores_by_label.items():
+        means = tuple(score.mean or 0.0 for score in scores)
+        deviations = tuple(score.std or 0.0 for score in scores)
+        lines.append(Line(label, stability.batch_sizes, means, y_error=deviations))
+    reference_line = (stability.true_score, f"truth ({stability.true_score:.2f})")
+    panel = Panel(
+        model="", task="", lines=tuple(lines), fixed_settings="", y_label="IsoScore*", horizontal_line=reference_line
+    )
     return Plot(
-        "figure2",
-        "Figure 2: mini-batch stability",
-        "IsoScore* of batches of a synthetic Gaussian cloud in 768 dimensions, variances 10, 6, 4, 4, 1, ..., 1, by "
-        "batch size and ζ; Σ_S is the covariance of 75,000 other points. In addition to the paper: ζ = auto, estimated "
-        "from each batch, and the unbiased IsoScore, which needs no Σ_S (docs/measures.md). Mean and standard "
-        "deviation of three batches each; dashed: the score of the distribution itself. This figure needs no run.",
-        "line",
-        "points in the batch",
-        (panel,),
+        name="figure2",
+        title="Figure 2: mini-batch stability",
+        caption="IsoScore* of batches of a synthetic Gaussian cloud in 768 dimensions, variances 10, 6, 4, 4, 1, ..., "
+        "1, by batch size and ζ; Σ_S is the covariance of 75,000 other points. In addition to the paper: ζ = auto, "
+        "estimated from each batch, and the unbiased IsoScore, which needs no Σ_S (docs/measures.md). Mean and "
+        "standard deviation of three batches each; dashed line: the score of the distribution itself. This figure "
+        "needs no run.",
+        kind="line",
+        x_label="points in the batch",
+        panels=(panel,),
         log_x=True,
     )
 
 
-def isotropy_and_performance(frame: pd.DataFrame, geometries: Mapping[str, Geometry]) -> Plot:
-    """Return Figure 3: isotropy against the headline metric, with a point per lambda.
+def build_isotropy_performance_plot(all_runs: pd.DataFrame, geometry_by_folder: Mapping[str, Geometry]) -> Plot:
+    """Return the paper's Figure 3: isotropy against the headline metric, with a point for each lambda of I-STAR.
 
-    The isotropy is IsoScore* with the paper's zeta if `geometries` has it for all runs of the figure, and IsoScore if
-    not.
+    The isotropy is IsoScore* with the paper's zeta if all runs of the figure have it, and IsoScore otherwise.
     """
-    isoscores = dict(zip(frame["folder"], frame["isoscore_after"].astype(float), strict=True))
-    plot = _isotropy_and_performance(frame, isoscores)
-    stars = _paper_isoscore_stars(geometries)
-    if _have_all(plot, stars):
-        unions = {folder: star.union for folder, star in stars.items()}
-        plot = replace(_isotropy_and_performance(frame, unions), x_label="IsoScore*")
+    isoscores = dict(zip(all_runs["folder"], all_runs["isoscore_after"].astype(float), strict=True))
+    plot = _build_uncaptioned_isotropy_performance_plot(all_runs, isoscores)
+    star_by_folder = _collect_isoscore_stars(geometry_by_folder)
+    if _all_runs_have_isoscore_star(plot, star_by_folder):
+        union_stars = {folder: star.union for folder, star in star_by_folder.items()}
+        plot = replace(_build_uncaptioned_isotropy_performance_plot(all_runs, union_stars), x_label="IsoScore*")
     caption = (
-        f"{_of_shrinkage(plot, stars)} Isotropy of layers 1 to L on the validation set against the headline metric on "
-        "the same set, at the epoch with the best headline metric: a point per λ of I-STAR, mean over seeds, bars: "
-        f"standard deviations. {MARKS}"
+        f"{_describe_isotropy_measure(plot, star_by_folder)} Isotropy of layers 1 to L on the validation set against "
+        "the headline metric on the same set, at the epoch with the best headline metric: a point per λ of I-STAR, "
+        f"mean over seeds, error bars: standard deviations. {MARKER_LEGEND}"
     )
     return replace(plot, caption=caption)
 
 
-def _isotropy_and_performance(frame: pd.DataFrame, isotropy: Mapping[str, float]) -> Plot:
-    """Return Figure 3 without its caption; `isotropy` has the x value of each run by the run's folder."""
+def _build_uncaptioned_isotropy_performance_plot(
+    all_runs: pd.DataFrame, isotropy_by_folder: Mapping[str, float]
+) -> Plot:
+    """Return the paper's Figure 3 without its caption, with the given isotropy of each run on the x axis."""
 
     def build_panel(runs: pd.DataFrame) -> Panel | None:
-        istar_runs = _all_layer_istar(runs)
+        """Return the panel of a model and task, or None without a run of I-STAR on all layers."""
+        istar_runs = _select_all_layer_istar_runs(runs)
         if istar_runs.empty:
             return None
-        selected = _select(istar_runs, "lambda", frame)
-        groups = _by_lambda_with_base(runs, selected)
-        lines = [mean_point(_lambda_label(value), group, isotropy) for value, group in groups.items()]
-        return _make_panel(lines, selected, istar_runs, "lambda", groups, frame)
+        selected = _select_runs_to_plot(istar_runs, "lambda", all_runs)
+        runs_by_lambda = _group_by_lambda_with_base(runs, selected)
+        lines = [
+            build_mean_point(_format_lambda(value), group, isotropy_by_folder)
+            for value, group in runs_by_lambda.items()
+        ]
+        return _build_panel(lines, selected, istar_runs, "lambda", runs_by_lambda, all_runs)
 
     return Plot(
-        "figure3",
-        "Figure 3: isotropy and performance",
-        "",
-        "points",
-        "IsoScore",
-        _panels(frame, build_panel),
-        "figure3",
+        name="figure3",
+        title="Figure 3: isotropy and performance",
+        caption="",
+        kind="points",
+        x_label="IsoScore",
+        panels=_build_panels(all_runs, build_panel),
+        sweep="figure3",
         values=(-5, -3, -1, 0.5, 1, 3, 5),
     )
 
 
-def mean_activations(frame: pd.DataFrame, geometries: Mapping[str, Geometry]) -> Plot:
-    """Return Figure 4: mean activation of each dimension of the last layer, for the runs with a geometry."""
-    plot = Plot(
-        "figure4",
-        "Figure 4: mean activations and CosReg",
-        "Mean activation of each dimension of the last layer over the tokens of at most 1,000 validation texts, "
-        "mean over seeds: without a penalty, and with CosReg on the last layer.",
-        "line",
-        "dimension of the last layer",
-        (),
+def build_mean_activation_plot(all_runs: pd.DataFrame, geometry_by_folder: Mapping[str, Geometry]) -> Plot:
+    """Return the paper's Figure 4: mean activation of each dimension of the last layer, for Base and CosReg.
+
+    It shows the runs that have a geometry.
+    """
+    empty_plot = Plot(
+        name="figure4",
+        title="Figure 4: mean activations and CosReg",
+        caption="Mean activation of each dimension of the last layer over the tokens of at most 1,000 validation "
+        "texts, mean over seeds: without a penalty, and with CosReg on the last layer.",
+        kind="line",
+        x_label="dimension of the last layer",
+        panels=(),
         task="qnli",
         values=(-1, 1),
     )
-    values = {folder: geometry.mean_activation for folder, geometry in geometries.items()}
-    return _with_line_per_lambda(plot, frame, values, "cosreg", "last", "mean activation")
+    activations = {folder: geometry.mean_activation for folder, geometry in geometry_by_folder.items()}
+    return _add_panels_by_lambda(
+        empty_plot, all_runs, activations, family="cosreg", layers="last", y_label="mean activation"
+    )
 
 
-def intrinsic_dimensions(frame: pd.DataFrame, geometries: Mapping[str, Geometry]) -> Plot:
-    """Return Figure 5: TwoNN intrinsic dimension by layer, for the runs with a geometry."""
-    plot = Plot(
-        "figure5",
-        "Figure 5: intrinsic dimension",
-        "TwoNN dimension of the first token's states by layer over at most 1,000 validation texts, mean over "
+def build_intrinsic_dimension_plot(all_runs: pd.DataFrame, geometry_by_folder: Mapping[str, Geometry]) -> Plot:
+    """Return the paper's Figure 5: TwoNN intrinsic dimension by layer, for Base and I-STAR.
+
+    It shows the runs that have a geometry.
+    """
+    empty_plot = Plot(
+        name="figure5",
+        title="Figure 5: intrinsic dimension",
+        caption="TwoNN dimension of the first token's states by layer over at most 1,000 validation texts, mean over "
         "seeds: without a penalty, and with I-STAR.",
-        "line",
-        "layer (0: embeddings)",
-        (),
+        kind="line",
+        x_label="layer (0: embeddings)",
+        panels=(),
         task="sst2",
         values=(-5, -3, 3, 5),
     )
-    values = {folder: geometry.two_nn for folder, geometry in geometries.items()}
-    return _with_line_per_lambda(plot, frame, values, "istar", "all", "TwoNN dimension")
+    dimensions = {folder: geometry.two_nn for folder, geometry in geometry_by_folder.items()}
+    return _add_panels_by_lambda(
+        empty_plot, all_runs, dimensions, family="istar", layers="all", y_label="TwoNN dimension"
+    )
 
 
-def layer_isotropy(frame: pd.DataFrame, records: Mapping[str, RunRecord], geometries: Mapping[str, Geometry]) -> Plot:
-    """Return Figure 6: isotropy by layer, for Base and I-STAR.
+def build_layer_isotropy_plot(
+    all_runs: pd.DataFrame, records: Mapping[str, RunRecord], geometry_by_folder: Mapping[str, Geometry]
+) -> Plot:
+    """Return the paper's Figure 6: isotropy by layer, for Base and I-STAR.
 
-    The isotropy is chosen as in `isotropy_and_performance`.
+    The isotropy is IsoScore* with the paper's zeta if all runs of the figure have it, and IsoScore otherwise.
     """
-    empty = Plot(
-        "figure6",
-        "Figure 6: isotropy layer by layer",
-        "",
-        "line",
-        "layer (0: embeddings)",
-        (),
+    empty_plot = Plot(
+        name="figure6",
+        title="Figure 6: isotropy layer by layer",
+        caption="",
+        kind="line",
+        x_label="layer (0: embeddings)",
+        panels=(),
         task="qnli",
         values=(-1, 1),
     )
-    values = {folder: _isoscore_by_layer(records[folder]) for folder in frame[frame["usable"]]["folder"]}
-    plot = _with_line_per_lambda(empty, frame, values, "istar", "all", "IsoScore")
-    stars = _paper_isoscore_stars(geometries)
-    if _have_all(plot, stars):
-        # The runs without a value are in no line, so that they may have any number here.
-        by_layer = {folder: stars[folder].layers if folder in stars else scores for folder, scores in values.items()}
-        plot = _with_line_per_lambda(empty, frame, by_layer, "istar", "all", "IsoScore*")
+    isoscores = {folder: _isoscore_by_layer(records[folder]) for folder in all_runs[all_runs["usable"]]["folder"]}
+    plot = _add_panels_by_lambda(empty_plot, all_runs, isoscores, family="istar", layers="all", y_label="IsoScore")
+    star_by_folder = _collect_isoscore_stars(geometry_by_folder)
+    if _all_runs_have_isoscore_star(plot, star_by_folder):
+        # Runs without IsoScore* are in no line, so that their values here do not matter.
+        stars = {
+            folder: star_by_folder[folder].layers if folder in star_by_folder else scores
+            for folder, scores in isoscores.items()
+        }
+        plot = _add_panels_by_lambda(empty_plot, all_runs, stars, family="istar", layers="all", y_label="IsoScore*")
     caption = (
-        f"{_of_shrinkage(plot, stars)} Isotropy of each layer on the validation set at the epoch with the best "
-        "headline metric, mean over seeds: without a penalty, and with I-STAR."
+        f"{_describe_isotropy_measure(plot, star_by_folder)} Isotropy of each layer on the validation set at the epoch "
+        "with the best headline metric, mean over seeds: without a penalty, and with I-STAR."
     )
     return replace(plot, caption=caption)
 
 
-def _paper_isoscore_stars(geometries: Mapping[str, Geometry]) -> dict[str, IsoScoreStar]:
-    """Return the IsoScore* of the runs that have it with the paper's zeta, by the run's folder."""
+def _collect_isoscore_stars(geometry_by_folder: Mapping[str, Geometry]) -> dict[str, IsoScoreStar]:
+    """Return the IsoScore* of each run that has it with the paper's zeta, by the run's folder."""
     return {
         folder: geometry.isoscore_star
-        for folder, geometry in geometries.items()
+        for folder, geometry in geometry_by_folder.items()
         if geometry.isoscore_star is not None and geometry.isoscore_star.zeta == paper.ISOSCORE_ZETA
     }
 
 
-def _have_all(plot: Plot, stars: Mapping[str, IsoScoreStar]) -> bool:
+def _all_runs_have_isoscore_star(plot: Plot, star_by_folder: Mapping[str, IsoScoreStar]) -> bool:
     """Return whether the plot shows runs and all of them have an IsoScore*."""
-    runs = _drawn(plot)
-    return bool(runs) and runs <= stars.keys()
+    folders = _get_run_folders(plot)
+    return bool(folders) and folders <= star_by_folder.keys()
 
 
-def _drawn(plot: Plot) -> set[str]:
+def _get_run_folders(plot: Plot) -> set[str]:
     """Return the folders of the runs in the panels of a plot."""
     return {folder for panel in plot.panels for folder in panel.runs}
 
 
-def _of_shrinkage(plot: Plot, stars: Mapping[str, IsoScoreStar]) -> str:
-    """Return the sentences of a caption that say which isotropy the plot shows, and which runs have which."""
-    zeta, runs = paper.ISOSCORE_ZETA, _drawn(plot)
-    points = "all tokens of the validation set"
-    if _have_all(plot, stars):
-        numbers = sorted({stars[folder].num_points for folder in runs})
-        counted = f"{numbers[0]:,}" if len(numbers) == 1 else f"{numbers[0]:,} to {numbers[-1]:,}"
+def _describe_isotropy_measure(plot: Plot, star_by_folder: Mapping[str, IsoScoreStar]) -> str:
+    """Return the sentences of a caption that say whether a plot shows IsoScore* or IsoScore, and why.
+
+    The plot shows IsoScore* if all its runs have it.
+    """
+    zeta, folders = paper.ISOSCORE_ZETA, _get_run_folders(plot)
+    tokens = "all tokens of the validation set"
+    if _all_runs_have_isoscore_star(plot, star_by_folder):
+        counts = sorted({star_by_folder[folder].num_points for folder in folders})
+        num_points = f"{counts[0]:,}" if len(counts) == 1 else f"{counts[0]:,} to {counts[-1]:,}"
         return (
-            f"IsoScore* with the paper's ζ = {zeta:g} over {points}, in all {len(runs)} runs of this figure; Σ_S is "
-            f"the covariance of the union of layers 1 to L over {counted} points of the training data, or of a layer's "
-            "states over the same tokens."
+            f"IsoScore* with the paper's ζ = {zeta:g} over {tokens}, in all {len(folders)} runs of this figure; Σ_S is "
+            f"the covariance of the union of layers 1 to L over {num_points} points of the training data, or of a "
+            "layer's states over the same tokens."
         )
     sentence = (
-        f"IsoScore (ζ = 0) over {points}; the paper has IsoScore* with ζ = {zeta:g}, so the axes cannot be compared."
+        f"IsoScore (ζ = 0) over {tokens}; the paper has IsoScore* with ζ = {zeta:g}, so the axes cannot be compared."
     )
-    with_star = len(runs & stars.keys())
-    if not with_star:
+    num_with_star = len(folders & star_by_folder.keys())
+    if not num_with_star:
         return f"{sentence} No run of this figure has IsoScore*; run.isotropy_zeta={zeta:g} measures it."
-    names = sorted(Path(folder).name for folder in runs - stars.keys())
-    without = ", ".join(names if len(names) <= _NAMED else [*names[:_NAMED], f"and {len(names) - _NAMED} others"])
+    names = sorted(Path(folder).name for folder in folders - star_by_folder.keys())
+    if len(names) > _MAX_NAMED_RUNS:
+        names = [*names[:_MAX_NAMED_RUNS], f"and {len(names) - _MAX_NAMED_RUNS} others"]
     return (
-        f"{sentence} Of the {len(runs)} runs of this figure, {with_star} have IsoScore* as well. It is shown if all "
-        f"have it, which run.isotropy_zeta={zeta:g} measures; without it: {without}."
+        f"{sentence} Of the {len(folders)} runs of this figure, {num_with_star} have IsoScore* as well. It is shown if "
+        f"all have it, which run.isotropy_zeta={zeta:g} measures; without it: {', '.join(names)}."
     )
 
 
-def zeta_ablation(frame: pd.DataFrame) -> Plot:
-    """Return Figure 7: the headline metric by zeta of I-STAR."""
+def build_zeta_ablation_plot(all_runs: pd.DataFrame) -> Plot:
+    """Return the paper's Figure 7: the headline metric of I-STAR against zeta, its shrinkage intensity."""
 
     def build_panel(runs: pd.DataFrame) -> Panel | None:
-        istar_runs = _all_layer_istar(runs)
+        """Return the panel of a model and task, or None if no configuration was run with several zetas."""
+        istar_runs = _select_all_layer_istar_runs(runs)
         if istar_runs.empty:
             return None
-        zetas = istar_runs.groupby("hash_without_zeta")["reg.zeta"].transform("nunique")
-        alternatives = istar_runs[zetas > 1]
-        if alternatives.empty:
+        num_zetas = istar_runs.groupby("hash_without_zeta")["reg.zeta"].transform("nunique")
+        candidates = istar_runs[num_zetas > 1]
+        if candidates.empty:
             return None
-        selected = _select(alternatives, "zeta", frame)
-        line = _metric_line(selected, "reg.zeta")
-        panel = _make_panel([line], selected, istar_runs, "zeta", _by_value(selected, "reg.zeta"), frame)
+        selected = _select_runs_to_plot(candidates, "zeta", all_runs)
+        line = _build_metric_line(selected, x_column="reg.zeta")
+        runs_by_zeta = _group_by_number(selected, "reg.zeta")
+        panel = _build_panel([line], selected, istar_runs, "zeta", runs_by_zeta, all_runs)
         # The rule is that of Tables 1 and 2: the most seeds, then the best mean.
-        best = selected[selected["config_hash"] == best_group(selected, "config_hash")]
-        return (
-            panel if all_collapsed(best) else replace(panel, vertical_line=(float(best["reg.zeta"].iloc[0]), "best ζ"))
-        )
+        best_runs = selected[selected["config_hash"] == find_best_group(selected, "config_hash")]
+        if are_all_collapsed(best_runs):
+            return panel
+        return replace(panel, vertical_line=(float(best_runs["reg.zeta"].iloc[0]), "best ζ"))
 
     return Plot(
-        "figure7",
-        "Figure 7: ζ ablation",
-        "Headline metric on the validation set by ζ of I-STAR, mean ± standard deviation over seeds; ζ = 0 is no "
-        "shrinkage, ζ = 1 only Σ_S. Points without bars have one seed. Dashed: of the ζ with the most seeds, the best "
-        f"mean on the set that chose the epoch, as in Table 2. {MARKS}",
-        "bars",
-        "ζ",
-        _panels(frame, build_panel),
-        "zeta_ablation",
-        "rte",
-        (0, 0.2, 0.4, 0.6, 0.8, 1),
-        "ζ",
+        name="figure7",
+        title="Figure 7: ζ ablation",
+        caption="Headline metric on the validation set by ζ of I-STAR, mean ± standard deviation over seeds; ζ = 0 is "
+        "no shrinkage, ζ = 1 only Σ_S. Points without error bars have one seed. Dashed line: of the ζ with the most "
+        f"seeds, the one with the best mean on the set that chose the epoch, as in Table 2. {MARKER_LEGEND}",
+        kind="bars",
+        x_label="ζ",
+        panels=_build_panels(all_runs, build_panel),
+        sweep="zeta_ablation",
+        task="rte",
+        values=(0, 0.2, 0.4, 0.6, 0.8, 1),
+        symbol="ζ",
     )
 
 
-def layer_ablation(frame: pd.DataFrame, records: Mapping[str, RunRecord]) -> Plot:
-    """Return Figure 8: the headline metric by the single layer that I-STAR penalizes."""
+def build_layer_ablation_plot(all_runs: pd.DataFrame, records: Mapping[str, RunRecord]) -> Plot:
+    """Return the paper's Figure 8: the headline metric against the single layer that I-STAR penalizes.
+
+    A dashed line shows the metric with I-STAR on all layers. `records` has the record of each run by its folder.
+    """
 
     def build_panel(runs: pd.DataFrame) -> Panel | None:
-        runs = runs[(runs["family"] == "istar") & has_zeta(runs)]
-        runs = runs.assign(layer=runs["reg.layers"].map(_single_layer))
-        single = runs[runs["layer"].notna()]
-        if single.empty:
+        """Return the panel of a model and task, or None without a run of I-STAR on a single layer."""
+        istar_runs = runs[(runs["family"] == "istar") & has_fixed_zeta(runs)]
+        istar_runs = istar_runs.assign(layer=istar_runs["reg.layers"].map(_get_single_layer))
+        single_layer_runs = istar_runs[istar_runs["layer"].notna()]
+        if single_layer_runs.empty:
             return None
-        runs = runs[runs["layer"].notna() | runs["reg.layers"].eq("all")]
-        selected = runs[runs["hash_without_layers"] == _chosen_group(single, "layers", frame)]
-        all_layers = selected[selected["layer"].isna()]
-        count = layer_count(records[selected["folder"].iloc[0]])
-        groups: dict[Any, pd.DataFrame] = dict.fromkeys(range(1, count + 1), selected.head(0))
-        groups |= {**_by_value(selected, "layer"), "all": all_layers}
-        panel = _make_panel([_metric_line(selected, "layer")], selected, single, "layers", groups, frame)
-        level = (float(_scores(all_layers).mean()), "all layers") if len(all_layers) else None
-        return replace(panel, horizontal_line=level)
+        candidates = istar_runs[istar_runs["layer"].notna() | istar_runs["reg.layers"].eq("all")]
+        chosen_hash = _choose_group_hash(single_layer_runs, "layers", all_runs)
+        selected = candidates[candidates["hash_without_layers"] == chosen_hash]
+        all_layer_runs = selected[selected["layer"].isna()]
+        num_layers = count_layers(records[selected["folder"].iloc[0]])
+        runs_by_layer: dict[Any, pd.DataFrame] = dict.fromkeys(range(1, num_layers + 1), selected.head(0))
+        runs_by_layer |= {**_group_by_number(selected, "layer"), "all": all_layer_runs}
+        line = _build_metric_line(selected, x_column="layer")
+        panel = _build_panel([line], selected, single_layer_runs, "layers", runs_by_layer, all_runs)
+        if all_layer_runs.empty:
+            return panel
+        return replace(panel, horizontal_line=(float(_displayed_scores(all_layer_runs).mean()), "all layers"))
 
     return Plot(
-        "figure8",
-        "Figure 8: layer ablation",
-        "Headline metric on the validation set with I-STAR on a single layer, mean ± standard deviation over seeds. "
-        f"Points without bars have one seed. Dashed: I-STAR on all layers. {MARKS}",
-        "bars",
-        "layer that is penalized",
-        _panels(frame, build_panel),
-        "layer_ablation",
-        "cola",
+        name="figure8",
+        title="Figure 8: layer ablation",
+        caption="Headline metric on the validation set with I-STAR on a single layer, mean ± standard deviation over "
+        f"seeds. Points without error bars have one seed. Dashed line: I-STAR on all layers. {MARKER_LEGEND}",
+        kind="bars",
+        x_label="layer that is penalized",
+        panels=_build_panels(all_runs, build_panel),
+        sweep="layer_ablation",
+        task="cola",
         symbol="layer",
     )
 
 
-def curves(cells: Iterable[Cell], records: Mapping[str, RunRecord]) -> tuple[Plot, Plot]:
-    """Return validation loss and headline metric by epoch, for the runs in Table 1."""
-    finished = [cell for cell in cells if cell.seeds]
-    losses, metrics = [], []
-    for _, cells_of_task in groupby(finished, key=lambda cell: (cell.model, cell.task)):
-        group = list(cells_of_task)
-        headline = group[0].metrics[0]
-        losses.append(_curve_panel(group, records, "loss", "validation loss"))
-        metrics.append(_curve_panel(group, records, headline, axis_label(headline)))
+def build_learning_curve_plots(cells: Iterable[Cell], records: Mapping[str, RunRecord]) -> tuple[Plot, Plot]:
+    """Return two plots, the validation loss and the headline metric against the epoch, for the runs in Table 1."""
+    finished_cells = [cell for cell in cells if cell.seeds]
+    loss_panels, metric_panels = [], []
+    for _, group in groupby(finished_cells, key=lambda cell: (cell.model, cell.task)):
+        task_cells = list(group)
+        headline = task_cells[0].metrics[0]
+        loss_panels.append(_build_learning_curve_panel(task_cells, records, "loss", "validation loss"))
+        metric_panels.append(_build_learning_curve_panel(task_cells, records, headline, axis_label(headline)))
 
-    def plot(name: str, title: str, quantity: str, panels: Sequence[Panel]) -> Plot:
-        averaging = "after each epoch, for the runs in Table 1: mean over seeds, band: standard deviation."
-        with_lines = tuple(panel for panel in panels if panel.lines)
-        return Plot(name, title, f"{quantity} on the validation set {averaging}", "line", "epoch", with_lines)
+    def build_plot(name: str, title: str, quantity: str, panels: Sequence[Panel]) -> Plot:
+        """Return a plot of the panels that have lines."""
+        caption = (
+            f"{quantity} on the validation set after each epoch, for the runs in Table 1: mean over seeds, band: "
+            "standard deviation."
+        )
+        panels = tuple(panel for panel in panels if panel.lines)
+        return Plot(name, title, caption, kind="line", x_label="epoch", panels=panels)
 
-    loss_plot = plot("curves_loss", "Validation loss", "Loss", losses)
-    return loss_plot, plot("curves_metric", "Validation metric", "Headline metric", metrics)
+    loss_plot = build_plot("curves_loss", "Validation loss", "Loss", loss_panels)
+    return loss_plot, build_plot("curves_metric", "Validation metric", "Headline metric", metric_panels)
 
 
-def _curve_panel(group: Sequence[Cell], records: Mapping[str, RunRecord], metric: str, y_label: str) -> Panel:
-    """Return a panel with a line per method; it has no lines if no epoch recorded the metric."""
+def _build_learning_curve_panel(
+    cells: Sequence[Cell], records: Mapping[str, RunRecord], metric: str, y_label: str
+) -> Panel:
+    """Return the panel of a metric by epoch with a line per method, the mean over its seeds.
+
+    The cells have the same model and task. The panel has no lines if no epoch recorded the metric.
+    """
     lines = []
-    for cell in group:
-        epochs = [entry for folder in cell.runs["folder"] for entry in records[folder].epochs]
+    for cell in cells:
+        epochs = [epoch for folder in cell.runs["folder"] for epoch in records[folder].epochs]
         values = pd.Series(
-            [displayed(metric, entry["metrics"].get(metric, math.nan)) for entry in epochs],
-            index=[int(entry["epoch"]) for entry in epochs],
+            [displayed(metric, epoch["metrics"].get(metric, math.nan)) for epoch in epochs],
+            index=[int(epoch["epoch"]) for epoch in epochs],
             dtype=float,
         )
         values = values[np.isfinite(values)]
         if not values.empty:
-            lines.append(_mean_line(paper.FAMILIES[cell.family], values, values.index, tuple(cell.seeds)))
-    return Panel(group[0].model, group[0].task, tuple(lines), "", y_label)
+            lines.append(_build_mean_line(paper.FAMILIES[cell.family], values, values.index, tuple(cell.seeds)))
+    return Panel(cells[0].model, cells[0].task, tuple(lines), fixed_settings="", y_label=y_label)
 
 
-def _with_line_per_lambda(
-    plot: Plot, frame: pd.DataFrame, values: Mapping[str, Sequence[float]], family: str, layers: str, y_label: str
-) -> Plot:
-    """Return the plot with panels that have a line for Base and for each lambda, averaged over seeds.
+def _add_panels_by_lambda(
+    plot: Plot, all_runs: pd.DataFrame, y_by_folder: Mapping[str, Sequence[float]], family: str, layers: str,
+    y_label: str,
+) -> Plot:  # fmt: skip
+    """Return the plot with panels that have a line for Base and one for each lambda, averaged over seeds.
 
-    `values` has the y values of each run's line by the run's folder; runs without an entry are not shown. The runs with
-    a lambda are those of the method family that penalize the given layers.
+    Args:
+        plot: a plot without panels; its `values` are the paper's lambdas.
+        all_runs: all runs of the report.
+        y_by_folder: y values of each run's line by the run's folder; runs without an entry are not shown.
+        family: method family of the runs with a lambda.
+        layers: value of `reg.layers` of the runs with a lambda.
+        y_label: label of the y axis.
     """
 
     def build_panel(runs: pd.DataFrame) -> Panel | None:
+        """Return the panel of a model and task, or None without a penalized run."""
         penalized = runs[(runs["family"] == family) & runs["reg.layers"].eq(layers)]
         if penalized.empty:
             return None
-        of_paper = penalized[penalized["reg.lambda"].isin(plot.values)]
-        # Small models are trained with other lambdas than the paper's.
-        penalized = penalized if of_paper.empty else of_paper
-        selected = _select(penalized, "lambda", frame)
-        groups = _by_lambda_with_base(runs, selected)
+        # Small models are trained with other lambdas than the paper's; show these if there is none of the paper's.
+        with_paper_lambda = penalized[penalized["reg.lambda"].isin(plot.values)]
+        penalized = penalized if with_paper_lambda.empty else with_paper_lambda
+        selected = _select_runs_to_plot(penalized, "lambda", all_runs)
+        runs_by_lambda = _group_by_lambda_with_base(runs, selected)
         lines = []
-        for value, group in groups.items():
-            group = groups[value] = _of_equal_length(group, values)
-            rows = [values[folder] for folder in group["folder"]]
-            if rows:
-                means = pd.DataFrame(rows, dtype=float).replace([math.inf, -math.inf], math.nan).mean()
+        for lambda_, group in runs_by_lambda.items():
+            group = runs_by_lambda[lambda_] = _keep_runs_of_equal_length(group, y_by_folder)
+            ys = [y_by_folder[folder] for folder in group["folder"]]
+            if ys:
+                means = pd.DataFrame(ys, dtype=float).replace([math.inf, -math.inf], math.nan).mean()
                 xs = tuple(map(float, range(len(means))))
-                lines.append(Line(_lambda_label(value), xs, tuple(means), seeds=_seeds(group)))
-        return _make_panel(lines, selected, penalized, "lambda", groups, frame, y_label)
+                lines.append(Line(_format_lambda(lambda_), xs, tuple(means), seeds=_get_seeds(group)))
+        return _build_panel(lines, selected, penalized, "lambda", runs_by_lambda, all_runs, y_label)
 
-    panels = _panels(frame[frame["folder"].isin(list(values))], build_panel)
+    panels = _build_panels(all_runs[all_runs["folder"].isin(list(y_by_folder))], build_panel)
     return replace(plot, panels=panels, sweep=plot.name, has_baseline=True, seeds=1)
 
 
-def _of_equal_length(runs: pd.DataFrame, values: Mapping[str, Sequence[float]]) -> pd.DataFrame:
-    """Return the runs that have values, as many as the first of them."""
-    lengths = runs["folder"].map(lambda folder: len(values[folder]))
+def _keep_runs_of_equal_length(runs: pd.DataFrame, y_by_folder: Mapping[str, Sequence[float]]) -> pd.DataFrame:
+    """Return the runs that have as many y values as the first run that has any."""
+    lengths = runs["folder"].map(lambda folder: len(y_by_folder[folder]))
     nonempty = lengths[lengths > 0]
     return runs[lengths.eq(nonempty.iloc[0])] if len(nonempty) else runs.head(0)
 
 
-def _panels(frame: pd.DataFrame, build_panel: PanelBuilder) -> tuple[Panel, ...]:
-    """Return a panel per model and task, without those that have nothing to show."""
-    usable = frame[frame["usable"]]
+def _build_panels(all_runs: pd.DataFrame, build_panel: PanelBuilder) -> tuple[Panel, ...]:
+    """Return a panel for each model and task of the usable runs, without those that have nothing to show."""
+    usable = all_runs[all_runs["usable"]]
     if "reg.lambda" not in usable:
         return ()
     panels = [
         build_panel(usable[(usable["model"] == model) & (usable["task"] == task)])
-        for model in models(usable)
-        for task in tasks(usable)
+        for model in list_models(usable)
+        for task in list_tasks(usable)
     ]
     return tuple(panel for panel in panels if panel is not None and panel.lines)
 
 
-def _make_panel(
+def _build_panel(
     lines: Sequence[Line],
     selected: pd.DataFrame,
-    alternatives: pd.DataFrame,
+    candidates: pd.DataFrame,
     varied: str,
-    groups: Mapping[Any, pd.DataFrame],
-    frame: pd.DataFrame,
+    runs_by_value: Mapping[Any, pd.DataFrame],
+    all_runs: pd.DataFrame,
     y_label: str = "",
 ) -> Panel:
     """Return a panel of lines with a description of the settings that its runs have in common.
 
-    The lines show the runs `selected` from the `alternatives`. `groups` has the runs that are drawn by the value of
-    `varied`, a key of `cells.VARIED`. `frame` has all runs, from which Table 1 is made. The y axis shows the headline
-    metric unless it has another label.
+    Args:
+        lines: the lines of the panel.
+        selected: the runs that the lines show.
+        candidates: the runs of the same model, task and method from which these were selected.
+        varied: the setting that the figure varies, a key of `cells.VARIED`.
+        runs_by_value: the runs that are drawn, by the value of the varied setting.
+        all_runs: all runs of the report, from which Table 1 is made.
+        y_label: label of the y axis; by default that of the headline metric.
     """
-    first = row_dicts(selected.head(1))[0]
-    settings = [
-        f"{symbol} = {first[f'reg.{key}']:g}"
+    first_run = row_dicts(selected.head(1))[0]
+    fixed_settings = [
+        f"{symbol} = {first_run[f'reg.{key}']:g}"
         for key, symbol in (("lambda", "λ"), ("zeta", "ζ"))
-        if key != varied and is_finite(first.get(f"reg.{key}"))
+        if key != varied and is_finite(first_run.get(f"reg.{key}"))
     ]
-    others = alternatives[f"hash_without_{varied}"].nunique() - 1
-    hidden = f", {others} other configuration{'s' * (others > 1)} not shown" if others else ""
-    column = f"hash_without_{varied}"
-    table_group = _group_of_table1(alternatives, varied, frame)
-    if others and table_group in set(alternatives[column]) - set(selected[column]):
+    hash_column = f"hash_without_{varied}"
+    num_hidden = candidates[hash_column].nunique() - 1
+    hidden = f", {num_hidden} other configuration{'s' * (num_hidden > 1)} not shown" if num_hidden else ""
+    table1_hash = _get_table1_hash(candidates, varied, all_runs)
+    if num_hidden and table1_hash in set(candidates[hash_column]) - set(selected[hash_column]):
         hidden += f", among them that of Table 1, for which only one {SYMBOLS[varied]} was tried"
-    drawn = sum(map(len, groups.values()))
-    runs = f"{drawn} run{'s' * (drawn > 1)}"
-    held = f"{', '.join([*settings, describe(first)])}; {runs}{hidden}{_fewer_seeds(groups, SYMBOLS[varied])}"
-    y_label = y_label or axis_label(first["metric"])
-    seeds = {value: _seeds(group) for value, group in groups.items()}
-    folders = tuple(folder for group in groups.values() for folder in group["folder"])
-    return Panel(first["model"], first["task"], tuple(lines), held, y_label, seeds=seeds, runs=folders)
-
-
-def _all_layer_istar(runs: pd.DataFrame) -> pd.DataFrame:
-    return runs[(runs["family"] == "istar") & runs["reg.layers"].eq("all") & has_zeta(runs)]
-
-
-def _fewer_seeds(groups: Mapping[Any, pd.DataFrame], symbol: str) -> str:
-    """Name the values of a figure that have fewer seeds than others."""
-    most = max(map(len, groups.values()), default=0)
-    fewer = [
-        f"{len(group)} at {value if isinstance(value, str) else f'{symbol} = {value:g}'}"
-        for value, group in groups.items()
-        if 0 < len(group) < most
-    ]
-    return f"; fewer than {most} seeds: {', '.join(fewer)}" if fewer else ""
-
-
-def _select(runs: pd.DataFrame, varied: str, frame: pd.DataFrame) -> pd.DataFrame:
-    """Select runs of a task, model and method that have the same settings except `varied`; see `_chosen_group`."""
-    return runs[runs[f"hash_without_{varied}"] == _chosen_group(runs, varied, frame)]
-
-
-def _chosen_group(runs: pd.DataFrame, varied: str, frame: pd.DataFrame) -> str:
-    """Return the hash, without `varied`, of the runs that a figure shows: those of the configuration in Table 1.
-
-    If that configuration has a single value of `varied` and another one has several, it is that one, by `best_group`.
-    """
-    column = f"hash_without_{varied}"
-    several = runs[runs.groupby(column)["config_hash"].transform("nunique") > 1]
-    candidates = runs if several.empty else several
-    table_group = _group_of_table1(runs, varied, frame)
-    return table_group if table_group in set(candidates[column]) else best_group(candidates, column)
-
-
-def _group_of_table1(runs: pd.DataFrame, varied: str, frame: pd.DataFrame) -> str:
-    """Return the hash, without `varied`, of the configuration of these runs' method in Table 1; empty for none."""
-    first = row_dicts(runs.head(1))[0]
-    cell = select_cell(frame, first["task"], first["model"], first["family"])
-    return str(cell.first_run.get(f"hash_without_{varied}", ""))
-
-
-def _by_lambda_with_base(runs: pd.DataFrame, selected: pd.DataFrame) -> dict[Any, pd.DataFrame]:
-    """Group the selected runs by lambda, after the Base runs with otherwise the same settings."""
-    is_same = runs["hash_without_method"] == selected["hash_without_method"].iloc[0]
-    base = runs[(runs["family"] == "base") & is_same]
-    return {**({} if base.empty else {BASE: base}), **_by_value(selected, "reg.lambda")}
-
-
-def _by_value(runs: pd.DataFrame, column: str) -> dict[Any, pd.DataFrame]:
-    """Group the runs by the numbers in a column, in ascending order."""
-    return {float(value): group for value, group in runs.groupby(runs[column].astype(float))}
-
-
-def mean_point(label: str, runs: pd.DataFrame, isotropy: Mapping[str, float] | pd.Series) -> Line:
-    """Return a point at the mean isotropy and the mean headline metric, with standard deviations of both.
-
-    `isotropy` has the isotropy of each run by the run's folder.
-    """
-    x, y = runs["folder"].map(isotropy).astype(float), _scores(runs)
-    # A single run has no standard deviation.
-    x_error, y_error = np.nan_to_num([x.std(), y.std()])
-    return Line(
-        label, (x.mean(),), (y.mean(),), (x_error,), (y_error,), _seeds(runs), (len(runs),), (all_collapsed(runs),)
+    num_runs = sum(map(len, runs_by_value.values()))
+    settings = ", ".join([*fixed_settings, describe_hyperparameters(first_run)])
+    return Panel(
+        first_run["model"],
+        first_run["task"],
+        tuple(lines),
+        fixed_settings=f"{settings}; {num_runs} run{'s' * (num_runs > 1)}{hidden}"
+        f"{_describe_values_with_fewer_seeds(runs_by_value, SYMBOLS[varied])}",
+        y_label=y_label or axis_label(first_run["metric"]),
+        seeds={value: _get_seeds(runs) for value, runs in runs_by_value.items()},
+        runs=tuple(folder for runs in runs_by_value.values() for folder in runs["folder"]),
     )
 
 
-def _metric_line(runs: pd.DataFrame, column: str) -> Line:
-    """Return a line of the headline metric, as `_scores` gives it, by the numbers in a column."""
-    line = _mean_line("mean ± std", _scores(runs), runs[column].astype(float))
-    groups = _by_value(runs, column).values()
-    return replace(line, num_seeds=tuple(map(len, groups)), collapsed=tuple(map(all_collapsed, groups)))
+def _select_all_layer_istar_runs(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return the runs of I-STAR with a fixed zeta that penalize all layers."""
+    return runs[(runs["family"] == "istar") & runs["reg.layers"].eq("all") & has_fixed_zeta(runs)]
 
 
-def _scores(runs: pd.DataFrame) -> pd.Series:
+def _describe_values_with_fewer_seeds(runs_by_value: Mapping[Any, pd.DataFrame], symbol: str) -> str:
+    """Return the part of a caption that names the values with fewer seeds than others; empty if there are none."""
+    max_seeds = max(map(len, runs_by_value.values()), default=0)
+    descriptions = [
+        f"{len(runs)} at {value if isinstance(value, str) else f'{symbol} = {value:g}'}"
+        for value, runs in runs_by_value.items()
+        if 0 < len(runs) < max_seeds
+    ]
+    return f"; fewer than {max_seeds} seeds: {', '.join(descriptions)}" if descriptions else ""
+
+
+def _select_runs_to_plot(candidates: pd.DataFrame, varied: str, all_runs: pd.DataFrame) -> pd.DataFrame:
+    """Return the runs of one task, model and method that a figure shows; they differ only in seed and `varied`."""
+    return candidates[candidates[f"hash_without_{varied}"] == _choose_group_hash(candidates, varied, all_runs)]
+
+
+def _choose_group_hash(candidates: pd.DataFrame, varied: str, all_runs: pd.DataFrame) -> str:
+    """Return the hash that the runs of a figure have in common: that of all their settings except seed and `varied`.
+
+    It is the hash of the configuration in Table 1. If that configuration was run with a single value of `varied` and
+    other ones with several, it is the hash of the best of the latter, see `find_best_group`.
+    """
+    column = f"hash_without_{varied}"
+    with_several_values = candidates[candidates.groupby(column)["config_hash"].transform("nunique") > 1]
+    candidates_left = candidates if with_several_values.empty else with_several_values
+    table1_hash = _get_table1_hash(candidates, varied, all_runs)
+    is_available = table1_hash in set(candidates_left[column])
+    return table1_hash if is_available else find_best_group(candidates_left, column)
+
+
+def _get_table1_hash(runs: pd.DataFrame, varied: str, all_runs: pd.DataFrame) -> str:
+    """Return the hash, without `varied`, of the configuration that Table 1 shows for the method of these runs.
+
+    It is empty if Table 1 shows none.
+    """
+    first_run = row_dicts(runs.head(1))[0]
+    cell = select_cell(all_runs, first_run["task"], first_run["model"], first_run["family"])
+    return str(cell.first_run.get(f"hash_without_{varied}", ""))
+
+
+def _group_by_lambda_with_base(runs: pd.DataFrame, selected: pd.DataFrame) -> dict[Any, pd.DataFrame]:
+    """Group the selected runs by lambda, after the Base runs among `runs` with otherwise the same settings."""
+    has_same_settings = runs["hash_without_method"] == selected["hash_without_method"].iloc[0]
+    base_runs = runs[(runs["family"] == "base") & has_same_settings]
+    return {**({} if base_runs.empty else {BASE: base_runs}), **_group_by_number(selected, "reg.lambda")}
+
+
+def _group_by_number(runs: pd.DataFrame, column: str) -> dict[Any, pd.DataFrame]:
+    """Group the runs by the numbers in a column, in ascending order."""
+    return {float(number): group for number, group in runs.groupby(runs[column].astype(float))}
+
+
+def build_mean_point(label: str, runs: pd.DataFrame, isotropy_by_folder: Mapping[str, float] | pd.Series) -> Line:
+    """Return a point at the mean isotropy and the mean headline metric of the runs, with standard deviations."""
+    isotropy, scores = runs["folder"].map(isotropy_by_folder).astype(float), _displayed_scores(runs)
+    # A single run has no standard deviation.
+    x_error, y_error = np.nan_to_num([isotropy.std(), scores.std()])
+    return Line(
+        label,
+        x=(isotropy.mean(),),
+        y=(scores.mean(),),
+        x_error=(x_error,),
+        y_error=(y_error,),
+        seeds=_get_seeds(runs),
+        num_seeds=(len(runs),),
+        collapsed=(are_all_collapsed(runs),),
+    )
+
+
+def _build_metric_line(runs: pd.DataFrame, x_column: str) -> Line:
+    """Return a line of the mean headline metric against the numbers in a column."""
+    line = _build_mean_line("mean ± std", _displayed_scores(runs), runs[x_column].astype(float))
+    groups = _group_by_number(runs, x_column).values()
+    return replace(line, num_seeds=tuple(map(len, groups)), collapsed=tuple(map(are_all_collapsed, groups)))
+
+
+def _displayed_scores(runs: pd.DataFrame) -> pd.Series:
     """Return the headline metric of each run as `istar.scores.displayed` gives it."""
-    pairs = zip(runs["metric"], runs["value"].astype(float), strict=True)
-    return pd.Series([displayed(metric, value) for metric, value in pairs], index=runs.index, dtype=float)
+    metrics_and_values = zip(runs["metric"], runs["value"].astype(float), strict=True)
+    return pd.Series([displayed(metric, value) for metric, value in metrics_and_values], index=runs.index, dtype=float)
 
 
-def _mean_line(label: str, values: pd.Series, xs: Any, seeds: tuple[int, ...] = ()) -> Line:
-    """Return a line through the means of the values at each x, with standard deviations as errors."""
+def _build_mean_line(label: str, values: pd.Series, xs: Any, seeds: tuple[int, ...] = ()) -> Line:
+    """Return a line through the means of the values at each x, with standard deviations as error bars."""
     groups = values.groupby(xs)
     means, deviations = groups.mean(), groups.std().fillna(0.0)
     return Line(label, tuple(map(float, means.index)), tuple(means), y_error=tuple(deviations), seeds=seeds)
 
 
-def _seeds(runs: pd.DataFrame) -> tuple[int, ...]:
+def _get_seeds(runs: pd.DataFrame) -> tuple[int, ...]:
+    """Return the different seeds of the runs in ascending order."""
     return tuple(sorted({int(seed) for seed in runs["seed"]}))
 
 
-def _lambda_label(value: Any) -> str:
-    return value if isinstance(value, str) else f"λ = {value:g}"
+def _format_lambda(lambda_: Any) -> str:
+    """Return the label of a line, e.g. `λ = -1`; a text, such as `Base`, is returned as it is."""
+    return lambda_ if isinstance(lambda_, str) else f"λ = {lambda_:g}"
 
 
-def _single_layer(layers: Any) -> int | None:
+def _get_single_layer(layers: Any) -> int | None:
+    """Return the only layer of a list of penalized layers, or None if the value is no list of one layer."""
     return layers[0] if isinstance(layers, list) and len(layers) == 1 else None
 
 
@@ -513,6 +589,6 @@ def _isoscore_by_layer(record: RunRecord) -> list[float]:
     return [after[layer] for layer in sorted(filter(str.isdigit, after), key=int)]
 
 
-def layer_count(record: RunRecord) -> int:
+def count_layers(record: RunRecord) -> int:
     """Return the number of transformer layers that a finished run has measured."""
     return max(0, len(_isoscore_by_layer(record)) - 1)

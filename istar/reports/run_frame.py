@@ -12,7 +12,7 @@ import yaml
 
 from istar.errors import UserError, shorten
 from istar.files import atomic_write
-from istar.reports.run_tables import method
+from istar.reports.run_tables import get_method_label
 from istar.results import CONFIG, RESULT, RunRecord, read, read_start_time
 
 _COLUMNS = (
@@ -20,7 +20,7 @@ _COLUMNS = (
     "collapsed", "isoscore_before", "isoscore_after", "seconds", "skipped_steps", "error", "fingerprint",
     "began", "istar_version", "code_commit", "code_modified",
 )  # fmt: skip
-_OVERWRITTEN = re.compile(r"\.old-\d+$")  # suffix of a run folder that `run.overwrite=true` has replaced
+_REPLACED_SUFFIX = re.compile(r"\.old-\d+$")  # suffix of a run folder that `run.overwrite=true` has replaced
 _FOLDERS_WITHOUT_RUNS = ("multirun", "sweeps")
 # The C loader, where PyYAML has it, is ten times as fast.
 _YAML_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -54,11 +54,11 @@ def load_runs(root: Path, keep_records: bool = False) -> Runs:
     read_errors: dict[str, str] = {}
     records: dict[str, RunRecord] = {}
     visited = {root}
-    for folder in _run_folders(root):
+    for folder in _find_run_folders(root):
         visited |= {folder, *folder.parents}
         try:
             record = _read_record(folder)
-            rows.append({"folder": str(folder), **row(record)})
+            rows.append({"folder": str(folder), **record_to_row(record)})
             if keep_records:
                 records[str(folder)] = record
         except UserError as error:
@@ -66,21 +66,21 @@ def load_runs(root: Path, keep_records: bool = False) -> Runs:
         except (KeyError, TypeError, AttributeError) as error:
             read_errors[str(folder)] = f"{folder} holds no config of a run: {shorten(repr(error))}"
     for folder in sorted(root.iterdir()):
-        if folder.is_dir() and _may_hold_runs(folder.name) and folder not in visited:
+        if folder.is_dir() and _can_hold_runs(folder.name) and folder not in visited:
             read_errors[str(folder)] = f"{folder} holds no run"
     return Runs(pd.DataFrame(rows, columns=None if rows else ["folder", *_COLUMNS]), read_errors, records)
 
 
-def row(record: RunRecord) -> dict[str, Any]:
-    """Return a run's row of `Runs.frame`, without its folder."""
+def record_to_row(record: RunRecord) -> dict[str, Any]:
+    """Return the row of a run in a data frame of runs, without the column `folder`; see `Runs.frame`."""
     config, headline = record.config, record.headline
-    before, after = (record.isotropy.get(when, {}).get("union") for when in ("before", "after"))
+    isoscore_before, isoscore_after = (record.isotropy.get(stage, {}).get("union") for stage in ("before", "after"))
     values = (
         record.name,
         record.status,
         config["task"]["name"],
         Path(config["model"]["name"]).name,
-        method(record),
+        get_method_label(record),
         config["seed"],
         headline.get("metric"),
         headline.get("value"),
@@ -88,8 +88,8 @@ def row(record: RunRecord) -> dict[str, Any]:
         headline.get("epoch"),
         record.baseline.get(headline.get("metric", "")),
         any(record.collapsed.values()) if record.collapsed else None,
-        before,
-        after,
+        isoscore_before,
+        isoscore_after,
         record.timing.get("total"),
         record.skipped_steps,
         record.error,
@@ -100,22 +100,22 @@ def row(record: RunRecord) -> dict[str, Any]:
         record.code_modified,
     )
     metrics = {f"validation.{name}": value for name, value in record.metrics.items()}
-    groups = {group: keys for group, keys in config.items() if isinstance(keys, dict)}
-    settings = {f"{group}.{key}": value for group, keys in groups.items() for key, value in keys.items()}
+    groups = {name: group for name, group in config.items() if isinstance(group, dict)}
+    settings = {f"{name}.{key}": value for name, group in groups.items() for key, value in group.items()}
     return {**dict(zip(_COLUMNS, values, strict=True)), **metrics, **settings}
 
 
-def export(frame: pd.DataFrame, path: Path) -> None:
-    """Write a frame as CSV, Parquet or JSON (a list of objects), depending on the suffix of `path`.
+def export_frame(frame: pd.DataFrame, path: Path) -> None:
+    """Write a data frame as CSV, Parquet or JSON (a list of objects), depending on the suffix of `path`.
 
     Raises:
         UserError: if the suffix is another one, or the file cannot be written.
     """
     # Parquet needs one type per column; lists and mixed columns (reg.layers, trainer.devices) are written as text.
     frame = frame.map(lambda value: str(value) if isinstance(value, list | dict) else value)
-    for name in frame:
-        if frame[name].dtype == object and frame[name].map(type).nunique() > 1:
-            frame[name] = frame[name].map(lambda value: None if pd.isna(value) else str(value))
+    for column in frame:
+        if frame[column].dtype == object and frame[column].map(type).nunique() > 1:
+            frame[column] = frame[column].map(lambda value: None if pd.isna(value) else str(value))
     writers = {
         ".csv": lambda file: frame.to_csv(file, index=False),
         ".parquet": lambda file: frame.to_parquet(file, index=False),
@@ -131,7 +131,7 @@ def export(frame: pd.DataFrame, path: Path) -> None:
 
 
 def _read_record(folder: Path) -> RunRecord:
-    """Read `result.json`; without one, return an unfinished record with the config alone."""
+    """Return the record in a run's `result.json`, or an unfinished record with the config alone if there is none."""
     if (folder / RESULT).exists():
         return read(folder)
     try:
@@ -141,14 +141,16 @@ def _read_record(folder: Path) -> RunRecord:
     return RunRecord(folder.name, "unfinished", config, timing={"began": read_start_time(folder)})
 
 
-def _run_folders(root: Path) -> Iterator[Path]:
-    """Yield the folders that hold a result or a config, without descending into them."""
+def _find_run_folders(root: Path) -> Iterator[Path]:
+    """Yield the folders below `root` that hold a result or a config, without descending into them."""
     for path, folders, files in os.walk(root):
         if RESULT in files or CONFIG in files:
             folders.clear()
             yield Path(path)
-        folders[:] = sorted(folder for folder in folders if _may_hold_runs(folder))
+        folders[:] = sorted(folder for folder in folders if _can_hold_runs(folder))
 
 
-def _may_hold_runs(name: str) -> bool:
-    return not name.startswith(".") and name not in _FOLDERS_WITHOUT_RUNS and not _OVERWRITTEN.search(name)
+def _can_hold_runs(folder_name: str) -> bool:
+    """Return whether a folder with this name can hold runs: it is not hidden, of a sweep, or a replaced run's."""
+    is_excluded = folder_name.startswith(".") or folder_name in _FOLDERS_WITHOUT_RUNS
+    return not is_excluded and not _REPLACED_SUFFIX.search(folder_name)

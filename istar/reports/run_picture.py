@@ -1,4 +1,4 @@
-"""The picture of one run: IsoScore of every layer before and after training."""
+"""The plot of one run: IsoScore of every layer before and after training."""
 
 from pathlib import Path
 
@@ -8,28 +8,28 @@ from istar.results import RunRecord
 from istar.scores import displayed
 
 
-def isotropy_plot(record: RunRecord) -> Plot:
-    """IsoScore on the validation set of the embeddings and of each layer, before and after training."""
+def build_isotropy_plot(record: RunRecord) -> Plot:
+    """Return the plot of IsoScore on the validation set against the layer, before and after training."""
     layers = sorted(int(layer) for layer in record.isotropy["after"] if layer != "union")
     xs = tuple(map(float, layers))
     lines = tuple(
-        Line(f"{moment} training", xs, tuple(record.isotropy[moment][str(layer)] for layer in layers))
-        for moment in ("before", "after")
+        Line(f"{stage} training", xs, tuple(record.isotropy[stage][str(layer)] for layer in layers))
+        for stage in ("before", "after")
     )
     model, task = Path(record.config["model"]["name"]).name, record.config["task"]["name"]
     metric = record.headline["metric"]
     score = f"{metric} {displayed(metric, record.headline['value']):.2f}"
     return Plot(
-        "isotropy",
-        "Isotropy of each layer before and after training",
-        "IsoScore of the hidden states of the validation set.",
+        name="isotropy",
+        title="Isotropy of each layer before and after training",
+        caption="IsoScore of the hidden states of the validation set.",
         kind="line",
         x_label="layer",
-        panels=(Panel(model, task, lines, score, "IsoScore"),),
+        panels=(Panel(model, task, lines, fixed_settings=score, y_label="IsoScore"),),
         x_names={float(layer): str(layer) if layer else "emb." for layer in layers},
     )
 
 
-def isotropy_picture(record: RunRecord) -> bytes:
-    """`isotropy_plot` as a PNG."""
-    return render(isotropy_plot(record), ["png"])["png"]
+def render_isotropy_plot(record: RunRecord) -> bytes:
+    """Return the plot of `build_isotropy_plot` as a PNG."""
+    return render(build_isotropy_plot(record), ["png"])["png"]

@@ -15,47 +15,51 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-def summary(record: RunRecord) -> Table:
+def build_run_table(record: RunRecord) -> Table:
     """Return a table of one finished run: its metrics, and IsoScore per layer before and after training."""
     headline = record.headline
-    title = f"{record.config['task']['name']} · {method(record)} · {Path(record.config['model']['name']).name}"
-    table = Table(title=title, title_justify="left", caption=_caption(record), caption_justify="left")
+    title = (
+        f"{record.config['task']['name']} · {get_method_label(record)} · {Path(record.config['model']['name']).name}"
+    )
+    table = Table(title=title, title_justify="left", caption=_build_run_caption(record), caption_justify="left")
     for column in ("", "before", "after", "change"):
         table.add_column(column, justify="left" if not column else "right")
     metric = headline["metric"]
-    others = [name for name in record.metrics if name not in (metric, "loss")]
-    for name, label in [(metric, f"{metric} (epoch {headline['epoch']})"), *((name, name) for name in others)]:
+    other_metrics = [name for name in record.metrics if name not in (metric, "loss")]
+    for name, label in [(metric, f"{metric} (epoch {headline['epoch']})"), *((name, name) for name in other_metrics)]:
         value = headline["value"] if name == metric else record.metrics[name]
         # A head with random weights has no metric of interest; a language model has.
-        before = _format(name, record.metrics_before.get(name)) if is_lower_better(metric) else ""
-        table.add_row(label, before, _format(name, value), "")
+        value_before = _format_metric(name, record.metrics_before.get(name)) if is_lower_better(metric) else ""
+        table.add_row(label, value_before, _format_metric(name, value), "")
     table.add_section()
-    before, after = record.isotropy["before"], record.isotropy["after"]
-    names = {"0": "embeddings", "union": "layers 1 to L"}
-    for layer in after:
-        change = after[layer] - before[layer]
-        name = f"IsoScore {names.get(layer, f'layer {layer}')}"
-        table.add_row(name, f"{before[layer]:.4f}", f"{after[layer]:.4f}", f"{change:+.4f}")
+    isotropy_before, isotropy_after = record.isotropy["before"], record.isotropy["after"]
+    layer_names = {"0": "embeddings", "union": "layers 1 to L"}
+    for layer, after in isotropy_after.items():
+        before = isotropy_before[layer]
+        label = f"IsoScore {layer_names.get(layer, f'layer {layer}')}"
+        table.add_row(label, f"{before:.4f}", f"{after:.4f}", f"{after - before:+.4f}")
     return table
 
 
 COLUMNS = ("task", "model", "method", "seed", "value", "constant", "epoch", "IsoScore", "seconds")
-_TITLE_COLUMNS = (0, 1, 3)  # columns that move into the title if they have the same value in all rows
+_TITLE_COLUMNS = (0, 1, 3)  # indices of the columns that move into the title if all rows have the same value
 
 
-def comparison(records: Sequence[RunRecord]) -> Table:
+def build_comparison_table(records: Sequence[RunRecord]) -> Table:
     """Return a table with one row per configuration; the title names the task, model and seed that all rows share."""
-    groups = [[comparison_row(runs) for runs in group] for group in by_task(records).values()]
-    rows = [row for group in groups for row in group]
-    common = [number for number in _TITLE_COLUMNS if len({row[number] for row in rows}) == 1]
-    title = " · ".join(f"{'seed ' * (COLUMNS[number] == 'seed')}{rows[0][number]}" for number in common)
+    row_groups = [
+        [build_comparison_row(runs) for runs in configurations] for configurations in group_by_task(records).values()
+    ]
+    rows = [row for group in row_groups for row in group]
+    shared = [column for column in _TITLE_COLUMNS if len({row[column] for row in rows}) == 1]
+    title = " · ".join(f"{'seed ' * (COLUMNS[column] == 'seed')}{rows[0][column]}" for column in shared)
     table = Table(title=title, title_justify="left", caption=_COMPARISON_CAPTION, caption_justify="left")
-    columns = [number for number in range(len(COLUMNS)) if number not in common]
-    for number in columns:
-        table.add_column(COLUMNS[number], justify="left" if number < 3 else "right")
-    for group in groups:
+    shown = [column for column in range(len(COLUMNS)) if column not in shared]
+    for column in shown:
+        table.add_column(COLUMNS[column], justify="left" if column < 3 else "right")
+    for group in row_groups:
         for row in group:
-            table.add_row(*(row[number] for number in columns))
+            table.add_row(*(row[column] for column in shown))
         table.add_section()
     return table
 
@@ -66,35 +70,39 @@ _COMPARISON_CAPTION = (
 )
 
 
-def comparison_row(runs: Sequence[RunRecord]) -> list[str]:
-    """Return the row, with the columns `COLUMNS`, for runs that differ only in the seed.
+def build_comparison_row(runs: Sequence[RunRecord]) -> list[str]:
+    """Return the row of a configuration in a comparison, with the columns `COLUMNS`.
 
-    Metrics are in percent; the headline metric is the mean ± standard deviation over the seeds.
+    The runs differ only in the seed. Metrics are in percent; the headline metric is the mean ± standard deviation over
+    the seeds.
     """
-    first = runs[0]
-    metric = first.headline["metric"]
-    values = [displayed(metric, run.headline["value"]) for run in runs]
-    score = f"{fmean(values):.2f}" + (f" ± {stdev(values):.2f}" if len(runs) > 1 else "")
-    collapsed = sum(any(run.collapsed.values()) for run in runs)
-    if collapsed:
-        score += f" ({collapsed} collapsed)" if len(runs) > 1 else " (collapsed)"
-    before, after = (fmean([run.isotropy[when]["union"] for run in runs]) for when in ("before", "after"))
+    first_run = runs[0]
+    metric = first_run.headline["metric"]
+    scores = [displayed(metric, run.headline["value"]) for run in runs]
+    score = f"{fmean(scores):.2f}" + (f" ± {stdev(scores):.2f}" if len(runs) > 1 else "")
+    num_collapsed = sum(any(run.collapsed.values()) for run in runs)
+    if num_collapsed:
+        score += f" ({num_collapsed} collapsed)" if len(runs) > 1 else " (collapsed)"
+    before, after = (fmean([run.isotropy[stage]["union"] for run in runs]) for stage in ("before", "after"))
     epochs = sorted({run.headline["epoch"] for run in runs})
     return [
-        f"{first.config['task']['name']}, {metric}",
-        Path(first.config["model"]["name"]).name,
-        method(first),
+        f"{first_run.config['task']['name']}, {metric}",
+        Path(first_run.config["model"]["name"]).name,
+        get_method_label(first_run),
         ",".join(str(run.config["seed"]) for run in runs),
         score,
-        _format(metric, first.baseline.get(metric)),
+        _format_metric(metric, first_run.baseline.get(metric)),
         str(epochs[0]) if len(epochs) == 1 else f"{epochs[0]}-{epochs[-1]}",
         f"{before:.4f} → {after:.4f}",
         f"{fmean([run.timing['total'] for run in runs]):.0f}",
     ]
 
 
-def runs(frame: "pd.DataFrame") -> Table:
-    """Return a table with one row per run and the main columns of `istar.reports.run_frame.Runs.frame`."""
+def build_runs_table(frame: "pd.DataFrame") -> Table:
+    """Return a table with one row per run and the main columns of a data frame of runs.
+
+    `frame` is the frame of `istar.reports.run_frame.load_runs`. The title counts the runs by status.
+    """
     counts = frame["status"].value_counts()
     title = f"{len(frame)} run{'s' * (len(frame) != 1)}: " + ", ".join(
         f"{count} {status}" for status, count in counts.items()
@@ -111,8 +119,8 @@ def runs(frame: "pd.DataFrame") -> Table:
             run["model"],
             run["method"],
             str(run["seed"]),
-            _format(run["metric"], run["value"]) + collapsed,
-            _format(run["metric"], run["constant"]),
+            _format_metric(run["metric"], run["value"]) + collapsed,
+            _format_metric(run["metric"], run["constant"]),
             format_number(run["epoch"], ".0f"),
             f"{format_number(run['isoscore_before'], '.4f')} → {format_number(run['isoscore_after'], '.4f')}",
             format_number(run["seconds"], ".0f"),
@@ -129,12 +137,12 @@ def format_number(value: float | None, format_spec: str) -> str:
     return text.replace("-", "+", 1) if "+" in format_spec and not text.strip("-0.") else text
 
 
-def _format(metric: str, value: float | None) -> str:
-    """Format the value of a metric as `istar.scores.displayed` does, or None as a dash."""
+def _format_metric(metric: str, value: float | None) -> str:
+    """Format the value of a metric with two decimals, as `istar.scores.displayed`, or None as a dash."""
     return "-" if value is None else f"{displayed(metric, value):.2f}"
 
 
-def by_task(records: Sequence[RunRecord]) -> dict[tuple[str, str], list[list[RunRecord]]]:
+def group_by_task(records: Sequence[RunRecord]) -> dict[tuple[str, str], list[list[RunRecord]]]:
     """Group runs by task and model, and within these by configuration (all settings except the seed).
 
     Groups and runs keep the order of `records`.
@@ -144,18 +152,21 @@ def by_task(records: Sequence[RunRecord]) -> dict[tuple[str, str], list[list[Run
         key = (record.config["task"]["name"], Path(record.config["model"]["name"]).name)
         settings = {name: value for name, value in record.config.items() if name not in ("seed", "logger", "run")}
         groups.setdefault(key, {}).setdefault(json.dumps(settings, sort_keys=True), []).append(record)
-    return {key: list(group.values()) for key, group in groups.items()}
+    return {key: list(runs_by_settings.values()) for key, runs_by_settings in groups.items()}
 
 
-def selection_rank(merits: Sequence[float]) -> tuple[int, float]:
-    """Return the rank of a configuration, from `selection_merit` by seed: most seeds first, then the highest mean."""
+def selection_sort_key(merits: Sequence[float]) -> tuple[int, float]:
+    """Return the sort key of a configuration, higher for better ones: the number of seeds, then the mean merit.
+
+    `merits` has the `selection_merit` of the run of each seed.
+    """
     return len(merits), fmean(merits)
 
 
-def markdown(records: Sequence[RunRecord]) -> str:
-    """Return the rows of `comparison` as a Markdown table."""
-    ordered = [runs for group in by_task(records).values() for runs in group]
-    rows = [list(COLUMNS), ["---"] * len(COLUMNS), *map(comparison_row, ordered)]
+def format_comparison_as_markdown(records: Sequence[RunRecord]) -> str:
+    """Return a Markdown table with one row per configuration and the columns `COLUMNS`."""
+    configurations = [runs for group in group_by_task(records).values() for runs in group]
+    rows = [list(COLUMNS), ["---"] * len(COLUMNS), *map(build_comparison_row, configurations)]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
@@ -175,8 +186,8 @@ _METHOD_NAMES = {
 }
 
 
-def method(record: RunRecord) -> str:
-    """Return the method of a run as the paper names it, e.g. `Base`, `I-STAR λ=-1 ζ=0.4` or `CosReg λ=1`.
+def get_method_label(record: RunRecord) -> str:
+    """Return the label of a run's method as in the paper, e.g. `Base`, `I-STAR λ=-1 ζ=0.4` or `CosReg λ=1`.
 
     Settings of the penalty that the paper does not have follow, such as `on output embeddings` or `content tokens`.
     """
@@ -201,18 +212,19 @@ def method(record: RunRecord) -> str:
     return " ".join(parts)
 
 
-def _caption(record: RunRecord) -> str:
-    """Return the lines below the summary of a run: its baseline, collapsed sets and number of tokens."""
+def _build_run_caption(record: RunRecord) -> str:
+    """Return the lines below the table of a run: its baseline, collapsed sets and number of tokens."""
     metric = record.headline["metric"]
     lines = []
     if metric in record.baseline:
-        peer = "The frequency of each token alone" if is_lower_better(metric) else "A constant prediction"
-        lines.append(f"{peer} has {metric} {_format(metric, record.baseline[metric])}.")
+        baseline = "The frequency of each token alone" if is_lower_better(metric) else "A constant prediction"
+        lines.append(f"{baseline} has {metric} {_format_metric(metric, record.baseline[metric])}.")
     if record.selection.get("metric", metric) != metric:
-        chosen_by = record.selection["metric"]
-        lines.append(f"The epoch was chosen by {chosen_by} {_format(chosen_by, record.selection['value'])}.")
-    collapsed = [name for name, is_collapsed in record.collapsed.items() if is_collapsed]
-    lines += [f"Collapsed on {name}: all predictions are the same." for name in collapsed]
+        selection_metric = record.selection["metric"]
+        value = _format_metric(selection_metric, record.selection["value"])
+        lines.append(f"The epoch was chosen by {selection_metric} {value}.")
+    collapsed_sets = [name for name, is_collapsed in record.collapsed.items() if is_collapsed]
+    lines += [f"Collapsed on {name}: all predictions are the same." for name in collapsed_sets]
     unit = "" if is_lower_better(metric) else "; metrics in percent"
     lines.append(f"IsoScore of {record.isotropy['points']} validation tokens{unit}.")
     return "\n".join(lines)

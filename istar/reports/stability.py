@@ -16,60 +16,73 @@ from istar.measures import (
     shrinkage_intensity,
 )
 from istar.measures.isoscore import unchecked_isoscore
-from istar.reports.statistics import Spread, spread
+from istar.reports.statistics import MeanAndStd, mean_and_std
 
-DIMENSIONS = 768
-LEADING = (10.0, 6.0, 4.0, 4.0)  # first variances of the paper's cloud; all other dimensions have variance 1
-SIZES = (25, 50, 100, 200, 400, 700, 1_500, 3_000, 6_000)
+NUM_DIMENSIONS = 768
+LEADING_VARIANCES = (10.0, 6.0, 4.0, 4.0)  # first variances of the paper's cloud; all other dimensions have variance 1
+BATCH_SIZES = (25, 50, 100, 200, 400, 700, 1_500, 3_000, 6_000)
 ZETAS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
-_CHUNK = 5_000  # points sampled at a time, which bounds the memory
-M = TypeVar("M", bound=Moments)
+_CHUNK_SIZE = 5_000  # points sampled at a time, which bounds the memory
+MomentsType = TypeVar("MomentsType", bound=Moments)
 
 
 @dataclass(frozen=True)
-class Stability:
+class StabilityScores:
     """Scores of random batches: for each batch size, mean and standard deviation over the draws."""
 
-    truth: float  # IsoScore of the distribution itself
-    sizes: tuple[int, ...]  # points per batch
-    scores: dict[float, list[Spread]]  # IsoScore* by zeta
-    auto: list[Spread]  # IsoScore* with the zeta estimated from each batch
-    unbiased: list[Spread]  # values of `isoscore_unbiased`
+    true_score: float  # IsoScore of the distribution itself
+    batch_sizes: tuple[int, ...]  # points per batch
+    scores_by_zeta: dict[float, list[MeanAndStd]]  # IsoScore*
+    auto_zeta_scores: list[MeanAndStd]  # IsoScore* with the zeta estimated from each batch
+    unbiased_scores: list[MeanAndStd]  # values of `isoscore_unbiased`
 
 
-def stability(
-    sizes: Sequence[int] = SIZES, zetas: Sequence[float] = ZETAS, draws: int = 3, shrinkage_points: int = 75_000
-) -> Stability:
-    """Score random batches of a Gaussian cloud in 768 dimensions with variances 10, 6, 4, 4, 1, ..., 1.
+def compute_stability_scores(
+    batch_sizes: Sequence[int] = BATCH_SIZES,
+    zetas: Sequence[float] = ZETAS,
+    num_draws: int = 3,
+    num_shrinkage_points: int = 75_000,
+) -> StabilityScores:
+    """Return the scores of random batches of a Gaussian cloud in 768 dimensions with variances 10, 6, 4, 4, 1, ..., 1.
 
-    There are `draws` batches of each size (4 points or more). The batches, and the points from which the shrinkage
-    covariance Sigma_S is estimated, are sampled independently by a seeded generator.
+    The batches, and the points from which the shrinkage covariance Sigma_S is estimated, are sampled independently by a
+    seeded generator.
+
+    Args:
+        batch_sizes: numbers of points in a batch, each 4 or more.
+        zetas: shrinkage intensities of IsoScore*.
+        num_draws: number of batches of each size.
+        num_shrinkage_points: number of points from which Sigma_S is estimated.
     """
     generator = torch.Generator().manual_seed(0)
-    variances = torch.ones(DIMENSIONS)
-    variances[: len(LEADING)] = torch.tensor(LEADING)
-    sigma_s = _sample_moments(Moments, shrinkage_points, variances.sqrt(), generator).covariance()
+    variances = torch.ones(NUM_DIMENSIONS)
+    variances[: len(LEADING_VARIANCES)] = torch.tensor(LEADING_VARIANCES)
+    deviations = variances.sqrt()
+    sigma_s = _sample_moments(Moments, num_shrinkage_points, deviations, generator).covariance()
 
     def isoscore_star(batch: Moments, zeta: float) -> float:
-        # The checks would take more time than everything else; these matrices are covariances.
+        """Return the IsoScore* of a batch without checking the matrices, which would take most of the time."""
         return unchecked_isoscore(shrink(batch.covariance(), sigma_s, zeta)).item()
 
-    scores: dict[float, list[Spread]] = {zeta: [] for zeta in zetas}
-    auto, unbiased = [], []
-    for size in sizes:
-        batches = [_sample_moments(FourthMoments, size, variances.sqrt(), generator) for _ in range(draws)]
+    scores_by_zeta: dict[float, list[MeanAndStd]] = {zeta: [] for zeta in zetas}
+    auto_zeta_scores, unbiased_scores = [], []
+    for batch_size in batch_sizes:
+        batches = [_sample_moments(FourthMoments, batch_size, deviations, generator) for _ in range(num_draws)]
         for zeta in zetas:
-            scores[zeta].append(spread([isoscore_star(batch, zeta) for batch in batches]))
-        auto.append(spread([isoscore_star(batch, shrinkage_intensity(batch, sigma_s).item()) for batch in batches]))
-        unbiased.append(spread([isoscore_unbiased(batch).item() for batch in batches]))
-    truth = isoscore_from_covariance(torch.diag(variances.double())).item()
-    return Stability(truth, tuple(sizes), scores, auto, unbiased)
+            scores_by_zeta[zeta].append(mean_and_std([isoscore_star(batch, zeta) for batch in batches]))
+        auto_zetas = [shrinkage_intensity(batch, sigma_s).item() for batch in batches]
+        auto_zeta_scores.append(mean_and_std(list(map(isoscore_star, batches, auto_zetas))))
+        unbiased_scores.append(mean_and_std([isoscore_unbiased(batch).item() for batch in batches]))
+    true_score = isoscore_from_covariance(torch.diag(variances.double())).item()
+    return StabilityScores(true_score, tuple(batch_sizes), scores_by_zeta, auto_zeta_scores, unbiased_scores)
 
 
-def _sample_moments(moments_type: type[M], count: int, deviations: Tensor, generator: torch.Generator) -> M:
-    """Return the moments of `count` Gaussian points with the given standard deviations, sampled in chunks."""
+def _sample_moments(
+    moments_type: type[MomentsType], num_points: int, deviations: Tensor, generator: torch.Generator
+) -> MomentsType:
+    """Return the moments of random Gaussian points with the given standard deviations, sampled in chunks."""
     moments = moments_type(len(deviations))
-    for start in range(0, count, _CHUNK):
-        points = torch.randn(min(_CHUNK, count - start), len(deviations), generator=generator)
+    for start in range(0, num_points, _CHUNK_SIZE):
+        points = torch.randn(min(_CHUNK_SIZE, num_points - start), len(deviations), generator=generator)
         moments.update(points * deviations)
     return moments

@@ -9,30 +9,27 @@ from istar.statistics import paired
 
 
 @dataclass(frozen=True)
-class Spread:
-    """Mean and sample standard deviation (ddof = 1) of `count` values.
+class MeanAndStd:
+    """Mean and sample standard deviation (ddof = 1) of some values."""
 
-    `std` is None for fewer than two values, `mean` for none.
-    """
-
-    mean: float | None
-    std: float | None
+    mean: float | None  # None if there is no value
+    std: float | None  # None for fewer than two values
     count: int
 
 
 @dataclass(frozen=True)
 class TestResult:
-    """A two-sided p-value, or None and the reason why the test does not apply."""
+    """Result of a significance test: a two-sided p-value, or None and the reason why the test does not apply."""
 
     p_value: float | None
-    reason: str = ""
+    reason: str = ""  # empty if there is a p-value
 
 
 @dataclass(frozen=True)
 class PairedComparison:
     """Comparison of a method with a reference over the seeds that both have."""
 
-    pairs: int  # number of common seeds
+    num_pairs: int  # number of common seeds
     difference: float | None  # mean of method minus reference over these seeds; None without a common seed
     t_test: TestResult  # Student's paired t-test
     sign_flip: TestResult  # exact permutation test that flips the signs of the differences
@@ -40,20 +37,25 @@ class PairedComparison:
     interval: tuple[float, float] | None = None
 
 
-def spread(values: Sequence[float]) -> Spread:
-    """Return the mean and the sample standard deviation of the values."""
+def mean_and_std(values: Sequence[float]) -> MeanAndStd:
+    """Return the mean and the sample standard deviation (ddof = 1) of the values."""
     if not values:
-        return Spread(None, None, 0)
+        return MeanAndStd(None, None, 0)
     std = float(np.std(values, ddof=1)) if len(values) > 1 else None
-    return Spread(float(np.mean(values)), std, len(values))
+    return MeanAndStd(float(np.mean(values)), std, len(values))
 
 
 def compare_paired(method: Mapping[int, float], reference: Mapping[int, float]) -> PairedComparison:
-    """Compare the metrics of two methods, given by seed; seeds that only one of them has are ignored."""
+    """Compare a method with a reference by paired tests over the seeds that both have.
+
+    Args:
+        method: metric of the method by seed.
+        reference: metric of the reference by seed.
+    """
     seeds = sorted(method.keys() & reference.keys())
-    values = np.array([method[seed] for seed in seeds])
-    references = np.array([reference[seed] for seed in seeds])
-    differences = values - references
+    method_scores = np.array([method[seed] for seed in seeds])
+    reference_scores = np.array([reference[seed] for seed in seeds])
+    differences = method_scores - reference_scores
     if len(seeds) < 2:
         no_test = TestResult(None, "no test: one pair of seeds" if seeds else "no test: no common seed")
         return PairedComparison(len(seeds), float(differences[0]) if seeds else None, no_test, no_test)
@@ -62,7 +64,7 @@ def compare_paired(method: Mapping[int, float], reference: Mapping[int, float]) 
 
 
 def _t_test(differences: np.ndarray) -> tuple[TestResult, tuple[float, float] | None]:
-    """Return Student's paired t-test, and the 95% interval of the mean difference."""
+    """Return the result of Student's paired t-test, and the 95% interval of the mean difference."""
     # If the differences vary by rounding errors only, the t statistic divides by noise.
     if np.ptp(differences) <= 1e-12 * max(1.0, np.abs(differences).max()):
         return TestResult(None, "no t-test: all differences are equal"), None
@@ -70,7 +72,7 @@ def _t_test(differences: np.ndarray) -> tuple[TestResult, tuple[float, float] | 
 
 
 def _sign_flip_test(differences: np.ndarray) -> TestResult:
-    """Return the exact test that compares the sum of the differences with the sums for all patterns of their signs."""
+    """Return the result of the exact permutation test that flips the signs of the differences."""
     if len(differences) > paired.MAX_EXACT_PAIRS:
         return TestResult(None, f"no exact sign-flip test: more than {paired.MAX_EXACT_PAIRS} pairs")
     if not differences.any():

@@ -30,9 +30,9 @@ from istar.files import atomic_write, lock_folder, remove_temporary_files, write
 from istar.regularizers import EmbeddingWatch, IStar, Watch, layer_numbers, special_ids
 from istar.regularizers.by_sentence import MIN_SENTENCES
 from istar.regularizers.istar import BY_SENTENCE
-from istar.reports.geometry_picture import geometry_picture
-from istar.reports.run_picture import isotropy_picture
-from istar.reports.run_tables import summary
+from istar.reports.geometry_picture import render_geometry_plot
+from istar.reports.run_picture import render_isotropy_plot
+from istar.reports.run_tables import build_run_table
 from istar.results import RunRecord
 from istar.runs import extras
 from istar.runs.prepared_data import PreparedData, load_tokenizer, make_collator, prepare_data
@@ -445,10 +445,10 @@ def _train_and_record(job: Job, checkpoint: Path | None, data_fingerprint: str, 
                 if job.checkpoints is not None:
                     remove_old_checkpoints(folder / CHECKPOINTS_FOLDER, job.checkpoints.best_weights_path())
                 with atomic_write(folder / ISOTROPY_PICTURE) as file:
-                    file.write(isotropy_picture(record))
+                    file.write(render_isotropy_plot(record))
                 if job.config.trainer.measure_every_n_steps is not None:
                     with atomic_write(folder / GEOMETRY_PICTURE) as file:
-                        file.write(geometry_picture(job.metrics_file.rows))
+                        file.write(render_geometry_plot(job.metrics_file.rows))
                 # result.json is written last, because a folder that has it counts as a finished run.
                 job.metrics_file.finalize("success")
                 log_result(job.trainer, asdict(record))
@@ -612,5 +612,5 @@ def _make_class_isotropy_field(first_entry: dict[str, Any], best_entry: dict[str
 def _print_summary(console: Console | None, record: RunRecord, note: str) -> None:
     """Print the table of results and a line below it, on rank 0 only; without a console, print nothing."""
     if console is not None:
-        console.print(summary(record))
+        console.print(build_run_table(record))
         console.out(note, highlight=False)

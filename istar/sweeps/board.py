@@ -18,7 +18,7 @@ from rich.text import Text
 from istar.config.schema import to_dict
 from istar.errors import UserError, shorten
 from istar.files import write_text
-from istar.reports.run_frame import row
+from istar.reports.run_frame import record_to_row
 from istar.results import METRICS, RunRecord
 from istar.scores import displayed, merit
 from istar.sweeps.trials import Trial
@@ -108,7 +108,7 @@ class SweepState:
 
 def make_entry(trial: Trial, stage: str) -> SweepEntry:
     """Create the entry of a trial that has not started yet."""
-    run_columns = row(RunRecord(trial.name, "waiting", to_dict(trial.config)))
+    run_columns = record_to_row(RunRecord(trial.name, "waiting", to_dict(trial.config)))
     epochs = (0, trial.config.trainer.max_epochs)
     labels = {key: run_columns[key] for key in ("task", "model", "method", "seed")}
     return SweepEntry(trial.name, trial.overrides, stage=stage, epochs=epochs, **labels)

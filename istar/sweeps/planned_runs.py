@@ -12,8 +12,8 @@ from hydra.core.override_parser.types import IntervalSweep, Override
 from istar.config import Config, TaskConfig
 from istar.config.schema import to_dict
 from istar.errors import UserError
-from istar.reports.plan_file import family, flat_settings, group_of
-from istar.reports.run_frame import row
+from istar.reports.plan_file import flatten_settings, get_plan_group, strip_method_settings
+from istar.reports.run_frame import record_to_row
 from istar.results import RunRecord
 from istar.runs.store import find_task_spec
 from istar.sweeps.sweep import SweepRuns
@@ -29,7 +29,7 @@ class PlannedConfiguration:
     config: Config  # config of the first run
     method: str  # label of the method with its hyperparameters, as in reports
     grid: str  # name of the grid of the sweep; empty if the sweep has no named grids
-    settings: dict[str, Any]  # settings by key, from `istar.reports.plan_file.flat_settings`
+    settings: dict[str, Any]  # settings by key, from `istar.reports.plan_file.flatten_settings`
     ranges: dict[str, Any]  # by key, the values from which a search chooses, or the ends of an interval
     seeds: list[int]
     names: list[str]  # names of the runs, in the order of the seeds; empty for a search
@@ -49,12 +49,12 @@ class PlannedConfiguration:
     @property
     def group(self) -> tuple[str, str, str]:
         """Task, model and method of the plan; `sweep.seeds` repeats the best run of each such group."""
-        return group_of(self.task, self.model, self.method, self.grid)
+        return get_plan_group(self.task, self.model, self.method, self.grid)
 
     @property
     def is_base(self) -> bool:
         """Whether the method is Base, with which the others are compared."""
-        return family(self.method) == BASE
+        return strip_method_settings(self.method) == BASE
 
 
 def list_planned_configurations(runs: SweepRuns) -> list[PlannedConfiguration]:
@@ -85,9 +85,9 @@ def _describe_configuration(runs: SweepRuns, grid: str, config: Config) -> Plann
     config = runs.run_folders.resolve(config)
     runs.run_folders.find(config)
     values = to_dict(config)
-    method = row(RunRecord("", "waiting", values))["method"]
+    method = record_to_row(RunRecord("", "waiting", values))["method"]
     fingerprint, size = runs.run_folders.fingerprint(config), runs.run_folders.num_training_examples(config)
-    return PlannedConfiguration(config, method, grid, flat_settings(values), {}, [], [], fingerprint, size)
+    return PlannedConfiguration(config, method, grid, flatten_settings(values), {}, [], [], fingerprint, size)
 
 
 def _describe_search_configurations(runs: SweepRuns, grid: str, space: SearchSpace) -> Iterable[PlannedConfiguration]:
@@ -130,7 +130,8 @@ def _swept_values(override: Override) -> list[str]:
 def _search_range(runs: SweepRuns, overrides: Overrides, key: str, override: Override) -> Any:
     """Return the values of a key as they are in composed configs, or the ends `low` and `high` of its interval."""
     settings = [
-        flat_settings(to_dict(runs.compose_config((*overrides, f"{key}={value}")))) for value in _swept_values(override)
+        flatten_settings(to_dict(runs.compose_config((*overrides, f"{key}={value}"))))
+        for value in _swept_values(override)
     ]
     values: list[Any] = [setting.get(key) for setting in settings]
     is_interval = isinstance(override.value(), IntervalSweep)

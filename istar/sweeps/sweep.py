@@ -439,13 +439,13 @@ def print_results(runs: SweepRuns) -> int:
     """Write and print the comparison of the finished runs, list the failed runs, and return the exit code."""
     console, records = runs.console, [runs.read_record(entry) for entry in runs.state.entries_with("finished")]
     if records:
-        num_configurations = sum(map(len, run_tables.by_task(records).values()))
+        num_configurations = sum(map(len, run_tables.group_by_task(records).values()))
         if num_configurations > _MAX_COMPARED_CONFIGURATIONS or runs.request.settings.seeds:
             records = select_best_configurations(records, runs.grid_by_run)
-        write_text(runs.folder / "comparison.md", run_tables.markdown(records))
+        write_text(runs.folder / "comparison.md", run_tables.format_comparison_as_markdown(records))
         for suffix in ("png", "svg"):
-            comparison.comparison(records, runs.folder / f"comparison.{suffix}")
-        console.print(run_tables.comparison(records))
+            comparison.draw_comparison(records, runs.folder / f"comparison.{suffix}")
+        console.print(run_tables.build_comparison_table(records))
         console.out(f"{runs.folder / 'comparison.png'} and .svg, .md", highlight=False)
     num_runs = len(runs.state.entries)
     failed, stopped = runs.state.entries_with("failed"), runs.state.entries_with("waiting", "stopped", "elsewhere")
@@ -467,10 +467,10 @@ def select_best_configurations(records: Sequence[RunRecord], grid_by_run: Mappin
     """
 
     def selection_rank(runs: Sequence[RunRecord]) -> tuple[int, float]:
-        return run_tables.selection_rank([run.selection_merit for run in runs])
+        return run_tables.selection_sort_key([run.selection_merit for run in runs])
 
     best_by_key: dict[tuple[str, ...], list[RunRecord]] = {}
-    for (task, model), configurations in run_tables.by_task(records).items():
+    for (task, model), configurations in run_tables.group_by_task(records).items():
         for runs in configurations:
             grid = next((grid_by_run[run.name] for run in runs if run.name in grid_by_run), "")
             key = (task, model, runs[0].config["reg"]["name"], grid)

@@ -712,15 +712,15 @@ MUTATIONS = [
     Mutation(
         "The test compares each run with the mean of Base, not with the run of the same seed.",
         "istar/reports/method_comparisons.py",
-        "scores[seed] - references[seed]",
-        "scores[seed] - np.mean(list(references.values()))",
+        "scores[seed] - base_scores[seed]",
+        "scores[seed] - np.mean(list(base_scores.values()))",
         "tests/reports/test_method_comparisons.py",
     ),
     Mutation(
         "The p-values of a report are not corrected by Holm's method.",
         "istar/reports/method_comparisons.py",
         "            p_value=p_value,\n",
-        "            p_value=comparison.p_value,\n",
+        "            p_value=comparison.unadjusted_p_value,\n",
         "tests/reports/test_method_comparisons.py",
     ),
     Mutation(
@@ -733,15 +733,15 @@ MUTATIONS = [
     Mutation(
         "Methods with more trials than Base are compared with it.",
         "istar/reports/budgets.py",
-        "return self.limits == other.limits",
-        "return bool(self.limits) and bool(other.limits)",
+        "return self.trial_limits == other.trial_limits",
+        "return bool(self.trial_limits) and bool(other.trial_limits)",
         "tests/reports/test_method_comparisons.py",
     ),
     Mutation(
         "The mean of a configuration that the reported set chose is not called biased.",
         "istar/reports/method_comparisons.py",
-        "return self.configurations if self.chosen_on == VALIDATION else 1",
-        "return self.configurations if self.chosen_on == HELD_OUT else 1",
+        "return self.num_configurations if self.selection_set == VALIDATION else 1",
+        "return self.num_configurations if self.selection_set == HELD_OUT else 1",
         "tests/reports/test_method_comparisons.py",
     ),
     # ---- quantization

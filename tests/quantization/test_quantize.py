@@ -27,7 +27,7 @@ from istar.quantization.form_scores import (
 from istar.quantization.linear_layers import Form, encoder_linears, forward_observed
 from istar.quantization.torch_int8 import TorchInt8
 from istar.reports import cells
-from istar.reports.run_frame import Runs, row
+from istar.reports.run_frame import Runs, record_to_row
 from istar.runs.run import run
 from istar.tasks.loading import load_splits
 from istar.training.data import build_evaluation_loader
@@ -295,8 +295,8 @@ def synthetic_rows(drops: dict[str, dict[int, float]]) -> quantize.QuantizedScor
         for name, by_seed in drops.items()
         for seed in by_seed
     }
-    frame = pd.DataFrame([{"folder": path, **row(record)} for path, record in records.items()])
-    table = cells.prepare(Runs(frame, {}, records))
+    frame = pd.DataFrame([{"folder": path, **record_to_row(record)} for path, record in records.items()])
+    table = cells.add_selection_columns(Runs(frame, {}, records))
     values = [drop for by_seed in drops.values() for drop in by_seed.values()]
     scores = [
         {

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from istar.reports import plan_file
-from istar.reports.run_tables import method
+from istar.reports.run_tables import get_method_label
 from istar.results import RunRecord
 from tests.reports.synthetic import record
 
@@ -53,7 +53,7 @@ def contents(runs: Sequence[RunRecord], grids: Sequence[str] = (), **more: Any) 
         "train_command": "istar train -m",
         "hypotheses": ["I-STAR raises the accuracy."],
         "hypotheses_generated": False,
-        "test": plan_file.planned_test("t", 0.05, 1, 5, 2.0, 0.8),
+        "test": plan_file.build_test_fields("t", 0.05, 1, 5, 2.0, 0.8),
         "sweep": {**sweep, **more},
         "tasks": [{"name": "rte", "metric": "accuracy", "reported_set": "validation"}],
         "models": ["mine"],
@@ -66,7 +66,7 @@ def contents(runs: Sequence[RunRecord], grids: Sequence[str] = (), **more: Any) 
             {
                 "task": run.config["task"]["name"],
                 "model": Path(run.config["model"]["name"]).name,
-                "method": method(run),
+                "method": get_method_label(run),
                 "grid": grid,
                 "seeds": [run.config["seed"]],
                 "settings": settings(run),

@@ -22,7 +22,7 @@ def prepare(tmp_path: Path) -> Prepare:
     def build(*runs: RunRecord) -> pd.DataFrame:
         for number, run in enumerate(runs):
             save(run, tmp_path / f"{number:04d}")
-        return cells.prepare(load_runs(tmp_path, keep_records=True))
+        return cells.add_selection_columns(load_runs(tmp_path, keep_records=True))
 
     return build
 
@@ -43,7 +43,7 @@ def test_table1_is_what_pandas_says(prepare: Prepare, seed: int) -> None:
     order = random.permutation(len(runs))
     frame = prepare(*(runs[place] for place in order))
     oracle = pd.DataFrame(plain, columns=["task", "reg", "number", "lr", "seed", "value"])
-    sheet = paper_tables.table1(cells.select_cells(frame))
+    sheet = paper_tables.build_table1_sheet(cells.select_cells(frame))
     names = {"Base": "none", "CosReg": "cosreg", "I-STAR": "istar"}
     for row in sheet.frame.to_dict("records"):
         matching = oracle[(oracle["task"] == row["task"]) & (oracle["reg"] == names[row["method"]])]
@@ -69,7 +69,7 @@ def test_most_seeds_then_mean(prepare: Prepare) -> None:
     assert cell.seeds == [1, 2, 3]
     assert not cell.runs.empty
     assert set(cell.runs["reg.lambda"]) == {-3.0}
-    assert cell.configurations == 3
+    assert cell.num_configurations == 3
 
 
 def test_the_lowest_loss_is_the_best(prepare: Prepare) -> None:
@@ -83,8 +83,8 @@ def test_the_lowest_loss_is_the_best(prepare: Prepare) -> None:
     )
     cell = cells.select_cell(frame, "clm", BERT.split("/")[1], "istar")
     assert set(cell.runs["reg.lambda"]) == {-3.0}
-    assert cell.spread("perplexity").mean == 29.75
-    rows = paper_tables.table1(cells.select_cells(frame)).rows
+    assert cell.mean_and_std("perplexity").mean == 29.75
+    rows = paper_tables.build_table1_sheet(cells.select_cells(frame)).rows
     assert {row[1].text: (row[4].text, row[4].bold) for row in rows} == {
         "Base": ("31.50", False), "I-STAR": ("29.75", True), "CosReg": ("33.00", False)
     }  # fmt: skip
@@ -145,7 +145,7 @@ def test_a_seed_counts_once(prepare: Prepare) -> None:
     frame = prepare(*(record("rte", BERT, BASE, 1, 0.5) for _ in range(3)), record("rte", BERT, BASE, 2, 0.7))
     cell = cells.select_cell(frame, "rte", "bert-base-cased", "base")
     assert cell.seeds == [1, 2]
-    assert cell.spread("accuracy").mean == pytest.approx(60)
+    assert cell.mean_and_std("accuracy").mean == pytest.approx(60)
     assert frame["repeated"].sum() == 2
 
 
@@ -160,14 +160,14 @@ def test_collapsed_failed_and_pruned_are_told(prepare: Prepare) -> None:
         record("rte", BERT, cosreg(), 5, status="failed"),
     )
     cell = cells.select_cell(frame, "rte", "bert-base-cased", "istar")
-    assert (cell.seeds, cell.collapsed, cell.failed, cell.pruned) == ([1, 2], 1, 1, 1)
-    assert cell.spread("accuracy").mean == pytest.approx(55)
+    assert (cell.seeds, cell.num_collapsed, cell.num_failed, cell.num_pruned) == ([1, 2], 1, 1, 1)
+    assert cell.mean_and_std("accuracy").mean == pytest.approx(55)
     lost = cells.select_cell(frame, "rte", "bert-base-cased", "cosreg")
-    assert (lost.runs.empty, lost.seeds, lost.failed) == (True, [], 1)
-    remarks = {row[1].text: row[-1].text for row in paper_tables.table1(cells.select_cells(frame)).rows}
+    assert (lost.runs.empty, lost.seeds, lost.num_failed) == (True, [], 1)
+    remarks = {row[1].text: row[-1].text for row in paper_tables.build_table1_sheet(cells.select_cells(frame)).rows}
     assert remarks["I-STAR"].startswith("1 collapsed; 1 failed; 1 pruned; no test: no common seed")
     assert remarks["CosReg"] == "no finished run; 1 failed"
-    sheet = paper_tables.left_out(frame, {"x/y": "x/y holds no run"}, "x")
+    sheet = paper_tables.build_excluded_runs_sheet(frame, {"x/y": "x/y holds no run"}, "x")
     assert sorted(row[1].text for row in sheet.rows) == ["failed"] * 3 + ["not read", "pruned", "unfinished"]
 
 
@@ -180,7 +180,7 @@ def test_ablations_do_not_fill_table1(prepare: Prepare) -> None:
         record("rte", BERT, cosreg(1, "all"), 1, 0.9),
         record("rte", BERT, istar(0.0), 1, 0.4),
     )
-    means = {cell.family: cell.spread("accuracy").mean for cell in cells.select_cells(frame)}
+    means = {cell.family: cell.mean_and_std("accuracy").mean for cell in cells.select_cells(frame)}
     # A weight of 0 is no penalty.
     assert means == {"istar": pytest.approx(50), "cosreg": pytest.approx(50), "base": pytest.approx(40)}
 
@@ -188,7 +188,7 @@ def test_ablations_do_not_fill_table1(prepare: Prepare) -> None:
 def test_a_value_that_is_no_number_is_not_averaged(prepare: Prepare) -> None:
     frame = prepare(record("rte", BERT, BASE, 1, 0.5), record("rte", BERT, BASE, 2, float("nan")))
     assert cells.select_cell(frame, "rte", "bert-base-cased", "base").seeds == [1]
-    [row] = paper_tables.left_out(frame, {}, "").rows
+    [row] = paper_tables.build_excluded_runs_sheet(frame, {}, "").rows
     assert row[1].text == "without a value"
 
 
@@ -197,7 +197,7 @@ def test_beside_the_paper_and_base(prepare: Prepare) -> None:
         *(record("rte", BERT, BASE, seed, 0.60 + 0.01 * seed) for seed in (1, 2, 3)),
         *(record("rte", BERT, istar(-1, 0.8), seed, 0.62 + 0.01 * seed**2, optim__lr=1e-5) for seed in (2, 3, 4)),
     )
-    rows = paper_tables.table1(cells.select_cells(frame)).frame.set_index("method")
+    rows = paper_tables.build_table1_sheet(cells.select_cells(frame)).frame.set_index("method")
     assert rows.loc["Base", "paper_mean"] == 62.24
     assert rows.loc["Base", "minus_paper"] == pytest.approx(62 - 62.24)
     assert rows.loc["I-STAR", ["paper_mean", "paper_std"]].tolist() == [62.53, 0.70]
@@ -205,7 +205,7 @@ def test_beside_the_paper_and_base(prepare: Prepare) -> None:
     assert rows.loc["I-STAR", "minus_base"] == pytest.approx((66 - 62 + 71 - 63) / 2)
     assert rows.loc["I-STAR", "differs_from_base"] == "optim.lr"
     assert rows["split"].unique().tolist() == ["validation"]
-    second = paper_tables.table2(cells.select_cells(frame), frame).rows
+    second = paper_tables.build_table2_sheet(cells.select_cells(frame), frame).rows
     texts = [entry.text for entry in second[0]]
     assert texts == ["rte", "-1 | 0.8", "3", "71.67", "1", "-1 | 0.8", "same", "validation"]
 
@@ -216,7 +216,7 @@ def test_the_best_mean_is_bold(prepare: Prepare) -> None:
         record("rte", BERT, istar(), 1, 0.612341),
         record("rte", BERT, cosreg(), 1, 0.60),
     )
-    bold = {row[1].text: row[4].bold for row in paper_tables.table1(cells.select_cells(frame)).rows}
+    bold = {row[1].text: row[4].bold for row in paper_tables.build_table1_sheet(cells.select_cells(frame)).rows}
     assert bold == {"Base": True, "I-STAR": True, "CosReg": False}
 
 
@@ -226,7 +226,7 @@ def test_fewer_seeds_are_marked_and_not_bold(prepare: Prepare) -> None:
         *(record("rte", BERT, cosreg(), seed, 0.58) for seed in range(1, 6)),
         record("rte", BERT, istar(), 1, 0.70),
     )
-    rows = {row[1].text: row for row in paper_tables.table1(cells.select_cells(frame)).rows}
+    rows = {row[1].text: row for row in paper_tables.build_table1_sheet(cells.select_cells(frame)).rows}
     assert {name: row[4].bold for name, row in rows.items()} == {"Base": True, "I-STAR": False, "CosReg": False}
     assert "1 of 5 seeds" in rows["I-STAR"][-1].text
     assert not any("seeds" in rows[name][-1].text for name in ("Base", "CosReg"))
@@ -242,10 +242,10 @@ def test_a_collapsed_cell_is_marked_and_never_bold(prepare: Prepare, changes: di
         *(record("rte", BERT, istar(), seed, 0.5, changes=changes) for seed in (1, 2, 3)),
         *(record("rte", BERT, BASE, seed, 0.4 + seed / 100) for seed in (1, 2)),
     )
-    rows = {row[1].text: row for row in paper_tables.table1(cells.select_cells(frame)).rows}
+    rows = {row[1].text: row for row in paper_tables.build_table1_sheet(cells.select_cells(frame)).rows}
     assert (rows["I-STAR"][4].text, rows["I-STAR"][4].bold) == ("50.00 ± 0.00 (collapsed)", False)
     assert (rows["Base"][4].text, rows["Base"][4].bold) == ("41.50 ± 0.71", True)
-    [row] = paper_tables.table2(cells.select_cells(frame), frame).rows
+    [row] = paper_tables.build_table2_sheet(cells.select_cells(frame), frame).rows
     assert row[3].text == "50.00 (collapsed)"
 
 
@@ -256,7 +256,7 @@ def test_one_collapsed_seed_does_not_make_a_collapsed_cell(prepare: Prepare) -> 
         # A single run may have the score of a constant prediction by chance.
         record("rte", BERT, BASE, 1, 0.5),
     )
-    rows = {row[1].text: row for row in paper_tables.table1(cells.select_cells(frame)).rows}
+    rows = {row[1].text: row for row in paper_tables.build_table1_sheet(cells.select_cells(frame)).rows}
     assert (rows["I-STAR"][4].text, rows["I-STAR"][4].bold) == ("55.00 ± 7.07", True)
     assert rows["Base"][4].text == "50.00"
 
@@ -278,7 +278,7 @@ def test_format_number(value: float | None, form: str, text: str) -> None:
 def test_costs(prepare: Prepare) -> None:
     frame = prepare(*(record("rte", BERT, istar(), seed) for seed in (1, 2, 3)), record("rte", BERT, BASE, 9))
     refreshes = {folder: [1.0, 2.0] for folder in frame["folder"]}
-    rows = paper_tables.costs(frame, refreshes).frame.set_index("method")
+    rows = paper_tables.build_cost_sheet(frame, refreshes).frame.set_index("method")
     assert rows.loc["I-STAR", ["runs", "seconds_mean", "seconds_std", "seconds_sum"]].tolist() == [3, 62, 1, 186]
     assert rows.loc["I-STAR", "shrinkage_seconds_mean"] == 3
     assert rows.loc["I-STAR", "shrinkage_share"] == pytest.approx(9 / 186)
@@ -315,7 +315,7 @@ def test_penalties_of_other_points_are_methods_of_their_own(prepare: Prepare, ke
     frame = prepare(last_layer, other)
     assert set(frame["method"]) == {"CosReg λ=1", label}
     cell = cells.select_cell(frame, "clm", "new", "cosreg")
-    assert (cell.configurations, cell.first_run["value"]) == (1, 20.0)
+    assert (cell.num_configurations, cell.first_run["value"]) == (1, 20.0)
 
 
 def test_a_method_is_named_with_its_set_point(prepare: Prepare) -> None:
@@ -329,6 +329,6 @@ def test_a_training_is_described_by_its_steps_or_its_epochs(prepare: Prepare) ->
     frame = prepare(
         record("rte", BERT, BASE, 1, trainer__max_steps=-1), record("rte", BERT, BASE, 2, trainer__max_steps=600)
     )
-    by_epochs, by_steps = map(cells.describe, cells.row_dicts(frame.sort_values("seed")))
+    by_epochs, by_steps = map(cells.describe_hyperparameters, cells.row_dicts(frame.sort_values("seed")))
     assert ("epochs 3" in by_epochs, "steps" in by_epochs) == (True, False)
     assert ("steps 600" in by_steps, "epochs" in by_steps) == (True, False)

@@ -9,7 +9,7 @@ import pytest
 
 from istar import results
 from istar.reports import cells
-from istar.reports.class_table import class_isotropy
+from istar.reports.class_table import build_class_isotropy_sheet
 from istar.reports.run_frame import load_runs
 from istar.results import RunRecord
 from tests.reports.synthetic import BASE, istar, record, save
@@ -23,7 +23,7 @@ def measured(within: float | None, share: float) -> dict[str, Any]:
 
 def table(root: Path) -> Any:
     runs = load_runs(root, keep_records=True)
-    return class_isotropy(cells.prepare(runs), runs.records)
+    return build_class_isotropy_sheet(cells.add_selection_columns(runs), runs.records)
 
 
 def test_a_row_has_the_means_of_the_last_layer_over_seeds(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_a_row_has_the_means_of_the_last_layer_over_seeds(tmp_path: Path) -> Non
 def test_runs_within_classes_are_not_those_of_table_1(tmp_path: Path) -> None:
     save(record("rte", "mine", istar(within="label"), 1), tmp_path)
     save(record("rte", "mine", istar(within=None), 2), tmp_path)
-    frame = cells.prepare(load_runs(tmp_path, keep_records=True)).set_index("seed")
+    frame = cells.add_selection_columns(load_runs(tmp_path, keep_records=True)).set_index("seed")
     assert frame["candidate"].to_dict() == {1: False, 2: True}
 
 

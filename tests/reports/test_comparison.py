@@ -39,7 +39,7 @@ def make(number: int, value: float | None = None, baseline: bool = True) -> RunR
 def test_files(tmp_path: Path, count: int) -> None:
     records = [make(number) for number in range(count)]
     for suffix in ("png", "svg"):
-        comparison.comparison(records, tmp_path / "new" / f"comparison.{suffix}")
+        comparison.draw_comparison(records, tmp_path / "new" / f"comparison.{suffix}")
     png = (tmp_path / "new" / "comparison.png").read_bytes()
     assert png.startswith(b"\x89PNG\r\n\x1a\n")
     width, height = (int.from_bytes(png[at : at + 4], "big") for at in (16, 20))
@@ -53,7 +53,7 @@ def drawn_figure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, records: list[
     """The figure before it is closed."""
     kept: list[Any] = []
     monkeypatch.setattr(comparison.plt, "close", kept.append)
-    comparison.comparison(records, tmp_path / "figure.png")
+    comparison.draw_comparison(records, tmp_path / "figure.png")
     monkeypatch.undo()
     plt.close(kept[0])
     return kept[0]
@@ -104,10 +104,10 @@ def test_no_common_baseline_no_line(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 @pytest.mark.parametrize("value", [0.0, -0.3, 1.0])
 def test_extreme_values(tmp_path: Path, value: float) -> None:
-    comparison.comparison([make(0, value)], tmp_path / "figure.svg")
+    comparison.draw_comparison([make(0, value)], tmp_path / "figure.svg")
     assert (tmp_path / "figure.svg").stat().st_size > 1000
 
 
 def test_more_runs_than_colours(tmp_path: Path) -> None:
-    comparison.comparison([make(number) for number in range(12)], tmp_path / "figure.png")
+    comparison.draw_comparison([make(number) for number in range(12)], tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 1000

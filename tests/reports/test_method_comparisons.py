@@ -8,14 +8,14 @@ import pytest
 from scipy import stats
 
 from istar.reports import cells
-from istar.reports.method_comparisons import Comparisons, MethodComparison, compare_methods
+from istar.reports.method_comparisons import ComparedMethods, MethodComparison, compare_methods
 from istar.reports.run_frame import load_runs
 from istar.statistics.conclusions import Verdict, conclusion, verdict
 from tests.reports.synthetic import BASE, cosreg, istar, record, save
 
 
-def compared_in(root: Path) -> Comparisons:
-    return compare_methods(cells.prepare(load_runs(root, keep_records=True)))
+def compared_in(root: Path) -> ComparedMethods:
+    return compare_methods(cells.add_selection_columns(load_runs(root, keep_records=True)))
 
 
 def by_name(root: Path) -> dict[tuple[str, str, str], MethodComparison]:
@@ -72,20 +72,20 @@ def test_tests_are_paired_and_corrected_over_the_whole_report(tmp_path: Path) ->
     rows = {(each.method.task, each.method.name): each for each in compared.comparisons}
     for (task, weight), values in differences.items():
         each = rows[task, f"I-STAR λ={weight} ζ=0.4"]
-        assert each.p_value == pytest.approx(raw[task, weight], rel=1e-12)
-        assert each.row.p_value == pytest.approx(adjusted[task, weight], rel=1e-12)
+        assert each.unadjusted_p_value == pytest.approx(raw[task, weight], rel=1e-12)
+        assert each.statistics.p_value == pytest.approx(adjusted[task, weight], rel=1e-12)
         known = stats.ttest_1samp(values, 0).confidence_interval(0.95)
-        assert each.row.interval == pytest.approx((known.low, known.high), rel=1e-9)
+        assert each.statistics.interval == pytest.approx((known.low, known.high), rel=1e-9)
         # By the noncentral F distribution: the square of a noncentral t.
         limit = stats.f.isf(0.05 / 4, 1, 7)
-        assert each.row.smallest_difference is not None
-        ratio = each.row.smallest_difference / values.std(ddof=1)
+        assert each.statistics.smallest_difference is not None
+        ratio = each.statistics.smallest_difference / values.std(ddof=1)
         assert stats.ncf.sf(limit, 1, 7, 8 * ratio**2) == pytest.approx(0.8, abs=1e-6)
-    assert verdict(rows["rte", "I-STAR λ=-1 ζ=0.4"].row) is Verdict.BETTER
-    assert verdict(rows["cola", "I-STAR λ=-1 ζ=0.4"].row) is Verdict.WORSE
+    assert verdict(rows["rte", "I-STAR λ=-1 ζ=0.4"].statistics) is Verdict.BETTER
+    assert verdict(rows["cola", "I-STAR λ=-1 ζ=0.4"].statistics) is Verdict.WORSE
     # This difference would be found without the correction, and not with it.
     assert raw["cola", 1] < 0.05 / 2
-    assert rows["rte", "CosReg λ=1"].row.p_value is None
+    assert rows["rte", "CosReg λ=1"].statistics.p_value is None
 
 
 def test_holm_is_applied(tmp_path: Path) -> None:
@@ -95,17 +95,17 @@ def test_holm_is_applied(tmp_path: Path) -> None:
     save_all(tmp_path, BASE, base)
     save_all(tmp_path, istar(-1), better)
     [alone] = compared_in(tmp_path).comparisons
-    assert alone.row.p_value == alone.p_value == 2 / 2**6
-    assert verdict(alone.row) is Verdict.BETTER
+    assert alone.statistics.p_value == alone.unadjusted_p_value == 2 / 2**6
+    assert verdict(alone.statistics) is Verdict.BETTER
     save_all(tmp_path, istar(1), better)
     for each in compared_in(tmp_path).comparisons:
-        assert (each.p_value, each.row.p_value) == (2 / 2**6, 4 / 2**6)
-        assert conclusion(each.row).endswith(
+        assert (each.unadjusted_p_value, each.statistics.p_value) == (2 / 2**6, 4 / 2**6)
+        assert conclusion(each.statistics).endswith(
             "they have 6 seeds in common, with which the test cannot give an adjusted p-value below 0.05; run more "
             "seeds."
         )
         # At the level 0.05 / 2, no difference is found, however large it is.
-        assert each.row.smallest_difference is None
+        assert each.statistics.smallest_difference is None
 
 
 def test_more_pairs_than_can_be_enumerated(tmp_path: Path) -> None:
@@ -113,9 +113,9 @@ def test_more_pairs_than_can_be_enumerated(tmp_path: Path) -> None:
     save_all(tmp_path, BASE, dict.fromkeys(range(1, 25), 0.5))
     save_all(tmp_path, istar(-1), {seed: 0.5 + float(random.normal(0.002, 0.01)) for seed in range(1, 25)})
     [each] = compared_in(tmp_path).comparisons
-    known = stats.ttest_1samp(np.array(list(each.differences.values())), 0).pvalue
-    assert each.p_value == pytest.approx(known, abs=0.03)
-    assert each.row.smallest_p == pytest.approx(1e-5)
+    known = stats.ttest_1samp(np.array(list(each.difference_by_seed.values())), 0).pvalue
+    assert each.unadjusted_p_value == pytest.approx(known, abs=0.03)
+    assert each.statistics.smallest_p == pytest.approx(1e-5)
 
 
 # Trials.
@@ -138,8 +138,8 @@ def test_each_lambda_is_a_method_with_trials_of_its_own(tmp_path: Path) -> None:
     found = by_name(tmp_path)
     assert len(found) == 3
     for each in found.values():
-        assert each.method.budget.trials == 3
-        assert each.row.has_equal_budgets
+        assert each.method.budget.num_trials == 3
+        assert each.statistics.has_equal_budgets
 
 
 def test_unequal_trials_allow_no_conclusion(tmp_path: Path) -> None:
@@ -147,8 +147,8 @@ def test_unequal_trials_allow_no_conclusion(tmp_path: Path) -> None:
     tuned(tmp_path, istar(-1), (*RATES, 1e-4))
     tuned(tmp_path, istar(1), RATES[1:])
     for each, trials in zip(compared_in(tmp_path).comparisons, (4, 2), strict=True):
-        assert each.method.budget.trials == trials
-        assert conclusion(each.row).startswith(
+        assert each.method.budget.num_trials == trials
+        assert conclusion(each.statistics).startswith(
             f"Nothing can be concluded about {each.method.name} and Base on rte: their budgets differ"
         )
 
@@ -163,9 +163,9 @@ def test_trials_that_failed_or_were_pruned_were_tried(tmp_path: Path) -> None:
     tuned(tmp_path, istar(1), RATES[1:])
     save_all(tmp_path, istar(1), {1: 0.4}, status="pruned", optim__lr=RATES[0])
     for each in compared_in(tmp_path).comparisons:
-        assert each.method.budget.trials == 3
-        assert each.method.configurations == 2
-        assert each.row.has_equal_budgets
+        assert each.method.budget.num_trials == 3
+        assert each.method.num_configurations == 2
+        assert each.statistics.has_equal_budgets
 
 
 @pytest.mark.parametrize(
@@ -178,8 +178,8 @@ def test_longer_trials_or_other_data_are_another_budget(tmp_path: Path, changes:
     tuned(tmp_path, istar(-1), RATES, **changes)
     tuned(tmp_path, istar(1), RATES)
     longer, equal = compared_in(tmp_path).comparisons
-    assert longer.method.budget.trials == equal.method.budget.trials
-    assert (longer.row.has_equal_budgets, equal.row.has_equal_budgets) == (False, True)
+    assert longer.method.budget.num_trials == equal.method.budget.num_trials
+    assert (longer.statistics.has_equal_budgets, equal.statistics.has_equal_budgets) == (False, True)
 
 
 def test_a_search_over_epochs_is_equal_for_methods_that_end_with_different_ones(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_a_search_over_epochs_is_equal_for_methods_that_end_with_different_ones(
             seeds = range(1, 7) if epochs == chosen else [1]
             save_all(tmp_path, reg, {seed: 0.5 + seed / 100 for seed in seeds}, trainer__max_epochs=epochs)
     [each] = compared_in(tmp_path).comparisons
-    assert each.row.has_equal_budgets
+    assert each.statistics.has_equal_budgets
 
 
 def test_steps_and_the_batch_are_the_examples_of_a_training_by_steps(tmp_path: Path) -> None:
@@ -196,10 +196,10 @@ def test_steps_and_the_batch_are_the_examples_of_a_training_by_steps(tmp_path: P
         values = {seed: 0.5 + seed / 100 for seed in range(1, 7)}
         save_all(tmp_path, reg, values, trainer__max_steps=30, data__batch_size=batch)
     equal, larger = compared_in(tmp_path).comparisons
-    assert (equal.row.has_equal_budgets, larger.row.has_equal_budgets) == (True, False)
+    assert (equal.statistics.has_equal_budgets, larger.statistics.has_equal_budgets) == (True, False)
     # Six seeds of 30 steps with 2 x 32 examples each, out of 100 training examples.
-    assert equal.method.budget.examples == 6 * 30 * 64
-    assert equal.method.budget.epochs == pytest.approx(6 * 30 * 64 / 100)
+    assert equal.method.budget.finished_examples == 6 * 30 * 64
+    assert equal.method.budget.finished_epochs == pytest.approx(6 * 30 * 64 / 100)
 
 
 # The set that chooses.
@@ -218,19 +218,23 @@ def test_the_held_out_set_chooses_and_the_reported_set_does_not(tmp_path: Path) 
                 )
                 save(run, tmp_path, geometry=False)
     [each] = compared_in(tmp_path).comparisons
-    assert each.method.chosen_on == "held-out"
+    assert each.method.selection_set == "held-out"
     assert set(each.method.runs["optim.lr"]) == {3e-5}
-    assert each.method.scores[1] == pytest.approx(61)
-    assert (each.method.configurations, each.row.chosen_among, each.row.reference_chosen_among) == (2, 1, 1)
-    assert "biased" not in conclusion(each.row)
+    assert each.method.score_by_seed[1] == pytest.approx(61)
+    assert (each.method.num_configurations, each.statistics.chosen_among, each.statistics.reference_chosen_among) == (
+        2,
+        1,
+        1,
+    )
+    assert "biased" not in conclusion(each.statistics)
 
 
 def test_a_choice_on_the_reported_set_is_said(tmp_path: Path) -> None:
     for reg in (BASE, istar(-1)):
         tuned(tmp_path, reg, RATES)
     [each] = compared_in(tmp_path).comparisons
-    assert each.method.chosen_on == "validation"
-    assert conclusion(each.row).endswith(
+    assert each.method.selection_set == "validation"
+    assert conclusion(each.statistics).endswith(
         " The mean of I-STAR λ=-1 ζ=0.4 is biased upwards by the choice among 3 configurations on the reported set, "
         "that of Base by the choice among 3."
     )
@@ -242,7 +246,7 @@ def test_runs_of_earlier_versions_do_not_record_what_chose(
 ) -> None:
     save_all(tmp_path, BASE, {1: 0.5}, task__validation_fraction=fraction)
     [method] = compared_in(tmp_path).methods
-    assert method.chosen_on == expected
+    assert method.selection_set == expected
 
 
 # Seeds.
@@ -260,20 +264,20 @@ def test_other_seeds_than_those_of_base(tmp_path: Path, seeds: range, reason: st
     save_all(tmp_path, BASE, {seed: 0.5 + seed / 100 for seed in range(1, 7)})
     save_all(tmp_path, istar(-1), dict.fromkeys(seeds, 0.6))
     [each] = compared_in(tmp_path).comparisons
-    assert conclusion(each.row) == f"Nothing can be concluded about I-STAR λ=-1 ζ=0.4 and Base on rte: {reason}."
+    assert conclusion(each.statistics) == f"Nothing can be concluded about I-STAR λ=-1 ζ=0.4 and Base on rte: {reason}."
 
 
 def test_five_seeds_are_too_few_for_the_test(tmp_path: Path) -> None:
     for reg, level in ((BASE, 0.5), (istar(-1), 0.9)):
         save_all(tmp_path, reg, {seed: level + seed / 1000 for seed in range(1, 6)})
     [each] = compared_in(tmp_path).comparisons
-    assert "they have 5 seeds in common, with which the test cannot" in conclusion(each.row)
+    assert "they have 5 seeds in common, with which the test cannot" in conclusion(each.statistics)
 
 
 def test_without_base_nothing_is_concluded(tmp_path: Path) -> None:
     save_all(tmp_path, istar(-1), {1: 0.5})
     [each] = compared_in(tmp_path).comparisons
-    assert (each.base, each.p_value, verdict(each.row)) == (None, None, Verdict.NONE)
+    assert (each.base, each.unadjusted_p_value, verdict(each.statistics)) == (None, None, Verdict.NONE)
 
 
 def test_collapsed_runs_of_the_pairs_are_counted(tmp_path: Path) -> None:
@@ -281,7 +285,7 @@ def test_collapsed_runs_of_the_pairs_are_counted(tmp_path: Path) -> None:
         collapsed = {"collapsed": {"validation": reg is not BASE and seed < 3}}
         save(record("rte", "mine", reg, seed, level + seed**2 / 1000, changes=collapsed), tmp_path, geometry=False)
     [each] = compared_in(tmp_path).comparisons
-    assert conclusion(each.row).endswith(
+    assert conclusion(each.statistics).endswith(
         " 2 of 6 runs of I-STAR λ=-1 ζ=0.4 have collapsed to constant predictions and count."
     )
 
@@ -290,5 +294,5 @@ def test_a_lower_perplexity_is_an_improvement(tmp_path: Path) -> None:
     save_all(tmp_path, BASE, {seed: 30.0 + seed for seed in range(1, 7)}, "clm")
     save_all(tmp_path, istar(-1), {seed: 28.0 + 1.1 * seed for seed in range(1, 7)}, "clm")
     [each] = compared_in(tmp_path).comparisons
-    assert each.row.difference == pytest.approx(-2 + 0.35)
-    assert verdict(each.row) is Verdict.BETTER
+    assert each.statistics.difference == pytest.approx(-2 + 0.35)
+    assert verdict(each.statistics) is Verdict.BETTER

@@ -22,8 +22,8 @@ def test_a_point_for_each_method_in_the_settings_of_the_table(tmp_path: Path) ->
     save(record("cola", "mine", BASE, 1, 0.3), tmp_path)
     save(record("stsb", "mine", BASE, 1, 0.3), tmp_path)
     save(record("stsb", "mine", istar(1), 1, 0.4), tmp_path)
-    compared = compare_methods(cells.prepare(load_runs(tmp_path, keep_records=True)))
-    plot = method_figure.plot(compared)
+    compared = compare_methods(cells.add_selection_columns(load_runs(tmp_path, keep_records=True)))
+    plot = method_figure.build_all_methods_plot(compared)
     assert [(panel.model, panel.task) for panel in plot.panels] == [("mine", "rte"), ("mine", "stsb")]
     lines = {line.label: line for line in plot.panels[0].lines}
     assert list(lines) == ["Base", "I-STAR λ=-1 ζ=0.4"]

@@ -6,7 +6,7 @@ from scipy import stats
 
 from istar.reports import cells
 from istar.reports.method_comparisons import compare_methods
-from istar.reports.method_table import conclusions, methods
+from istar.reports.method_table import build_conclusions_sheet, build_methods_sheet
 from istar.reports.run_frame import load_runs
 from tests.reports.synthetic import BASE, cosreg, istar, record, save
 
@@ -23,8 +23,8 @@ def test_methods_are_compared_with_base_over_the_same_seeds(tmp_path: Path) -> N
     save(record("rte", "mine", istar(-3), 1, 0.99, optim__lr=1e-4), tmp_path)
     save(record("rte", "mine", istar(1), 1, 0.6), tmp_path)
     save(record("rte", "other", cosreg(), 1, 0.6), tmp_path)
-    compared = compare_methods(cells.prepare(load_runs(tmp_path, keep_records=True)))
-    sheet = methods(compared)
+    compared = compare_methods(cells.add_selection_columns(load_runs(tmp_path, keep_records=True)))
+    sheet = build_methods_sheet(compared)
 
     by_method = {(row["model"], row["method"]): row for row in sheet.frame.to_dict("records")}
     assert list(by_method) == [
@@ -58,20 +58,20 @@ def test_sentences_are_in_the_page_and_in_the_files(tmp_path: Path) -> None:
     for seed in range(1, 8):
         save(record("rte", "mine", BASE, seed, 0.5 + seed / 100), tmp_path)
         save(record("rte", "mine", istar(-1), seed, 0.6 + seed**2 / 1000), tmp_path)
-    compared = compare_methods(cells.prepare(load_runs(tmp_path, keep_records=True)))
-    [[task, method, sentence]] = conclusions(compared).rows
+    compared = compare_methods(cells.add_selection_columns(load_runs(tmp_path, keep_records=True)))
+    [[task, method, sentence]] = build_conclusions_sheet(compared).rows
     assert (task.text, method.text) == ("rte, accuracy", "I-STAR λ=-1 ζ=0.4")
     assert sentence.text.startswith("I-STAR λ=-1 ζ=0.4 is better than Base on rte by 8.00 (difference +8.00, ")
-    assert list(conclusions(compared).frame["verdict"]) == ["better"]
-    sheet = methods(compared)
+    assert list(build_conclusions_sheet(compared).frame["verdict"]) == ["better"]
+    sheet = build_methods_sheet(compared)
     assert list(sheet.frame["conclusion"]) == ["", sentence.text]
     columns = dict(zip(sheet.header, sheet.rows[1], strict=True))
     assert [columns[name].text for name in ("p", "p,\nHolm")] == ["0.0156", "0.0156"]
     assert columns["smallest"].text == f"{sheet.frame['smallest_difference'][1]:.2f}"
-    assert "at 0.05, Holm's most careful level (0.05 / m)" in sheet.caption
+    assert "at 0.05, Holm's strictest level (0.05 / m)" in sheet.caption
 
 
 def test_no_finished_run(tmp_path: Path) -> None:
     save(record("rte", "mine", BASE, 1, status="failed"), tmp_path)
-    compared = compare_methods(cells.prepare(load_runs(tmp_path, keep_records=True)))
-    assert methods(compared).rows == conclusions(compared).rows == []
+    compared = compare_methods(cells.add_selection_columns(load_runs(tmp_path, keep_records=True)))
+    assert build_methods_sheet(compared).rows == build_conclusions_sheet(compared).rows == []

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from istar.errors import UserError
-from istar.reports.paired_differences import differences_from_base
+from istar.reports.paired_differences import compute_differences_from_base
 from tests.reports.synthetic import BASE, cosreg, istar, record, save
 
 
@@ -20,7 +20,9 @@ def test_methods_are_paired_with_base_by_task_model_and_seed(tmp_path: Path) -> 
     save(record("rte", "mine", istar(-3), 1, 0.99, optim__lr=1e-4), tmp_path)
     save(record("rte", "mine", cosreg(), 1, status="failed"), tmp_path)
     save(record("rte", "other", istar(-3), 1, 0.9), tmp_path)
-    rows = {(row.model, row.task, row.metric, row.method): row.by_seed for row in differences_from_base(tmp_path)}
+    rows = {
+        (row.model, row.task, row.metric, row.method): row.by_seed for row in compute_differences_from_base(tmp_path)
+    }
     # Accuracies in percentage points, perplexities as they are.
     assert rows == {
         ("mine", "rte", "accuracy", "I-STAR λ=-3 ζ=0.4"): pytest.approx({2: 1.0, 3: 5.0}),
@@ -32,9 +34,9 @@ def test_runs_without_a_pair(tmp_path: Path) -> None:
     save(record("rte", "mine", BASE, 1, 0.6), tmp_path)
     save(record("rte", "mine", istar(), 2, 0.6), tmp_path)
     with pytest.raises(UserError, match="holds no finished runs of Base and another method with the same task"):
-        differences_from_base(tmp_path)
+        compute_differences_from_base(tmp_path)
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="holds no finished runs of Base"):
-        differences_from_base(tmp_path / "empty")
+        compute_differences_from_base(tmp_path / "empty")
     with pytest.raises(UserError, match="is not a folder"):
-        differences_from_base(tmp_path / "nowhere")
+        compute_differences_from_base(tmp_path / "nowhere")

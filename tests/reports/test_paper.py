@@ -61,8 +61,8 @@ def test_the_scores_are_those_of_table_1() -> None:
         model, task, metric, *numbers = row.split()
         for family in ("base", "istar", "cosreg"):
             mean, std, *numbers = numbers
-            expected = paper.Score(float(mean), float(std))
-            assert paper.score(MODELS[model], task, metric, family) == expected, (model, task, metric, family)
+            expected = paper.PublishedScore(float(mean), float(std))
+            assert paper.look_up_score(MODELS[model], task, metric, family) == expected, (model, task, metric, family)
         assert numbers == []
 
 
@@ -73,13 +73,13 @@ def test_the_best_penalties_are_those_of_table_2() -> None:
         task, *cells = row.split()
         for model, cell in zip(header.split()[1:], cells, strict=True):
             weight, zeta = map(float, cell.split("|"))
-            assert paper.tuned_penalty(MODELS[model], task) == paper.TunedPenalty(weight, zeta), (model, task)
+            assert paper.look_up_tuned_penalty(MODELS[model], task) == paper.TunedPenalty(weight, zeta), (model, task)
 
 
 def test_nothing_else_is_published() -> None:
-    assert paper.score("bert-base-uncased", "rte", "accuracy", "base") is None
-    assert paper.score("bert-base-cased", "wnli", "accuracy", "base") is None
-    assert paper.tuned_penalty("bert-base-cased", "wnli") is None
-    assert paper.WEIGHTS == (-5, -3, -1, 1, 3, 5)
+    assert paper.look_up_score("bert-base-uncased", "rte", "accuracy", "base") is None
+    assert paper.look_up_score("bert-base-cased", "wnli", "accuracy", "base") is None
+    assert paper.look_up_tuned_penalty("bert-base-cased", "wnli") is None
+    assert paper.LAMBDAS == (-5, -3, -1, 1, 3, 5)
     assert paper.ZETAS == (0.2, 0.4, 0.6, 0.8)
     assert len(paper.SEEDS) == 5

@@ -8,9 +8,9 @@ import pandas as pd
 import pytest
 
 from istar.reports import plan_file
-from istar.reports.plan_departures import Departure, departures, sentence, sheet
+from istar.reports.plan_departures import Departure, build_departures_sheet, departures, summarize_departures
 from istar.reports.plan_file import Plan
-from istar.reports.run_frame import load_runs, row
+from istar.reports.run_frame import load_runs, record_to_row
 from istar.results import RunRecord
 from tests.reports.plans import COMMIT, EARLIER, LATER, WRITTEN, contents, merged, run
 from tests.reports.synthetic import BASE, cosreg, istar, save
@@ -20,7 +20,7 @@ RUNS = [run("rte", reg, seed) for reg in (BASE, istar(-1), istar(-3)) for seed i
 
 
 def frame_of(runs: Sequence[RunRecord]) -> pd.DataFrame:
-    return pd.DataFrame([{"folder": run.name, **row(run)} for run in runs])
+    return pd.DataFrame([{"folder": run.name, **record_to_row(run)} for run in runs])
 
 
 def plan_of(runs: Sequence[RunRecord], folder: Path, **sweep: Any) -> Plan:
@@ -41,8 +41,8 @@ def found(plan: Plan, runs: Sequence[RunRecord]) -> dict[str, Departure]:
 
 def test_runs_as_planned_are_no_departure(plan: Plan) -> None:
     assert departures(plan, frame_of(RUNS)) == []
-    assert sheet([]).rows == []
-    assert sentence(plan, []).endswith("The runs do not depart from it.")
+    assert build_departures_sheet([]).rows == []
+    assert summarize_departures(plan, []).endswith("The runs do not depart from it.")
     # Paths, logging and hardware do not count.
     elsewhere = [run("rte", BASE, 1, name=RUNS[0].name, task__data_dir="/d", run__root="/r"), *RUNS[1:]]
     assert departures(plan, frame_of(elsewhere)) == []
@@ -320,13 +320,13 @@ class TestSearch:
 
 def test_the_table(plan: Plan) -> None:
     result = departures(plan, frame_of([replace(one, code_commit="d00d") for one in RUNS]))
-    table = sheet(result)
+    table = build_departures_sheet(result)
     [entries] = table.rows
     assert len(entries) == len(table.header)
     assert entries[4].text == str(len(RUNS))
     assert re.search(r" and 6 more$", entries[5].text)
     assert table.frame["runs"].iloc[0].split() == [one.name for one in RUNS]
-    assert sentence(plan, result).endswith("There is one departure from it.")
-    assert sentence(plan, result * 2).endswith("There are 2 departures from it.")
-    replaced = sentence(replace(plan, replaces=("abc",)), result)
+    assert summarize_departures(plan, result).endswith("There is one departure from it.")
+    assert summarize_departures(plan, result * 2).endswith("There are 2 departures from it.")
+    replaced = summarize_departures(replace(plan, replaced_hashes=("abc",)), result)
     assert "replaced an earlier one" in replaced

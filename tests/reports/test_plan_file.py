@@ -7,7 +7,7 @@ from scipy import stats
 
 from istar.errors import UserError
 from istar.reports import plan_file
-from istar.reports.plan_file import PLAN, TEXT, digest, flat_settings, read, write
+from istar.reports.plan_file import PLAN, TEXT, compute_digest, flatten_settings, read, write
 from tests.reports.plans import COMMIT, WRITTEN, contents, merged, run, settings
 from tests.reports.synthetic import BASE, istar
 
@@ -21,13 +21,13 @@ def test_what_is_written_is_read(fields: dict, tmp_path: Path) -> None:
     path = write(fields, tmp_path / "new" / "plan")
     assert path == tmp_path / "new" / "plan" / PLAN
     plan = read(path)
-    assert plan.written.isoformat() == WRITTEN
+    assert plan.written_at.isoformat() == WRITTEN
     assert (plan.istar_version, plan.code_commit, plan.code_modified) == ("1.0", COMMIT, False)
     assert not plan.is_edited
-    assert (plan.trials, plan.seeds_of_best, plan.replaces, plan.prunes) == (None, (), (), False)
+    assert (plan.num_trials, plan.seeds_of_best, plan.replaced_hashes, plan.can_prune) == (None, (), (), False)
     base, other = plan.configurations
     assert (base.group, other.group) == (("rte", "mine", "Base"), ("rte", "mine", "I-STAR"))
-    assert (base.seeds, len(base.names), base.data) == ((1, 2), 2, "data-rte")
+    assert (base.seeds, len(base.run_names), base.data_fingerprint) == ((1, 2), 2, "data-rte")
     assert plan.settings | other.settings == settings(run("rte", istar(), 1))
 
 
@@ -48,7 +48,13 @@ def test_the_text_names_the_main_things(fields: dict, tmp_path: Path) -> None:
     write(fields, tmp_path)
     text = (tmp_path / TEXT).read_text(encoding="utf-8")
     smallest = fields["test"]["smallest_difference"]
-    for part in (WRITTEN, "I-STAR raises the accuracy.", f"{smallest:.3g}", "4 runs", digest(yaml_of(tmp_path))):
+    for part in (
+        WRITTEN,
+        "I-STAR raises the accuracy.",
+        f"{smallest:.3g}",
+        "4 runs",
+        compute_digest(yaml_of(tmp_path)),
+    ):
         assert part in text
 
 
@@ -88,7 +94,7 @@ def test_a_plan_is_replaced_by_force_and_kept(fields: dict, tmp_path: Path) -> N
     hashes = [yaml_of(tmp_path)["hash"]]
     for number in (1, 2):
         write({**fields, "hypotheses": [f"Number {number}"]}, tmp_path, force=True)
-        assert read(tmp_path / PLAN).replaces == tuple(hashes)
+        assert read(tmp_path / PLAN).replaced_hashes == tuple(hashes)
         hashes.append(yaml_of(tmp_path)["hash"])
     assert (tmp_path / "plan.old-1.yaml").read_text(encoding="utf-8") == first
     names = {PLAN, TEXT, "plan.old-1.yaml", "plan.old-1.md", "plan.old-2.yaml", "plan.old-2.md"}
@@ -135,13 +141,13 @@ def test_a_broken_field_is_refused(fields: dict, tmp_path: Path, damage: tuple) 
 
 def test_settings_are_those_that_identify_a_run() -> None:
     config = run("rte", istar(), 1, task__limit_train=8).config
-    assert flat_settings(config) == settings(run("rte", istar(), 1, task__limit_train=8))
+    assert flatten_settings(config) == settings(run("rte", istar(), 1, task__limit_train=8))
 
 
 @pytest.mark.parametrize(("comparisons", "pairs"), [(1, 5), (6, 10)])
 def test_the_smallest_difference(comparisons: int, pairs: int) -> None:
     """Its power, by the noncentral t distribution, is the requested one."""
-    found = plan_file.planned_test("t", 0.05, comparisons, pairs, 2.0, 0.8)["smallest_difference"]
+    found = plan_file.build_test_fields("t", 0.05, comparisons, pairs, 2.0, 0.8)["smallest_difference"]
     limit = stats.t.isf(0.05 / comparisons / 2, pairs - 1)
     shift = math.sqrt(pairs) * found / 2.0
     power = stats.nct.sf(limit, pairs - 1, shift) + stats.nct.cdf(-limit, pairs - 1, shift)
@@ -149,7 +155,7 @@ def test_the_smallest_difference(comparisons: int, pairs: int) -> None:
 
 
 def test_without_a_deviation_the_smallest_difference_is_unknown(fields: dict, tmp_path: Path) -> None:
-    test = plan_file.planned_test("sign-flip", 0.05, 3, 5, None, 0.8)
+    test = plan_file.build_test_fields("sign-flip", 0.05, 3, 5, None, 0.8)
     assert test["smallest_difference"] is None
     # All five signs equal, in either direction.
     assert test["smallest_p"] == 2 / 2**5
@@ -158,4 +164,4 @@ def test_without_a_deviation_the_smallest_difference_is_unknown(fields: dict, tm
     assert "is unknown" in text
     assert "gives no p-value below 0.0625" in text
     with pytest.raises(UserError, match="alpha is 2"):
-        plan_file.planned_test("t", 2, 1, 5, None, 0.8)
+        plan_file.build_test_fields("t", 2, 1, 5, None, 0.8)

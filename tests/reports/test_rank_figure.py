@@ -31,18 +31,18 @@ def write(root: Path, levels: np.ndarray, seeds: int = 2, tasks: tuple[str, ...]
 
 
 def ranked_in(root: Path) -> list[RankedMethods]:
-    return rank_methods(compare_methods(cells.prepare(load_runs(root, keep_records=True))))
+    return rank_methods(compare_methods(cells.add_selection_columns(load_runs(root, keep_records=True))))
 
 
 def test_ranks_are_those_of_the_means_over_seeds(tmp_path: Path) -> None:
     levels = np.random.default_rng(1).uniform(0.4, 0.8, (6, 4)) + np.array([0, 0.1, 0.3, 0.5])
     scores = write(tmp_path, levels)
     [ranked] = ranked_in(tmp_path)
-    assert ranked.tasks == tuple(cells.tasks(pd.DataFrame({"task": TASKS})))
+    assert ranked.tasks == tuple(cells.list_tasks(pd.DataFrame({"task": TASKS})))
     means = pd.DataFrame(scores.mean(axis=-1), columns=list(REGS))
     expected = means.rank(axis=1, ascending=False).mean()
-    assert ranked.ranks == pytest.approx(expected.to_dict())
-    assert list(ranked.ranks.values()) == sorted(ranked.ranks.values())
+    assert ranked.average_rank_by_method == pytest.approx(expected.to_dict())
+    assert list(ranked.average_rank_by_method.values()) == sorted(ranked.average_rank_by_method.values())
     chi_square = stats.friedmanchisquare(*means.to_numpy().T).statistic
     f = 5 * chi_square / (6 * 3 - chi_square)
     assert ranked.friedman_p == pytest.approx(stats.f.sf(f, 3, 15), rel=1e-9)
@@ -51,8 +51,8 @@ def test_ranks_are_those_of_the_means_over_seeds(tmp_path: Path) -> None:
     for number, name in enumerate(list(REGS)[1:], 1):
         differences = 100 * (scores[:, number] - scores[:, 0]).mean(axis=-1)
         known = stats.ttest_1samp(differences, 0).confidence_interval(0.95)
-        assert ranked.differences[name].mean == pytest.approx(differences.mean(), rel=1e-9)
-        assert ranked.differences[name].interval == pytest.approx((known.low, known.high), rel=1e-9)
+        assert ranked.difference_by_method[name].mean == pytest.approx(differences.mean(), rel=1e-9)
+        assert ranked.difference_by_method[name].interval == pytest.approx((known.low, known.high), rel=1e-9)
 
 
 def test_bars_join_exactly_the_methods_that_do_not_differ() -> None:
@@ -62,17 +62,17 @@ def test_bars_join_exactly_the_methods_that_do_not_differ() -> None:
         ranks = {str(number): value for number, value in enumerate(values)}
         ranked = RankedMethods("m", TASKS, ranks, friedman_p=0.01, critical_difference=1.5)
         for low, high in itertools.combinations(values, 2):
-            is_joined = any(start <= low and high <= end for start, end in ranked.groups)
+            is_joined = any(start <= low and high <= end for start, end in ranked.indistinguishable_ranges)
             assert is_joined == (high - low < 1.5)
         # No bar lies within another.
-        for one, other in itertools.permutations(ranked.groups, 2):
+        for one, other in itertools.permutations(ranked.indistinguishable_ranges, 2):
             assert not (one[0] >= other[0] and one[1] <= other[1])
 
 
 def test_without_a_rejection_by_friedman_no_two_methods_differ() -> None:
     ranked = RankedMethods("m", TASKS, {"A": 1.0, "B": 1.9, "C": 3.0}, friedman_p=0.05, critical_difference=0.5)
-    assert ranked.groups == [(1.0, 3.0)]
-    assert "No difference between the methods was found by Friedman's test (p = 0.05)." in ranked.sentence()
+    assert ranked.indistinguishable_ranges == [(1.0, 3.0)]
+    assert "No difference between the methods was found by Friedman's test (p = 0.05)." in ranked.summarize()
 
 
 def test_losses_are_ranked_and_not_averaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,8 +81,8 @@ def test_losses_are_ranked_and_not_averaged(tmp_path: Path, monkeypatch: pytest.
     levels = np.array([[30.0, 20.0, 25.0, 40.0], [31.0, 21.0, 26.0, 41.0], [32.0, 22.0, 27.0, 42.0]])
     write(tmp_path, levels, tasks=("one", "two", "three"))
     [ranked] = ranked_in(tmp_path)
-    assert ranked.ranks == {"CosReg λ=1": 1, "I-STAR λ=-1 ζ=0.4": 2, "Base": 3, "I-STAR λ=1 ζ=0.4": 4}
-    assert {(each.mean, each.interval) for each in ranked.differences.values()} == {(None, None)}
+    assert ranked.average_rank_by_method == {"CosReg λ=1": 1, "I-STAR λ=-1 ζ=0.4": 2, "Base": 3, "I-STAR λ=1 ζ=0.4": 4}
+    assert {(each.mean, each.interval) for each in ranked.difference_by_method.values()} == {(None, None)}
 
 
 def test_too_few_tasks_are_said(tmp_path: Path) -> None:
@@ -90,11 +90,11 @@ def test_too_few_tasks_are_said(tmp_path: Path) -> None:
     # Base alone is no task on which methods are compared.
     save(record("mrpc", "mine", BASE, 1), tmp_path, geometry=False)
     [ranked] = ranked_in(tmp_path)
-    assert ranked.sentence() == (
+    assert ranked.summarize() == (
         "mine: methods are compared over tasks from 3 tasks on; Base and another method have finished on 2 tasks."
     )
-    assert rank_figure.plot([ranked]).panels == ()
-    assert rank_figure.sheet([ranked]).rows == []
+    assert rank_figure.build_rank_plot([ranked]).panels == ()
+    assert rank_figure.build_rank_sheet([ranked]).rows == []
 
 
 def test_methods_with_other_tasks_seeds_or_budgets_are_not_ranked(tmp_path: Path) -> None:
@@ -104,21 +104,21 @@ def test_methods_with_other_tasks_seeds_or_budgets_are_not_ranked(tmp_path: Path
     for seed in (1, 2):
         save(record("cola", "mine", istar(5), seed, 0.5), tmp_path, geometry=False)
     [ranked] = ranked_in(tmp_path)
-    assert set(ranked.ranks) == {"Base", "I-STAR λ=-1 ζ=0.4"}
-    assert set(ranked.left_out) == {"CosReg λ=1", "I-STAR λ=1 ζ=0.4", "I-STAR λ=5 ζ=0.4"}
-    assert "Not ranked, because they lack one of these tasks" in ranked.sentence()
+    assert set(ranked.average_rank_by_method) == {"Base", "I-STAR λ=-1 ζ=0.4"}
+    assert set(ranked.unranked_methods) == {"CosReg λ=1", "I-STAR λ=1 ζ=0.4", "I-STAR λ=5 ζ=0.4"}
+    assert "Not ranked, because they lack one of these tasks" in ranked.summarize()
     for task in TASKS:
         save(record(task, "mine", istar(-1), 7, 0.5), tmp_path, geometry=False)
     [ranked] = ranked_in(tmp_path)
-    assert "no method has finished with the seeds and the budget of Base on all of its 6 tasks" in ranked.sentence()
+    assert "no method has finished with the seeds and the budget of Base on all of its 6 tasks" in ranked.summarize()
 
 
 @pytest.mark.slow
 def test_the_page_of_three_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "runs", np.random.default_rng(4).uniform(0.4, 0.8, (3, 4)), tasks=TASKS[:3])
-    cloud = stability.stability((10, 50), (0.0, 1.0), draws=2, shrinkage_points=800)
-    monkeypatch.setattr(stability, "stability", lambda: cloud)
-    report.write(tmp_path / "runs", tmp_path / "report")
+    cloud = stability.compute_stability_scores((10, 50), (0.0, 1.0), num_draws=2, num_shrinkage_points=800)
+    monkeypatch.setattr(stability, "compute_stability_scores", lambda: cloud)
+    report.write_report(tmp_path / "runs", tmp_path / "report")
     page = (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
     assert "4 methods on 3 tasks (rte, cola, stsb)" in page
     assert (tmp_path / "report" / "figures" / "ranks-mine.png").is_file()
@@ -128,7 +128,7 @@ def test_the_page_of_three_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_the_diagram() -> None:
     ranks = {"I-STAR λ=1": 1.25, "Base": 2.0, "CosReg": 2.75}
     ranked = RankedMethods("mine", TASKS, ranks, friedman_p=0.01, critical_difference=0.9)
-    plot = rank_figure.plot([ranked])
+    plot = rank_figure.build_rank_plot([ranked])
     files, spots = render_with_spots(plot)
     assert set(files) == {"svg", "pdf", "png"}
     assert [spot.text for spot in spots] == [f"{name}\naverage rank: {rank:g}" for name, rank in ranks.items()]

@@ -47,19 +47,19 @@ VOID = {"meta", "link", "br", "hr", "img", "input"}
 @pytest.fixture(scope="module")
 def quick() -> Any:
     """Return a cloud that is quick to score; `written` samples one with the real batch sizes."""
-    return stability.stability((10, 50), (0.0, 1.0), draws=2, shrinkage_points=800)
+    return stability.compute_stability_scores((10, 50), (0.0, 1.0), num_draws=2, num_shrinkage_points=800)
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fifty")
     fifty(folder / "runs")
-    cloud = stability.stability(draws=2, shrinkage_points=5_000)
+    cloud = stability.compute_stability_scores(num_draws=2, num_shrinkage_points=5_000)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stability, "stability", lambda: cloud)
-        summary = report.write(folder / "runs", folder / "report")
-    assert summary.page == folder / "report" / "index.html"
-    assert summary.runs == 50
+        patch.setattr(stability, "compute_stability_scores", lambda: cloud)
+        summary = report.write_report(folder / "runs", folder / "report")
+    assert summary.page_path == folder / "report" / "index.html"
+    assert summary.num_runs == 50
     return folder / "report"
 
 
@@ -261,14 +261,14 @@ NASTY = r"""<script>alert('x')</script> & "q" _a% #1 ~ ^ $x$ {y} \z | `t` λ ± 
 
 
 def test_hostile_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: Any) -> None:
-    monkeypatch.setattr(stability, "stability", lambda: quick)
+    monkeypatch.setattr(stability, "compute_stability_scores", lambda: quick)
     model = 'mine/<b onclick="x()">$a_1$ & 100%\'s'
     for seed in (1, 2):
         save(record("rte", model, BASE, seed, 0.5), tmp_path / "runs")
         save(record("rte", model, istar(), seed, 0.5 + seed / 100), tmp_path / "runs")
     save(RunRecord("failed", "failed", record("rte", model, BASE, 3).config, error=NASTY), tmp_path / "runs")
     (tmp_path / "runs" / "<i>no & run").mkdir()
-    report.write(tmp_path / "runs", tmp_path / "report")
+    report.write_report(tmp_path / "runs", tmp_path / "report")
     page = parsed(tmp_path / "report" / "index.html")
     page_text = "".join(page.text)
     assert " ".join(NASTY.split()) in page_text
@@ -288,12 +288,12 @@ def test_hostile_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: A
 def test_latex_and_markdown_of_a_table() -> None:
     rows = [[Entry("a_b & 5%"), Entry("1.0 ± 0.1", bold=True, number=True), Entry("x=$y", code=True)]]
     sheet = Sheet("one_two", "T", "50% of #1", ("n", "v", "c"), {"m_1": rows}, pd.DataFrame())
-    tex = sheets.to_latex(sheet)
+    tex = sheets.latex(sheet)
     balanced(tex)
     assert r"a\_b \& 5\% & \bfseries 1.0 {~\boldmath$\pm$ 0.1} & \texttt{x=\$y} \\" in tex
     assert r"\caption{50\% of \#1}" in tex
     assert r"\begin{tabular}{lS[table-format=1.1, table-space-text-post={~$\pm$ 0.1}]l}" in tex
-    lines = sheets.to_markdown(sheet).splitlines()
+    lines = sheets.markdown(sheet).splitlines()
     assert lines[2:] == [
         "| model | n | v | c |",
         "| --- | --- | --- | --- |",
@@ -307,19 +307,19 @@ def test_latex_and_markdown_of_a_table() -> None:
 def missing_by_place(root: Path, folder: str = "runs") -> dict[tuple[str, str, str], tuple[str, str]]:
     """What is missing, and its command, by artefact, model and task."""
     runs = load_runs(root, keep_records=True)
-    frame = cells.prepare(runs)
-    sweep_command = missing_runs.sweep_command_builder(frame, runs.records, folder)
+    frame = cells.add_selection_columns(runs)
+    sweep_command = missing_runs.make_sweep_command_builder(frame, runs.records, folder)
     selected = cells.select_cells(frame)
-    missing = missing_runs.for_table1(selected, frame, runs.records, sweep_command, folder)
-    missing += missing_runs.for_table2(selected, frame, sweep_command)
+    missing = missing_runs.find_missing_table1_runs(selected, frame, runs.records, sweep_command, folder)
+    missing += missing_runs.find_missing_table2_runs(selected, frame, sweep_command)
     plots = [
-        run_figures.isotropy_and_performance(frame, {}),
-        run_figures.layer_isotropy(frame, runs.records, {}),
-        run_figures.zeta_ablation(frame),
-        run_figures.layer_ablation(frame, runs.records),
+        run_figures.build_isotropy_performance_plot(frame, {}),
+        run_figures.build_layer_isotropy_plot(frame, runs.records, {}),
+        run_figures.build_zeta_ablation_plot(frame),
+        run_figures.build_layer_ablation_plot(frame, runs.records),
     ]
     for plot in plots:
-        missing += missing_runs.for_plot(plot, frame, {"bert-base-cased": 4}, sweep_command)
+        missing += missing_runs.find_missing_plot_runs(plot, frame, {"bert-base-cased": 4}, sweep_command)
     result: dict[tuple[str, str, str], tuple[str, str]] = {}
     for entry in missing:
         before = result.get((entry.artefact, entry.model, entry.task), ("", ""))
@@ -425,17 +425,20 @@ def test_commands_name_the_data_and_the_folder(tmp_path: Path) -> None:
 )
 def test_a_command_makes_the_same_run_again(composed: Any, overrides: list[str]) -> None:
     expected = to_dict(composed(*overrides, "seed=1"))
-    command = shlex.split(rerun_commands.repeat(expected, [1]))
+    command = shlex.split(rerun_commands.build_repeat_command(expected, [1]))
     assert command[:3] == ["python", "train.py", "-m"]
     assert to_dict(composed(*command[3:])) == expected
 
 
 def test_of_the_paper() -> None:
     frame = pd.DataFrame({"model": ["mine"], "task": ["rte"]})
-    assert missing_runs.for_paper(frame)[0] == "27 of the paper's 27 pairs of model and task have no run."  # type: ignore[index]
+    assert (
+        missing_runs.describe_missing_paper_pairs(frame)[0]
+        == "27 of the paper's 27 pairs of model and task have no run."
+    )  # type: ignore[index]
     pairs = [(model, task) for model in missing_runs.paper.MODELS for task in missing_runs.paper.TASKS]
-    assert missing_runs.for_paper(pd.DataFrame(pairs, columns=["model", "task"])) is None
-    rest = missing_runs.for_paper(pd.DataFrame(pairs[1:], columns=["model", "task"]))
+    assert missing_runs.describe_missing_paper_pairs(pd.DataFrame(pairs, columns=["model", "task"])) is None
+    rest = missing_runs.describe_missing_paper_pairs(pd.DataFrame(pairs[1:], columns=["model", "task"]))
     assert rest == (
         "1 of the paper's 27 pairs of model and task have no run.",
         "python train.py -m +sweep=table1 task=sst2 model=albert",
@@ -447,7 +450,7 @@ def test_of_the_paper() -> None:
 
 def frame_of(root: Path) -> tuple[Any, pd.DataFrame]:
     loaded = load_runs(root, keep_records=True)
-    return loaded, cells.prepare(loaded)
+    return loaded, cells.add_selection_columns(loaded)
 
 
 def test_lines_differ_in_nothing_but_what_they_vary(tmp_path: Path) -> None:
@@ -460,11 +463,11 @@ def test_lines_differ_in_nothing_but_what_they_vary(tmp_path: Path) -> None:
         save(record("rte", BERT, BASE, seed, 0.55), tmp_path)
         save(record("rte", BERT, BASE, seed, 0.95, optim__lr=1e-5), tmp_path)
     _, frame = frame_of(tmp_path)
-    [panel] = run_figures.isotropy_and_performance(frame, {}).panels
+    [panel] = run_figures.build_isotropy_performance_plot(frame, {}).panels
     assert {line.label: line.y[0] for line in panel.lines} == pytest.approx({"Base": 55, "λ = -1": 40, "λ = 1": 60})
     assert all(line.seeds == (1, 2) for line in panel.lines)
     assert (
-        panel.fixed_settings
+        panel.held
         == "ζ = 0.4, lr 3e-05, batch 32, accumulated 2, epochs 3, 32-true; 6 runs, 2 other configurations not shown, "
         "among them that of Table 1, for which only one λ was tried"
     )
@@ -476,7 +479,7 @@ def test_points_have_both_deviations(tmp_path: Path) -> None:
     for run in runs:
         save(run, tmp_path)
     _, frame = frame_of(tmp_path)
-    [panel] = run_figures.isotropy_and_performance(frame, {}).panels
+    [panel] = run_figures.build_isotropy_performance_plot(frame, {}).panels
     [line] = panel.lines
     scores = [run.isotropy["after"]["union"] for run in runs]
     assert line.x[0] == pytest.approx(np.mean(scores), rel=1e-12)
@@ -499,16 +502,16 @@ def test_ablations(tmp_path: Path) -> None:
                 save(record("rte", BERT, istar(-1, 0.0, layers, estimator=estimator), seed, 0.9), tmp_path)
     loaded, frame = frame_of(tmp_path)
     [cell] = [cell for cell in cells.select_cells(frame) if cell.family == "istar"]
-    assert (cell.configurations, cell.by_seed("accuracy")[1]) == (3, pytest.approx(71))
-    assert len(paper_tables.tried_pairs(frame, cell)) == 3
-    [panel] = run_figures.zeta_ablation(frame).panels
+    assert (cell.num_configurations, cell.score_by_seed("accuracy")[1]) == (3, pytest.approx(71))
+    assert len(paper_tables.collect_tried_pairs(frame, cell)) == 3
+    [panel] = run_figures.build_zeta_ablation_plot(frame).panels
     assert panel.lines[0].x == (0, 0.4, 1)
     assert panel.lines[0].y == pytest.approx((51.5, 71.5, 61.5))
     assert panel.lines[0].y_error == pytest.approx([np.std([1, 2], ddof=1)] * 3)
-    assert panel.vertical_line == (0.4, "best ζ")
-    [panel] = run_figures.layer_ablation(frame, loaded.records).panels
+    assert panel.mark == (0.4, "best ζ")
+    [panel] = run_figures.build_layer_ablation_plot(frame, loaded.records).panels
     assert (panel.lines[0].x, panel.lines[0].y) == ((1, 3), pytest.approx((61, 63)))
-    assert panel.horizontal_line == (pytest.approx(71.5), "all layers")
+    assert panel.level == (pytest.approx(71.5), "all layers")
     assert panel.seeds == {1: (1,), 2: (), 3: (1,), 4: (), "all": (1, 2)}
 
 
@@ -523,18 +526,18 @@ def test_figures_and_tables_choose_the_same_cells(tmp_path: Path) -> None:
         for seed in range(1, 4):
             save(record("rte", BERT, istar(3, zeta), seed, 0.65), tmp_path)
     _, frame = frame_of(tmp_path)
-    [row] = paper_tables.table2(cells.select_cells(frame), frame).rows
+    [row] = paper_tables.build_table2_sheet(cells.select_cells(frame), frame).rows
     assert row[1].text == "-1 | 0.4"
-    [panel] = run_figures.zeta_ablation(frame).panels
+    [panel] = run_figures.build_zeta_ablation_plot(frame).panels
     [line] = panel.lines
-    assert panel.vertical_line == (0.4, "best ζ")
-    assert (line.x, line.num_seeds) == ((0.2, 0.4, 0.6), (1, 5, 5))
-    assert panel.fixed_settings == (
+    assert panel.mark == (0.4, "best ζ")
+    assert (line.x, line.counts) == ((0.2, 0.4, 0.6), (1, 5, 5))
+    assert panel.held == (
         "λ = -1, lr 3e-05, batch 32, accumulated 2, epochs 3, 32-true; 11 runs, 1 other configuration not shown; "
         "fewer than 5 seeds: 1 at ζ = 0.2"
     )
-    [panel] = run_figures.isotropy_and_performance(frame, {}).panels
-    assert {line.label: line.num_seeds for line in panel.lines} == {"λ = -1": (5,), "λ = 3": (3,)}
+    [panel] = run_figures.build_isotropy_performance_plot(frame, {}).panels
+    assert {line.label: line.counts for line in panel.lines} == {"λ = -1": (5,), "λ = 3": (3,)}
 
 
 def test_a_collapsed_mean_is_marked_and_not_the_best(tmp_path: Path) -> None:
@@ -543,8 +546,8 @@ def test_a_collapsed_mean_is_marked_and_not_the_best(tmp_path: Path) -> None:
         save(record("rte", BERT, istar(-1, 0.4), seed, 0.5, changes=constant), tmp_path)
         save(record("rte", BERT, istar(-1, 0.8), seed, 0.45), tmp_path)
     _, frame = frame_of(tmp_path)
-    [panel] = run_figures.zeta_ablation(frame).panels
-    assert panel.vertical_line is None
+    [panel] = run_figures.build_zeta_ablation_plot(frame).panels
+    assert panel.mark is None
     assert panel.lines[0].collapsed == (True, False)
 
 
@@ -553,24 +556,24 @@ def test_layers_and_dimensions_are_means_over_seeds(tmp_path: Path) -> None:
     for run in runs:
         save(run, tmp_path)
     loaded, frame = frame_of(tmp_path)
-    read = {folder: geometry_file.read(Path(folder)) for folder in frame["folder"]}
+    read = {folder: geometry_file.read_geometry(Path(folder)) for folder in frame["folder"]}
     known = {folder: geometry for folder, geometry in read.items() if geometry is not None}
-    [panel] = run_figures.mean_activations(frame, known).panels
+    [panel] = run_figures.build_mean_activation_plot(frame, known).panels
     assert [line.label for line in panel.lines] == ["Base", "λ = 1"]
     means = np.mean([measured(run)["mean_activation"] for run in runs[2:4]], axis=0)
     assert panel.lines[1].y == pytest.approx(means, rel=1e-12)
-    [panel] = run_figures.intrinsic_dimensions(frame, known).panels
+    [panel] = run_figures.build_intrinsic_dimension_plot(frame, known).panels
     assert panel.lines[1].label == "λ = -1"
     assert np.isnan(panel.lines[1].y[0])
     assert panel.lines[1].y[1:] == pytest.approx(measured(runs[4])["two_nn"][1:])
-    [panel] = run_figures.layer_isotropy(frame, loaded.records, known).panels
+    [panel] = run_figures.build_layer_isotropy_plot(frame, loaded.records, known).panels
     after = [[run.isotropy["after"][str(layer)] for layer in range(5)] for run in runs[4:]]
     assert panel.lines[1].y == pytest.approx(np.mean(after, axis=0), rel=1e-12)
     # Without the file there is no line, and the runs are missing.
-    assert run_figures.mean_activations(frame, {}).panels == ()
-    sweep_command = missing_runs.sweep_command_builder(frame, loaded.records, "runs")
-    plot = run_figures.intrinsic_dimensions(frame, {})
-    [entry] = missing_runs.for_geometry(plot, frame.assign(task="sst2"), {}, sweep_command)
+    assert run_figures.build_mean_activation_plot(frame, {}).panels == ()
+    sweep_command = missing_runs.make_sweep_command_builder(frame, loaded.records, "runs")
+    plot = run_figures.build_intrinsic_dimension_plot(frame, {})
+    [entry] = missing_runs.find_runs_without_geometry(plot, frame.assign(task="sst2"), {}, sweep_command)
     assert entry.missing == "4 finished runs without geometry.json, which run.overwrite=true makes"
     assert entry.command == "python train.py -m +sweep=figure5 task=sst2 model=bert run.overwrite=true"
 
@@ -588,11 +591,11 @@ def add_isoscore_star(run: RunRecord, root: Path, zeta: float = 0.2) -> dict[str
 def isotropy_figures(root: Path) -> tuple[Plot, Plot]:
     """Figures 3 and 6 of the runs below a folder."""
     loaded, frame = frame_of(root)
-    read = {folder: geometry_file.read(Path(folder)) for folder in frame["folder"]}
+    read = {folder: geometry_file.read_geometry(Path(folder)) for folder in frame["folder"]}
     known = {folder: geometry for folder, geometry in read.items() if geometry is not None}
     return (
-        run_figures.isotropy_and_performance(frame, known),
-        run_figures.layer_isotropy(frame, loaded.records, known),
+        run_figures.build_isotropy_performance_plot(frame, known),
+        run_figures.build_layer_isotropy_plot(frame, loaded.records, known),
     )
 
 
@@ -659,7 +662,7 @@ def test_curves_follow_the_runs_of_table1(tmp_path: Path) -> None:
     for run in (*runs, record("rte", BERT, BASE, 1, 0.9, optim__lr=1e-5)):
         save(run, tmp_path)
     loaded, frame = frame_of(tmp_path)
-    losses, metrics = run_figures.curves(cells.select_cells(frame), loaded.records)
+    losses, metrics = run_figures.build_learning_curve_plots(cells.select_cells(frame), loaded.records)
     [[line]] = [panel.lines for panel in losses.panels]
     expected = [np.mean([run.epochs[epoch]["metrics"]["loss"] for run in runs]) for epoch in range(3)]
     assert line.y == pytest.approx(expected, rel=1e-12)
@@ -668,16 +671,19 @@ def test_curves_follow_the_runs_of_table1(tmp_path: Path) -> None:
 
 
 def test_stability(quick: Any) -> None:
-    assert quick.truth == pytest.approx(0.86734, abs=1e-5)
-    assert quick.scores[0.0][0].mean < quick.scores[0.0][1].mean < 0.1
-    assert quick.scores[1.0][0].mean == quick.scores[1.0][1].mean
-    again = stability.stability((10, 50), (0.0, 1.0), draws=2, shrinkage_points=800)
+    assert quick.true_score == pytest.approx(0.86734, abs=1e-5)
+    assert quick.scores_by_zeta[0.0][0].mean < quick.scores_by_zeta[0.0][1].mean < 0.1
+    assert quick.scores_by_zeta[1.0][0].mean == quick.scores_by_zeta[1.0][1].mean
+    again = stability.compute_stability_scores((10, 50), (0.0, 1.0), num_draws=2, num_shrinkage_points=800)
     assert again == quick
-    assert abs(quick.unbiased[1].mean - quick.truth) < 0.1
-    assert all(auto.mean > 2 * plain.mean for auto, plain in zip(quick.auto, quick.scores[0.0], strict=True))
-    [panel] = run_figures.minibatch_stability(quick).panels
+    assert abs(quick.unbiased_scores[1].mean - quick.true_score) < 0.1
+    assert all(
+        auto.mean > 2 * plain.mean
+        for auto, plain in zip(quick.auto_zeta_scores, quick.scores_by_zeta[0.0], strict=True)
+    )
+    [panel] = run_figures.build_minibatch_stability_plot(quick).panels
     assert [line.label for line in panel.lines] == ["ζ = 0", "ζ = 1", "ζ = auto", "unbiased"]
-    assert panel.lines[3].y == tuple(score.mean for score in quick.unbiased)
+    assert panel.lines[3].y == tuple(score.mean for score in quick.unbiased_scores)
 
 
 @pytest.mark.parametrize(
@@ -693,8 +699,8 @@ def test_stability(quick: Any) -> None:
 def test_a_broken_geometry_is_told(tmp_path: Path, text: str) -> None:
     (tmp_path / "geometry.json").write_text(text)
     with pytest.raises(UserError, match=r"geometry\.json is not a geometry that istar wrote"):
-        geometry_file.read(tmp_path)
-    assert geometry_file.read(tmp_path / "nowhere") is None
+        geometry_file.read_geometry(tmp_path)
+    assert geometry_file.read_geometry(tmp_path / "nowhere") is None
 
 
 # Writing.
@@ -702,7 +708,7 @@ def test_a_broken_geometry_is_told(tmp_path: Path, text: str) -> None:
 
 @pytest.fixture
 def one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: Any) -> Path:
-    monkeypatch.setattr(stability, "stability", lambda: quick)
+    monkeypatch.setattr(stability, "compute_stability_scores", lambda: quick)
     save(record("rte", BERT, BASE, 1), tmp_path / "runs")
     return tmp_path
 
@@ -712,9 +718,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_the_same_runs_give_the_same_files(one_run: Path) -> None:
-    report.write(one_run / "runs", one_run / "report")
+    report.write_report(one_run / "runs", one_run / "report")
     first = contents(one_run / "report")
-    report.write(one_run / "runs", one_run / "report")
+    report.write_report(one_run / "runs", one_run / "report")
     assert contents(one_run / "report") == first
     assert sorted(path.name for path in one_run.iterdir()) == ["report", "runs"]
 
@@ -734,17 +740,17 @@ def test_every_run_is_read_once_and_every_picture_drawn_once(one_run: Path, monk
 
         monkeypatch.setattr(owner, name, call)
 
-    for owner, name in ((run_folders, "read"), (stability, "stability"), (drawing, "render_with_spots")):
+    for owner, name in ((run_folders, "read"), (stability, "compute_stability_scores"), (drawing, "render_with_spots")):
         counted(owner, name)
-    report.write(one_run / "runs", one_run / "report")
+    report.write_report(one_run / "runs", one_run / "report")
     pictures = list((one_run / "report" / "figures").glob("*.png"))
     assert len(pictures) > 3
-    assert calls == {"read": 3, "stability": 1, "render_with_spots": len(pictures)}
+    assert calls == {"read": 3, "compute_stability_scores": 1, "render_with_spots": len(pictures)}
 
 
 def test_a_report_below_its_runs_is_no_trouble(one_run: Path) -> None:
     for _ in range(2):
-        report.write(one_run / "runs", one_run / "runs" / "report")
+        report.write_report(one_run / "runs", one_run / "runs" / "report")
     assert "not read" not in (one_run / "runs" / "report" / "tables" / "left_out.csv").read_text()
 
 
@@ -775,16 +781,16 @@ def test_nobody_loses_files(one_run: Path, kind: str, capsys: Any) -> None:
 
 def test_a_file_put_beside_a_report_is_kept(one_run: Path) -> None:
     out = one_run / "report"
-    report.write(one_run / "runs", out)
+    report.write_report(one_run / "runs", out)
     (out / "figures" / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match=r"holds figures/notes\.txt, which is no part of a report"):
-        report.write(one_run / "runs", out)
+        report.write_report(one_run / "runs", out)
     assert (out / "figures" / "notes.txt").read_text() == "mine"
 
 
 def test_an_interrupted_report_leaves_the_old_one(one_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = one_run / "report"
-    report.write(one_run / "runs", out)
+    report.write_report(one_run / "runs", out)
     before = contents(out)
     save(record("rte", BERT, BASE, 2), one_run / "runs")
     writes = iter(range(4))
@@ -797,7 +803,7 @@ def test_an_interrupted_report_leaves_the_old_one(one_run: Path, monkeypatch: py
 
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(UserError, match=r"cannot be written: .*No space left"):
-        report.write(one_run / "runs", out)
+        report.write_report(one_run / "runs", out)
     assert contents(out) == before
     assert sorted(path.name for path in one_run.iterdir()) == ["report", "runs"]
 
@@ -831,10 +837,10 @@ def test_nothing_to_report(tmp_path: Path, capsys: Any) -> None:
 def test_whatever_there_is_makes_a_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: Any, runs: list[RunRecord]
 ) -> None:
-    monkeypatch.setattr(stability, "stability", lambda: quick)
+    monkeypatch.setattr(stability, "compute_stability_scores", lambda: quick)
     for run in runs:
         save(run, tmp_path / "runs", geometry=False)
-    report.write(tmp_path / "runs", tmp_path / "report")
+    report.write_report(tmp_path / "runs", tmp_path / "report")
     parsed(tmp_path / "report" / "index.html")
 
 
@@ -853,7 +859,7 @@ def test_the_command(one_run: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.slow
 def test_departures_from_a_plan(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, quick: Any) -> None:
-    monkeypatch.setattr(stability, "stability", lambda: quick)
+    monkeypatch.setattr(stability, "compute_stability_scores", lambda: quick)
     monkeypatch.chdir(tmp_path)
     runs = [plans.run("rte", reg, seed) for reg in (BASE, istar()) for seed in (1, 2)]
     plan = plan_file.write(plans.merged(plans.contents(runs)), tmp_path / "my plan")

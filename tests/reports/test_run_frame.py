@@ -15,7 +15,7 @@ from istar.config import Config
 from istar.config.schema import to_dict
 from istar.errors import UserError
 from istar.reports import run_frame
-from istar.reports.run_frame import export, load_runs
+from istar.reports.run_frame import export_frame, load_runs
 from istar.results import RESULT, RunRecord, write
 
 
@@ -145,7 +145,7 @@ def test_what_is_exported_is_read_back(
     make("two", "reg=none", "trainer.devices=auto")
     make("three", value=None, status="failed", error='out of, "luck"')
     frame = load_runs(tmp_path).frame
-    export(frame, tmp_path / "out" / f"runs{suffix}")
+    export_frame(frame, tmp_path / "out" / f"runs{suffix}")
     back = reader(tmp_path / "out" / f"runs{suffix}")
     assert list(back["name"]) == list(frame["name"])
     assert set(back.columns) == set(frame.columns)
@@ -156,7 +156,7 @@ def test_what_is_exported_is_read_back(
 def test_a_format_that_is_none(make: Callable[..., RunRecord], tmp_path: Path) -> None:
     make("one")
     with pytest.raises(UserError, match=r"expected one of \.csv, \.parquet, \.json"):
-        export(load_runs(tmp_path).frame, tmp_path / "runs.xls")
+        export_frame(load_runs(tmp_path).frame, tmp_path / "runs.xls")
 
 
 def test_the_command(make: Callable[..., RunRecord], tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:

@@ -1,6 +1,6 @@
 """The picture that a run leaves: IsoScore of every layer before and after training."""
 
-from istar.reports.run_picture import isotropy_picture, isotropy_plot
+from istar.reports.run_picture import build_isotropy_plot, render_isotropy_plot
 from tests.reports.synthetic import istar, record
 
 
@@ -8,11 +8,11 @@ def test_it_shows_every_layer_before_and_after_training():
     run = record("rte", "bert", istar(), 1)
     run.isotropy["before"] = {"0": 0.1, "1": 0.2, "10": 0.3, "2": 0.4, "union": 0.5}
     run.isotropy["after"] = {"0": 0.5, "1": 0.6, "10": 0.7, "2": 0.8, "union": 0.9}
-    plot = isotropy_plot(run)
+    plot = build_isotropy_plot(run)
     [panel] = plot.panels
     before, after = panel.lines
     assert before.x == after.x == (0.0, 1.0, 2.0, 10.0)
     assert (before.label, before.y) == ("before training", (0.1, 0.2, 0.4, 0.3))
     assert (after.label, after.y) == ("after training", (0.5, 0.6, 0.8, 0.7))
     assert plot.x_names[0.0] == "emb."
-    assert isotropy_picture(run).startswith(b"\x89PNG")
+    assert render_isotropy_plot(run).startswith(b"\x89PNG")

@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from istar.reports.run_tables import COLUMNS, comparison, comparison_row, markdown, method, summary
+from istar.reports.run_tables import (
+    COLUMNS,
+    build_comparison_row,
+    build_comparison_table,
+    build_run_table,
+    format_comparison_as_markdown,
+    get_method_label,
+)
 from istar.results import RunRecord
 
 
@@ -50,7 +57,7 @@ def line_of(output: str, start: str) -> list[str]:
 
 
 def test_row() -> None:
-    assert dict(zip(COLUMNS, comparison_row([make()]), strict=True)) == {
+    assert dict(zip(COLUMNS, build_comparison_row([make()]), strict=True)) == {
         "task": "rte, accuracy",
         "model": "bert-base-cased",
         "method": "I-STAR λ=-1 ζ=0.4",
@@ -65,22 +72,22 @@ def test_row() -> None:
 
 def test_collapse_is_shown() -> None:
     collapsed = make(collapsed={"validation_matched": False, "validation_mismatched": True})
-    assert comparison_row([collapsed])[COLUMNS.index("value")] == "70.76 (collapsed)"
-    output = " ".join(text(summary(collapsed)).split())
+    assert build_comparison_row([collapsed])[COLUMNS.index("value")] == "70.76 (collapsed)"
+    output = " ".join(text(build_run_table(collapsed)).split())
     assert "Collapsed on validation_mismatched: all predictions are the same." in output
     assert "validation_matched" not in output
-    assert "ollapsed" not in text(summary(make()))
-    assert "(1 collapsed)" in markdown([make(), collapsed]).splitlines()[2]
+    assert "ollapsed" not in text(build_run_table(make()))
+    assert "(1 collapsed)" in format_comparison_as_markdown([make(), collapsed]).splitlines()[2]
 
 
 def test_no_baseline() -> None:
-    assert comparison_row([make(baseline={})])[COLUMNS.index("constant")] == "-"
-    assert "constant prediction" not in text(summary(make(baseline={})))
+    assert build_comparison_row([make(baseline={})])[COLUMNS.index("constant")] == "-"
+    assert "constant prediction" not in text(build_run_table(make(baseline={})))
 
 
 def test_negative_metrics() -> None:
     record = make(headline={"metric": "matthews_correlation", "value": -0.05, "epoch": 1})
-    assert comparison_row([record])[COLUMNS.index("value")] == "-5.00"
+    assert build_comparison_row([record])[COLUMNS.index("value")] == "-5.00"
 
 
 @pytest.mark.parametrize(
@@ -105,11 +112,11 @@ def test_negative_metrics() -> None:
     ],
 )
 def test_method(reg: dict[str, Any], name: str) -> None:
-    assert method(make(reg)) == name
+    assert get_method_label(make(reg)) == name
 
 
 def test_summary() -> None:
-    output = text(summary(make()))
+    output = text(build_run_table(make()))
     assert "rte · I-STAR λ=-1 ζ=0.4 · bert-base-cased" in output
     assert line_of(output, "accuracy (epoch 3)")[2] == "70.76"
     assert line_of(output, "f1")[2] == "65.43"
@@ -125,18 +132,18 @@ def test_summary() -> None:
 
 def test_comparison() -> None:
     records = [make(), make({"name": "none"}), make({"name": "cosreg", "lambda": 1.0, "include_padding": False})]
-    table = comparison(records)
+    table = build_comparison_table(records)
     assert table.title == "rte, accuracy · bert-base-cased · seed 1"
     columns = [name for name in COLUMNS[2:] if name != "seed"]
     assert [column.header for column in table.columns] == columns
     lines = [cells(line) for line in text(table).splitlines() if len(cells(line)) == len(columns)]
-    assert lines[-3:] == [[row[2], *row[4:]] for row in (comparison_row([record]) for record in records)]
+    assert lines[-3:] == [[row[2], *row[4:]] for row in (build_comparison_row([record]) for record in records)]
 
 
 def test_comparison_keeps_the_columns_in_which_runs_differ() -> None:
     other = make()
     other.config["task"] = {"name": "stsb"}
-    table = comparison([make(), other])
+    table = build_comparison_table([make(), other])
     assert table.title == "bert-base-cased · seed 1"
     assert [column.header for column in table.columns] == ["task", "method", *COLUMNS[4:]]
 
@@ -145,14 +152,14 @@ def test_runs_that_differ_in_nothing_but_the_seed_are_one_row() -> None:
     records = [seeded(seed, value) for seed, value in ((1, 0.70), (2, 0.73), (4, 0.71))]
     other = seeded(1, 0.5)
     other.config["optim"] = {"lr": 1.0}
-    table = comparison([records[0], other, *records[1:]])
+    table = build_comparison_table([records[0], other, *records[1:]])
     assert table.title == "rte, accuracy · bert-base-cased"
     assert [column.header for column in table.columns] == list(COLUMNS[2:])
     first, second = [row for row in (cells(line) for line in text(table).splitlines()) if row and "λ" in row[0]]
     deviation = np.std([70, 73, 71], ddof=1)
     assert first[1:3] == ["1,2,4", f"{np.mean([70, 73, 71]):.2f} ± {deviation:.2f}"]
     assert second[1:3] == ["1", "50.00"]
-    assert "1 collapsed" in " ".join(comparison_row([*records, seeded(5, 0.5, collapsed={"validation": True})]))
+    assert "1 collapsed" in " ".join(build_comparison_row([*records, seeded(5, 0.5, collapsed={"validation": True})]))
 
 
 def seeded(seed: int, value: float, **fields: Any) -> RunRecord:
@@ -162,15 +169,15 @@ def seeded(seed: int, value: float, **fields: Any) -> RunRecord:
 
 def test_markdown() -> None:
     records = [make(), make({"name": "none"})]
-    lines = markdown(records).splitlines()
+    lines = format_comparison_as_markdown(records).splitlines()
     assert cells(lines[0]) == list(COLUMNS)
     assert set(cells(lines[1])) == {"---"}
-    assert [cells(line) for line in lines[2:]] == [comparison_row([record]) for record in records]
+    assert [cells(line) for line in lines[2:]] == [build_comparison_row([record]) for record in records]
     assert len({line.count("|") for line in lines}) == 1
 
 
 def test_records_are_left_alone() -> None:
     record, twin = make(), make()
-    text(summary(record))
-    text(comparison([record]))
+    text(build_run_table(record))
+    text(build_comparison_table([record]))
     assert record == twin

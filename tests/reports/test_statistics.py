@@ -6,21 +6,21 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from istar.reports.statistics import compare_paired, spread
+from istar.reports.statistics import compare_paired, mean_and_std
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_spread_is_that_of_pandas(seed: int) -> None:
     values = np.random.default_rng(seed).normal(60, 3, size=2 + seed).tolist()
-    result = spread(values)
+    result = mean_and_std(values)
     assert result.mean == pytest.approx(pd.Series(values).mean(), rel=1e-14)
     assert result.std == pytest.approx(pd.Series(values).std(ddof=1), rel=1e-12)
     assert result.count == len(values)
 
 
 def test_spread_of_few() -> None:
-    assert spread([]).mean is None
-    assert (spread([3.0]).mean, spread([3.0]).std, spread([3.0]).count) == (3.0, None, 1)
+    assert mean_and_std([]).mean is None
+    assert (mean_and_std([3.0]).mean, mean_and_std([3.0]).std, mean_and_std([3.0]).count) == (3.0, None, 1)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -34,7 +34,7 @@ def test_paired_tests_by_hand(seed: int) -> None:
     result = compare_paired(method, base)
     differences = np.array([method[number] - base[number] for number in range(count)])
     t = differences.mean() / (differences.std(ddof=1) / math.sqrt(count))
-    assert result.pairs == count
+    assert result.num_pairs == count
     assert result.difference == pytest.approx(differences.mean(), rel=1e-12)
     assert result.t_test.p_value == pytest.approx(2 * stats.t.sf(abs(t), count - 1), rel=1e-9)
     margin = stats.t.ppf(0.975, count - 1) * differences.std(ddof=1) / math.sqrt(count)
@@ -72,14 +72,14 @@ def test_order_of_seeds_does_not_matter(order: int) -> None:
 
 def test_why_there_is_no_test() -> None:
     none = compare_paired({1: 5.0}, {2: 5.0})
-    assert (none.pairs, none.difference, none.t_test.p_value, none.t_test.reason) == (
+    assert (none.num_pairs, none.difference, none.t_test.p_value, none.t_test.reason) == (
         0,
         None,
         None,
         "no test: no common seed",
     )
     one = compare_paired({1: 5.0}, {1: 4.0})
-    assert (one.pairs, one.difference, one.sign_flip.p_value, one.sign_flip.reason) == (
+    assert (one.num_pairs, one.difference, one.sign_flip.p_value, one.sign_flip.reason) == (
         1,
         1.0,
         None,

@@ -11,7 +11,7 @@ from transformers import AutoModelForQuestionAnswering, AutoModelForSequenceClas
 
 from istar import results
 from istar.config.schema import to_dict
-from istar.reports.run_tables import summary
+from istar.reports.run_tables import build_run_table
 from istar.runs.run import run
 from istar.tasks import demo
 from istar.tasks.metrics import compute
@@ -271,7 +271,7 @@ def test_held_out_training_data_choose_the_epoch_and_the_validation_set_is_repor
     predictions = rows_of(folder / "predictions_held_out.jsonl")
     values, labels = ([row[key] for row in predictions] for key in ("prediction", "label"))
     assert np.corrcoef(values, labels)[0, 1] == pytest.approx(choosing[chosen], abs=1e-6)
-    assert "The epoch was chosen by pearson_held_out" in summary(record).caption
+    assert "The epoch was chosen by pearson_held_out" in build_run_table(record).caption
 
 
 def test_without_them_the_validation_set_chooses(done: Callable[..., Any]) -> None:

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from istar.models import tiny
-from istar.reports.run_tables import method
+from istar.reports.run_tables import get_method_label
 from istar.runs.run import run
 from istar.tasks import demo, metrics
 from tests.runs.artifacts import DEMOS, TINY, Build, everything_measured, folders_in, logged, place, rows_of, rte
@@ -33,7 +33,7 @@ def test_the_placebos_are_weight_decay_and_dropout(done: Callable[..., Any]) -> 
     _, decayed, _ = done(*more, "reg=none", "optim.weight_decay=0.5")
     _, placebo, placebo_folder = done(*more, "reg=weight_decay", "reg.lambda=0.5")
     assert everything_measured(placebo) == everything_measured(decayed) != everything_measured(plain)
-    assert method(placebo) == "weight decay λ=0.5"
+    assert get_method_label(placebo) == "weight decay λ=0.5"
     # The model's own probability is 0.1 everywhere.
     _, same, same_folder = done(*more, "reg=dropout", "reg.lambda=0.1")
     _, stronger, _ = done(*more, "reg=dropout", "reg.lambda=0.4")

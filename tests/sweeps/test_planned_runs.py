@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from istar.errors import UserError
-from istar.reports.plan_file import flat_settings
+from istar.reports.plan_file import flatten_settings
 from istar.sweeps import planned_runs
 from istar.sweeps.planned_runs import PlannedConfiguration
 from istar.sweeps.sweep import SweepRuns
@@ -203,7 +203,7 @@ def test_runs_without_data_cannot_be_planned(runs: Make, tmp_path: Path) -> None
 def test_settings_without_a_value_are_left_out(runs: Make) -> None:
     [entry] = planned(runs("seed=1", *SMALL))
     assert None not in entry.settings.values()
-    assert entry.settings == flat_settings({"task": {}, **nested(entry.settings)})
+    assert entry.settings == flatten_settings({"task": {}, **nested(entry.settings)})
 
 
 def nested(settings: dict) -> dict:

@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from istar.config import Config
 from istar.errors import NonFiniteError, UserError
-from istar.reports.geometry_picture import geometry_plot
+from istar.reports.geometry_picture import build_geometry_plot
 from istar.runs import run as run_module
 from istar.runs.run import run
 from istar.tasks.features import FeatureRows
@@ -133,7 +133,7 @@ def test_the_plot_has_the_numbers_of_the_rows() -> None:
         {"step": step, **{f"geometry/layer_{n}/{name}": step + n / 100 for n in range(13) for name in measures}}
         for step in (0, 5, 10)
     ]
-    plot = geometry_plot([{"step": 3, "train/loss": 1.0}, *rows, {"step": 4, "geometry/seconds": 1.0}])
+    plot = build_geometry_plot([{"step": 3, "train/loss": 1.0}, *rows, {"step": 4, "geometry/seconds": 1.0}])
     assert len(plot.panels) == 5
     for panel in plot.panels:
         assert [line.label for line in panel.lines] == ["embeddings", "layer 3", "layer 6", "layer 9", "layer 12"]
