@@ -1,8 +1,8 @@
 """Groups runs that differ only in the seed, and selects the configuration for each cell of Table 1.
 
 A configuration is everything that identifies a run (see `istar.results.identity_hash`) except the seed: settings, data
-and model. The selection uses the headline metric on the set that chose the epoch, which is the validation set or a held-out
-part of the training data, and no other result.
+and model. The selection uses the headline metric on the set that chose the epoch, which is the validation set or a
+held-out part of the training data, and no other result.
 """
 
 import math
