@@ -288,12 +288,12 @@ def test_hostile_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: A
 def test_latex_and_markdown_of_a_table() -> None:
     rows = [[Entry("a_b & 5%"), Entry("1.0 ± 0.1", bold=True, number=True), Entry("x=$y", code=True)]]
     sheet = Sheet("one_two", "T", "50% of #1", ("n", "v", "c"), {"m_1": rows}, pd.DataFrame())
-    tex = sheets.latex(sheet)
+    tex = sheets.to_latex(sheet)
     balanced(tex)
     assert r"a\_b \& 5\% & \bfseries 1.0 {~\boldmath$\pm$ 0.1} & \texttt{x=\$y} \\" in tex
     assert r"\caption{50\% of \#1}" in tex
     assert r"\begin{tabular}{lS[table-format=1.1, table-space-text-post={~$\pm$ 0.1}]l}" in tex
-    lines = sheets.markdown(sheet).splitlines()
+    lines = sheets.to_markdown(sheet).splitlines()
     assert lines[2:] == [
         "| model | n | v | c |",
         "| --- | --- | --- | --- |",
@@ -467,7 +467,7 @@ def test_lines_differ_in_nothing_but_what_they_vary(tmp_path: Path) -> None:
     assert {line.label: line.y[0] for line in panel.lines} == pytest.approx({"Base": 55, "λ = -1": 40, "λ = 1": 60})
     assert all(line.seeds == (1, 2) for line in panel.lines)
     assert (
-        panel.held
+        panel.fixed_settings
         == "ζ = 0.4, lr 3e-05, batch 32, accumulated 2, epochs 3, 32-true; 6 runs, 2 other configurations not shown, "
         "among them that of Table 1, for which only one λ was tried"
     )
@@ -508,10 +508,10 @@ def test_ablations(tmp_path: Path) -> None:
     assert panel.lines[0].x == (0, 0.4, 1)
     assert panel.lines[0].y == pytest.approx((51.5, 71.5, 61.5))
     assert panel.lines[0].y_error == pytest.approx([np.std([1, 2], ddof=1)] * 3)
-    assert panel.mark == (0.4, "best ζ")
+    assert panel.vertical_line == (0.4, "best ζ")
     [panel] = run_figures.build_layer_ablation_plot(frame, loaded.records).panels
     assert (panel.lines[0].x, panel.lines[0].y) == ((1, 3), pytest.approx((61, 63)))
-    assert panel.level == (pytest.approx(71.5), "all layers")
+    assert panel.horizontal_line == (pytest.approx(71.5), "all layers")
     assert panel.seeds == {1: (1,), 2: (), 3: (1,), 4: (), "all": (1, 2)}
 
 
@@ -530,14 +530,14 @@ def test_figures_and_tables_choose_the_same_cells(tmp_path: Path) -> None:
     assert row[1].text == "-1 | 0.4"
     [panel] = run_figures.build_zeta_ablation_plot(frame).panels
     [line] = panel.lines
-    assert panel.mark == (0.4, "best ζ")
-    assert (line.x, line.counts) == ((0.2, 0.4, 0.6), (1, 5, 5))
-    assert panel.held == (
+    assert panel.vertical_line == (0.4, "best ζ")
+    assert (line.x, line.num_seeds) == ((0.2, 0.4, 0.6), (1, 5, 5))
+    assert panel.fixed_settings == (
         "λ = -1, lr 3e-05, batch 32, accumulated 2, epochs 3, 32-true; 11 runs, 1 other configuration not shown; "
         "fewer than 5 seeds: 1 at ζ = 0.2"
     )
     [panel] = run_figures.build_isotropy_performance_plot(frame, {}).panels
-    assert {line.label: line.counts for line in panel.lines} == {"λ = -1": (5,), "λ = 3": (3,)}
+    assert {line.label: line.num_seeds for line in panel.lines} == {"λ = -1": (5,), "λ = 3": (3,)}
 
 
 def test_a_collapsed_mean_is_marked_and_not_the_best(tmp_path: Path) -> None:
@@ -547,7 +547,7 @@ def test_a_collapsed_mean_is_marked_and_not_the_best(tmp_path: Path) -> None:
         save(record("rte", BERT, istar(-1, 0.8), seed, 0.45), tmp_path)
     _, frame = frame_of(tmp_path)
     [panel] = run_figures.build_zeta_ablation_plot(frame).panels
-    assert panel.mark is None
+    assert panel.vertical_line is None
     assert panel.lines[0].collapsed == (True, False)
 
 

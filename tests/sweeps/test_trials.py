@@ -115,6 +115,7 @@ PRETRAINING = {
 }  # fmt: skip
 TASKS_AND_RATES = {"task": ("mrpc", "stsb", "sst5", "rte"), "optim.lr": (1e-4, 3e-4, 1e-3)}
 RATES = {"optim.lr": (1e-5, 3e-5, 5e-5)}
+TASKS_AND_SEEDS = {"task": ("rte", "mrpc"), "seed": tuple(range(1, 21))}
 GRIDS = {
     "table1": {
         "base": {"reg": ("none",), **SEARCH},
@@ -156,9 +157,15 @@ GRIDS = {
         "weight_decay": {"reg": ("weight_decay",), "reg.lambda": (0.1,), **RATES},
         "dropout": {"reg": ("dropout",), "reg.lambda": (0.2,), **RATES},
     },
+    "collapse": {
+        "base": {"reg": ("none",), **TASKS_AND_SEEDS},
+        "istar_-1": {"reg": ("istar",), "reg.lambda": (-1,), **TASKS_AND_SEEDS},
+        "istar_set_point": {"reg": ("istar",), "reg.lambda": (10,), "reg.target_score": (0.15,), **TASKS_AND_SEEDS},
+        "istar_keep": {"reg": ("istar",), "reg.lambda": (10,), "reg.target_score": ("keep",), **TASKS_AND_SEEDS},
+    },
 }  # fmt: skip
 """The values of each grid, as the paper has them in Section 4, Appendices E to G and the captions of the figures. The
-last four are istar's."""
+last five are istar's."""
 
 FIXED = {
     "table1": {"seed": 1},
@@ -175,6 +182,7 @@ FIXED |= {
     "pretrain_encoder": {"task.name": "mlm", "model.name": "small_encoder", "trainer.max_steps": 1500},
     "finetune_own": {"task.validation_fraction": 0.1},
     "penalties": {"task.name": "rte", "task.validation_fraction": 0.1, "seed": 1},
+    "collapse": {"trainer.max_epochs": 2, "optim.lr": 5e-5, "data.batch_size": 16},
 }
 FIXED |= {"zeta_ablation": FIXED["figure7"], "layer_ablation": FIXED["figure8"]}
 """What all runs of a file have in common; lambda and zeta are Table 2's, for all models or for BERT and ALBERT."""
@@ -223,7 +231,10 @@ def repr_of(run: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow if name in ("finetune_own", "penalties", "pretrain_encoder") else ())
+        pytest.param(
+            name,
+            marks=pytest.mark.slow if name in ("collapse", "finetune_own", "penalties", "pretrain_encoder") else (),
+        )
         for name in FILES
     ],
 )
