@@ -13,7 +13,7 @@ import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from istar.cli.main import _make_parser, main
-from istar.geometry import measure, model_page
+from istar.geometry import measures_file, model_page
 from tests.geometry.test_embed import TOKENIZER, build
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -157,7 +157,7 @@ def test_the_commands_of_figures_of_the_second_paper_make_their_files(
         build("neox").save_pretrained(model)
         TOKENIZER.save_pretrained(model)
     # The pages of the single models are not what the rows are about.
-    monkeypatch.setattr(model_page, "write", measure.write)
+    monkeypatch.setattr(model_page, "write", measures_file.write)
     assert main(["compare", *models, "--text", "enron.jsonl", "--documents", "0"]) == 0
     for row in figures:
         [name] = row.files

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from istar.geometry.compare import MeasuredModel, ModelArgument
     from istar.geometry.corpus import Source
+    from istar.geometry.measures_file import Measurements
     from istar.geometry.similarity import Similarity
 
 
@@ -37,10 +38,10 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     """Measure the models that are not measured yet, print a table that compares all models, and write the page."""
     check_minima(options, documents=0, length=1, max_tokens=1)
-    from istar.geometry import compare, compare_page, corpus, trajectory_comparison
+    from istar.geometry import compare, compare_page, corpus
 
     choices = compare.parse_compared_models(options.models)
-    if any(map(trajectory_comparison.has_trajectory, choices)):
+    if any(choice.has_trajectory for choice in choices):
         _compare_trajectories(options, choices)
         return
     compare_page.check_output_folder(options.out)
@@ -75,31 +76,40 @@ def _measure_models(
     choices: Sequence["ModelArgument"], sources: Sequence["Source"], options: argparse.Namespace, progress: "Console"
 ) -> list["MeasuredModel"]:
     """Read the measures of models that are measured already, and measure the others into folders beside `--out`."""
-    from istar.geometry import compare, measure, model_page
+    from istar.geometry import compare, measures_file
+
+    file_name = measures_file.JSON_FILE
+    unmeasured = [choice for choice in choices if not choice.is_measured]
+    if unmeasured and not sources:
+        raise UserError(
+            f"{unmeasured[0].name} holds no {file_name}; give a folder of istar measure, or --text to measure it"
+        )
+    measurements = [
+        measures_file.read(Path(choice.name) / file_name)
+        if choice.is_measured
+        else _measure_model(choice, sources, options, progress)
+        for choice in choices
+    ]
+    return compare.label_models(choices, measurements)
+
+
+def _measure_model(
+    choice: "ModelArgument", sources: Sequence["Source"], options: argparse.Namespace, progress: "Console"
+) -> "Measurements":
+    """Measure a model, and write its page into a folder beside `--out`."""
+    # These need transformers, which takes seconds to import, and finished folders do not need them.
+    from istar.geometry import measure, model_page
     from istar.geometry.stream import Pass
 
-    if not sources:
-        for choice in choices:
-            if not choice.is_measured:
-                raise UserError(
-                    f"{choice.name} holds no {measure.JSON_FILE}; give a folder of istar measure, or --text to measure "
-                    "it"
-                )
-    measurements = []
-    for choice in choices:
-        if choice.is_measured:
-            measurements.append(measure.read(Path(choice.name) / measure.JSON_FILE))
-            continue
-        out = options.out.with_name(f"{options.out.name}-measures") / choice.default_label
-        model_page.check_output_folder(out, choice.model_name, choice.revision)
-        progress.print(f"measuring {choice.model_name}", highlight=False, soft_wrap=True, markup=False)
-        settings = Pass(options.length, limit=options.max_tokens)
-        measured = measure.measure_model(
-            choice.model_name, sources, settings, out, choice.revision, console=progress, command=options.typed
-        )
-        model_page.write(measured, out)
-        measurements.append(measured)
-    return compare.label_models(choices, measurements)
+    out = options.out.with_name(f"{options.out.name}-measures") / choice.default_label
+    model_page.check_output_folder(out, choice.model_name, choice.revision)
+    progress.print(f"measuring {choice.model_name}", highlight=False, soft_wrap=True, markup=False)
+    settings = Pass(options.length, limit=options.max_tokens)
+    measured = measure.measure_model(
+        choice.model_name, sources, settings, out, choice.revision, console=progress, command=options.typed
+    )
+    model_page.write(measured, out)
+    return measured
 
 
 def _compute_similarities(

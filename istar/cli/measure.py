@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> None:
 
 def _measure_model(options: argparse.Namespace, sources: Sequence["Source"], settings: "Pass", rank: int) -> None:
     """Measure one model; on rank 0, print the table of its layers and write its page."""
-    from istar.geometry import measure, model_page
+    from istar.geometry import measure, measures_file, model_page
 
     if options.model is None:
         raise UserError("model is missing; expected a hub id or a folder, or --checkpoints")
@@ -102,14 +102,17 @@ def _measure_model(options: argparse.Namespace, sources: Sequence["Source"], set
     if rank > 0:
         return
     console = make_console()
-    console.print(measure.terminal_table(measured))
+    console.print(measures_file.terminal_table(measured))
     page = model_page.write(measured, options.out)
-    console.out(f"{page}, and figures, tables, {measure.CSV_FILE} and {measure.JSON_FILE} beside it", highlight=False)
+    console.out(
+        f"{page}, and figures, tables, {measures_file.CSV_FILE} and {measures_file.JSON_FILE} beside it",
+        highlight=False,
+    )
 
 
 def _measure_trajectory(options: argparse.Namespace, sources: Sequence["Source"], settings: "Pass") -> None:
     """Measure several checkpoints of a training, print their table and write their page."""
-    from istar.geometry import saved_checkpoints, trajectory, trajectory_page
+    from istar.geometry import measures_file, saved_checkpoints, trajectory, trajectory_page
 
     given_options = [name for name in ("revision", "revisions", "checkpoints") if getattr(options, name) is not None]
     if len(given_options) > 1:
@@ -132,5 +135,5 @@ def _measure_trajectory(options: argparse.Namespace, sources: Sequence["Source"]
         console = make_console()
         console.print(trajectory.make_terminal_table(plan, stops, followed))
         page = trajectory_page.write_page(plan, stops, followed)
-        console.out(f"{page}, and figures, {trajectory.TABLE_FILE} beside it", highlight=False)
+        console.out(f"{page}, and figures, {measures_file.TRAJECTORY_FILE} beside it", highlight=False)
     trajectory.raise_on_failures(followed)

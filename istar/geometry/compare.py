@@ -11,8 +11,8 @@ import pandas as pd
 from rich.table import Table
 
 from istar.errors import UserError
-from istar.geometry import measure
-from istar.geometry.measure import Measurements
+from istar.geometry import measures_file
+from istar.geometry.measures_file import Measurements
 from istar.geometry.taps import FINAL_NORM
 
 TABLE_FILE = "comparison.csv"
@@ -73,7 +73,12 @@ class ModelArgument:
     @property
     def is_measured(self) -> bool:
         """Whether this is a folder that `istar measure` has finished."""
-        return (Path(self.name) / measure.JSON_FILE).is_file()
+        return (Path(self.name) / measures_file.JSON_FILE).is_file()
+
+    @property
+    def has_trajectory(self) -> bool:
+        """Whether this is a folder that `istar measure` has written for the checkpoints or revisions of a training."""
+        return (Path(self.name) / measures_file.TRAJECTORY_FILE).is_file()
 
     @property
     def model_name(self) -> str:
@@ -231,7 +236,7 @@ def make_terminal_table(models: Sequence[MeasuredModel]) -> Table:
     """Return a table for the terminal, with measures of the last layer and I(W) of each model."""
     summary = summarize_models(models)
     columns = (*SUMMARY_MEASURES, "partition_raw")
-    headers = [measure.TABLE_HEADERS[name] for name in SUMMARY_MEASURES] + ["I(W)"]
+    headers = [measures_file.TABLE_HEADERS[name] for name in SUMMARY_MEASURES] + ["I(W)"]
     values_by_model = {str(row["model"]): [float(row[name]) for name in columns] for row in summary.to_dict("records")}
     title = "The last layer of each model, and I(W) by both signs"
-    return measure.number_table(title, "model", headers, values_by_model)
+    return measures_file.number_table(title, "model", headers, values_by_model)

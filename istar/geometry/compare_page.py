@@ -7,6 +7,7 @@ from dataclasses import replace
 from importlib.metadata import version
 from operator import itemgetter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pandas as pd
 
@@ -23,11 +24,13 @@ from istar.geometry.model_figures import (
     make_panel,
     measure_bounds,
 )
-from istar.geometry.similarity import Similarity
 from istar.pages import folder
 from istar.pages.folder import PageKind
 from istar.pages.page import Page, Section
 from istar.pages.sheets import Entry, Sheet, number_entry
+
+if TYPE_CHECKING:
+    from istar.geometry.similarity import Similarity
 
 KIND = PageKind("comparison", "istar compare", (compare.TABLE_FILE,))
 _LAYER_PLOTS = {
@@ -122,7 +125,7 @@ def check_output_folder(out: Path) -> None:
 
 
 def write_page(
-    models: Sequence[MeasuredModel], out: Path, similarities: Sequence[Similarity] = (), command: str = ""
+    models: Sequence[MeasuredModel], out: Path, similarities: Sequence["Similarity"] = (), command: str = ""
 ) -> Path:
     """Write the page that compares models, with its figures, tables and `comparison.csv`, and return the page's path.
 
@@ -146,7 +149,7 @@ def write_page(
 
 
 def _make_page(
-    models: Sequence[MeasuredModel], similarities: Sequence[Similarity], sheets: dict[str, Sheet], command: str
+    models: Sequence[MeasuredModel], similarities: Sequence["Similarity"], sheets: dict[str, Sheet], command: str
 ) -> Page:
     """Assemble the page that compares models from its tables and plots."""
     sections = [
@@ -392,7 +395,7 @@ def _make_final_norm_plot(models: Sequence[MeasuredModel]) -> Plot:
     )
 
 
-def make_similarity_plot(similarities: Sequence[Similarity]) -> Plot:
+def make_similarity_plot(similarities: Sequence["Similarity"]) -> Plot:
     """Return heatmaps of CKA between the layers of two models, with a panel for each pair of models."""
     panels = []
     for pair in similarities:
@@ -415,7 +418,7 @@ def make_similarity_plot(similarities: Sequence[Similarity]) -> Plot:
     )
 
 
-def _make_similarity_table(similarities: Sequence[Similarity]) -> Sheet:
+def _make_similarity_table(similarities: Sequence["Similarity"]) -> Sheet:
     """Return the table that names, for each layer of one model, the most similar layer of the other."""
     layer_pairs = [
         {

@@ -5,15 +5,17 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeVar, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedTokenizerBase
 
 from istar.errors import UserError
 from istar.tasks.tokenizing import chunks, find_separator_id, special_tokens, tokenize
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 COMBINED = "combined"
 """Name of the results over several sources together."""
@@ -116,7 +118,7 @@ class Blocks:
         UserError: if the special tokens leave no room for text, or `documents` has another value.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, length: int, documents: Documents = "separate") -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", length: int, documents: Documents = "separate") -> None:
         if documents not in get_args(Documents):
             raise UserError(f"documents is {documents!r}; expected one of {', '.join(get_args(Documents))}")
         self._tokenizer, self._documents = tokenizer, documents

@@ -25,7 +25,8 @@ from istar.files import atomic_write, write_text
 from istar.geometry import wordsim
 from istar.geometry.corpus import Source
 from istar.geometry.matrix import Matrix, Side, read_matrix
-from istar.geometry.measure import measure_matrix, number_table
+from istar.geometry.measure import measure_matrix
+from istar.geometry.measures_file import number_table
 from istar.geometry.same_model import ModelName, refuse_other_model
 from istar.measures import all_but_the_top, centered, scaled_centered
 from istar.measures.rows import unit_vectors, upcast_blocks

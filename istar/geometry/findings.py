@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from istar.geometry.measure import Measurements
+from istar.geometry.measures_file import Measurements
 from istar.geometry.model_figures import format_tap_name
 
 MAX_FINDINGS = 4

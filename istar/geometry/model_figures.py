@@ -9,8 +9,9 @@ import numpy as np
 
 from istar.figures.plot import Line, Panel, Plot
 from istar.figures.spacing import evenly_spaced
+from istar.geometry.corpus import COMBINED
 from istar.geometry.intervals import NORMAL_QUANTILE, interval_half_width
-from istar.geometry.measure import COMBINED, Measurements
+from istar.geometry.measures_file import Measurements
 from istar.geometry.spheres import NUM_POINTS, Sphere
 from istar.geometry.taps import FINAL_NORM
 

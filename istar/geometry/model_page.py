@@ -13,9 +13,9 @@ import pandas as pd
 
 from istar.errors import UserError, shorten
 from istar.figures.plot import Plot
-from istar.geometry import findings, measure, model_figures, reading_table
+from istar.geometry import findings, measures_file, model_figures, reading_table
 from istar.geometry.intervals import JACKKNIFE_MEASURES, interval_half_width, t_quantile
-from istar.geometry.measure import Measurements
+from istar.geometry.measures_file import Measurements
 from istar.geometry.model_figures import MEASURE_TITLES, format_tap_name
 from istar.geometry.same_model import ModelName, load_and_hash_weights, refuse_other_model
 from istar.geometry.spheres import Sphere, make_spheres
@@ -25,7 +25,9 @@ from istar.pages.page import Page, Section
 from istar.pages.sheets import Entry, Sheet, number_entry
 
 # A state file that is being written has a name with a further leading dot.
-KIND = PageKind("page of measures", "istar measure", (measure.JSON_FILE, measure.CSV_FILE), (".pass.*", "..pass.*"))
+KIND = PageKind(
+    "page of measures", "istar measure", (measures_file.JSON_FILE, measures_file.CSV_FILE), (".pass.*", "..pass.*")
+)
 _MAX_ROWS = 80
 """Most rows in the page's table of layers; the files have all rows."""
 _MAX_TAPS_IN_FULL = 14
@@ -126,9 +128,9 @@ def _check_contents(out: Path, model: ModelName, weights: str = "") -> None:
         UserError: if the folder holds foreign files or the measures of another model.
     """
     folder.check_replaceable(out, KIND)
-    if not (out / measure.JSON_FILE).exists():
+    if not (out / measures_file.JSON_FILE).exists():
         return
-    earlier = measure.read(out / measure.JSON_FILE)
+    earlier = measures_file.read(out / measures_file.JSON_FILE)
 
     def has_same_weights() -> bool:
         """Return whether the weights are those of the earlier measures, in the dtype on which their hash depends."""
@@ -146,7 +148,7 @@ def write(measured: Measurements, out: Path) -> Path:
     _check_contents(out, ModelName(measured.model["name"], measured.model["revision"]), measured.weights)
     try:
         # The measures, which may have taken hours, are saved before anything is drawn.
-        measure.write(measured, out)
+        measures_file.write(measured, out)
     except OSError as error:
         raise UserError(f"--out {out} cannot be written: {shorten(error)}") from error
     examples = make_spheres()
@@ -162,7 +164,7 @@ def write(measured: Measurements, out: Path) -> Path:
     tables = [build(measured) for build in sheet_builders]
     sheets = {sheet.name: sheet for sheet in (*tables, _build_sphere_sheet(examples))}
     plots = {plot.name: plot for plot in _make_plots(measured, examples)}
-    contents = {name: text.encode() for name, text in measure.file_contents(measured).items()}
+    contents = {name: text.encode() for name, text in measures_file.file_contents(measured).items()}
     contents |= folder.page_files(_make_page(measured, sheets, plots), sheets)
     folder.replace_folder(out, contents, KIND)
     return out / folder.INDEX
@@ -283,7 +285,7 @@ def _make_sheet(name: str, title: str, caption: str, shown: pd.DataFrame, frame:
 
 def _build_layer_sheet(measured: Measurements) -> Sheet:
     """Return the table of all measures by text and layer."""
-    frame = measure.layer_frame(measured)
+    frame = measures_file.layer_frame(measured)
     columns = ["layer", "tokens", *(key for key in MEASURE_TITLES if key in frame)]
     num_groups = model_figures.num_document_groups(measured)
     shown = pd.DataFrame(

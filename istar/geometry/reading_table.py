@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from istar.geometry.measure import Measurements
+from istar.geometry.measures_file import Measurements
 from istar.pages.sheets import Entry, Sheet, number_entry
 
 _COLUMNS = {

@@ -2,13 +2,15 @@
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from istar.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 EMBEDDINGS, FINAL_NORM = "embeddings", "final_norm"
 
@@ -31,7 +33,7 @@ class Taps:
         UserError: if the model does not return one hidden state per layer.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: "PreTrainedModel") -> None:
         self._model = model
         # The last module of OPT-350m is a projection to the width of the embeddings, whose output is no tap.
         self._last_module = _find_last_module(model)
@@ -56,7 +58,7 @@ class Taps:
 
 
 @torch.no_grad()
-def _find_last_module(model: PreTrainedModel) -> nn.Module | None:
+def _find_last_module(model: "PreTrainedModel") -> nn.Module | None:
     """Return the module outside the layers whose output is the last hidden state, or None if that is a layer's output.
 
     Raises:

@@ -16,14 +16,13 @@ from safetensors.torch import save_file
 
 from istar.errors import UserError, shorten
 from istar.files import write_text
-from istar.geometry import measure, stream
+from istar.geometry import measure, measures_file, stream
 from istar.geometry.corpus import Source
-from istar.geometry.measure import Measurements
+from istar.geometry.measures_file import Measurements
 from istar.geometry.same_model import ModelName, load_and_hash_weights, refuse_other_model
 from istar.geometry.saved_checkpoints import Checkpoint
 from istar.geometry.stream import Pass
 
-TABLE_FILE = "trajectory.csv"
 KEY_COLUMNS = ("model", "revision", "step", "weights", "source", "layer")
 """Columns of `trajectory.csv` that identify a row; all other columns are measures."""
 _FINGERPRINT_FILE = ".asked"
@@ -97,7 +96,7 @@ def refuse_other_checkpoints(plan: TrajectoryPlan, checkpoints: Sequence[Checkpo
         UserError: if `plan.out` holds the table of another model, or measures of a checkpoint that has the same label
             but comes from another place and has other weights.
     """
-    path = plan.out / TABLE_FILE
+    path = plan.out / measures_file.TRAJECTORY_FILE
     if path.is_file():
         try:
             models = pd.read_csv(path, usecols=["model"], dtype=str)["model"].unique()
@@ -107,7 +106,7 @@ def refuse_other_checkpoints(plan: TrajectoryPlan, checkpoints: Sequence[Checkpo
             refuse_other_model(plan.out, ModelName(model), ModelName(plan.model), lambda: False)
     for checkpoint in checkpoints:
         try:
-            earlier = measure.read(plan.out / checkpoint.folder / measure.JSON_FILE)
+            earlier = measures_file.read(plan.out / checkpoint.folder / measures_file.JSON_FILE)
         except UserError:  # missing or damaged
             continue
         earlier_name, name = (
@@ -161,7 +160,7 @@ def _measure_checkpoint(
     measured = replace(measured, model={**measured.model, "name": checkpoint.name, "revision": checkpoint.revision})
     # The fingerprint is written last: if the call is killed before that, the next call measures the checkpoint again.
     (folder / _FINGERPRINT_FILE).unlink(missing_ok=True)
-    measure.write(measured, folder)
+    measures_file.write(measured, folder)
     write_text(folder / _FINGERPRINT_FILE, fingerprint)
     return measured, message
 
@@ -170,7 +169,7 @@ def _read_cached(folder: Path, fingerprint: str) -> Measurements | None:
     """Return the measurements of an earlier call with the same fingerprint, or None if there are none."""
     try:
         is_same = (folder / _FINGERPRINT_FILE).read_text(encoding="utf-8") == fingerprint
-        return measure.read(folder / measure.JSON_FILE) if is_same else None
+        return measures_file.read(folder / measures_file.JSON_FILE) if is_same else None
     except (OSError, ValueError, UserError):  # missing or damaged
         return None
 
@@ -227,7 +226,7 @@ def write_table(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint], traject
             measured = trajectory.measurements[checkpoint.label]
             keys = {"model": plan.model, "revision": checkpoint.label, "step": checkpoint.step}
             rows += [{**keys, "weights": measured.weights, **row} for row in make_rows(measured)]
-    write_text(plan.out / TABLE_FILE, pd.DataFrame(rows).convert_dtypes().to_csv(index=False))
+    write_text(plan.out / measures_file.TRAJECTORY_FILE, pd.DataFrame(rows).convert_dtypes().to_csv(index=False))
 
 
 def make_rows(measured: Measurements) -> Iterator[dict[str, Any]]:
@@ -268,7 +267,7 @@ def make_terminal_table(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint],
             # The value over both signs can be compared between matrices; the papers' depends on the eigensolver.
             values_by_label[checkpoint.label] = [*layer_values, matrix["raw"]["partition_isotropy_both"]]
     headers = [name.replace("_", " ") for name in (*measures, "I(W), both signs")]
-    return measure.number_table(f"{plan.model}: the last layer, and I(W)", "revision", headers, values_by_label)
+    return measures_file.number_table(f"{plan.model}: the last layer, and I(W)", "revision", headers, values_by_label)
 
 
 def raise_on_failures(trajectory: Trajectory) -> None:

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from istar.errors import UserError, shorten
 from istar.figures.plot import Line, Panel, Plot
-from istar.geometry import compare, measure, trajectory
+from istar.geometry import compare, measures_file, trajectory
 from istar.geometry.compare import MeasuredModel, ModelArgument
 from istar.geometry.compare_page import join_names
 from istar.geometry.corpus import COMBINED
@@ -84,14 +84,6 @@ class MeasuredTraining:
         return [float(value_by_step.get(step, math.nan)) for step in self.steps]
 
 
-def has_trajectory(argument: ModelArgument) -> bool:
-    """Return whether a folder named on the command line holds the measures of a training.
-
-    `istar measure --revisions` and `istar measure --checkpoints` write such folders.
-    """
-    return (Path(argument.name) / trajectory.TABLE_FILE).is_file()
-
-
 def read_trainings(arguments: Sequence[ModelArgument]) -> list[MeasuredTraining]:
     """Read the measures of several trainings from the folders that the command line names.
 
@@ -121,11 +113,11 @@ def _read_trajectory(argument: ModelArgument) -> pd.DataFrame:
     Raises:
         UserError: if the file is missing or damaged, has several models, or a checkpoint has no step.
     """
-    path = Path(argument.name) / trajectory.TABLE_FILE
+    path = Path(argument.name) / measures_file.TRAJECTORY_FILE
     if not path.is_file():
         raise UserError(
-            f"{argument.name} holds no {trajectory.TABLE_FILE}; expected folders of istar measure --revisions or "
-            "--checkpoints alone, or models alone"
+            f"{argument.name} holds no {measures_file.TRAJECTORY_FILE}; expected folders of istar measure --revisions "
+            "or --checkpoints alone, or models alone"
         )
     try:
         rows = pd.read_csv(path, dtype=str, keep_default_na=False, na_values=[""])
@@ -158,7 +150,7 @@ def describe_differences(trainings: Sequence[MeasuredTraining]) -> list[str]:
     for training in trainings:
         last = Checkpoint(str(training.measures["revision"].iloc[-1]), name="")
         try:
-            measurements = measure.read(training.folder / last.folder / measure.JSON_FILE)
+            measurements = measures_file.read(training.folder / last.folder / measures_file.JSON_FILE)
         except UserError:
             return []
         last_models.append(MeasuredModel(training.label, measurements))
@@ -335,4 +327,4 @@ def make_terminal_table(trainings: Sequence[MeasuredTraining]) -> Table:
         str(name): list(map(float, values)) for name, values in zip(summary["model"], numbers, strict=True)
     }
     title = "At the last checkpoint of each training"
-    return measure.number_table(title, "model", _SUMMARY_COLUMNS, values_by_model)
+    return measures_file.number_table(title, "model", _SUMMARY_COLUMNS, values_by_model)

@@ -10,8 +10,8 @@ from istar.figures import drawing
 from istar.figures.plot import Panel, Plot
 from istar.figures.spacing import are_log_spaced, evenly_spaced
 from istar.files import atomic_write
-from istar.geometry import measure
-from istar.geometry.measure import Measurements
+from istar.geometry import measures_file
+from istar.geometry.measures_file import Measurements
 from istar.geometry.model_figures import (
     MEASURE_TITLES,
     format_tap_name,
@@ -52,7 +52,7 @@ def check_output_folder(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint])
         UserError: if the folder holds another page or another model.
     """
     index = plan.out / folder.INDEX
-    if (plan.out / measure.JSON_FILE).exists() or (index.exists() and not folder.has_generator(index, KIND)):
+    if (plan.out / measures_file.JSON_FILE).exists() or (index.exists() and not folder.has_generator(index, KIND)):
         raise UserError(
             f"--out {plan.out} is no trajectory but holds another page; expected another folder: --out <folder>"
         )

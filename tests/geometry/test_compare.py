@@ -14,10 +14,10 @@ import transformers as hf
 from istar.cli.main import main
 from istar.errors import UserError
 from istar.figures import drawing
-from istar.geometry import compare, compare_page, measure
+from istar.geometry import compare, compare_page, measure, measures_file
 from istar.geometry.compare import MeasuredModel
 from istar.geometry.corpus import Source
-from istar.geometry.measure import Measurements
+from istar.geometry.measures_file import Measurements
 from istar.geometry.stream import Pass
 from istar.models import tiny
 from istar.tasks import demo
@@ -55,7 +55,9 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Measurements
 def read(arguments: list[str]) -> list[MeasuredModel]:
     """Read finished folders as the command does."""
     chosen = compare.parse_compared_models(arguments)
-    return compare.label_models(chosen, [measure.read(Path(choice.name) / measure.JSON_FILE) for choice in chosen])
+    return compare.label_models(
+        chosen, [measures_file.read(Path(choice.name) / measures_file.JSON_FILE) for choice in chosen]
+    )
 
 
 @pytest.fixture
@@ -63,7 +65,7 @@ def folders(measured: dict[str, Measurements], tmp_path: Path) -> list[str]:
     """The folders of `istar measure` for both models."""
     for name, result in measured.items():
         (tmp_path / name).mkdir()
-        measure.write(result, tmp_path / name)
+        measures_file.write(result, tmp_path / name)
     return [str(tmp_path / name) for name in measured]
 
 
@@ -230,7 +232,7 @@ def test_the_command_writes_a_page(folders: list[str], tmp_path: Path, capsys: p
     assert set(pd.read_csv(out / compare.TABLE_FILE)["model"]) == {"encoder", "decoder"}
     assert main(["compare", *folders, "--out", folders[0]]) == 2
     assert "which is no part of a comparison" in capsys.readouterr().err
-    assert (Path(folders[0]) / measure.JSON_FILE).is_file()
+    assert (Path(folders[0]) / measures_file.JSON_FILE).is_file()
 
 
 @pytest.mark.slow
@@ -245,7 +247,7 @@ def test_models_are_measured_and_their_layers_compared(
     captured = capsys.readouterr()
     assert "measuring" in captured.err
     assert "warning: new was measured with other settings than encoder: length 128 instead of 16" in captured.out
-    assert measure.read(tmp_path / "page-measures" / "new" / measure.JSON_FILE).model["name"] == decoder
+    assert measures_file.read(tmp_path / "page-measures" / "new" / measures_file.JSON_FILE).model["name"] == decoder
     frame = pd.read_csv(out / "tables" / "similarity.csv")
     assert len(frame) == 3 * 5  # embeddings and two layers; embeddings, three layers and the final normalization
     assert set(frame["first"]) == {"encoder"}
@@ -274,7 +276,7 @@ def test_other_texts_and_settings_are_pointed_out(measured: dict[str, Measuremen
 def test_equal_names_get_their_folders(measured: dict[str, Measurements], tmp_path: Path) -> None:
     for folder in ("first", "second"):
         (tmp_path / folder).mkdir()
-        measure.write(measured["encoder"], tmp_path / folder)
+        measures_file.write(measured["encoder"], tmp_path / folder)
     folders = [str(tmp_path / folder) for folder in ("first", "second")]
     assert [subject.label for subject in read(folders)] == ["encoder (first)", "encoder (second)"]
     with pytest.raises(UserError, match="several models are called a; give them names"):
@@ -301,7 +303,7 @@ def test_a_run_is_named_by_its_folder(measured: dict[str, Measurements], tmp_pat
         model = {**measured["encoder"].model, "name": "runs/rte-small-istar-0123/model", "revision": revision}
         folder = tmp_path / str(revision)
         folder.mkdir()
-        measure.write(replace(measured["encoder"], model=model), folder)
+        measures_file.write(replace(measured["encoder"], model=model), folder)
     labels = [subject.label for subject in read([str(tmp_path / "None"), str(tmp_path / "step10")])]
     assert labels == ["rte-small-istar-0123", "rte-small-istar-0123 at step10"]
 
@@ -311,7 +313,7 @@ def test_bad_input(folders: list[str], tmp_path: Path, capsys: pytest.CaptureFix
     assert "a comparison needs two models or more" in capsys.readouterr().err
     assert main(["compare", folders[0], str(tmp_path / "nowhere")]) == 2
     assert "holds no measures.json; give a folder of istar measure, or --text" in capsys.readouterr().err
-    values = {**asdict(measure.read(Path(folders[1]) / measure.JSON_FILE)), "format": -1}
-    (Path(folders[1]) / measure.JSON_FILE).write_text(json.dumps(values))
+    values = {**asdict(measures_file.read(Path(folders[1]) / measures_file.JSON_FILE)), "format": -1}
+    (Path(folders[1]) / measures_file.JSON_FILE).write_text(json.dumps(values))
     assert main(["compare", *folders]) == 2
     assert "has format -1" in capsys.readouterr().err

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from istar.geometry.findings import describe_findings
-from istar.geometry.measure import Measurements
+from istar.geometry.measures_file import Measurements
 
 USUAL = {
     "tokens": 10_000.0,

@@ -15,9 +15,9 @@ from transformers import AutoModel, AutoTokenizer
 
 from istar.cli.main import main
 from istar.errors import UserError
-from istar.geometry import measure, model_page, stream
+from istar.geometry import measure, measures_file, model_page, stream
 from istar.geometry.corpus import Source
-from istar.geometry.measure import Measurements
+from istar.geometry.measures_file import Measurements
 from istar.geometry.stream import Pass
 from istar.measures import Activation, MassiveActivationsSummary
 from istar.measures.catalogue import MEASURES
@@ -87,33 +87,33 @@ def measured(place: Path) -> Measurements:
 
 def test_undefined_numbers_are_null_in_the_file(measured: Measurements, tmp_path: Path) -> None:
     assert math.isnan(measured.sources["a"]["layer_1"]["two_nn"])
-    measure.write(measured, tmp_path)
-    text = (tmp_path / measure.JSON_FILE).read_text()
+    measures_file.write(measured, tmp_path)
+    text = (tmp_path / measures_file.JSON_FILE).read_text()
 
     def refuse(constant: str) -> float:
         raise AssertionError(f"{constant} is not JSON")
 
     assert json.loads(text, parse_constant=refuse)["sources"]["a"]["layer_1"]["two_nn"] is None
-    again = measure.read(tmp_path / measure.JSON_FILE)
+    again = measures_file.read(tmp_path / measures_file.JSON_FILE)
     assert math.isnan(again.sources["a"]["layer_1"]["two_nn"])
     assert again.model["revision"] is None
     assert again.settings["limit"] is None
     assert again.final_norm is None
-    assert measure.file_contents(again) == measure.file_contents(measured)
+    assert measures_file.file_contents(again) == measures_file.file_contents(measured)
 
 
 def test_a_list_with_undefined_numbers_is_on_one_line(measured: Measurements, tmp_path: Path) -> None:
     spectra = {"a": {"layer_1": {"raw": [1.5, math.nan, -2e-7, math.inf]}}}
-    measure.write(replace(measured, spectra=spectra), tmp_path)
-    assert "[ 1.5, null, -2e-07, null ]" in (tmp_path / measure.JSON_FILE).read_text()
-    found = measure.read(tmp_path / measure.JSON_FILE).spectra["a"]["layer_1"]["raw"]
+    measures_file.write(replace(measured, spectra=spectra), tmp_path)
+    assert "[ 1.5, null, -2e-07, null ]" in (tmp_path / measures_file.JSON_FILE).read_text()
+    found = measures_file.read(tmp_path / measures_file.JSON_FILE).spectra["a"]["layer_1"]["raw"]
     assert found == pytest.approx([1.5, math.nan, -2e-7, math.nan], nan_ok=True)
 
 
 def test_a_file_of_an_earlier_version_is_refused(measured: Measurements, tmp_path: Path) -> None:
-    measure.write(replace(measured, format=1), tmp_path)
+    measures_file.write(replace(measured, format=1), tmp_path)
     with pytest.raises(UserError, match=r"has format 1, of another version of istar; expected 2; delete the file and"):
-        measure.read(tmp_path / measure.JSON_FILE)
+        measures_file.read(tmp_path / measures_file.JSON_FILE)
 
 
 @pytest.mark.slow
@@ -122,7 +122,7 @@ def test_settings_are_recorded_and_shown(place: Path, measured: Measurements, tm
     text, out = str(place / "text.txt"), tmp_path / "out"
     options = ["--documents", "packed", "--special-tokens", "include", "--length", "16", "--out", str(out)]
     assert main(["measure", str(place / "model"), "--text", text, *options]) == 0
-    settings = json.loads((out / measure.JSON_FILE).read_text())["settings"]
+    settings = json.loads((out / measures_file.JSON_FILE).read_text())["settings"]
     assert (settings["documents"], settings["special_tokens"]) == ("packed", "include")
     page = " ".join((out / "index.html").read_text().split())
     assert "The model has read blocks of several documents." in page
@@ -163,9 +163,9 @@ def complete(place: Path) -> Measurements:
 
 
 def test_tables_have_fields_of_their_own(complete: Measurements, tmp_path: Path) -> None:
-    measure.write(complete, tmp_path)
-    again = measure.read(tmp_path / measure.JSON_FILE)
-    assert measure.file_contents(again) == measure.file_contents(complete)
+    measures_file.write(complete, tmp_path)
+    again = measures_file.read(tmp_path / measures_file.JSON_FILE)
+    assert measures_file.file_contents(again) == measures_file.file_contents(complete)
     assert (again.settings["groups"], again.settings["measures"]) == (3, "all")
     for tap, measures in again.sources["a"].items():
         for table in (again.by_position["a"][tap], again.by_frequency["a"][tap]):
@@ -181,7 +181,7 @@ def test_tables_have_fields_of_their_own(complete: Measurements, tmp_path: Path)
             # The standard error of the mean of pseudo-values.
             error = scipy.stats.sem((len(replicates[name]) - 1) * np.array(replicates[name]))
             assert measures[f"{name}_error"] == pytest.approx(error, rel=1e-6)
-    assert math.isfinite(measure.layer_frame(again)["inter_sim_error"].min())
+    assert math.isfinite(measures_file.layer_frame(again)["inter_sim_error"].min())
 
 
 def test_massive_activations_have_the_text_of_their_token() -> None:
@@ -205,11 +205,11 @@ def test_the_hash_of_a_text_is_that_of_its_content(tmp_path: Path) -> None:
 
 
 def test_a_file_without_the_later_fields_is_read(complete: Measurements, tmp_path: Path) -> None:
-    values = json.loads(measure.file_contents(complete)[measure.JSON_FILE])
+    values = json.loads(measures_file.file_contents(complete)[measures_file.JSON_FILE])
     for name in ("by_position", "by_frequency", "massive", "gride", "replicates", "text_hashes"):
         del values[name]
-    (tmp_path / measure.JSON_FILE).write_text(json.dumps(values))
-    assert measure.read(tmp_path / measure.JSON_FILE).by_position == {}
+    (tmp_path / measures_file.JSON_FILE).write_text(json.dumps(values))
+    assert measures_file.read(tmp_path / measures_file.JSON_FILE).by_position == {}
 
 
 def test_the_catalogue_needs_no_model(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

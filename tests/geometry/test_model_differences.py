@@ -9,7 +9,7 @@ import scipy.stats
 
 from istar.geometry import model_differences
 from istar.geometry.compare import MeasuredModel
-from istar.geometry.measure import Measurements
+from istar.geometry.measures_file import Measurements
 
 GROUPS = 10
 SETTINGS = {

@@ -9,7 +9,7 @@ import scipy.stats
 
 from istar.geometry import model_figures, model_page
 from istar.geometry.compare_page import _LAYER_PLOTS as COMPARED
-from istar.geometry.measure import Measurements
+from istar.geometry.measures_file import Measurements
 from istar.geometry.model_figures import MEASURE_TITLES
 from istar.measures.catalogue import MEASURES
 

@@ -19,9 +19,9 @@ import transformers as hf
 
 from istar.cli.main import main
 from istar.errors import UserError
-from istar.geometry import arrays, measure, model_figures, model_page
+from istar.geometry import arrays, measure, measures_file, model_figures, model_page
 from istar.geometry.corpus import Source
-from istar.geometry.measure import Measurements
+from istar.geometry.measures_file import Measurements
 from istar.geometry.spheres import make_spheres
 from istar.geometry.stream import Pass
 from istar.models import tiny
@@ -84,7 +84,7 @@ def written(several: Measurements, place: Path) -> Path:
 
 def same(own: Measurements, other: Measurements) -> bool:
     # The texts are compared, since NaN does not equal itself.
-    return measure.file_contents(own) == measure.file_contents(other)
+    return measures_file.file_contents(own) == measures_file.file_contents(other)
 
 
 def without_times(measured: Measurements) -> Measurements:
@@ -152,7 +152,7 @@ def test_every_file(written: Path, several: Measurements) -> None:
     for source, taps in several.sources.items():
         for tap, figures in taps.items():
             assert frame.loc[(source, tap), "isoscore"] == pytest.approx(figures["isoscore"], rel=1e-12)
-    assert same(measure.read(written / "measures.json"), several)
+    assert same(measures_file.read(written / "measures.json"), several)
 
 
 def test_lines_are_the_figures_of_their_text(several: Measurements) -> None:
@@ -299,7 +299,7 @@ def test_the_same_measures_give_the_same_files(several: Measurements, written: P
         Pass(16, measures="all"), place / "again", command="istar measure x",
     )  # fmt: skip
     assert same(without_times(again), without_times(several))
-    model_page.write(measure.read(written / "measures.json"), written)
+    model_page.write(measures_file.read(written / "measures.json"), written)
     assert contents(written) == first
 
 
@@ -454,7 +454,7 @@ def test_measures_are_saved_even_if_the_page_fails(
     monkeypatch.setattr(model_page, "_make_plots", fails)
     with pytest.raises(RuntimeError):
         model_page.write(several, tmp_path / "out")
-    assert same(measure.read(tmp_path / "out" / "measures.json"), several)
+    assert same(measures_file.read(tmp_path / "out" / "measures.json"), several)
 
 
 def test_a_large_model_has_a_small_file(several: Measurements) -> None:
@@ -465,7 +465,7 @@ def test_a_large_model_has_a_small_file(several: Measurements) -> None:
     }
     taps = {f"layer_{number}": layer for number in range(13)}
     large = replace(several, spectra=dict.fromkeys("abcd", taps))
-    assert len(measure.file_contents(large)["measures.json"]) < 2_000_000
+    assert len(measures_file.file_contents(large)["measures.json"]) < 2_000_000
 
 
 def test_the_command(place: Path, several: Measurements, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:

@@ -13,7 +13,7 @@ import transformers as hf
 
 from istar.cli.main import main
 from istar.errors import UserError
-from istar.geometry import measure, saved_checkpoints, trajectory
+from istar.geometry import measure, measures_file, saved_checkpoints, trajectory
 from istar.models import tiny
 from tests.mock_hub import serving, set_offline, use
 
@@ -156,7 +156,7 @@ def test_equal_weights_give_a_warning(
     assert [{**row, "revision": "", "step": ""} for row in second] == [
         {**row, "revision": "", "step": ""} for row in fifth
     ]
-    assert measure.read(tmp_path / "out" / "step5" / "measures.json").model["name"] == str(folder / "step5")
+    assert measures_file.read(tmp_path / "out" / "step5" / "measures.json").model["name"] == str(folder / "step5")
 
 
 def test_a_failure_does_not_stop_the_other_checkpoints(

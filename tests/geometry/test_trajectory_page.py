@@ -48,7 +48,7 @@ def test_the_page_is_complete(training: Path) -> None:
 def test_figures_equal_the_table(training: Path) -> None:
     stops = saved_checkpoints.find_checkpoints(str(training / "step*"))
     found = {
-        checkpoint.label: trajectory.measure.read(training / "out" / checkpoint.folder / "measures.json")
+        checkpoint.label: trajectory.measures_file.read(training / "out" / checkpoint.folder / "measures.json")
         for checkpoint in stops
     }
     isotropy, partition, norms = trajectory_page.make_plots(stops, found)
@@ -91,7 +91,7 @@ def test_trajectories_are_compared_on_one_page(training: Path, capsys: pytest.Ca
 
 def test_checkpoints_without_steps_keep_their_order(training: Path) -> None:
     stops = [saved_checkpoints.Checkpoint(name, "") for name in ("last", "first")]
-    kept = [trajectory.measure.read(training / "out" / f"step{step}" / "measures.json") for step in STEPS[:2]]
+    kept = [trajectory.measures_file.read(training / "out" / f"step{step}" / "measures.json") for step in STEPS[:2]]
     plots = trajectory_page.make_plots(stops, dict(zip(("last", "first"), kept, strict=True)))
     assert plots[0].x_label == "checkpoint, in the given order"
     assert plots[0].panels[0].lines[0].x == (1.0, 2.0)

@@ -10,7 +10,8 @@ import torch
 from istar import measures
 from istar.errors import UserError
 from istar.geometry.layers import Layer, LayerSettings
-from istar.geometry.measure import Measurements, measure_matrix
+from istar.geometry.measure import measure_matrix
+from istar.geometry.measures_file import Measurements
 from istar.geometry.sample import Sample
 from istar.measures import LayerNormSummary, catalogue_rows, find_measure
 from istar.measures.catalogue import MEASURES

@@ -1,0 +1,186 @@
+"""The measures of a model: their files `measures.json` and `measures.csv`, read and written, and their table."""
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pandas as pd
+from rich.table import Table
+
+from istar.errors import UserError, shorten
+from istar.files import write_text
+from istar.geometry.corpus import COMBINED
+
+T = TypeVar("T")
+BySourceAndTap = dict[str, dict[str, T]]
+FORMAT_VERSION = 2
+"""Version of `measures.json`. In version 1, texts were always packed, and special tokens were in the statistics."""
+JSON_FILE, CSV_FILE = "measures.json", "measures.csv"
+TRAJECTORY_FILE = "trajectory.csv"
+"""Table of the measures at all checkpoints of a training."""
+TABLE_HEADERS = {
+    "isoscore": "IsoScore",
+    "isoscore_unbiased": "unbiased",
+    "inter_sim": "InterSim",
+    "intra_sim": "IntraSim",
+    "two_nn": "TwoNN",
+    "average_norm": "norm",
+    "effective_rank": "rank",
+}
+"""Headers of the measures in the terminal table."""
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """The contents of `measures.json`."""
+
+    model: dict[str, Any]  # name and revision as given, dtype, model type and device
+    weights: str  # hash of all weights; equal weights have equal hashes, whatever their revision is called
+    settings: dict[str, Any]  # settings of the pass, and the paths of the texts
+    # Measures by source and tap. With several sources, `combined` is all of them together.
+    sources: BySourceAndTap[dict[str, float]]
+    spectra: BySourceAndTap[dict[str, list[float]]]  # singular values of the hidden states, raw and centered
+    # Measures of the `input` embeddings and, if they are not tied, of the `output` embeddings, by form: `raw`,
+    # `centered` and `post_processed`.
+    matrices: dict[str, dict[str, dict[str, Any]]]
+    final_norm: dict[str, Any] | None  # gain and bias of the final normalization; None if the model has no gain there
+    norms: BySourceAndTap[dict[str, list[float]]] = field(default_factory=dict)  # see `arrays.trim_norm_histogram`
+    # See `arrays.find_extreme_dimensions`.
+    extremes: BySourceAndTap[list[dict[str, float]]] = field(default_factory=dict)
+    # Norm and InterSim of the tokens by position in the model's input, and by how often their type occurs in the texts;
+    # see `Layer.summarize_by_position` and `Layer.summarize_by_frequency`.
+    by_position: BySourceAndTap[dict[str, list[float]]] = field(default_factory=dict)
+    by_frequency: BySourceAndTap[dict[str, list[float]]] = field(default_factory=dict)
+    # The largest massive activations: value, dimension, token id, position, the token's text, and `ratio`, the
+    # magnitude divided by the median magnitude.
+    massive: BySourceAndTap[list[dict[str, Any]]] = field(default_factory=dict)
+    # Intrinsic dimension by scale: fields of `ScaleDimension`.
+    gride: BySourceAndTap[list[dict[str, float]]] = field(default_factory=dict)
+    # Measures without each group of documents, for jackknife errors of differences; see `Layer.compute_replicates`.
+    replicates: BySourceAndTap[dict[str, list[float]]] = field(default_factory=dict)
+    text_hashes: dict[str, str] = field(default_factory=dict)  # hash of each text's content by its name
+    rows: dict[str, dict[str, Any]] = field(default_factory=dict)  # `arrays.summarize_rows` of each embedding matrix
+    # How much of each text, and of `combined`, was read and how long that took: fields of `corpus.Reading`. Empty in
+    # files of earlier versions.
+    readings: dict[str, dict[str, float]] = field(default_factory=dict)
+    # Time from loading the model to the last measure, including interrupted calls; None in files of earlier versions.
+    seconds: float | None = None
+    processes: int = 1  # number of processes that shared the pass
+    command: str = ""  # command line that took these measures
+    format: int = FORMAT_VERSION
+
+    @property
+    def combined_key(self) -> str:
+        """Key of all texts together in `sources`: `combined`, or the name of the only source."""
+        return COMBINED if COMBINED in self.sources else next(iter(self.sources))
+
+    @property
+    def all_texts(self) -> dict[str, dict[str, float]]:
+        """Measures by tap over all texts together."""
+        return self.sources[self.combined_key]
+
+
+def file_contents(measured: Measurements) -> dict[str, str]:
+    """Return the contents of `measures.json` and `measures.csv` by file name."""
+    # JSON has no NaN.
+    text = json.dumps(_replace_nested(asdict(measured), _is_undefined, None), indent=1, allow_nan=False)
+    # Put each list of numbers on one line. JSON strings contain no line breaks, so the pattern matches no string.
+    text = re.sub(r"\[\n[-+\d.enul,\s]+\]", lambda match: " ".join(match[0].split()), text)
+    frame = layer_frame(measured)
+    frame.insert(0, "model", measured.model["name"])
+    frame.insert(1, "revision", measured.model["revision"])
+    return {JSON_FILE: text + "\n", CSV_FILE: frame.to_csv(index=False)}
+
+
+def write(measured: Measurements, out: Path) -> None:
+    """Write `measures.json` and `measures.csv` to a folder."""
+    for name, text in file_contents(measured).items():
+        write_text(out / name, text)
+
+
+def layer_frame(measured: Measurements) -> pd.DataFrame:
+    """Return a data frame with a row for each source and layer, and a column for each measure."""
+    return pd.DataFrame(
+        {"source": source, "layer": tap, **measures}
+        for source, taps in measured.sources.items()
+        for tap, measures in taps.items()
+    )
+
+
+_NUMBER_FIELDS = (
+    *("sources", "spectra", "matrices", "final_norm", "norms", "extremes"),
+    *("by_position", "by_frequency", "gride", "replicates"),
+)
+"""Fields of `Measurements` in which a nested null stands for an undefined number."""
+
+
+def _is_undefined(value: Any) -> bool:
+    """Return whether a value is NaN or infinite."""
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _replace_nested(value: Any, is_replaced: Callable[[Any], bool], substitute: Any) -> Any:
+    """Return a copy of nested dictionaries and lists in which a substitute replaces certain values."""
+    if isinstance(value, dict):
+        return {key: _replace_nested(item, is_replaced, substitute) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_replace_nested(item, is_replaced, substitute) for item in value]
+    return substitute if is_replaced(value) else value
+
+
+def read(path: Path) -> Measurements:
+    """Read the measures of a model from `measures.json`. Undefined numbers, which the file holds as null, become NaN.
+
+    Raises:
+        UserError: if the file cannot be read, is damaged, or has another version of the format.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if values["format"] != FORMAT_VERSION:
+            raise UserError(
+                f"{path} has format {values['format']}, of another version of istar; expected {FORMAT_VERSION}; delete "
+                "the file and measure the model again"
+            )
+        for name in _NUMBER_FIELDS:
+            if values.get(name) is not None:
+                values[name] = _replace_nested(values[name], lambda value: value is None, math.nan)
+        return Measurements(**values)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{path} holds no measures of istar: {shorten(error)}; measure the model again") from error
+
+
+def terminal_table(measured: Measurements) -> Table:
+    """Return a terminal table of the main measures of each layer, over all texts together."""
+    measures_by_tap = measured.all_texts
+    tokens = next(iter(measures_by_tap.values()))["tokens"]
+    title = f"{measured.model['name']} · {tokens:,.0f} tokens"
+    matrices = [
+        f"{side} embeddings {form.replace('_', '-')} {measures['partition_isotropy_both']:.4g}"
+        for side, forms in measured.matrices.items()
+        for form, measures in forms.items()
+    ]
+    names = [name for name in TABLE_HEADERS if any(name in measures for measures in measures_by_tap.values())]
+    rows = {tap: [measures.get(name, math.nan) for name in names] for tap, measures in measures_by_tap.items()}
+    caption = f"I(W), both signs: {'; '.join(matrices)}."
+    return number_table(title, "layer", [TABLE_HEADERS[name] for name in names], rows, caption)
+
+
+def number_table(
+    title: str,
+    label_header: str,
+    headers: Iterable[str],
+    rows: Mapping[str, Iterable[float]],
+    caption: str | None = None,
+) -> Table:
+    """Return a terminal table of numbers with a labelled row for each item of `rows`; NaN is shown as a dash."""
+    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
+    table.add_column(label_header, overflow="fold")
+    for header in headers:
+        table.add_column(header, justify="right", overflow="fold")
+    for label, numbers in rows.items():
+        table.add_row(label, *("-" if math.isnan(number) else f"{number:.4g}" for number in numbers))
+    return table
