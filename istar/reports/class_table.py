@@ -10,7 +10,7 @@ import pandas as pd
 from istar.pages.sheets import Entry, Sheet
 from istar.reports.cells import by_model_and_task, is_finite
 from istar.reports.method_comparisons import select_runs_by_method
-from istar.reports.paper_tables import NONE
+from istar.reports.run_tables import format_number
 from istar.results import RunRecord
 
 _HEADER_BY_MEASURE = {
@@ -79,13 +79,8 @@ def _build_row(method: str, runs: pd.DataFrame, records: Sequence[RunRecord]) ->
 def _format_row(row: Mapping[str, Any]) -> list[Entry]:
     """Return the entries of a method's row, each measure as `before → after`."""
     measures = [
-        " → ".join(_format_number(row[f"{measure}_{stage}"], format_spec) for stage in _STAGES)
+        " → ".join(format_number(row[f"{measure}_{stage}"], format_spec) for stage in _STAGES)
         for measure, format_spec in _FORMAT_SPEC_BY_MEASURE.items()
     ]
     numbers = [str(row["seeds"]), *measures]
     return [Entry(row["task"]), Entry(row["method"]), *(Entry(number, number=True) for number in numbers)]
-
-
-def _format_number(value: float | None, format_spec: str) -> str:
-    """Format a number, or None as a dash."""
-    return NONE if value is None else format(value, format_spec)

@@ -130,11 +130,12 @@ def build_runs_table(frame: "pd.DataFrame") -> Table:
 
 
 def format_number(value: float | None, format_spec: str) -> str:
-    """Format a number, or None as a dash; a negative number that rounds to zero becomes `+0.00`, not `-0.00`."""
+    """Format a number, or None as a dash; a negative number that rounds to zero has no minus sign."""
     if value is None:
         return "-"
     text = format(value, format_spec)
-    return text.replace("-", "+", 1) if "+" in format_spec and not text.strip("-0.") else text
+    rounds_to_zero = not text.strip("-0.")
+    return text.replace("-", "+" if "+" in format_spec else "") if rounds_to_zero else text
 
 
 def _format_metric(metric: str, value: float | None) -> str:

@@ -267,6 +267,8 @@ def test_one_collapsed_seed_does_not_make_a_collapsed_cell(prepare: Prepare) -> 
         (-0.001, "+.2f", "+0.00"),
         (0.004, "+.2f", "+0.00"),
         (-0.01, "+.2f", "-0.01"),
+        (-1e-9, ".4f", "0.0000"),
+        (0, "d", "0"),
         (None, "g", "-"),
         (-0.5, "g", "-0.5"),
     ],
