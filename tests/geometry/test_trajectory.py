@@ -253,7 +253,7 @@ def test_revisions_from_the_cache_of_the_hub(
      ("sst2-bert", None), ("demo-tiny-istar-a4869cdddaeb", None), ("v2", None), ("laststep5", None), ("7", None)],
 )  # fmt: skip
 def test_step_in_the_name_of_a_revision(label: str, step: int | None) -> None:
-    assert saved_checkpoints.named_step(label) == step
+    assert saved_checkpoints.step_from_name(label) == step
     assert saved_checkpoints.parse_revisions("some/model", label)[0].step == step
 
 
