@@ -80,7 +80,7 @@ def _measure_several_matrices(options: argparse.Namespace) -> None:
 
     for name, advice in _OPTIONS_FOR_ONE_MATRIX.items():
         if getattr(options, name) is not None:
-            raise UserError(f"--{name} is for one matrix in one form; {advice}")
+            raise UserError(f"--{name} needs a single matrix in a single form; {advice}")
     forms = options.forms or embed_models.WORDSIM_FORMS
     if options.components is not None and not any(form.startswith("all_but_the_top") for form in forms):
         raise UserError("--components needs an all_but_the_top form, but --forms has none; remove --components")

@@ -132,23 +132,25 @@ def find_checkpoints(pattern: str, steps: Mapping[str, int] | None = None) -> li
     """
     paths = [Path(path) for path in sorted(glob.glob(pattern))]  # noqa: PTH207 (Path.glob refuses absolute patterns)
     paths = _find_models_in(paths[0]) or paths if len(paths) == 1 else paths
-    found = [checkpoint for path in paths if (checkpoint := _inspect_path(path)) is not None]
-    if not found:
+    found_checkpoints = [checkpoint for path in paths if (checkpoint := _inspect_path(path)) is not None]
+    if not found_checkpoints:
         raise UserError(
             f"--checkpoints {pattern} matches no model; expected folders that save_pretrained wrote, runs of "
             "train.py, or their models/ or checkpoints/*.ckpt"
         )
-    common_folder = os.path.commonpath([checkpoint.path.parent for checkpoint in found])
-    labels = [checkpoint.path.relative_to(common_folder).as_posix().removesuffix(".ckpt") for checkpoint in found]
+    common_folder = os.path.commonpath([checkpoint.path.parent for checkpoint in found_checkpoints])
+    labels = [
+        checkpoint.path.relative_to(common_folder).as_posix().removesuffix(".ckpt") for checkpoint in found_checkpoints
+    ]
     if steps is None:
-        _check_same_training(pattern, found)
-        step_by_label = {label: checkpoint.step for label, checkpoint in zip(labels, found, strict=True)}
+        _check_same_training(pattern, found_checkpoints)
+        step_by_label = {label: checkpoint.step for label, checkpoint in zip(labels, found_checkpoints, strict=True)}
     else:
-        step_by_label = _match_steps(steps, labels, [str(checkpoint.path) for checkpoint in found])
-    _check_same_shape(pattern, found)
+        step_by_label = _match_steps(steps, labels, [str(checkpoint.path) for checkpoint in found_checkpoints])
+    _check_same_shape(pattern, found_checkpoints)
     checkpoints = [
         Checkpoint(label, str(checkpoint.model), step=step_by_label[label])
-        for label, checkpoint in zip(labels, found, strict=True)
+        for label, checkpoint in zip(labels, found_checkpoints, strict=True)
     ]
     checkpoints.sort(key=lambda checkpoint: (checkpoint.step is None, checkpoint.step, checkpoint.label))
     return _check_folder_names(checkpoints)
@@ -260,35 +262,35 @@ def _get_step(record: Any, key: str) -> int | None:
     return step if isinstance(step, int) else None
 
 
-def _check_same_training(pattern: str, found: Sequence[_FoundCheckpoint]) -> None:
+def _check_same_training(pattern: str, checkpoints: Sequence[_FoundCheckpoint]) -> None:
     """Refuse checkpoints of several trainings, and several checkpoints of which one records no step.
 
     Raises:
         UserError: if the checkpoints that match the glob pattern are such checkpoints.
     """
-    trainings = [str(training) for training in dict.fromkeys(checkpoint.training for checkpoint in found)]
+    trainings = [str(training) for training in dict.fromkeys(checkpoint.training for checkpoint in checkpoints)]
     if len(trainings) > 1:
         raise UserError(
             f"--checkpoints {pattern} matches {len(trainings)} trainings: {_join_first(trainings)}; expected "
             f"checkpoints of one, such as --checkpoints {trainings[0]}; measure final models separately: istar measure "
             "<folder>"
         )
-    unknown = [str(checkpoint.path) for checkpoint in found if checkpoint.step is None and checkpoint.is_readable]
-    if unknown and len(found) > 1:
+    unknown = [str(checkpoint.path) for checkpoint in checkpoints if checkpoint.step is None and checkpoint.is_readable]
+    if unknown and len(checkpoints) > 1:
         raise UserError(
             f"--checkpoints {pattern}: no training step is recorded in {_join_first(unknown)}; give the steps in a "
             "table: --steps steps.csv, with the columns checkpoint and step"
         )
 
 
-def _check_same_shape(pattern: str, found: Sequence[_FoundCheckpoint]) -> None:
+def _check_same_shape(pattern: str, checkpoints: Sequence[_FoundCheckpoint]) -> None:
     """Refuse checkpoints of models of different types or sizes.
 
     Raises:
         UserError: if the models that match the glob pattern differ.
     """
     path_by_shape: dict[str, Path] = {}
-    for checkpoint in found:
+    for checkpoint in checkpoints:
         model_folder = checkpoint.model if checkpoint.model.is_dir() else checkpoint.training / "model"
         config = _read_json(model_folder / "config.json")
         if isinstance(config, Mapping):

@@ -52,8 +52,8 @@ def read_scores(path: Path) -> tuple[pd.DataFrame, list[str]]:
         return read_csv_as_text(path), []
     files = sorted(file for file in path.rglob("*.json") if file.name != _MODEL_FILE) if path.is_dir() else [path]
     scores_by_file = {file: _read_result_file(file) for file in files}
-    scores = [score for found in scores_by_file.values() if found is not None for score in found]
-    other_files = [str(file) for file, found in scores_by_file.items() if found is None]
+    scores = [score for file_scores in scores_by_file.values() if file_scores is not None for score in file_scores]
+    other_files = [str(file) for file, file_scores in scores_by_file.items() if file_scores is None]
     if not scores:
         raise UserError(
             f"{path} holds no scores of lm-evaluation-harness (results by task) or MTEB (task_name, and scores with "

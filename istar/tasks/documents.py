@@ -154,8 +154,8 @@ def iterate_texts(dataset: Dataset, source: str) -> Iterator[str]:
 def _check_text_column(source: object, columns: list[str]) -> None:
     """Raise a `UserError` if there is no column `text`."""
     if TEXT_COLUMN not in columns:
-        found = ", ".join(map(repr, columns)) or "none"
-        raise UserError(f"{source}: there is no column {TEXT_COLUMN!r}; found: {found}")
+        names = ", ".join(map(repr, columns)) or "none"
+        raise UserError(f"{source}: there is no column {TEXT_COLUMN!r}; found: {names}")
 
 
 def _iterate_strings(source: object, column: "pa.Array | pa.ChunkedArray") -> Iterator[str]:

@@ -66,8 +66,8 @@ def find_source_columns(
         del columns[spec.label_column]
     for name in columns.values():
         if name not in available:
-            found = ", ".join(map(repr, available)) or "none"
-            raise UserError(f"{source}: column {name!r}, which task {spec.name} needs, is missing; found: {found}")
+            names = ", ".join(map(repr, available)) or "none"
+            raise UserError(f"{source}: column {name!r}, which task {spec.name} needs, is missing; found: {names}")
     return columns
 
 

@@ -85,11 +85,11 @@ def make_folder_source(spec: TaskSpec, data_dir: Path, splits: Sequence[str]) ->
 
     def read_split(split: str) -> RawSplit:
         """Read a split with the reader of its file."""
-        found = _find_file(spec, folder, layout, split)
-        if found is None:
+        file_and_reader = _find_file(spec, folder, layout, split)
+        if file_and_reader is None:
             names = " or ".join(name for pattern in layout for name in _file_names(spec, pattern, split))
             raise UserError(f"{option}: split {split!r} of task {spec.name} is missing: no {names} in {folder}")
-        path, reader = found
+        path, reader = file_and_reader
         return reader(path, spec, split)
 
     return Source(read_split, lambda split: _find_file(spec, folder, layout, split) is not None)

@@ -349,7 +349,7 @@ def test_rows_of_equal_norm_have_no_density(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("added", "message"),
     [
-        (["--form", "centered"], "--form is for one matrix in one form; name the forms with --forms"),
+        (["--form", "centered"], "--form needs a single matrix in a single form; name the forms with --forms"),
         (["--save", "matrix"], "--save is for one matrix"),
         (["--revision", "main"], "give it with its model, as in <model>@<revision>"),
         (["--forms", "raw", "--components", "2"], "--components needs an all_but_the_top form"),
