@@ -15,6 +15,7 @@ from torch import Tensor
 
 from istar.errors import UserError
 from istar.measures.rows import (
+    block_length,
     check_finite,
     check_one_per_point,
     check_points,
@@ -22,6 +23,7 @@ from istar.measures.rows import (
     split_rows,
     unit_vectors,
     upcast_blocks,
+    zero_matrix,
     zero_vector,
 )
 
@@ -233,9 +235,9 @@ class IntraSim:
     of token type t. A high value means that the context hardly changes the token, if InterSim, the average cosine of
     any two tokens, is lower.
 
-    The sums take types x d float64 numbers: 0.3 GB for 50,000 types of 768 dimensions. On CUDA, the order of additions
-    and therefore the last digits may differ between runs, unless torch's deterministic algorithms are enabled. Not
-    differentiable.
+    The sums take types x d float64 numbers: 0.3 GB for 50,000 types of 768 dimensions. On a CPU, only types that occur
+    take memory. On CUDA, the order of additions and therefore the last digits may differ between runs, unless torch's
+    deterministic algorithms are enabled. Not differentiable.
 
     Args:
         types: number of token types; tokens are integers from 0 to types - 1.
@@ -251,7 +253,7 @@ class IntraSim:
     def __init__(self, types: int, dim: int, device: torch.device | str | None = None) -> None:
         if types < 1:
             raise UserError(f"there are {types} token types; expected at least 1")
-        self.total = zero_vector(dim, device).repeat(types, 1)
+        self.total = zero_matrix(types, dim, device)
         self.count = self.total.new_zeros(types)
         self.zeros = self.total.new_zeros(())
 
@@ -282,7 +284,8 @@ class IntraSim:
             raise UserError(
                 f"cannot merge sums of (types, dimensions) = {tuple(other.total.shape)} into {tuple(self.total.shape)}"
             )
-        self.total += other.total.to(self.total)
+        types = other.count.nonzero().squeeze(1)
+        self.total.index_add_(0, types.to(self.total.device), other.total[types].to(self.total))
         self.count += other.count.to(self.count)
         self.zeros += other.zeros.to(self.zeros)
         return self
@@ -293,10 +296,8 @@ class IntraSim:
         Raises:
             UserError: if a point is not finite.
         """
-        squares = torch.cat([block.square().sum(1) for block in split_rows(self.total)])
-        check_finite(squares, "the points")
-        pairs = self.count * (self.count - 1)
-        return ((squares - self.count) / pairs).masked_fill(pairs <= 0, torch.nan)
+        check_finite(self.total[self.count > 0], "the points")
+        return average_cosines(self.total, self.count)
 
     def compute(self, average: Average = "types", min_count: int = 2) -> Tensor:
         """Return the average of `per_type`, 0-d, in [-1, 1].
@@ -319,6 +320,22 @@ class IntraSim:
             raise UserError(f"no token type occurs {min_count} times or more: IntraSim is not defined")
         values, counts = self.per_type()[is_frequent], self.count[is_frequent]
         return values.mean() if average == "types" else (values * counts).sum() / counts.sum()
+
+
+def average_cosines(totals: Tensor, counts: Tensor) -> Tensor:
+    r"""Return the average cosine over the pairs of points of each group, `(groups,)`; NaN for fewer than 2 points.
+
+    With the sum S of the n unit vectors of a group, it is :math:`(\lVert S \rVert^2 - n) / (n (n - 1))`.
+
+    Args:
+        totals: sum of the unit vectors of each group, `(groups, d)`; only those of at least 2 points are read.
+        counts: number of points of each group, `(groups,)`.
+    """
+    averages = totals.new_full(counts.shape, torch.nan)
+    for groups in (counts > 1).nonzero().squeeze(1).split(block_length(totals)):
+        n = counts[groups].to(totals.dtype)
+        averages[groups] = (totals[groups].square().sum(1) - n) / (n * (n - 1))
+    return averages
 
 
 def _check_tokens(tokens: Tensor, points: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,6 +52,16 @@ def zero_vector(dim: int, device: torch.device | str | None) -> Tensor:
     return torch.zeros(dim, dtype=accumulation_dtype(device), device=device)
 
 
+def zero_matrix(rows: int, dim: int, device: torch.device | str | None) -> Tensor:
+    """Return zeros `(rows, dim)` for sums on a device, by default the CPU; raise `UserError` if `dim` is below 1.
+
+    On a CPU, only rows that are written take memory, because NumPy leaves it to the operating system to clear them.
+    """
+    if torch.device(device or "cpu").type == "cpu":
+        return torch.from_numpy(np.zeros((rows, len(zero_vector(dim, device)))))
+    return zero_vector(dim, device).expand(rows, dim).clone()
+
+
 def check_matrix(points: Tensor, name: str) -> None:
     """Raise `UserError` unless the points are a non-empty floating matrix `(n, d)` of finite numbers."""
     if points.dim() != 2 or 0 in points.shape:
@@ -78,9 +89,14 @@ def check_finite(values: Tensor, name: str) -> None:
 
 def split_rows(rows: Tensor) -> tuple[Tensor, ...]:
     """Split rows `(n, ...)` into blocks of at most `BLOCK` numbers, but at least one row."""
-    block_size = BLOCK if rows.device.type == "cpu" else BLOCK_ON_DEVICES
-    blocks: tuple[Tensor, ...] = rows.split(max(1, block_size // rows[0].numel()) if len(rows) else 1)
+    blocks: tuple[Tensor, ...] = rows.split(block_length(rows))
     return blocks
+
+
+def block_length(rows: Tensor) -> int:
+    """Return the number of rows `(n, ...)` in a block of at most `BLOCK` numbers, but at least one."""
+    block_size = BLOCK if rows.device.type == "cpu" else BLOCK_ON_DEVICES
+    return max(1, block_size // max(1, rows.shape[1:].numel()))
 
 
 def upcast_blocks(rows: Tensor, dtype: torch.dtype | None = None) -> Iterator[Tensor]:
