@@ -50,8 +50,7 @@ class Pass:
     seed: int = 0  # seed of that sample
     # A source is read until the statistics have at least this number of its tokens; None reads it to its end.
     limit: int | None = None
-    # Whether to compute IntraSim. It needs width x 8 bytes of memory for each layer and token type.
-    intra: bool = True
+    intra: bool = True  # whether to compute IntraSim, which needs vocabulary x width x 8 bytes for each layer
     documents: Documents = "separate"  # whether the model sees each document alone; see `corpus.Blocks`
     # Whether the statistics include the hidden states of special tokens and separators, which the model always sees.
     special_tokens: SpecialTokens = "exclude"
@@ -212,9 +211,9 @@ class Stream:
 
         Args:
             sources: texts.
-            summarize: computes the summary from the statistics. It must not keep the statistics, which hold a
-                number for each token type, dimension and tap: once it has returned, those of a source are merged into
-                those of all sources.
+            summarize: computes the summary from the statistics. It must not keep the statistics, which are as large as
+                the vocabulary times the width times the number of taps: once it has returned, those of a source are
+                merged into those of all sources.
             console: console for a progress bar and warnings; None shows none.
 
         Raises:

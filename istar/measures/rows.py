@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,16 +49,6 @@ def zero_vector(dim: int, device: torch.device | str | None) -> Tensor:
         raise UserError(f"points have {dim} dimensions; expected at least 1")
     device = torch.device(device or "cpu")
     return torch.zeros(dim, dtype=accumulation_dtype(device), device=device)
-
-
-def zero_matrix(rows: int, dim: int, device: torch.device | str | None) -> Tensor:
-    """Return zeros `(rows, dim)` for sums on a device, by default the CPU; raise `UserError` if `dim` is below 1.
-
-    On a CPU, only rows that are written take memory, because NumPy leaves it to the operating system to clear them.
-    """
-    if torch.device(device or "cpu").type == "cpu":
-        return torch.from_numpy(np.zeros((rows, len(zero_vector(dim, device)))))
-    return zero_vector(dim, device).expand(rows, dim).clone()
 
 
 def check_matrix(points: Tensor, name: str) -> None:

@@ -1,8 +1,6 @@
 """Norms and cosines by group, against numpy and sklearn group by group; bins of positions and counts."""
 
 import math
-import resource
-import sys
 
 import numpy as np
 import pytest
@@ -125,19 +123,17 @@ def test_narrow_points_are_summed_in_float64_and_masked_ones_left_out(dtype):
     assert_is_naive(GroupedPoints(5, 5).update(masked, bins, mask).compute(), points[mask], bins[mask])
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the unit of ru_maxrss differs between systems")
 @pytest.mark.parametrize("accumulator", [GroupedPoints, IntraSim])
-def test_groups_without_points_take_no_memory(accumulator):
-    """The sums of a million types of 256 dimensions would take 2 GB."""
-    peak_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    types = torch.tensor([0, 500_000, 999_999]).repeat(20)
-    by_type = accumulator(1_000_000, 256).update(cloud(d=256), types)
-    by_type.merge(accumulator(1_000_000, 256).update(cloud(d=256), types))
+def test_types_without_points(accumulator):
+    """They have no cosine, and those of the other types are as without them."""
+    types = torch.tensor([0, 5, 99]).repeat(20)
+    by_type, other = (accumulator(100, 5).update(cloud(seed=seed), types) for seed in (0, 1))
+    by_type.merge(other)
     values = by_type.inter_sim() if accumulator is GroupedPoints else by_type.per_type()
-    assert values.isfinite().nonzero().squeeze(1).tolist() == [0, 500_000, 999_999]
-    if accumulator is GroupedPoints:
-        assert by_type.regroup(log2_bins(by_type.count)).count.sum() == 120
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak_before < 400_000  # in KB
+    assert values.isfinite().nonzero().squeeze(1).tolist() == [0, 5, 99]
+    points = torch.cat([cloud(seed=0), cloud(seed=1)])
+    expected = [oracles.mean_pair_cosine(points[types.repeat(2) == value].numpy()) for value in (0, 5, 99)]
+    torch.testing.assert_close(values[[0, 5, 99]], torch.tensor(expected, dtype=torch.float64))
 
 
 WITH_NAN = cloud()
