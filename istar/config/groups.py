@@ -366,26 +366,26 @@ class LoggerConfig:
 
 @dataclass
 class TensorBoardConfig(LoggerConfig):
-    """Metrics are also logged for TensorBoard, to `tensorboard/` in the run's folder."""
+    """Configuration of the TensorBoard logger, which writes to `tensorboard/` in the run's folder."""
 
     name: str = "tensorboard"
 
 
 @dataclass
 class WandbConfig(LoggerConfig):
-    """Metrics are also logged to Weights & Biases."""
+    """Configuration of the Weights & Biases logger."""
 
     name: str = "wandb"
     project: str = "istar"
-    """Project of the W&B run."""
+    """W&B project that the run is logged to."""
     entity: str | None = None
     """User or team that owns the project; None means the account's default."""
     group: str | None = None
-    """Group of the W&B run."""
+    """Name under which W&B groups this run with others; None for no group."""
     tags: list[str] = field(default_factory=list)
-    """Tags of the W&B run."""
+    """W&B tags, by which runs can be filtered."""
     mode: str = "auto"
-    """online, offline, disabled, or auto: WANDB_MODE if it is set, else online if there is an API key, else offline."""
+    """online, offline, disabled, or auto: the value of WANDB_MODE, or else online if there is an API key."""
 
     def __post_init__(self) -> None:
         check_one_of("logger.mode", self.mode, ("auto", "online", "offline", "disabled"))

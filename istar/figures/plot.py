@@ -51,9 +51,9 @@ class Plot:
     The kinds are:
 
     - `line`: lines with error bands; a line of a single point has an error bar.
-    - `points`: error bars without a line. `bars`: error bars on a line. In both, a marker is hollow where another point
-      of the panel has more seeds, and crossed where all runs have collapsed.
-    - `columns`: bars side by side. `histogram`: steps at the middles of the bins. `scatter`: points.
+    - `points`: markers with error bars. `bars`: the same, connected by a line. In both, a marker is hollow if another
+      point of the panel has more seeds, and a cross if all runs predict a constant.
+    - `columns`: bars side by side. `histogram`: a step plot over the centers of the bins. `scatter`: points.
     - `ridges`: distributions, each on a row with its name and scaled to its own maximum.
     - `heatmap`: each line is a row with its label as the name; `Panel.column_names` name the columns. The colour scale
       is from 0 to 1.
@@ -67,11 +67,11 @@ class Plot:
     kind: str
     x_label: str
     panels: tuple[Panel, ...]
-    sweep: str = ""  # file in sweep/ that makes the runs; empty for none
-    task: str = ""  # task that the paper shows; empty for all
+    sweep: str = ""  # sweep file that produces the runs; empty if there is none
+    task: str = ""  # task shown in the paper's figure; empty for all
     values: tuple[float, ...] = ()  # values of the varied setting in the paper
     symbol: str = "λ"  # symbol of the varied setting
-    has_baseline: bool = False  # whether the sweep also makes runs without a penalty
+    has_baseline: bool = False  # whether the sweep also has runs without a penalty
     seeds: int = 5  # number of seeds for each value, in the paper and in the sweep
     log_x: bool = False  # whether the x axis is logarithmic; a value of 0 is at its left end
     log_y: bool = False  # whether the y axis is logarithmic
@@ -80,5 +80,5 @@ class Plot:
     share_axes: bool = False  # whether all panels have the same limits of both axes
     reference_label: str = BASE  # label of the line that is drawn in black
     # Labels in the order in which they get colours; may include labels without a line, so that several plots use the
-    # same colours. Empty for the labels of the lines.
+    # same colours. If empty, the labels of the lines are used.
     labels: tuple[str, ...] = ()

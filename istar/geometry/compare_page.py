@@ -130,10 +130,10 @@ def write_page(
     """Write the page that compares models, with its figures, tables and `comparison.csv`, and return the page's path.
 
     Args:
-        models: the compared models, of which the first is the reference of the differences.
-        out: output folder, which is replaced.
-        similarities: similarities of the layers of pairs of models.
-        command: command line that made the page, which the page shows.
+        models: the compared models. Differences are relative to the first.
+        out: output folder; an earlier result in it is replaced.
+        similarities: layer similarities between pairs of models.
+        command: command line, to show on the page.
 
     Raises:
         UserError: if the folder holds anything but an earlier comparison, or cannot be written.

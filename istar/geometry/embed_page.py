@@ -72,7 +72,7 @@ def write_page(
         sheets: tables by name; see `make_tables`.
         words: frequencies of the texts' words; empty without texts.
         out: output folder.
-        command: command line that made the page, which the page shows.
+        command: command line, to show on the page.
 
     Raises:
         UserError: if the folder holds anything but an earlier page, or cannot be written.

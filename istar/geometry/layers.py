@@ -124,14 +124,14 @@ class Layer:
         groups: Tensor | None = None,
         sentences: Tensor | None = None,
     ) -> None:
-        """Add hidden states.
+        """Update all statistics with a batch of hidden states.
 
         Args:
             points: hidden states `(n, d)`, without padding.
             tokens: token ids, `(n,)`.
             positions: positions of the tokens in the model's input, from 0, `(n,)`.
-            groups: index of the group of each token's document, `(n,)` on the CPU. None puts all into group 0.
-            sentences: number of each token's sentence for the score by sentence, `(n,)` on the CPU, see
+            groups: index of the group of each token's document, `(n,)` on the CPU. If None, all tokens are in group 0.
+            sentences: index of each token's sentence, for the score by sentence, `(n,)` on the CPU; see
                 `GroupedSentences.update`. None leaves all points out of that score.
         """
         groups = torch.zeros(len(points), dtype=torch.int64) if groups is None else groups

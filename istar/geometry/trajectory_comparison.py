@@ -171,8 +171,8 @@ def write_page(trainings: Sequence[MeasuredTraining], out: Path, command: str = 
 
     Args:
         trainings: the compared trainings.
-        out: output folder, which is replaced.
-        command: command line that made the page, which the page shows.
+        out: output folder; an earlier result in it is replaced.
+        command: command line, to show on the page.
 
     Raises:
         UserError: if the folder holds anything but an earlier comparison of trainings, or cannot be written.

@@ -163,17 +163,20 @@ def read_benchmark(path: str | Path, format: str | None = None) -> Benchmark:
 def word_vectors(
     words: Sequence[str], tokenizer: "PreTrainedTokenizerBase", embeddings: Tensor, policy: Policy = "single_token"
 ) -> WordVectors:
-    """Look up the vectors of words in an embedding matrix, with the tokens that the words have inside a sentence.
+    """Look up the vectors of words in an embedding matrix, tokenizing each word as it appears inside a sentence.
 
     Byte-level BPE and SentencePiece tokenize a word after a space differently from the first word of a text. Each word
-    is therefore tokenized after another word, whose tokens are removed. Letter case is left to the tokenizer.
+    is therefore tokenized after another word, whose tokens are then dropped. Letter case is left to the tokenizer.
 
     Args:
         words: words to look up.
         tokenizer: any tokenizer of transformers; special tokens are not added.
         embeddings: `(rows, d)`, one row per token id, of any floating dtype and on any device.
-        policy: "single_token", as in the paper, gives words of several tokens no vector. "mean" gives them the mean of
-            their tokens' rows. A word with an unknown token has no vector under either policy.
+        policy: "single_token", as in the paper, leaves out words of several tokens. "mean" gives them the mean of their
+            tokens' rows. A word with an unknown token has no vector under either policy.
+
+    Returns:
+        The vectors of the words that have one.
 
     Raises:
         UserError: if the policy is unknown, or the embeddings are not a finite matrix with a row for each token.

@@ -128,14 +128,15 @@ def isoscore_unbiased(points: Tensor | FourthMoments, mask: Tensor | None = None
 
 
 def shrinkage_intensity(moments: FourthMoments, shrinkage_covariance: Tensor) -> Tensor:
-    r"""Estimate the zeta for which :math:`(1 - \zeta) C + \zeta T` has the least expected squared error.
+    r"""Estimate the zeta in [0, 1] that minimizes the expected squared error of the shrunk covariance.
 
-    `reg.zeta=auto` uses this estimate. C is the sample covariance of the points and T the shrinkage covariance.
+    The shrunk covariance is :math:`(1 - \zeta) C + \zeta T`, with the sample covariance C of the points and the
+    shrinkage covariance T. `reg.zeta=auto` uses this estimate.
 
-    If T does not depend on the points, and C has the expectation S, then the expected squared error
+    If T does not depend on the points, and S = E[C], then the expected squared error
     :math:`(1 - \zeta)^2 V + \zeta^2 \lVert T - S \rVert_F^2`, with :math:`V = \sum_{ij} \operatorname{Var}(C_{ij})`,
     is minimal at :math:`\zeta^* = V / (V + \lVert T - S \rVert_F^2) = V / E \lVert C - T \rVert_F^2` (Ledoit and Wolf,
-    2004; Schaefer and Strimmer, 2005, equation 7). The second form is estimated by
+    2004; Schaefer and Strimmer, 2005, equation 7). The last expression is estimated by
     :math:`\zeta = \min(1, \hat V / \lVert C - T \rVert_F^2)`. Schaefer and Strimmer compute
     :math:`\hat V` from the products :math:`w_{kij} = y_{ki} y_{kj}` of the centered points y as
 
@@ -144,12 +145,12 @@ def shrinkage_intensity(moments: FourthMoments, shrinkage_covariance: Tensor) ->
         = \frac{n}{(n-1)^3} \Bigl(F - \frac{(n-1)^2}{n} \lVert C \rVert_F^2\Bigr),
         \qquad F = \sum_k \lVert y_k \rVert^4,
 
-    because :math:`\sum_{ij} w_{kij}^2 = \lVert y_k \rVert^4` and :math:`\bar w = (n-1) C / n`. The second form avoids
-    computing d^2 variances. :math:`\hat V` assumes independent points; it is too small for points in correlated groups,
-    such as the tokens of one sentence.
+    because :math:`\sum_{ij} w_{kij}^2 = \lVert y_k \rVert^4` and :math:`\bar w = (n-1) C / n`. The expression with F
+    avoids computing d^2 variances. :math:`\hat V` assumes independent points; it is too small for points in correlated
+    groups, such as the tokens of one sentence.
 
     Args:
-        moments: moments of the points.
+        moments: second and fourth moments of the points.
         shrinkage_covariance: T, `(d, d)`.
 
     Returns:

@@ -317,7 +317,7 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Pat
                 save_adapters(model, folder)
             tokenizer.save_pretrained(folder)
     except Exception as error:
-        # Writers implemented in Rust raise other types, whose messages quote the operating system in this form.
+        # Writers in Rust, such as safetensors, raise types of their own, whose messages contain `(os error 28)`.
         if not isinstance(error, OSError) and "(os error " not in str(error):
             raise
         raise OSError(f"the model cannot be written to {folder}: {shorten(error)}") from error

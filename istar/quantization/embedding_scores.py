@@ -219,7 +219,7 @@ def write_page(table: Sheet, out: Path, command: str = "") -> Path:
     Args:
         table: result of `build_embedding_sheet`.
         out: output folder, whose contents are replaced.
-        command: command line that made the page, which the page shows.
+        command: command line, to show on the page.
 
     Raises:
         UserError: if the folder holds anything but an earlier page, or cannot be written.

@@ -58,7 +58,7 @@ def write_page(quantized: QuantizedScores, tables: PageTables, out: Path, comman
         quantized: the scores.
         tables: result of `make_tables`.
         out: output folder, whose contents are replaced except for `SCORES_FILE`.
-        command: command line that made the page, which the page shows.
+        command: command line, to show on the page.
 
     Raises:
         UserError: if the folder holds anything but an earlier page, or cannot be written.

@@ -75,7 +75,7 @@ class Watch:
         points: Points = ALL_POINTS,
     ) -> None:
         if penalty.include_padding and not points.are_all:
-            raise UserError("the penalty has include_padding, which counts all tokens; expected points='all' with it")
+            raise UserError("include_padding=True counts all tokens; expected points='all' with it")
         self.penalty = penalty
         self.points = points
         self._model = model

@@ -213,7 +213,7 @@ class IStar(Penalty):
         return Terms(1 - score.clamp(max=1), score, moments.counts[0])
 
     def _score_and_zeta(self, moments: Moments | ClassMoments) -> tuple[Tensor, Tensor | None]:
-        """Return the score, and zeta if it is estimated from the points, or else None."""
+        """Return IsoScore*, and the estimated zeta, which is None if zeta is a fixed number."""
         if self.estimator == "unbiased":
             assert isinstance(moments, FourthMoments)
             return unchecked_isoscore_unbiased(moments), None

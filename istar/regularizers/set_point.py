@@ -29,13 +29,13 @@ class SetPoint:
     0.32
 
     Attributes:
-        score: the target t, or `keep` for the score that the model has at the beginning of the training.
-        side: `both` penalizes each deviation from the target, `above` only scores above it, that is h(s - t) =
-            max(0, s - t), and `below` only scores below it.
-        batches: number of first losses whose mean score is the target if `score` is `keep`. While they are computed,
-            the target is their mean so far, so that the first loss is 0. The target is the score of the model before
-            training if no optimizer step falls between these losses: with the default, or with at most the number of
-            micro-batches of an optimizer step. Losses that are not finite, or without gradients, do not count.
+        score: the target t, or `keep` for the score that the model has at the start of training.
+        side: `both` penalizes each deviation from the target, `above` only scores above it, and `below` only scores
+            below it.
+        batches: number of initial losses over which the score is averaged to set the target, if `score` is `keep`.
+            Meanwhile the target is their mean so far, so that the first loss is 0. The target is the score of the model
+            before training if no optimizer step falls between these losses, that is, if `batches` is at most the
+            number of gradient accumulation steps. Losses that are not finite, or without gradients, do not count.
 
     Raises:
         UserError: for a score that is neither a finite number nor `keep`, an unknown side, or `batches` below 1.
@@ -52,11 +52,11 @@ class SetPoint:
         if self.side not in SIDES:
             raise UserError(f"side is {self.side!r}; expected one of {', '.join(SIDES)}")
         if self.batches < 1:
-            raise UserError(f"a target score of {self.batches} batches has no mean; expected 1 or more")
+            raise UserError(f"the batches of a target score are {self.batches}; expected 1 or more")
 
     @property
     def is_kept(self) -> bool:
-        """Whether the target is the score at the beginning of the training."""
+        """Whether the target is the score at the start of training."""
         return self.score == KEEP
 
     def penalty(self, score: Tensor, target: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Groups runs that differ only in the seed, and selects the configuration for each cell of Table 1.
 
 A configuration is everything that identifies a run (see `istar.results.identity_hash`) except the seed: settings, data
-and model. The selection uses the headline metric on the set that chose the epoch, which is the validation set or a
-held-out part of the training data, and no other result.
+and model. The selection uses the headline metric on the set on which the epoch was chosen, which is the validation set
+or a held-out part of the training data, and no other result.
 """
 
 import math
@@ -66,7 +66,7 @@ class Cell:
 
     @property
     def selection_set(self) -> str:
-        """The set that chose the epoch and the configuration; empty without a finished run."""
+        """The set on which the epoch and the configuration were chosen; empty without a finished run."""
         return str(self.first_run.get("chosen_on", ""))
 
     @property
@@ -100,7 +100,7 @@ def add_selection_columns(runs: Runs) -> pd.DataFrame:
         hash_without_<varied>: `config_hash` without the config key in `VARIED`.
         repeated: a second finished run of the same configuration and seed.
         usable: a finished run with a finite headline value that is not repeated.
-        chosen_on: the set that chose the epoch and the configuration that is shown; see `get_selection_set`.
+        chosen_on: the set on which the epoch and the shown configuration were chosen; see `get_selection_set`.
         train_examples: number of training examples; NaN if unknown.
         steps: optimizer steps until the last validation; NaN if unknown.
         candidate: whether a cell of Table 1 may show the run; see `is_table1_candidate`.
@@ -242,7 +242,7 @@ def are_all_collapsed(runs: pd.DataFrame) -> bool:
 def find_best_group(runs: pd.DataFrame, column: str) -> str:
     """Return the value of `column` whose runs are the best: the most seeds first, then the best mean.
 
-    The mean is that of the headline metric on the set that chose the epochs. Ties go to the first run name.
+    The mean is that of the headline metric on the set on which the epochs were chosen. Ties go to the first run name.
     """
     metric = runs["metric"].iloc[0]
     merits = runs.assign(merit=[merit(metric, value) for value in runs["selection"]]).groupby(column)["merit"].agg(list)

@@ -77,7 +77,7 @@ def _build_row(method: str, runs: pd.DataFrame, records: Sequence[RunRecord]) ->
 
 
 def _format_row(row: Mapping[str, Any]) -> list[Entry]:
-    """Return the entries of a method's row, each measure as `before → after`."""
+    """Return the cells of a method's row, each measure as `before → after`."""
     measures = [
         " → ".join(format_number(row[f"{measure}_{stage}"], format_spec) for stage in _STAGES)
         for measure, format_spec in _FORMAT_SPEC_BY_MEASURE.items()

@@ -32,17 +32,17 @@ class Method:
     runs: pd.DataFrame  # finished runs of the configuration that is shown, one for each seed, ordered by seed
     is_base: bool
     budget: Budget
-    num_configurations: int  # number of configurations with finished runs, among which it was chosen
-    selection_set: str  # the set that chose, see `cells.get_selection_set`
+    num_configurations: int  # number of configurations with finished runs, among which this one was chosen
+    selection_set: str  # set on which this one was chosen, see `cells.get_selection_set`
 
     @property
     def score_by_seed(self) -> dict[int, float]:
-        """The headline metric by seed, as `istar.scores.displayed`."""
+        """The headline metric by seed, scaled by `istar.scores.displayed`."""
         return get_score_by_seed(self.runs)
 
     @property
     def num_candidates(self) -> int:
-        """Number of configurations from which the reported scores chose; 1 if other data chose."""
+        """Number of configurations compared by the reported scores; 1 if the choice was made on other data."""
         return self.num_configurations if self.selection_set == VALIDATION else 1
 
     def count_collapsed(self, seeds: Sequence[int]) -> int:

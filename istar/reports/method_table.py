@@ -30,20 +30,21 @@ def build_methods_sheet(compared_methods: ComparedMethods) -> Sheet:
         name="methods",
         title="All methods",
         caption="Headline metric on the validation set (percent, except losses and perplexities), mean ± standard "
-        "deviation (ddof = 1) over seeds. Trials: configurations tried. Chosen on: the set that chose the epoch and "
-        "the configuration, the reported validation set itself or held-out training data. Minus Base: mean difference "
-        "over the seeds that both have, with Student's 95% interval, not corrected for the number of rows. p: "
-        f"two-sided sign-flip permutation test over the pairs of seeds (exact up to {paired.MAX_EXACT_PAIRS} pairs); "
-        f"{_describe_holm_correction(compared_methods)} Smallest: the smallest difference that so many seeds find with "
-        f"probability {POWER:g}, by the paired t-test at {compared_methods.strictest_level:.2g}, Holm's strictest "
-        f"level ({ALPHA:g} / m). IsoScore: layers 1 to L before → after training.",
+        "deviation (ddof = 1) over seeds. Trials: configurations tried. Chosen on: the set on which the epoch and the "
+        "configuration were chosen, the reported validation set itself or held-out training data. Minus Base: mean "
+        "difference over the seeds that both have, with Student's 95% interval, not corrected for the number of rows. "
+        "p: two-sided sign-flip permutation test over the pairs of seeds (exact up to "
+        f"{paired.MAX_EXACT_PAIRS} pairs); {_describe_holm_correction(compared_methods)} Smallest: the smallest "
+        f"difference that so many seeds find with probability {POWER:g}, by the paired t-test at "
+        f"{compared_methods.strictest_level:.2g}, Holm's strictest level ({ALPHA:g} / m). IsoScore: layers 1 to L "
+        "before → after training.",
         header=("task, metric", "method", "mean ± std", "seeds", "trials", "chosen\non", "minus\nBase",
                 "95% interval", "p", "p,\nHolm", "smallest", "collapsed", "IsoScore", "settings"),
         rows_by_group=_group_by_model(rows, _format_row),
         frame=pd.DataFrame(rows).drop(columns="shows_p", errors="ignore"),
         notes=(
             "Each method is shown with the settings that have the most seeds, among equals with the best mean on the "
-            "set that chose.",
+            "set on which they were chosen.",
             "A dash stands for p where the runs allow no conclusion; the CSV file has the number.",
         ),
         num_row_headers=2,
@@ -140,7 +141,7 @@ def _build_row(method: Method, comparison: MethodComparison | None, strictest_le
 
 
 def _format_row(row: dict[str, Any]) -> list[Entry]:
-    """Return the entries of a method's row; p-values are shown only if the runs allow a conclusion."""
+    """Return the cells of a method's row; p-values are shown only if there are enough runs for a test."""
     interval = NONE if row["low"] is None else f"{row['low']:+.2f} to {row['high']:+.2f}"
     numbers = [
         format_number(row["minus_base"], "+.2f"),

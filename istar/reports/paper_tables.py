@@ -34,9 +34,9 @@ def build_table1_sheet(cells: Sequence[Cell]) -> Sheet:
         caption="Metric on the validation set in percent, mean ± standard deviation (ddof = 1) over seeds; bold: per "
         "model and task, the best mean among the methods with the most seeds, without those whose runs have all "
         "collapsed to constant predictions. Paper: Table 1 of Rudman and Eickhoff (2024), five seeds, development "
-        "sets. Chosen on: the set that chose the epoch and the configuration, the reported validation set itself or "
-        "held-out training data. Minus Base: mean difference from Base over the seeds that both have; p: two-sided, "
-        "paired over these seeds, not corrected for the number of rows.",
+        "sets. Chosen on: the set on which the epoch and the configuration were chosen, the reported validation "
+        "set itself or held-out training data. Minus Base: mean difference from Base over the seeds that both have; "
+        "p: two-sided, paired over these seeds, not corrected for the number of rows.",
         header=("task, metric", "method", "λ", "ζ", "mean ± std", "seeds", "chosen\non", "paper", "minus\npaper",
                 "minus\nBase", "pairs", "p,\nt-test", "p,\nsign-flip", "remarks"),
         rows_by_group=_group_by_model(rows, lambda row: _format_table1_row(row, common_hyperparameters)),
@@ -178,8 +178,8 @@ def build_table2_sheet(cells: Sequence[Cell], all_runs: pd.DataFrame) -> Sheet:
     return Sheet(
         name="table2",
         title="Table 2: best λ | ζ",
-        caption="λ | ζ of I-STAR with the most seeds, among these with the best mean on the set that chose (the "
-        "reported validation set itself or held-out training data), and the number of pairs tried. "
+        caption="λ | ζ of I-STAR with the most seeds, among these with the best mean on the set on which they were "
+        "chosen (the reported validation set itself or held-out training data), and the number of pairs tried. "
         "Paper: Table 2, searched over λ in -5, -3, -1, 1, 3, 5 and ζ in 0.2, 0.4, 0.6, 0.8.",
         header=("task", "λ | ζ", "seeds", "mean, percent", "pairs tried", "paper", "agreement", "chosen on"),
         rows_by_group=_group_by_model(rows, _format_table2_row),

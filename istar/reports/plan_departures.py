@@ -191,10 +191,10 @@ def _get_identifying_settings(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _match_to_plan(plan: Plan, run: _Run) -> _Match:
-    """Return a run with the planned configuration from which it differs in the fewest settings.
+    """Match a run to the planned configuration that differs from it in the fewest settings.
 
-    A run whose name is planned matches the configuration with this name. A run of an unplanned task, model or method
-    matches none.
+    A run whose name is in the plan matches the configuration with this name. A run of an unplanned task, model or
+    method matches none.
     """
     for configuration in plan.configurations:
         if run.name in configuration.run_names:

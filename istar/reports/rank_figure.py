@@ -217,7 +217,7 @@ def _get_interval(ranked: RankedMethods, method: str) -> tuple[float | None, flo
 
 
 def _format_row(row: Mapping[str, object]) -> list[Entry]:
-    """Return the entries of a method's row."""
+    """Return the cells of a method's row."""
     low, high, mean = row["low"], row["high"], row["minus_base"]
     return [
         Entry(str(row["method"])),

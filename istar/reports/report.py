@@ -235,10 +235,11 @@ _READING_GUIDE = (
     "task.validation_fraction, on a held-out part of the training data. This page uses no results of a test set.",
     "Each task, model and method is represented by one configuration: all settings, data and model of a run, without "
     "its seed. Among the configurations with finished runs, it is the one with the most seeds; among equals, the one "
-    "with the highest mean of the headline metric on the set that chose the epoch. I-STAR counts with its penalty on "
-    "all layers, CosReg with its penalty on the last layer and λ > 0; λ = 0 is Base. If several configurations of a "
-    "method were tried and nothing was held out, the same numbers select the best one and are then reported, so its "
-    "mean is biased upwards by chance; the remark “best of 9” gives the number of configurations tried.",
+    "with the highest mean of the headline metric on the set on which the epoch was chosen. I-STAR counts with its "
+    "penalty on all layers, CosReg with its penalty on the last layer and λ > 0; λ = 0 is Base. If several "
+    "configurations of a method were tried and nothing was held out, the same numbers select the best one and are then "
+    "reported, so its mean is biased upwards by chance; the remark “best of 9” gives the number of configurations "
+    "tried.",
     "Tests are paired: the same seeds with and without the penalty. In Table 1, p is two-sided, from the paired t-test "
     "(scipy.stats.ttest_rel) and from the exact permutation test that flips the signs of the differences; with five "
     "pairs the latter cannot fall below 0.0625, with three not below 0.25. Neither is corrected for the selection of "

@@ -274,7 +274,7 @@ def build_zeta_ablation_plot(all_runs: pd.DataFrame) -> Plot:
         title="Figure 7: ζ ablation",
         caption="Headline metric on the validation set by ζ of I-STAR, mean ± standard deviation over seeds; ζ = 0 is "
         "no shrinkage, ζ = 1 only Σ_S. Points without error bars have one seed. Dashed line: of the ζ with the most "
-        f"seeds, the one with the best mean on the set that chose the epoch, as in Table 2. {MARKER_LEGEND}",
+        f"seeds, the one with the best mean on the set on which the epoch was chosen, as in Table 2. {MARKER_LEGEND}",
         kind="bars",
         x_label="ζ",
         panels=_build_panels(all_runs, build_panel),

@@ -46,7 +46,7 @@ _TITLE_COLUMNS = (0, 1, 3)  # indices of the columns that move into the title if
 
 
 def build_comparison_table(records: Sequence[RunRecord]) -> Table:
-    """Return a table with one row per configuration; the title names the task, model and seed that all rows share."""
+    """Return a table with one row per configuration; a task, model or seed that all rows share is in the title."""
     row_groups = [
         [build_comparison_row(runs) for runs in configurations] for configurations in group_by_task(records).values()
     ]

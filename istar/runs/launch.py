@@ -314,8 +314,8 @@ def _make_run_error(
 ) -> UserError:
     """Return the error that ended a run, given the exit codes of the processes that failed, by rank.
 
-    A `UserError` of any process comes first, then the signal that killed a process, then an unexpected exception. The
-    order matters because the failure of one process makes the others fail, too.
+    A `UserError` of any process takes precedence, then the signal that killed a process, then an unexpected exception.
+    The order matters because the failure of one process makes the others fail, too.
     """
     error_by_rank = {
         rank: json.loads(path.read_text())
@@ -332,9 +332,7 @@ def _make_run_error(
     exit_code = exit_code_by_rank[rank]
     if -exit_code in signals:
         name = signal.Signals(-exit_code).name
-        return StoppedError(
-            f"stopped by {name} outside of the training; the same command goes on from there", -exit_code
-        )
+        return StoppedError(f"stopped by {name} outside of training; run the same command to resume", -exit_code)
     process_label = f"process {rank} of {num_processes}" if num_processes > 1 else "the process of the run"
     return _make_user_error(
         f"{process_label} {describe_exit_code(exit_code)}; the same command resumes from the last checkpoint"

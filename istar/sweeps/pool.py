@@ -63,7 +63,7 @@ def run_trials(
                 time.sleep(0.05)
     if signals:
         name = signal.Signals(signals[0]).name
-        raise StoppedError(f"stopped by {name}; the same command goes on", signals[0])
+        raise StoppedError(f"stopped by {name}; run the same command to resume", signals[0])
 
 
 class _TrialPool:

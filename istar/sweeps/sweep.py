@@ -454,7 +454,7 @@ def print_results(runs: SweepRuns) -> int:
         for entry in failed:
             console.out(f"  {' '.join(entry.overrides)}: {entry.error}", highlight=False)
     elif stopped:
-        console.out(f"{len(stopped)} of {num_runs} runs are not done; the same command goes on with them")
+        console.out(f"{len(stopped)} of {num_runs} runs are not done; run the same command to resume them")
     return 1 if failed or stopped else 0
 
 

@@ -24,14 +24,14 @@ def read_documents(path: Path) -> Iterator[str]:
 
     - `.jsonl`, `.ndjson`: each line is a JSON object with a document under `text`;
     - `.parquet`: a column `text` with a document in each row;
-    - a folder that `Dataset.save_to_disk` wrote: a column `text`, likewise;
+    - a folder that `Dataset.save_to_disk` wrote: a column `text` with a document in each row;
     - another folder: the documents of its `.txt`, `.jsonl`, `.ndjson` and `.parquet` files, in alphabetical order;
-    - any other file: each line is a document, which may be a paragraph.
+    - any other file: each line is one document, for example a paragraph.
 
-    Documents of only white space are left out. In plain text, white space around a line is removed.
+    Documents that contain only whitespace are left out. In plain text, whitespace around a line is removed.
 
     Raises:
-        UserError: if the path cannot be read, contains no documents of these formats, or text is not UTF-8.
+        UserError: if the path cannot be read, contains no documents in a supported format, or text is not UTF-8.
     """
     if (path / "state.json").is_file():
         yield from _drop_blank(_read_saved_dataset(path))

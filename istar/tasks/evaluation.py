@@ -54,7 +54,7 @@ class Evaluator:
                 regression and (2, tokens) for spans (start logits, then end logits; padded or not).
 
         Raises:
-            ValueError: if the ids differ from those of the features, the logits have a wrong shape or are not
+            ValueError: if the ids differ from those of the features, the logits have the wrong shape or are not
                 finite, or the features belong to other examples.
         """
         logits = self._logits_by_row(outputs)
@@ -118,7 +118,7 @@ class Evaluator:
         """Return the logits of all examples, (examples, classes), or (examples, 1) for regression.
 
         Raises:
-            ValueError: if logits have a wrong shape or are not finite.
+            ValueError: if the logits have the wrong shape or are not finite.
         """
         num_logits = len(self.spec.labels) or 1
         shapes = {vector.shape for vector in logits}
@@ -131,7 +131,7 @@ class Evaluator:
         """Return the best answer text of each example, given the logits of all windows.
 
         Raises:
-            ValueError: if logits have a wrong shape or are not finite.
+            ValueError: if the logits have the wrong shape or are not finite.
         """
         offsets = _read_offsets(self.features)
         unpadded = []

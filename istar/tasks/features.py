@@ -123,19 +123,19 @@ def limit_max_length(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfi
 
 
 class Rows(Protocol):
-    """The tokenized rows of a split, for a `DataLoader`."""
+    """Map-style dataset of the tokenized rows of a split."""
 
     @property
     def lengths(self) -> NDArray[Any]:
-        """Number of tokens of each row, (rows,) integers."""
+        """Number of tokens of each row: integers, `(rows,)`."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return the features of a row by name, as in validation."""
+        """Return the features of a row by name, as used in validation."""
 
     def row_in_epoch(self, index: int, epoch: int) -> dict[str, Any]:
-        """Return the features of a row by name, as in training, where they may differ between epochs."""
+        """Return the features of a row by name, as used in training, where they may differ between epochs."""
 
 
 class FeatureRows(torch.utils.data.Dataset[dict[str, Any]]):

@@ -26,7 +26,7 @@ class ClassIsotropyCallback(LayerStatisticsCallback):
     Attributes:
         scores: latest scores by layer number as a string (0 is the embedding output) and then by the names in
             `SCORE_NAMES`. An undefined score is None. All three are None if the states of a layer are equal up to
-            rounding, as the embedding outputs of [CLS] are.
+            rounding, as is the case for the embedding outputs of [CLS].
     """
 
     accumulator_class = ClassMoments

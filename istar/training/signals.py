@@ -68,7 +68,7 @@ class StopSignal(L.Callback):
         """Raise a `StoppedError` for the received signal; `saved_state` says in its message what has been saved."""
         assert self.signal_number is not None
         name = signal.Signals(self.signal_number).name
-        raise StoppedError(f"stopped by {name}: {saved_state}; the same command goes on from there", self.signal_number)
+        raise StoppedError(f"stopped by {name}: {saved_state}; run the same command to resume", self.signal_number)
 
     def _install_handlers(self, trainer: L.Trainer) -> None:
         """Install the handlers of the stop signals, and stop the run if Lightning has already received SIGTERM."""

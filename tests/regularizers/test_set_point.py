@@ -157,7 +157,7 @@ def test_a_score_that_is_not_finite_is_nan():
         (lambda: SetPoint("kept"), "target score is kept; expected a finite number, or keep"),
         (lambda: SetPoint(True), "target score is True"),
         (lambda: SetPoint(0.1, "left"), "side is 'left'; expected one of both, above, below"),
-        (lambda: SetPoint("keep", batches=0), "0 batches"),
+        (lambda: SetPoint("keep", batches=0), "batches of a target score are 0"),
     ],
 )
 def test_what_is_no_set_point_is_refused_in_one_line(call, message):

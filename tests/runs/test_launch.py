@@ -93,7 +93,7 @@ def pair(own_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
 def assert_stopped(done: Done, number: int, told: str = r"saved at step \d+") -> None:
     name = signal.Signals(number).name
     assert done.code == 128 + number, done
-    assert re.fullmatch(f"error: stopped by {name}: {told}; the same command goes on from there", done.line())
+    assert re.fullmatch(f"error: stopped by {name}: {told}; run the same command to resume", done.line())
 
 
 # ---- ways to start
@@ -280,8 +280,8 @@ def test_a_stopped_run_is_saved_and_goes_on_exactly(tmp_path, start, alone):
         if not arguments:
             assert_stopped(done, number)
             continue
-        assert (done.code, done.line()) == (128 + number, "error: stopped by SIGTERM; the same command goes on")
-        assert re.search(r"seed 1: stopped by SIGTERM: saved at step \d+; the same command goes on", done.stdout)
+        assert (done.code, done.line()) == (128 + number, "error: stopped by SIGTERM; run the same command to resume")
+        assert re.search(r"seed 1: stopped by SIGTERM: saved at step \d+; run the same command to resume", done.stdout)
     for index, done in enumerate(at_once(*(lambda i=i: sent_again(i) for i in range(len(cases))))):
         logs = [path.read_text() for path in (tmp_path / str(index)).glob("runs/sweeps/*/logs/*")]
         assert "was interrupted; it resumes from step-" in "".join([done.well().stdout, *logs])

@@ -102,8 +102,8 @@ def test_a_job_that_is_ended_does_not_end_the_others(tmp_path, start, alone):
     os.kill(job_of(submitter, "seed=2"), signal.SIGTERM)
     done = submitter.wait()
     assert (done.code, done.stderr) == (1, "")
-    assert re.search(r"seed 2: stopped by SIGTERM: saved at step \d+; the same command goes on", done.stdout)
-    assert "1 of 2 runs are not done; the same command goes on" in done.stdout
+    assert re.search(r"seed 2: stopped by SIGTERM: saved at step \d+; run the same command to resume", done.stdout)
+    assert "1 of 2 runs are not done; run the same command to resume" in done.stdout
     again = start(tmp_path, *JOBS, "seed=1,2").wait()
     assert (again.code, again.stderr) == (0, "")
     assert "it resumes from step-" in printed(tmp_path)

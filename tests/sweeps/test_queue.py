@@ -149,7 +149,7 @@ def test_the_lock_may_be_taken_between_the_look_and_the_start(runs: Callable[...
 def test_a_signal_ends_the_wait(runs: Callable[..., SweepRuns], locks: ExitStack) -> None:
     ours = with_all_runs(runs(*GRID))
     lock(ours, 1, locks)
-    with pytest.raises(StoppedError, match="stopped by SIGTERM; the same command goes on"):
+    with pytest.raises(StoppedError, match="stopped by SIGTERM; run the same command to resume"):
         execute(ours, lambda: signal.raise_signal(signal.SIGTERM))
     assert [entry.status for entry in ours.state.entries] == ["elsewhere", "finished", "finished"]
 
