@@ -350,7 +350,7 @@ def test_rows_of_equal_norm_have_no_density(tmp_path: Path) -> None:
     ("added", "message"),
     [
         (["--form", "centered"], "--form needs a single matrix in a single form; name the forms with --forms"),
-        (["--save", "matrix"], "--save is for one matrix"),
+        (["--save", "matrix"], "--save needs a single matrix in a single form"),
         (["--revision", "main"], "give it with its model, as in <model>@<revision>"),
         (["--forms", "raw", "--components", "2"], "--components needs an all_but_the_top form"),
         (["--wordsim", "MEN"], "2 files are the benchmark men; give each benchmark once"),
