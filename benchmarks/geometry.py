@@ -30,12 +30,11 @@ from benchmarks.common import (
     positive_int,
     time_in_rotation,
 )
-from istar.geometry.corpus import Blocks, Source, pad_batch, sorted_windows
+from istar.geometry.corpus import Blocks, Source, pad_batch, sorted_windows, split_into_batches
 from istar.geometry.stream import Pass, Statistics, Stream
 from istar.models import tiny
 from istar.tasks import demo
 from istar.tasks.documents import read_documents
-from istar.tasks.tokenizing import chunks
 
 PEER = "bare forward"
 
@@ -50,9 +49,9 @@ def main() -> None:
         source = write_random_text(Path(folder) / "text.txt", options.tokens)
         blocks = Blocks(tokenizer, settings.length, settings.documents)(read_documents(source.path))
         batches = [
-            pad_batch([block.tokens for block in chunk], 0)
+            pad_batch([block.tokens for block in batch], 0)
             for window in sorted_windows(blocks, lambda block: len(block.tokens))
-            for chunk in chunks(window, settings.batch_size)
+            for batch in split_into_batches(window, lambda block: len(block.tokens), model.device)
         ]
         bare_forward = partial(run_forward, model, batches)
         bare_forward()

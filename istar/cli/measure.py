@@ -33,7 +33,7 @@ def add_parser(commands: Any) -> None:
     add("--documents", choices=("separate", "packed"), default="separate", help=f"{documents} (default: separate)")
     special = "whether statistics include the states of special tokens and separators, which the model always sees"
     add("--special-tokens", choices=("include", "exclude"), default="exclude", help=f"{special} (default: exclude)")
-    add("--batch-size", type=int, default=32, help="blocks per batch (default: 32)")
+    add("--batch-tokens", type=int, help="maximum tokens per batch (default: 2048 on a CPU, 16384 on a GPU)")
     add("--max-tokens", type=int, help="maximum number of tokens of each text")
     add("--sample", type=int, default=5_000, help="token types to keep for TwoNN; 0: no TwoNN (default: 5000)")
     add("--seed", type=int, default=0, help="seed of that sample (default: 0)")
@@ -58,12 +58,12 @@ def run(options: argparse.Namespace) -> None:
         return
     if not options.text:
         raise UserError("--text is missing; expected a file or folder of text, or --list to see the measures")
-    check_minima(options, length=0, batch_size=1, sample=0, seed=0, max_tokens=1, groups=0)
+    check_minima(options, length=0, batch_tokens=1, sample=0, seed=0, max_tokens=1, groups=0)
     from istar.geometry import corpus, stream
 
     settings = stream.Pass(
         options.length,
-        options.batch_size,
+        options.batch_tokens,
         options.sample,
         options.seed,
         options.max_tokens,

@@ -18,6 +18,8 @@ from istar.geometry.taps import FINAL_NORM
 TABLE_FILE = "comparison.csv"
 SUMMARY_MEASURES = ("isoscore", "inter_sim", "intra_sim", "two_nn", "effective_rank", "average_norm")
 """Measures of the last layer that the table of all models shows."""
+_SETTINGS_WITHOUT_EFFECT = ("batch_tokens", "batch_size")
+"""Settings of a pass that do not change its measures; earlier versions had `batch_size`."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,9 @@ def describe_differences(models: Sequence[MeasuredModel]) -> list[str]:
     first = models[0]
     for other in models[1:]:
         first_settings, settings = (dict(model.measurements.settings) for model in (first, other))
-        del first_settings["texts"], settings["texts"]
+        for name in ("texts", *_SETTINGS_WITHOUT_EFFECT):
+            first_settings.pop(name, None)
+            settings.pop(name, None)
         if not have_same_texts(first, other):
             sentences.append(f"{other.label} was measured over other texts than {first.label}.")
         keys = sorted(first_settings.keys() | settings.keys())

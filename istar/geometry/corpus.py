@@ -21,6 +21,10 @@ COMBINED = "combined"
 """Name of the results over several sources together."""
 WINDOW_SIZE = 4_096
 """Number of blocks that are read ahead and sorted by length."""
+BATCH_TOKENS = 2_048
+"""Default number of tokens of a batch on a CPU, for which the hidden states of a small model fit into the cache."""
+BATCH_TOKENS_ON_DEVICES = 16_384
+"""Default number of tokens of a batch on other devices, where small batches leave the device idle."""
 RUN_LENGTH = 4
 """Number of consecutive blocks of packed documents that count as one document; see `Pass.groups` in `stream`."""
 
@@ -194,6 +198,31 @@ def sorted_windows(blocks: Iterable[T], block_length: Callable[[T], int]) -> Ite
     """
     for window in chunks(blocks, WINDOW_SIZE):
         yield sorted(window, key=block_length, reverse=True)
+
+
+def split_into_batches(
+    blocks: Iterable[T], block_length: Callable[[T], int], device: torch.device, num_tokens: int | None = None
+) -> Iterator[list[T]]:
+    """Yield consecutive blocks in batches of at most `num_tokens` tokens with padding, but of at least one block.
+
+    Args:
+        blocks: blocks, of which neighbours have similar lengths.
+        block_length: returns the number of tokens of a block.
+        device: device of the model, for the default of `num_tokens`.
+        num_tokens: maximum number of tokens; None means `BATCH_TOKENS` on a CPU, else `BATCH_TOKENS_ON_DEVICES`.
+    """
+    if num_tokens is None:
+        num_tokens = BATCH_TOKENS if device.type == "cpu" else BATCH_TOKENS_ON_DEVICES
+    batch: list[T] = []
+    longest = 0
+    for block in blocks:
+        longest = max(longest, block_length(block))
+        if batch and longest * (len(batch) + 1) > num_tokens:
+            yield batch
+            batch, longest = [], block_length(block)
+        batch.append(block)
+    if batch:
+        yield batch
 
 
 def pad_batch(blocks: Sequence[Sequence[int]], pad_id: int) -> dict[str, Tensor]:

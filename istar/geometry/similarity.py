@@ -12,13 +12,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from istar.config import ModelConfig
 from istar.errors import UserError
-from istar.geometry.corpus import Block, Blocks, pad_batch
+from istar.geometry.corpus import Block, Blocks, pad_batch, split_into_batches
 from istar.geometry.taps import Taps
 from istar.measures.alignment import cka
 from istar.measures.moments import full_precision
 from istar.models import load_encoder, load_tokenizer
 from istar.tasks.documents import read_documents
-from istar.tasks.tokenizing import chunks
 
 _MIN_DOCUMENTS = 4
 """Fewest documents for which CKA is defined."""
@@ -60,7 +59,7 @@ def compute_mean_states(
     tokenizer: PreTrainedTokenizerBase,
     documents: Sequence[str],
     length: int = 128,
-    batch_size: int = 32,
+    batch_tokens: int | None = None,
 ) -> dict[str, Tensor]:
     """Compute the mean hidden state of each document at every tap, `(documents, d)` by tap, float32 on the CPU.
 
@@ -72,7 +71,8 @@ def compute_mean_states(
         tokenizer: tokenizer of the model.
         documents: texts.
         length: maximum number of tokens of a document, including special tokens; the rest of a document is left out.
-        batch_size: number of documents in a batch.
+        batch_tokens: maximum number of tokens of a batch, with padding; for the default see
+            `corpus.split_into_batches`.
 
     Raises:
         UserError: if a document has no tokens.
@@ -89,7 +89,7 @@ def compute_mean_states(
     # Batches of documents of similar length need little padding.
     order = sorted(range(len(first_blocks)), key=lambda index: len(first_blocks[index].tokens))
     means: dict[str, Tensor] = {}
-    for indices in chunks(order, batch_size):
+    for indices in split_into_batches(order, lambda index: len(first_blocks[index].tokens), model.device, batch_tokens):
         batch = [first_blocks[index] for index in indices]
         inputs = pad_batch([block.tokens for block in batch], pad_id)
         weights = _averaging_weights(batch, inputs["input_ids"].shape[1]).to(model.device)

@@ -4,7 +4,7 @@ import hashlib
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,14 +20,23 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from istar.errors import UserError
 from istar.files import atomic_write
-from istar.geometry.corpus import COMBINED, Block, Blocks, Documents, Reading, Source, pad_batch, sorted_windows
+from istar.geometry.corpus import (
+    COMBINED,
+    Block,
+    Blocks,
+    Documents,
+    Reading,
+    Source,
+    pad_batch,
+    sorted_windows,
+    split_into_batches,
+)
 from istar.geometry.layers import COVARIANCE_MEASURES_WITH_ERROR, SCORE_BY_SENTENCE, Layer, LayerSettings, MeasureSet
 from istar.geometry.sample import Sample
 from istar.geometry.taps import Taps
 from istar.measures import ScaleDimension
 from istar.measures.moments import full_precision
 from istar.tasks.documents import read_documents
-from istar.tasks.tokenizing import chunks
 
 SECONDS_BETWEEN_SAVES = 300.0
 MAX_GROUP_BYTES = 2**30
@@ -45,7 +54,8 @@ class Pass:
     """Settings of a pass over a corpus."""
 
     length: int  # maximum number of tokens of a block, including special tokens
-    batch_size: int = 32  # number of blocks in a batch
+    # Maximum number of tokens of a batch, with padding; see `corpus.split_into_batches` for the default.
+    batch_tokens: int | None = None
     sample: int = 5_000  # maximum number of token types to keep for TwoNN, with one occurrence of each
     seed: int = 0  # seed of that sample
     # A source is read until the statistics have at least this number of its tokens; None reads it to its end.
@@ -301,10 +311,14 @@ class Stream:
                 for position, (index, block) in enumerate(window, start)
                 if position >= first_position and position % self._world_size == self._rank
             ]
-            for chunk in chunks(rank_blocks, self.settings.batch_size):
-                positions, indices, blocks = zip(*chunk, strict=True)
+            for batch in self._split_into_batches(rank_blocks, lambda item: len(item[2].tokens)):
+                positions, indices, blocks = zip(*batch, strict=True)
                 yield list(positions), list(indices), list(blocks)
             start += len(window)
+
+    def _split_into_batches(self, blocks: Iterable[T], block_length: Callable[[T], int]) -> Iterator[list[T]]:
+        """Yield consecutive blocks in batches; `block_length` returns the number of tokens of a block."""
+        return split_into_batches(blocks, block_length, self._model.device, self.settings.batch_tokens)
 
     def _limited_blocks(self, source: Source, reading: Reading) -> Iterator[Block]:
         """Yield the blocks of a source in order, up to the limit of tokens, and count in `reading` what is read."""
@@ -390,7 +404,7 @@ class Stream:
         count, totals = 0, dict.fromkeys(self._taps.names, torch.zeros(()))
         for source in sources:
             first_blocks = itertools.islice(self._limited_blocks(source, Reading()), ORIGIN_BLOCKS)
-            for blocks in chunks(first_blocks, self.settings.batch_size):
+            for blocks in self._split_into_batches(first_blocks, lambda block: len(block.tokens)):
                 included, _, states = self._compute_hidden_states(blocks)
                 count += int(included.sum())
                 for tap, state in states.items():

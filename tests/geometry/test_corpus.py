@@ -131,6 +131,24 @@ def test_windows_are_sorted_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(corpus.sorted_windows(words, len)) == [["bbb", "cc", "dd", "a"], ["ff", "e"]]
 
 
+@pytest.mark.parametrize("num_tokens", [1, 40, 100, 5_000])
+def test_batches_hold_as_many_blocks_as_fit(num_tokens: int) -> None:
+    cpu, generator = torch.device("cpu"), torch.Generator().manual_seed(num_tokens)
+    lengths = torch.randint(1, 41, (200,), generator=generator).tolist()
+    batches = list(corpus.split_into_batches(lengths, lambda length: length, cpu, num_tokens))
+    assert [length for batch in batches for length in batch] == lengths
+    for batch, following in itertools.pairwise([*batches, []]):
+        assert len(batch) == 1 or len(batch) * max(batch) <= num_tokens
+        if following:
+            assert (len(batch) + 1) * max(*batch, following[0]) > num_tokens
+
+
+def test_the_default_size_of_batches_depends_on_the_device() -> None:
+    for device, num_blocks in (("cpu", 64), ("meta", 512)):
+        batches = corpus.split_into_batches([32] * 600, lambda length: length, torch.device(device))
+        assert len(next(batches)) == num_blocks
+
+
 def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(UserError, match=r"a block of 2 tokens has no room"):
         Blocks(bert(), 2)

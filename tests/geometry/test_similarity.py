@@ -39,7 +39,7 @@ def documents(count: int, seed: int = 0) -> list[str]:
 
 def test_mean_states_are_those_of_each_document_alone() -> None:
     model, texts = encoder(0), documents(25)
-    states = compute_mean_states(model, TOKENIZER, texts, length=8, batch_size=4)
+    states = compute_mean_states(model, TOKENIZER, texts, length=8, batch_tokens=32)
     for number, text in enumerate(texts):
         ids = TOKENIZER(text, truncation=True, max_length=8, return_tensors="pt")
         with torch.no_grad():

@@ -153,7 +153,7 @@ def test_every_figure_of_every_tap(
     model = make()
     states, tokens = all_states(model, source, 16, documents, special_tokens)
     settings = Pass(
-        16, batch_size=7, sample=0, documents=documents, special_tokens=special_tokens, measures="all", groups=3
+        16, batch_tokens=112, sample=0, documents=documents, special_tokens=special_tokens, measures="all", groups=3
     )
     found = read(model, settings, source).compute_measures()
     assert list(found) == list(states)
@@ -166,7 +166,7 @@ def test_every_figure_of_every_tap(
 def test_batches_hold_documents_of_like_length(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpus, "WINDOW_SIZE", 20)
     seen: list[list[int]] = []
-    pass_over = Stream(bert(), TOKENIZER, Pass(32, batch_size=6, sample=0))
+    pass_over = Stream(bert(), TOKENIZER, Pass(32, batch_tokens=6 * 16, sample=0))
 
     def watched(statistics: Statistics, blocks: list[Block], keys: Any) -> None:
         seen.append([len(block.tokens) for block in blocks])
@@ -177,15 +177,21 @@ def test_batches_hold_documents_of_like_length(source: Source, monkeypatch: pyte
     expected = []
     for start in range(0, len(lengths), 20):
         window = sorted(lengths[start : start + 20], reverse=True)
-        expected += [window[first : first + 6] for first in range(0, len(window), 6)]
+        while window:
+            # The first is the longest.
+            size = max(1, 6 * 16 // window[0])
+            expected.append(window[:size])
+            window = window[size:]
     assert seen == expected
 
 
 def test_batches_and_windows_do_not_matter(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     model = bert()
-    first, *others = (read(model, Pass(16, batch_size=size, sample=12, measures="all"), source) for size in (1, 5, 64))
+    first, *others = (
+        read(model, Pass(16, batch_tokens=16 * size, sample=12, measures="all"), source) for size in (1, 5, 64)
+    )
     monkeypatch.setattr(corpus, "WINDOW_SIZE", 11)
-    others.append(read(model, Pass(16, batch_size=4, sample=12, measures="all"), source))
+    others.append(read(model, Pass(16, batch_tokens=64, sample=12, measures="all"), source))
     for other in others:
         assert torch.equal(first.sample.random_numbers, other.sample.random_numbers)
         assert torch.equal(first.sample.types, other.sample.types)
@@ -229,10 +235,10 @@ def test_sources_and_their_union(source: Source, tmp_path: Path) -> None:
 def test_an_interrupted_pass_resumes(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = bert()
     monkeypatch.setattr(corpus, "WINDOW_SIZE", 13)
-    whole = read(model, Pass(16, batch_size=2, sample=30, measures="all"), source)
+    whole = read(model, Pass(16, batch_tokens=32, sample=30, measures="all"), source)
     monkeypatch.setattr(stream, "SECONDS_BETWEEN_SAVES", 0.0)
     place = tmp_path / "state"
-    broken = Stream(model, TOKENIZER, Pass(16, batch_size=2, sample=30, measures="all"), place, "same")
+    broken = Stream(model, TOKENIZER, Pass(16, batch_tokens=32, sample=30, measures="all"), place, "same")
     calls = iter(range(100))
 
     def breaking(*arguments: Any) -> Any:
@@ -244,7 +250,7 @@ def test_an_interrupted_pass_resumes(source: Source, tmp_path: Path, monkeypatch
     with pytest.raises(KeyboardInterrupt):
         broken([source], Statistics.compute_measures)
     assert len(list(tmp_path.glob("state.*"))) == 1
-    going_on = Stream(model, TOKENIZER, Pass(16, batch_size=2, sample=30, measures="all"), place, "same")
+    going_on = Stream(model, TOKENIZER, Pass(16, batch_tokens=32, sample=30, measures="all"), place, "same")
     seen: list[int] = []
 
     def watched(statistics: Any, blocks: Any, keys: Any) -> None:
@@ -267,7 +273,7 @@ def test_the_time_of_an_interrupted_pass_counts(
     now = 0.0
     monkeypatch.setattr(stream.time, "monotonic", lambda: now)
     monkeypatch.setattr(stream, "SECONDS_BETWEEN_SAVES", 0.0)
-    settings = Pass(16, batch_size=4, sample=0)
+    settings = Pass(16, batch_tokens=64, sample=0)
 
     class SlowTaps(stream.Taps):
         def __call__(self, inputs: Any) -> Any:
@@ -292,7 +298,11 @@ def test_the_time_of_an_interrupted_pass_counts(
         monkeypatch.setattr(result, "_update_statistics", slow)
         return result
 
-    count = math.ceil(len(inputs(source, 16, "separate")) / 4)
+    longest_first = sorted((2 + len(ids) for ids in inputs(source, 16, "separate")), reverse=True)
+    count = 0
+    while longest_first:
+        longest_first = longest_first[max(1, 64 // longest_first[0]) :]
+        count += 1
     broken = reader(batches=3)
     with pytest.raises(KeyboardInterrupt):
         broken([source], Statistics.compute_measures)
@@ -352,7 +362,7 @@ def test_a_block_of_separators_alone(tmp_path: Path) -> None:
     length = 2 + len(whole) - 1
     assert inputs(text, length, "packed")[-1] == [TOKENIZER.sep_token_id]
     for batch_size in (1, 8):
-        settings = Pass(length, batch_size=batch_size, documents="packed")
+        settings = Pass(length, batch_tokens=length * batch_size, documents="packed")
         assert read(bert(), settings, text).compute_measures()["layer_2"]["tokens"] == len(whole) - 2
 
 
@@ -382,7 +392,7 @@ def test_statistics_of_all_sources_are_never_in_memory_at_once(
 def test_errors_are_from_groups_of_documents(source: Source) -> None:
     """The oracle measures the text without every third document."""
     model = bert()
-    found = read(model, Pass(16, batch_size=7, groups=3), source).compute_measures()
+    found = read(model, Pass(16, batch_tokens=112, groups=3), source).compute_measures()
     lines = source.path.read_text().splitlines()
     without = []
     for group in range(3):
@@ -407,7 +417,7 @@ def of_each_tap(model: PreTrainedModel, source: Source) -> Iterator[tuple[str, A
 def test_the_score_by_sentence_is_that_of_the_first_blocks_of_the_documents(source: Source, batch_size: int) -> None:
     """The oracle cuts each document to its first block, and reads the documents one by one."""
     model = bert()
-    settings = Pass(16, batch_size=batch_size, sample=0, measures="all", groups=3)
+    settings = Pass(16, batch_tokens=16 * batch_size, sample=0, measures="all", groups=3)
     found = read(model, settings, source).compute_measures()
     lines = [ids[:14] for ids in TOKENIZER(source.path.read_text().splitlines(), add_special_tokens=False)["input_ids"]]
     assert max(map(len, inputs(source, 512, "separate"))) > 14
@@ -503,7 +513,7 @@ def share(rank: int, world: int, folder: str, length: int) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
     place = Path(folder)
     texts = [Source(name, place / f"{name}.txt") for name in ("text", "other")]
-    settings = Pass(length, batch_size=3, sample=12, measures="all", groups=4)
+    settings = Pass(length, batch_tokens=3 * length, sample=12, measures="all", groups=4)
     found = Stream(bert(), TOKENIZER, settings, place / "state", "same")(texts, Statistics.compute_measures)
     torch.save(found, place / f"measures-{rank}.pt")
     dist.barrier()

@@ -70,7 +70,7 @@ def test_measures_equal_those_of_one_process(
 ) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.setenv("COLUMNS", "150")
-    arguments = ("measure", "model", "--text", "text.txt", "--length", "16", "--batch-size", "4", "--sample", "50")
+    arguments = ("measure", "model", "--text", "text.txt", "--length", "16", "--batch-tokens", "64", "--sample", "50")
     assert main([*arguments, "--out", "one"]) == 0
     printed = capsys.readouterr().out
     printed_by_two = start(folder, [*arguments, "--out", "two"])
