@@ -295,7 +295,7 @@ class IntraSim:
             UserError: if a point is not finite.
         """
         check_finite(self.total[self.count > 0], "the points")
-        return average_cosines(self.total, self.count)
+        return average_cosine_by_group(self.total, self.count)
 
     def compute(self, average: Average = "types", min_count: int = 2) -> Tensor:
         """Return the average of `per_type`, 0-d, in [-1, 1].
@@ -320,7 +320,7 @@ class IntraSim:
         return values.mean() if average == "types" else (values * counts).sum() / counts.sum()
 
 
-def average_cosines(totals: Tensor, counts: Tensor) -> Tensor:
+def average_cosine_by_group(totals: Tensor, counts: Tensor) -> Tensor:
     r"""Return the average cosine over the pairs of points of each group, `(groups,)`; NaN for fewer than 2 points.
 
     With the sum S of the n unit vectors of a group, it is :math:`(\lVert S \rVert^2 - n) / (n (n - 1))`.

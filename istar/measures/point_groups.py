@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from istar.errors import UserError
-from istar.measures.cosine import average_cosines
+from istar.measures.cosine import average_cosine_by_group
 from istar.measures.rows import (
     check_finite,
     check_one_per_point,
@@ -219,7 +219,7 @@ class GroupedPoints:
             NonFiniteError: if a point is not finite.
         """
         check_finite(self.norm_total, "the points")
-        return average_cosines(self.total, self.nonzero)
+        return average_cosine_by_group(self.total, self.nonzero)
 
 
 def _check_groups(groups: Tensor, num_groups: int) -> Tensor:

@@ -259,10 +259,12 @@ def test_other_texts_and_settings_are_pointed_out(measured: dict[str, Measuremen
     encoder = compare.MeasuredModel("encoder", measured["encoder"])
     assert compare.describe_differences([encoder, compare.MeasuredModel("decoder", measured["decoder"])]) == []
     settings = {**measured["decoder"].settings, "texts": {"other": "other.txt"}, "length": 8}
-    # A file of another name with the same content is the same text.
-    renamed = replace(measured["decoder"], settings={**settings, "length": 16}, text_hashes={
-        "other": measured["decoder"].text_hashes["text"]
-    })  # fmt: skip
+    # A file of another name with the same content is the same text, and the size of batches changes no measure.
+    renamed = replace(
+        measured["decoder"],
+        settings={**settings, "length": 16, "batch_tokens": 64, "batch_size": 32},
+        text_hashes={"other": measured["decoder"].text_hashes["text"]},
+    )
     assert compare.describe_differences([encoder, compare.MeasuredModel("decoder", renamed)]) == []
     other = compare.MeasuredModel(
         "decoder", replace(measured["decoder"], settings=settings, text_hashes={"other": "0123"})

@@ -106,8 +106,8 @@ def test_a_list_with_undefined_numbers_is_on_one_line(measured: Measurements, tm
     spectra = {"a": {"layer_1": {"raw": [1.5, math.nan, -2e-7, math.inf]}}}
     measures_file.write(replace(measured, spectra=spectra), tmp_path)
     assert "[ 1.5, null, -2e-07, null ]" in (tmp_path / measures_file.JSON_FILE).read_text()
-    found = measures_file.read(tmp_path / measures_file.JSON_FILE).spectra["a"]["layer_1"]["raw"]
-    assert found == pytest.approx([1.5, math.nan, -2e-7, math.nan], nan_ok=True)
+    spectrum = measures_file.read(tmp_path / measures_file.JSON_FILE).spectra["a"]["layer_1"]["raw"]
+    assert spectrum == pytest.approx([1.5, math.nan, -2e-7, math.nan], nan_ok=True)
 
 
 def test_a_file_of_an_earlier_version_is_refused(measured: Measurements, tmp_path: Path) -> None:
