@@ -7,6 +7,7 @@ model's forward pass. All take place in this process, on the CPU, and with the s
 from round to round. The defaults take 10 minutes on two idle cores. The ratio is higher for a short text, because the
 end of a pass (spectra of all layers, with each group left out) takes the same time for any text.
 
+    python -m benchmarks.geometry --measures all              also those that `istar measure` leaves out by default
     python -m benchmarks.geometry --documents packed          blocks of several documents, all of the same length
     python -m benchmarks.geometry --rounds 1 --tokens 500000 --layers 2 --width 128         memory of a long text
 """
@@ -44,7 +45,7 @@ def main() -> None:
     options = make_parser().parse_args()
     tokenizer = tiny.make_tokenizer(demo.vocabulary())
     model = random_model(options.layers, options.width, options.vocabulary)
-    settings = Pass(options.length, intra=not options.no_intra, documents=options.documents)
+    settings = Pass(options.length, intra=not options.no_intra, documents=options.documents, measures=options.measures)
     with tempfile.TemporaryDirectory() as folder:
         source = write_random_text(Path(folder) / "text.txt", options.tokens)
         blocks = Blocks(tokenizer, settings.length, settings.documents)(read_documents(source.path))
@@ -80,6 +81,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--width", type=positive_int, default=384, help="a multiple of 32 (default: 384)")
     parser.add_argument("--length", type=positive_int, default=256, help="tokens of a block (default: 256)")
     parser.add_argument("--documents", choices=("separate", "packed"), default="separate", help="default: separate")
+    parser.add_argument("--measures", choices=("basic", "all"), default="basic", help="default: basic")
     parser.add_argument("--vocabulary", type=positive_int, default=30_522, help="words of IntraSim (default: 30522)")
     parser.add_argument("--no-intra", action="store_true", help="leave out IntraSim and its memory")
     return parser

@@ -174,7 +174,7 @@ def seconds_per_batch(config: Any, num_batches: int = 20) -> float:
     size = config.data.batch_size
     start = time.perf_counter()
     for batch in range(num_batches):
-        collate([rows.row_in_epoch((batch * size + row) % len(rows), epoch=batch) for row in range(size)])
+        collate([rows.training_row((batch * size + row) % len(rows), epoch=batch) for row in range(size)])
     return (time.perf_counter() - start) / num_batches
 
 

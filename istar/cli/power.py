@@ -94,14 +94,14 @@ def _make_spread_cells(differences: list[float], options: argparse.Namespace) ->
     """Return the table cells of a method: the standard deviation of its differences, its interval, and the answer."""
     import numpy as np
 
-    from istar.reports.paper_tables import NONE
+    from istar.reports.paper_tables import EMPTY_CELL
     from istar.statistics import power
     from istar.statistics.arguments import is_constant
 
     if len(differences) < 2:
-        return NONE, NONE, "needs 2 seeds"
+        return EMPTY_CELL, EMPTY_CELL, "needs 2 seeds"
     if is_constant(np.array(differences)):
-        return "0", NONE, "all differences are equal"
+        return "0", EMPTY_CELL, "all differences are equal"
     sd = float(np.std(differences, ddof=1))
     low, high = power.sd_interval(sd, len(differences))
     if options.difference is not None:

@@ -119,7 +119,7 @@ class Layer:
     def update(
         self,
         points: Tensor,
-        tokens: Tensor,
+        token_ids: Tensor,
         positions: Tensor,
         groups: Tensor | None = None,
         sentences: Tensor | None = None,
@@ -128,7 +128,7 @@ class Layer:
 
         Args:
             points: hidden states `(n, d)`, without padding.
-            tokens: token ids, `(n,)`.
+            token_ids: ids of the tokens, `(n,)`.
             positions: positions of the tokens in the model's input, from 0, `(n,)`.
             groups: index of the group of each token's document, `(n,)` on the CPU. If None, all tokens are in group 0.
             sentences: index of each token's sentence, for the score by sentence, `(n,)` on the CPU; see
@@ -140,7 +140,7 @@ class Layer:
             self._sentences.update(points, groups, sentences)
         device_groups = groups.to(points.device)
         if self._massive is not None:
-            self._massive.update(points, tokens, positions)
+            self._massive.update(points, token_ids, positions)
         position_bins = log2_bins(positions)
         start = 0
         # Norms and unit vectors are computed once for all accumulators that need them.
@@ -153,7 +153,7 @@ class Layer:
                 self._groups.add_units(norms, units, is_nonzero, device_groups[rows])
             self.positions.add_units(norms, units, is_nonzero, position_bins[rows])
             if self.types is not None:
-                self.types.add_units(norms, units, is_nonzero, tokens[rows])
+                self.types.add_units(norms, units, is_nonzero, token_ids[rows])
             self.dimensions.update(block)
             if self._kurtosis is not None:
                 self._kurtosis.update(block)

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import pandas as pd
@@ -43,6 +43,11 @@ def number_entry(value: float, half_width: float = math.nan) -> Entry:
     return Entry(f"{value:,.{decimals}f} \u00b1 {half_width:,.{decimals}f}", number=True)
 
 
+def numeric_entries(texts: Iterable[str]) -> list[Entry]:
+    """Return a table cell for each number, which is already formatted."""
+    return [Entry(text, number=True) for text in texts]
+
+
 @dataclass(frozen=True)
 class Sheet:
     """A table with a caption."""
@@ -73,9 +78,14 @@ def rest_widths(sheet: Sheet) -> list[int]:
     The page gives all numbers of a column this width after the units, so that their decimal points are aligned.
     """
     return [
-        min(max((len(row[column].parts[1]) for row in sheet.rows if row[column].number), default=0), _MAX_REST_WIDTH)
-        for column in range(len(sheet.header))
+        min(max((len(entry.parts[1]) for entry in entries if entry.number), default=0), _MAX_REST_WIDTH)
+        for entries in _columns(sheet)
     ]
+
+
+def _columns(sheet: Sheet) -> list[list[Entry]]:
+    """Return the cells of each column, in the rows of all groups."""
+    return [[row[index] for row in sheet.rows] for index in range(len(sheet.header))]
 
 
 def to_csv(sheet: Sheet) -> str:
@@ -119,13 +129,14 @@ def to_latex(sheet: Sheet) -> str:
     "mean ± std", only the mean is a number and the rest is a text behind it, because siunitx would not align means
     whose deviations have different sizes. Other columns are texts.
     """
-    number_types = [_siunitx_column_type([row[column] for row in sheet.rows]) for column in range(len(sheet.header))]
+    columns = _columns(sheet)
+    number_types = [_siunitx_column_type(entries) for entries in columns]
     frame = pd.DataFrame([
         [_latex_entry(entry, bool(number_type)) for entry, number_type in zip(row, number_types, strict=True)]
         for row in sheet.rows
     ], columns=range(len(sheet.header)))  # fmt: skip
-    are_right_aligned = [any(row[column].number for row in sheet.rows) for column in range(len(sheet.header))]
-    text_types = [_text_column_type([row[column] for row in sheet.rows]) for column in range(len(sheet.header))]
+    are_right_aligned = [any(entry.number for entry in entries) for entries in columns]
+    text_types = [_text_column_type(entries) for entries in columns]
     column_types = "".join(
         number_type or ("r" if is_right_aligned else text_type)
         for number_type, is_right_aligned, text_type in zip(number_types, are_right_aligned, text_types, strict=True)

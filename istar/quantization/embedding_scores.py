@@ -20,7 +20,7 @@ from istar.models import load_encoder, load_tokenizer
 from istar.pages import folder
 from istar.pages.folder import PageKind
 from istar.pages.page import Page, Section
-from istar.pages.sheets import Entry, Sheet
+from istar.pages.sheets import Entry, Sheet, numeric_entries
 from istar.quantization.sentence_codes import (
     dimension_ranges,
     hamming_distance,
@@ -198,10 +198,10 @@ def build_embedding_sheet(encoder_scores: Sequence[EmbeddingScores], spec: TaskS
 def _format_row(record: Mapping[str, Any]) -> list[Entry]:
     """Return the cells of a table row with the scores of one encoder at one precision."""
     isoscore_text = "-" if record["isoscore"] is None else f"{record['isoscore']:.4f}"
-    numbers = [
+    number_texts = [
         str(record["bits"]), str(record["pairs"]), f"{record['spearman']:.2f}", f"{record['drop']:+.2f}", isoscore_text
     ]  # fmt: skip
-    return [Entry(str(record["form"])), *(Entry(number, number=True) for number in numbers)]
+    return [Entry(str(record["form"])), *numeric_entries(number_texts)]
 
 
 def check_output_folder(out: Path) -> None:

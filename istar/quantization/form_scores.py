@@ -15,7 +15,7 @@ from istar.quantization.linear_layers import Form, InputRanges, encoder_linears,
 from istar.quantization.saved_runs import LoadedModel
 from istar.quantization.torch_int8 import TorchInt8, quantize_by_torch
 from istar.tasks.evaluation import Evaluation
-from istar.tasks.features import Rows
+from istar.tasks.features import TokenizedRows
 from istar.training.data import build_evaluation_loader, sort_longest_first
 from istar.training.module import inputs_without_labels, logits_by_feature, merge_outputs, token_mask
 
@@ -206,7 +206,7 @@ def measure_activation_geometry(
     )
 
 
-def _make_loader(loaded: LoadedModel, rows: Rows, max_rows: int | None = None) -> Any:
+def _make_loader(loaded: LoadedModel, rows: TokenizedRows, max_rows: int | None = None) -> Any:
     """Return a loader of batches of the first `max_rows` rows, or of all rows, in the order from long to short."""
     order = [index for index in sort_longest_first(rows) if max_rows is None or index < max_rows]
     return build_evaluation_loader(rows, loaded.collate, loaded.batch_size, order)

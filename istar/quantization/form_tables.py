@@ -9,12 +9,12 @@ import numpy as np
 import pandas as pd
 
 from istar.errors import UserError
-from istar.pages.sheets import Entry, Sheet
+from istar.pages.sheets import Entry, Sheet, numeric_entries
 from istar.quantization.quantize import QuantizedScores
 from istar.reports.budgets import compute_budget
 from istar.reports.cells import by_model_and_task, row_dicts
 from istar.reports.method_comparisons import is_base, select_runs_by_method
-from istar.reports.paper_tables import NONE, format_mean_and_std, format_p_value
+from istar.reports.paper_tables import EMPTY_CELL, format_mean_and_std, format_p_value
 from istar.reports.run_tables import format_number
 from istar.reports.statistics import compare_paired, mean_and_std
 from istar.statistics import paired
@@ -65,7 +65,7 @@ class SchemeComparison:
     comparison_with_base: Comparison | None
 
 
-def build_runs_sheet(quantized: QuantizedScores) -> Sheet:
+def build_models_sheet(quantized: QuantizedScores) -> Sheet:
     """Return a table with one row per model, which shows its score in float32 and under each quantization scheme."""
     scheme_names = quantized.scheme_names
     columns = ["name", "folder", "task", "model", "method", "seed", "metric", "recorded", "float32"]
@@ -74,14 +74,14 @@ def build_runs_sheet(quantized: QuantizedScores) -> Sheet:
     frame = _sort_rows(quantized.rows)[columns]
     groups: dict[str, list[list[Entry]]] = {}
     for row in row_dicts(frame.astype(object).where(frame.notna(), None)):
-        numbers = [format_number(row["float32"], ".2f")]
+        number_texts = [format_number(row["float32"], ".2f")]
         for scheme_name in scheme_names:
-            mark = " (collapsed)" if row[f"{scheme_name}_collapsed"] else ""
+            note = " (collapsed)" if row[f"{scheme_name}_collapsed"] else ""
             change = format_number(-row[f"{scheme_name}_drop"], "+.2f")
-            numbers.append(f"{row[scheme_name]:.2f} ({change}){mark}")
-        numbers += [format_number(row[measure], ".4g") for measure in MEASURE_LABELS]
-        labels = [row["method"] or NONE, format_number(row["seed"], "g")]
-        cells = [*map(Entry, labels), *(Entry(number, number=True) for number in numbers)]
+            number_texts.append(f"{row[scheme_name]:.2f} ({change}){note}")
+        number_texts += [format_number(row[measure], ".4g") for measure in MEASURE_LABELS]
+        labels = [row["method"] or EMPTY_CELL, format_number(row["seed"], "g")]
+        cells = [*map(Entry, labels), *numeric_entries(number_texts)]
         groups.setdefault(_format_group_name(row), []).append(cells)
     return Sheet(
         "runs",
@@ -252,7 +252,7 @@ def _make_method_record(comparison: SchemeComparison) -> dict[str, Any]:
 
 def _make_method_cells(record: Mapping[str, Any]) -> list[Entry]:
     """Return the formatted cells of a row of the table of methods."""
-    numbers = [
+    number_texts = [
         str(record["seeds"]),
         format_mean_and_std(record["float32"], record["float32_std"]),
         format_mean_and_std(record["drop"], record["drop_std"]),
@@ -264,8 +264,8 @@ def _make_method_cells(record: Mapping[str, Any]) -> list[Entry]:
     return [
         Entry(record["method"]),
         Entry(record["form"]),
-        *(Entry(number, number=True) for number in numbers),
-        Entry(record["verdict"] or NONE),
+        *numeric_entries(number_texts),
+        Entry(record["verdict"] or EMPTY_CELL),
     ]
 
 
@@ -297,11 +297,11 @@ def _build_single_model_sheet(row: Mapping[str, Any], scheme_names: Sequence[str
         row: the model's row of `QuantizedScores.rows`.
         scheme_names: names of the quantization schemes.
     """
-    table_rows = [[Entry("float32"), Entry(f"{row['float32']:.2f}", number=True), Entry(NONE), Entry("")]]
+    table_rows = [[Entry("float32"), Entry(f"{row['float32']:.2f}", number=True), Entry(EMPTY_CELL), Entry("")]]
     for scheme_name in scheme_names:
         mark = "collapsed" if row[f"{scheme_name}_collapsed"] else ""
-        numbers = (f"{row[scheme_name]:.2f}", f"{row[f'{scheme_name}_drop']:+.2f}")
-        table_rows.append([Entry(scheme_name), *(Entry(number, number=True) for number in numbers), Entry(mark)])
+        number_texts = (f"{row[scheme_name]:.2f}", f"{row[f'{scheme_name}_drop']:+.2f}")
+        table_rows.append([Entry(scheme_name), *numeric_entries(number_texts), Entry(mark)])
     geometry = ", ".join(f"{label} {format_number(row[measure], '.4g')}" for measure, label in MEASURE_LABELS.items())
     note = f"Of the float32 model: {geometry}."
     header = ("form", "score", "drop", "")
@@ -310,7 +310,7 @@ def _build_single_model_sheet(row: Mapping[str, Any], scheme_names: Sequence[str
 
 def _format_interval(low: float | None, high: float | None) -> str:
     """Return an interval with signs and two decimals, or a placeholder if an end is missing."""
-    return NONE if low is None or high is None else f"{low:+.2f} to {high:+.2f}"
+    return EMPTY_CELL if low is None or high is None else f"{low:+.2f} to {high:+.2f}"
 
 
 def write_conclusions(comparisons: Sequence[SchemeComparison]) -> list[str]:
@@ -333,8 +333,8 @@ def build_correlation_sheet(quantized: QuantizedScores) -> Sheet:
     for record in records:
         interval = _format_interval(record["low"], record["high"])
         labels = (record["task"], record["form"], MEASURE_LABELS[str(record["measure"])])
-        numbers = (str(record["runs"]), format_number(record["spearman"], "+.2f"), interval)
-        cells = [*map(Entry, labels), *(Entry(number, number=True) for number in numbers), Entry(record["note"])]
+        number_texts = (str(record["runs"]), format_number(record["spearman"], "+.2f"), interval)
+        cells = [*map(Entry, labels), *numeric_entries(number_texts), Entry(record["note"])]
         groups.setdefault(str(record["model"]), []).append(cells)
     return Sheet(
         "relations",

@@ -42,7 +42,7 @@ def check_output_folder(out: Path) -> None:
 
 def make_tables(quantized: QuantizedScores) -> PageTables:
     """Return the tables of the page; those of a single model have no comparisons."""
-    sheets = [form_tables.build_runs_sheet(quantized)]
+    sheets = [form_tables.build_models_sheet(quantized)]
     if "family" not in quantized.rows:
         return PageTables({sheet.name: sheet for sheet in sheets}, conclusions=(), comparisons=())
     comparisons, holm_result = form_tables.compare_methods(quantized)

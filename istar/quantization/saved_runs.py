@@ -29,7 +29,7 @@ from istar.results import RunRecord
 from istar.runs.prepared_data import make_collator, prepare_data
 from istar.runs.store import Examples, find_task_spec, identify_model, load_examples
 from istar.tasks.evaluation import Evaluator
-from istar.tasks.features import Rows
+from istar.tasks.features import TokenizedRows
 from istar.tasks.loading import fingerprint
 from istar.tasks.specs import TASKS, TaskSpec
 from istar.training.data import Collate
@@ -95,8 +95,8 @@ class LoadedModel:
     model: PreTrainedModel
     collate: Collate
     batch_size: int
-    calibration: Rows
-    validation: Rows
+    calibration: TokenizedRows
+    validation: TokenizedRows
     evaluator: Evaluator
 
 

@@ -199,7 +199,7 @@ class IStar(Penalty):
             raise UserError(f"isotropy needs at least 2 dimensions; the hidden states have {moments.dim}")
         if self.sync:
             moments = moments.all_reduce(self.group)
-        score, zeta = self._score_and_zeta(moments)
+        score, zeta = self._isoscore_star_and_zeta(moments)
         # Without this conversion, the float64 score would make the total loss float64.
         score = score.to(summaries[0].scatter.dtype)
         value = 1 - (score.clamp(max=1) if self.estimator == "unbiased" else score)
@@ -212,8 +212,8 @@ class IStar(Penalty):
         score = moments.unchecked_score().to(torch.promote_types(layers[0].rows.dtype, torch.float32))
         return Terms(1 - score.clamp(max=1), score, moments.counts[0])
 
-    def _score_and_zeta(self, moments: Moments | ClassMoments) -> tuple[Tensor, Tensor | None]:
-        """Return IsoScore*, and the estimated zeta, which is None if zeta is a fixed number."""
+    def _isoscore_star_and_zeta(self, moments: Moments | ClassMoments) -> tuple[Tensor, Tensor | None]:
+        """Return IsoScore*, and zeta if it is estimated from the points; the second is None if zeta is a fixed number."""
         if self.estimator == "unbiased":
             assert isinstance(moments, FourthMoments)
             return unchecked_isoscore_unbiased(moments), None

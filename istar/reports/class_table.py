@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from istar.pages.sheets import Entry, Sheet
+from istar.pages.sheets import Entry, Sheet, numeric_entries
 from istar.reports.cells import by_model_and_task, is_finite
 from istar.reports.method_comparisons import select_runs_by_method
 from istar.reports.run_tables import format_number
@@ -82,5 +82,5 @@ def _format_row(row: Mapping[str, Any]) -> list[Entry]:
         " → ".join(format_number(row[f"{measure}_{stage}"], format_spec) for stage in _STAGES)
         for measure, format_spec in _FORMAT_SPEC_BY_MEASURE.items()
     ]
-    numbers = [str(row["seeds"]), *measures]
-    return [Entry(row["task"]), Entry(row["method"]), *(Entry(number, number=True) for number in numbers)]
+    number_texts = [str(row["seeds"]), *measures]
+    return [Entry(row["task"]), Entry(row["method"]), *numeric_entries(number_texts)]

@@ -6,10 +6,10 @@ from typing import Any
 
 import pandas as pd
 
-from istar.pages.sheets import Entry, Sheet
+from istar.pages.sheets import Entry, Sheet, numeric_entries
 from istar.reports.cells import describe_hyperparameters, row_dicts
 from istar.reports.method_comparisons import ALPHA, POWER, ComparedMethods, Method, MethodComparison
-from istar.reports.paper_tables import NONE, format_mean_and_std, format_p_value
+from istar.reports.paper_tables import EMPTY_CELL, format_mean_and_std, format_p_value
 from istar.reports.run_tables import format_number
 from istar.reports.statistics import mean_and_std
 from istar.statistics import paired
@@ -41,7 +41,7 @@ def build_methods_sheet(compared_methods: ComparedMethods) -> Sheet:
         header=("task, metric", "method", "mean ± std", "seeds", "trials", "chosen\non", "minus\nBase",
                 "95% interval", "p", "p,\nHolm", "smallest", "collapsed", "IsoScore", "settings"),
         rows_by_group=_group_by_model(rows, _format_row),
-        frame=pd.DataFrame(rows).drop(columns="shows_p", errors="ignore"),
+        frame=pd.DataFrame(rows).drop(columns="show_p_values", errors="ignore"),
         notes=(
             "Each method is shown with the settings that have the most seeds, among equals with the best mean on the "
             "set on which they were chosen.",
@@ -118,7 +118,7 @@ def _build_row(method: Method, comparison: MethodComparison | None, strictest_le
         "isoscore_before": float(runs["isoscore_before"].mean()),
         "isoscore_after": float(runs["isoscore_after"].mean()),
         "settings": describe_hyperparameters(first_run),
-        "shows_p": False,
+        "show_p_values": False,
         "conclusion": "",
     }
     if comparison is None:
@@ -135,20 +135,20 @@ def _build_row(method: Method, comparison: MethodComparison | None, strictest_le
         "smallest_difference": statistics.smallest_difference,
         "smallest_level": None if statistics.smallest_difference is None else strictest_level,
         "equal_budgets": None if comparison.base is None else statistics.has_equal_budgets,
-        "shows_p": verdict(statistics, ALPHA) is not Verdict.NONE,
+        "show_p_values": verdict(statistics, ALPHA) is not Verdict.NONE,
         "conclusion": conclusion(statistics, ALPHA),
     }
 
 
 def _format_row(row: dict[str, Any]) -> list[Entry]:
     """Return the cells of a method's row; p-values are shown only if there are enough runs for a test."""
-    interval = NONE if row["low"] is None else f"{row['low']:+.2f} to {row['high']:+.2f}"
-    numbers = [
+    interval = EMPTY_CELL if row["low"] is None else f"{row['low']:+.2f} to {row['high']:+.2f}"
+    number_texts = [
         format_number(row["minus_base"], "+.2f"),
         interval,
-        *(format_p_value(row[name] if row["shows_p"] else None) for name in ("p", "p_holm")),
+        *(format_p_value(row[name] if row["show_p_values"] else None) for name in ("p", "p_holm")),
         format_number(row["smallest_difference"], ".2f"),
-        str(row["collapsed"]) if row["collapsed"] else NONE,
+        str(row["collapsed"]) if row["collapsed"] else EMPTY_CELL,
         f"{row['isoscore_before']:.3f} → {row['isoscore_after']:.3f}",
     ]
     return [
@@ -158,6 +158,6 @@ def _format_row(row: dict[str, Any]) -> list[Entry]:
         Entry(str(row["seeds"]), number=True),
         Entry(str(row["trials"]), number=True),
         Entry(row["chosen_on"]),
-        *(Entry(number, number=True) for number in numbers),
+        *numeric_entries(number_texts),
         Entry(row["settings"]),
     ]

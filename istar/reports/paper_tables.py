@@ -7,14 +7,14 @@ from typing import Any
 
 import pandas as pd
 
-from istar.pages.sheets import Entry, Sheet
+from istar.pages.sheets import Entry, Sheet, numeric_entries
 from istar.reports import paper
 from istar.reports.cells import Cell, describe_hyperparameters, find_differing_keys, is_finite, row_dicts
 from istar.reports.run_tables import format_number
 from istar.reports.statistics import compare_paired
 from istar.scores import merit
 
-NONE = "-"
+EMPTY_CELL = "-"
 """Text of a table entry that has no value."""
 
 Row = Mapping[str, Any]
@@ -137,7 +137,7 @@ def _format_table1_row(row: Row, common_hyperparameters: str) -> list[Entry]:
         f"differs from Base in {row['differs_from_base']}" if row["differs_from_base"] else "",
         row["hyperparameters"] if row["hyperparameters"] != common_hyperparameters else "",
     ]
-    numbers = [
+    number_texts = [
         format_mean_and_std(row["paper_mean"], row["paper_std"]),
         format_number(row["minus_paper"], "+.2f"),
         format_number(row["minus_base"], "+.2f"),
@@ -152,8 +152,8 @@ def _format_table1_row(row: Row, common_hyperparameters: str) -> list[Entry]:
         Entry(format_number(row["zeta"], "g"), number=True),
         Entry(_mark_collapsed(format_mean_and_std(row["mean"], row["std"]), row), bold=row["best"], number=True),
         Entry(str(row["seeds"]), number=True),
-        Entry(row["chosen_on"] or NONE),
-        *(Entry(number, number=True) for number in numbers),
+        Entry(row["chosen_on"] or EMPTY_CELL),
+        *numeric_entries(number_texts),
         Entry("; ".join(filter(None, remarks))),
     ]
 
@@ -223,14 +223,14 @@ def _build_table2_row(cell: Cell, num_pairs_tried: int) -> dict[str, Any]:
 def _format_table2_row(row: Row) -> list[Entry]:
     """Return the entries of a row of Table 2."""
     best, published = (
-        NONE if row[lambda_] is None or row[zeta] is None else f"{row[lambda_]:g} | {row[zeta]:g}"
+        EMPTY_CELL if row[lambda_] is None or row[zeta] is None else f"{row[lambda_]:g} | {row[zeta]:g}"
         for lambda_, zeta in (("lambda", "zeta"), ("paper_lambda", "paper_zeta"))
     )
-    agreement = NONE if NONE in (best, published) else "same" if best == published else "differs"
-    numbers = [best, str(row["seeds"]), _mark_collapsed(format_number(row["mean"], ".2f"), row)]
-    numbers += [str(row["tried"]), published]
-    texts = [Entry(agreement), Entry(row["chosen_on"] or NONE)]
-    return [Entry(row["task"]), *(Entry(number, number=True) for number in numbers), *texts]
+    agreement = EMPTY_CELL if EMPTY_CELL in (best, published) else "same" if best == published else "differs"
+    number_texts = [best, str(row["seeds"]), _mark_collapsed(format_number(row["mean"], ".2f"), row)]
+    number_texts += [str(row["tried"]), published]
+    texts = [Entry(agreement), Entry(row["chosen_on"] or EMPTY_CELL)]
+    return [Entry(row["task"]), *numeric_entries(number_texts), *texts]
 
 
 def build_cost_sheet(all_runs: pd.DataFrame, shrinkage_seconds_by_folder: Mapping[str, Sequence[float]]) -> Sheet:
@@ -274,14 +274,14 @@ def build_cost_sheet(all_runs: pd.DataFrame, shrinkage_seconds_by_folder: Mappin
 def _format_cost_row(row: Row) -> list[Entry]:
     """Return the entries of a row of the table of run times."""
     has_shrinkage = row["shrinkage_seconds_mean"] > 0
-    numbers = (
+    number_texts = (
         str(row["runs"]),
         format_mean_and_std(row["seconds_mean"], row["seconds_std"], ".0f"),
         format_duration(row["seconds_sum"]),
-        f"{row['shrinkage_seconds_mean']:.1f}" if has_shrinkage else NONE,
-        f"{100 * row['shrinkage_share']:.1f} %" if has_shrinkage else NONE,
+        f"{row['shrinkage_seconds_mean']:.1f}" if has_shrinkage else EMPTY_CELL,
+        f"{100 * row['shrinkage_share']:.1f} %" if has_shrinkage else EMPTY_CELL,
     )
-    return [Entry(row["task"]), Entry(row["method"]), *(Entry(number, number=True) for number in numbers)]
+    return [Entry(row["task"]), Entry(row["method"]), *numeric_entries(number_texts)]
 
 
 def build_excluded_runs_sheet(all_runs: pd.DataFrame, read_errors: Mapping[str, str], root: str) -> Sheet:
@@ -322,14 +322,14 @@ _REASON_BY_KIND = {
 def format_mean_and_std(mean: float | None, std: float | None, format_spec: str = ".2f") -> str:
     """Format as `62.53 ± 0.70`; without a deviation (None or NaN) as `62.53`, without a mean as a dash."""
     if mean is None:
-        return NONE
+        return EMPTY_CELL
     return f"{mean:{format_spec}}" if pd.isna(std) else f"{mean:{format_spec}} ± {std:{format_spec}}"
 
 
 def format_p_value(p_value: float | None) -> str:
     """Format a p-value with four decimals; below 0.001 as `<0.001`, and None as a dash."""
     if p_value is None:
-        return NONE
+        return EMPTY_CELL
     return "<0.001" if p_value < 0.001 else f"{p_value:.4f}"
 
 

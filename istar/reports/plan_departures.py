@@ -199,15 +199,15 @@ def _match_to_plan(plan: Plan, run: _Run) -> _Match:
     for configuration in plan.configurations:
         if run.name in configuration.run_names:
             return _Match(run, configuration)
-    with_task = [configuration for configuration in plan.configurations if configuration.task == run.task]
-    if not with_task:
+    same_task = [configuration for configuration in plan.configurations if configuration.task == run.task]
+    if not same_task:
         return _Match(run, unplanned_part="task")
-    with_model = [configuration for configuration in with_task if configuration.model == run.model]
-    if not with_model:
+    same_model = [configuration for configuration in same_task if configuration.model == run.model]
+    if not same_model:
         return _Match(run, unplanned_part="model")
     method = strip_method_settings(run.method)
     candidates = [
-        configuration for configuration in with_model if strip_method_settings(configuration.method) == method
+        configuration for configuration in same_model if strip_method_settings(configuration.method) == method
     ]
     if not candidates:
         return _Match(run, unplanned_part="method")
@@ -215,11 +215,11 @@ def _match_to_plan(plan: Plan, run: _Run) -> _Match:
     # The settings that all planned runs have in common are compared once.
     common_keys = [key for key in plan.settings.keys() | run.settings.keys() if key not in varied_keys]
     changed_common_keys = [key for key in common_keys if run.settings.get(key) != plan.settings.get(key)]
-    nearest, changed_varied_keys = min(
+    closest, changed_varied_keys = min(
         ((configuration, _find_differing_keys(configuration, varied_keys, run)) for configuration in candidates),
         key=lambda item: (len(item[1]), run.seed not in item[0].seeds),
     )
-    return _Match(run, nearest, tuple(sorted([*changed_common_keys, *changed_varied_keys])))
+    return _Match(run, closest, tuple(sorted([*changed_common_keys, *changed_varied_keys])))
 
 
 def _find_differing_keys(configuration: Configuration, keys: Iterable[str], run: _Run) -> list[str]:

@@ -10,7 +10,7 @@ from istar.errors import UserError
 from istar.figures.plot import Line, Panel, Plot
 from istar.pages.sheets import Entry, Sheet
 from istar.reports.method_comparisons import ALPHA, ComparedMethods, Method, MethodComparison
-from istar.reports.paper_tables import NONE
+from istar.reports.paper_tables import EMPTY_CELL
 from istar.reports.run_tables import format_number
 from istar.scores import is_lower_better, merit
 from istar.statistics import tasks as over_tasks
@@ -224,7 +224,7 @@ def _format_row(row: Mapping[str, object]) -> list[Entry]:
         Entry(str(row["tasks"]), number=True),
         Entry(f"{row['average_rank']:.2f}", number=True),
         Entry(format_number(mean if isinstance(mean, float) else None, "+.2f"), number=True),
-        Entry(NONE if low is None else f"{low:+.2f} to {high:+.2f}", number=True),
+        Entry(EMPTY_CELL if low is None else f"{low:+.2f} to {high:+.2f}", number=True),
     ]
 
 

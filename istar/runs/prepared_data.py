@@ -22,7 +22,7 @@ from istar.files import atomic_folder, cache_folder
 from istar.runs.store import Examples
 from istar.tasks.blocks import Corpus
 from istar.tasks.evaluation import Evaluator, constant_baseline
-from istar.tasks.features import Collator, FeatureRows, Rows, featurize, limit_max_length
+from istar.tasks.features import Collator, FeatureRows, TokenizedRows, featurize, limit_max_length
 from istar.tasks.language_modelling import (
     BlockCollator,
     BlockRows,
@@ -50,9 +50,9 @@ class PreparedData:
     """
 
     examples: Examples
-    train: Rows
-    validation: list[Rows]
-    test: list[Rows]
+    train: TokenizedRows
+    validation: list[TokenizedRows]
+    test: list[TokenizedRows]
     evaluators: dict[str, Any]
     test_evaluators: Sequence[Evaluator] = ()
     corpus: Corpus | None = None

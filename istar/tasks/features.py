@@ -122,7 +122,7 @@ def limit_max_length(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfi
     return length
 
 
-class Rows(Protocol):
+class TokenizedRows(Protocol):
     """Map-style dataset of the tokenized rows of a split."""
 
     @property
@@ -134,7 +134,7 @@ class Rows(Protocol):
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return the features of a row by name, as used in validation."""
 
-    def row_in_epoch(self, index: int, epoch: int) -> dict[str, Any]:
+    def training_row(self, index: int, epoch: int) -> dict[str, Any]:
         """Return the features of a row by name, as used in training, where they may differ between epochs."""
 
 
@@ -169,7 +169,7 @@ class FeatureRows(torch.utils.data.Dataset[dict[str, Any]]):
             features[name] = tokens[starts[index] : starts[index + 1]]
         return features
 
-    def row_in_epoch(self, index: int, epoch: int) -> dict[str, Any]:
+    def training_row(self, index: int, epoch: int) -> dict[str, Any]:
         """Return the features of a row by name. They are the same in all epochs."""
         return self[index]
 

@@ -133,7 +133,7 @@ class BlockRows:
         """
         return self._make_row(index, (_VALIDATION_SEED, index))
 
-    def row_in_epoch(self, index: int, epoch: int) -> dict[str, Any]:
+    def training_row(self, index: int, epoch: int) -> dict[str, Any]:
         """Return a row as in training, with new masks in each epoch."""
         return self._make_row(index, (self.seed, epoch, index))
 

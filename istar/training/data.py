@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
 from istar.config import DataConfig
-from istar.tasks.features import Rows
+from istar.tasks.features import TokenizedRows
 
 Collate = Callable[[list[dict[str, Any]]], dict[str, Tensor]]
 
@@ -83,7 +83,7 @@ class LengthGroupedSampler(Sampler[int]):
         return torch.cat([batches.reshape(-1), grouped[num_full * global_batch_size :]])
 
 
-def sort_longest_first(rows: Rows) -> list[int]:
+def sort_longest_first(rows: TokenizedRows) -> list[int]:
     """Return the row indices sorted by the rows' lengths in tokens, longest first.
 
     Sorted batches need little padding, and if the largest batch does not fit into memory, the first step fails.
@@ -91,7 +91,7 @@ def sort_longest_first(rows: Rows) -> list[int]:
     return torch.as_tensor(rows.lengths).argsort(descending=True, stable=True).tolist()
 
 
-def select_rows_with_tokens(rows: Rows, order: Tensor, num_tokens: int) -> list[int]:
+def select_rows_with_tokens(rows: TokenizedRows, order: Tensor, num_tokens: int) -> list[int]:
     """Return the fewest first row indices of `order` with at least `num_tokens` tokens in total, longest row first.
 
     All of `order`, (rows,), is returned if it has fewer tokens.
@@ -102,7 +102,7 @@ def select_rows_with_tokens(rows: Rows, order: Tensor, num_tokens: int) -> list[
 
 
 def build_evaluation_loader(
-    rows: Rows, collate: Collate, batch_size: int, order: Sequence[int], num_workers: int = 0
+    rows: TokenizedRows, collate: Collate, batch_size: int, order: Sequence[int], num_workers: int = 0
 ) -> DataLoader[Any]:
     """Return a data loader over the rows whose indices are in `order`. It does not change the global random state."""
     return DataLoader(
@@ -121,7 +121,7 @@ def build_evaluation_loader(
 class TrainingRows:
     """Training rows, as a data set whose rows may be new in each epoch of their sampler."""
 
-    rows: Rows
+    rows: TokenizedRows
     sampler: LengthGroupedSampler
 
     def __len__(self) -> int:
@@ -129,7 +129,7 @@ class TrainingRows:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return the features of a row in the current epoch."""
-        return self.rows.row_in_epoch(index, self.sampler.epoch)
+        return self.rows.training_row(index, self.sampler.epoch)
 
 
 @dataclass(eq=False)
@@ -145,9 +145,9 @@ class FineTuningData(L.LightningDataModule):
         seed: seed of the order of the training examples.
     """
 
-    train: Rows
-    validation: Sequence[Rows]
-    test: Sequence[Rows]
+    train: TokenizedRows
+    validation: Sequence[TokenizedRows]
+    test: Sequence[TokenizedRows]
     collate: Collate
     config: DataConfig
     seed: int
@@ -201,7 +201,7 @@ class FineTuningData(L.LightningDataModule):
         """Return one loader for each test set."""
         return [self._build_evaluation_loader(rows) for rows in self.test]
 
-    def _build_evaluation_loader(self, rows: Rows) -> DataLoader[Any]:
+    def _build_evaluation_loader(self, rows: TokenizedRows) -> DataLoader[Any]:
         """Return a loader over this process's share of an evaluation set. No row is repeated or dropped."""
         rank, world_size = self._rank_and_world_size()
         order = sort_longest_first(rows)[rank::world_size]

@@ -11,7 +11,7 @@ import torch
 from istar.errors import NonFiniteError, UserError
 from istar.geometry.layers import Layer
 from istar.regularizers.shrinkage import eval_mode, preserve_rng_states
-from istar.tasks.features import Rows
+from istar.tasks.features import TokenizedRows
 from istar.training.data import Collate, build_evaluation_loader
 from istar.training.module import FineTuner, log_immediately, token_mask
 
@@ -34,7 +34,7 @@ def choose_probe_examples(num_rows: int, num_examples: int) -> list[int]:
 
 
 def measure_layers(
-    trainer: L.Trainer, module: FineTuner, rows: Rows, sample: Sequence[int], collate: Collate, batch_size: int
+    trainer: L.Trainer, module: FineTuner, rows: TokenizedRows, sample: Sequence[int], collate: Collate, batch_size: int
 ) -> list[dict[str, float]]:
     """Measure the geometry of each layer's hidden states over all tokens, except padding, of a sample of rows.
 
@@ -86,7 +86,7 @@ class GeometryProbe(L.Callback):
         num_examples: number of examples in the sample.
     """
 
-    rows: Rows
+    rows: TokenizedRows
     collate: Collate
     batch_size: int
     every_n_steps: int

@@ -12,7 +12,7 @@ import torch
 from rich.progress import track
 
 from istar.regularizers import EmbeddingWatch, Watch
-from istar.tasks.features import Rows
+from istar.tasks.features import TokenizedRows
 from istar.training.data import Collate, build_evaluation_loader, select_rows_with_tokens
 from istar.training.module import Batch, all_gather_object, log_immediately
 from istar.training.signals import StopSignal
@@ -47,7 +47,7 @@ class ShrinkageCovariance(L.Callback):
     """
 
     watch: Watch | EmbeddingWatch
-    rows: Rows
+    rows: TokenizedRows
     collate: Collate
     num_points: int
     batch_size: int

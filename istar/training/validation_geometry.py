@@ -12,7 +12,7 @@ from istar.errors import NonFiniteError, UserError
 from istar.measures import Moments, two_nn
 from istar.models import is_decoder
 from istar.regularizers.shrinkage import eval_mode
-from istar.tasks.features import Rows
+from istar.tasks.features import TokenizedRows
 from istar.training.data import Collate, build_evaluation_loader, sort_longest_first
 from istar.training.module import FineTuner, token_mask
 
@@ -21,7 +21,7 @@ MAX_EXAMPLES = 1_000
 
 
 def measure_validation_geometry(
-    trainer: L.Trainer, module: FineTuner, rows: Rows, collate: Collate, batch_size: int
+    trainer: L.Trainer, module: FineTuner, rows: TokenizedRows, collate: Collate, batch_size: int
 ) -> dict[str, Any]:
     """Measure mean activation and intrinsic dimension of the hidden states of a validation set's first rows.
 

@@ -9,7 +9,7 @@ import torch
 
 from istar.measures import Moments, isoscore_star
 from istar.regularizers.shrinkage import NUM_POINTS, to_covariance
-from istar.tasks.features import Rows
+from istar.tasks.features import TokenizedRows
 from istar.training.data import Collate, build_evaluation_loader, select_rows_with_tokens, sort_longest_first
 from istar.training.layer_isotropy import merge_layers
 from istar.training.module import FineTuner, token_mask
@@ -19,8 +19,8 @@ from istar.training.validation_geometry import inference_context
 def compute_isoscore_star_by_layer(
     trainer: L.Trainer,
     module: FineTuner,
-    validation: Rows,
-    train: Rows,
+    validation: TokenizedRows,
+    train: TokenizedRows,
     collate: Collate,
     batch_size: int,
     zeta: float,
@@ -79,7 +79,7 @@ def compute_isoscore_star_by_layer(
 
 
 def _accumulate_moments(
-    module: FineTuner, rows: Rows, order: Sequence[int], collate: Collate, batch_size: int
+    module: FineTuner, rows: TokenizedRows, order: Sequence[int], collate: Collate, batch_size: int
 ) -> list[Moments]:
     """Return the moments of each layer's states over the tokens of the rows in `order`, embedding output first."""
     layers: list[Moments] = []

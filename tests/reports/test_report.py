@@ -854,7 +854,7 @@ def test_the_command(one_run: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
     assert frame.loc[0, "mean"] == pytest.approx(50)
     assert not pd.read_csv("report/tables/missing.csv")["command"].str.contains("run.root").any()
     assert list(pd.read_csv("report/tables/left_out.csv")["folder"]) == []
-    assert paper_tables.NONE not in frame.columns
+    assert paper_tables.EMPTY_CELL not in frame.columns
 
 
 @pytest.mark.slow

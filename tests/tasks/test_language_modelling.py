@@ -105,10 +105,10 @@ def test_blocks_of_a_masked_model_have_both_special_tokens(corpus: Corpus, token
 def test_masks_are_new_in_each_epoch_and_the_same_in_validation(corpus: Corpus, tokenizer: Any) -> None:
     rows, others = (BlockRows(rows_of(MLM, corpus, tokenizer, 32).blocks, Masking(tokenizer), seed) for seed in (7, 8))
     assert rows[0]["labels"].tolist() == others[0]["labels"].tolist() == rows[0]["labels"].tolist()
-    epochs = [rows.row_in_epoch(0, epoch)["input_ids"].tolist() for epoch in range(20)]
-    assert epochs == [rows.row_in_epoch(0, epoch)["input_ids"].tolist() for epoch in range(20)]
+    epochs = [rows.training_row(0, epoch)["input_ids"].tolist() for epoch in range(20)]
+    assert epochs == [rows.training_row(0, epoch)["input_ids"].tolist() for epoch in range(20)]
     assert len({tuple(ids) for ids in epochs}) > 10
-    assert epochs != [others.row_in_epoch(0, epoch)["input_ids"].tolist() for epoch in range(20)]
+    assert epochs != [others.training_row(0, epoch)["input_ids"].tolist() for epoch in range(20)]
 
 
 def test_a_text_shorter_than_a_block_is_one_line(corpus: Corpus, tokenizer: Any) -> None:
