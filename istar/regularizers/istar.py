@@ -213,7 +213,7 @@ class IStar(Penalty):
         return Terms(1 - score.clamp(max=1), score, moments.counts[0])
 
     def _isoscore_star_and_zeta(self, moments: Moments | ClassMoments) -> tuple[Tensor, Tensor | None]:
-        """Return IsoScore*, and zeta if it is estimated from the points; the second is None if zeta is a fixed number."""
+        """Return IsoScore*, and zeta if it is estimated from the points, or None if it is a fixed number."""
         if self.estimator == "unbiased":
             assert isinstance(moments, FourthMoments)
             return unchecked_isoscore_unbiased(moments), None
