@@ -19,7 +19,7 @@ from istar.errors import UserError
 FURTHER_KEYS = {"further_keys": True}
 """Metadata of a field that holds, by name, the keys of its group that have no field."""
 NOT_IN_IDENTITY = {"identity": False}
-"""Metadata of a field that does not change the outcome of a run. `istar.results.identity` leaves such fields out."""
+"""Metadata of a field that does not change the outcome of a run. `istar.results.identity_hash` ignores such fields."""
 
 TINY = "tiny"
 """Name of istar's tiny BERT, as in conf/model/tiny.yaml."""
@@ -86,6 +86,9 @@ class ModelConfig:
     """Branch, tag or commit on the hub; null is the branch `main`. A run replaces a branch or a tag by its commit."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory. Losses are equal; with a penalty, up to rounding."""
+    attn_implementation: str | None = None
+    """Implementation of attention: eager or sdpa. None takes what transformers prefers, which is sdpa for most models.
+    On a CPU in bf16, eager is faster in training, because sdpa has no fast path with dropout there."""
     compile: bool = False
     """Compile the model with torch.compile: the first steps are slow, later ones faster; losses differ by rounding."""
     architecture: str | None = None
@@ -120,6 +123,8 @@ class ModelConfig:
         self._check_architecture()
         self._check_adapters()
         check_one_of("model.load_in", self.load_in, ("float32", "bf16"))
+        if self.attn_implementation is not None:
+            check_one_of("model.attn_implementation", self.attn_implementation, ("eager", "sdpa"))
         check_at_least(MIN_VOCAB_SIZE, "model.vocab_size", self.vocab_size)
         if not self.name.strip():
             raise UserError("model.name is empty; expected a hub id or a folder that save_pretrained wrote")
@@ -138,7 +143,7 @@ class ModelConfig:
 
     @property
     def label(self) -> str:
-        """Return the key and the value that name the model in messages."""
+        """Key and value that name the model in messages, such as `model.name=gpt2`."""
         return f"model.name={self.name}" if self.architecture is None else f"model.architecture={self.architecture}"
 
     @property
@@ -147,7 +152,7 @@ class ModelConfig:
         return self.tokenizer == TRAIN
 
     def _check_architecture(self) -> None:
-        """Check the keys that describe new models."""
+        """Raise a `UserError` if a key that describes a new model is invalid or does not fit the other keys."""
         if not isinstance(self.config, dict):
             raise UserError(f"model.config={self.config} is not a mapping, e.g. {{hidden_size: 256}}")
         if self.is_tiny and (self.architecture is not None or self.config or self.tokenizer is not None):
@@ -182,7 +187,7 @@ class ModelConfig:
             )
 
     def _check_adapters(self) -> None:
-        """Check the keys that describe adapters."""
+        """Raise a `UserError` if a key that describes adapters is invalid or does not fit the other keys."""
         check_at_least(1, "model.lora_r", self.lora_r)
         if not 0 < self.lora_alpha < math.inf:
             raise UserError(f"model.lora_alpha={self.lora_alpha:g} must be above 0")
@@ -407,9 +412,9 @@ class RunConfig:
     """Write `geometry.json`: mean activation and intrinsic dimensions, from one pass over 1,000 validation features."""
     isotropy_zeta: float | None = 0.2
     """Also write IsoScore* of each layer and of all layers on the validation set to `geometry.json`, with this zeta in
-    [0, 1], by default that of the paper's Figures 3 and 6. Sigma_S has 250,000 points of the training data, or as many
-    as there are: one more pass over them and over the validation set. None, `geometry=false` and
-    `trainer.fast_dev_run` leave it out."""
+    [0, 1], by default that of the paper's Figures 3 and 6. Sigma_S is computed from 250,000 points of the training
+    data, or all if there are fewer. The scores take one more pass over these points and over the validation set. None,
+    `geometry=false` and `trainer.fast_dev_run` leave them out."""
 
     def __post_init__(self) -> None:
         if self.isotropy_zeta is not None and not 0 <= self.isotropy_zeta <= 1:
@@ -504,10 +509,10 @@ def identity_values(config_class: Any, values: Mapping[str, Any]) -> dict[str, A
 
     They are all entries except for the fields of the dataclass `config_class` that are marked `NOT_IN_IDENTITY`.
     """
-    excluded = {f.name for f in fields(config_class) if not f.metadata.get("identity", True)}
-    types = {f.name: f.type for f in fields(config_class)}
+    excluded_names = {f.name for f in fields(config_class) if not f.metadata.get("identity", True)}
+    type_by_name = {f.name: f.type for f in fields(config_class)}
     return {
-        key: identity_values(types[key], value) if is_dataclass(types.get(key)) else value
+        key: identity_values(type_by_name[key], value) if is_dataclass(type_by_name.get(key)) else value
         for key, value in values.items()
-        if key not in excluded
+        if key not in excluded_names
     }

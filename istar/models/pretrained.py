@@ -207,13 +207,16 @@ def load_model(
         UserError: if the model is not found or has no head of this kind, if weights other than those of the head are
             missing, or if the model cannot process the output of the tokenizer.
     """
-    auto_class, dtype = get_auto_class(model_config, spec.kind, config.label), DTYPES[config.load_in]
+    auto_class = get_auto_class(model_config, spec.kind, config.label)
+    options: dict[str, Any] = {"dtype": DTYPES[config.load_in]}
+    if config.attn_implementation is not None:
+        options["attn_implementation"] = config.attn_implementation
     model: Any
     if config.pretrained:
-        model = _load_weights(config, auto_class, config=model_config, dtype=dtype)
+        model = _load_weights(config, auto_class, config=model_config, **options)
     else:
         with _convert_to_user_errors(config), _silence_transformers():
-            model = auto_class.from_config(model_config, dtype=dtype, trust_remote_code=False).eval()
+            model = auto_class.from_config(model_config, trust_remote_code=False, **options).eval()
     if not config.is_tiny:
         texts = ["a"] * len(spec.text_columns)
         _check_outputs(config.label, model, tokenizer, tokenizer(*texts, return_tensors="pt"))
@@ -291,8 +294,8 @@ def find_file(config: ModelConfig, name: str) -> Path | None:
     options = _make_hub_options(config)
     with _convert_to_user_errors(config), _silence_transformers():
         if options["local_files_only"]:
-            cached = try_to_load_from_cache(config.name, name, revision=options["revision"])
-            return Path(cached) if isinstance(cached, str) else None
+            cached_path = try_to_load_from_cache(config.name, name, revision=options["revision"])
+            return Path(cached_path) if isinstance(cached_path, str) else None
         try:
             return Path(hf_hub_download(config.name, name, revision=options["revision"]))
         except LocalEntryNotFoundError:  # a subclass of EntryNotFoundError: the hub cannot be reached
@@ -310,7 +313,7 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Pat
         OSError: if the folder cannot be written.
     """
     try:
-        with _silence_transformers(), _key_value_cache_enabled(model):
+        with _silence_transformers(), _enable_key_value_cache(model):
             if isinstance(model, PreTrainedModel):
                 model.save_pretrained(folder)
             else:
@@ -324,28 +327,28 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Pat
 
 
 @contextmanager
-def _key_value_cache_enabled(model: PreTrainedModel) -> Iterator[None]:
-    """Turn on a decoder's cache of keys and values within the block, for the saved configuration of the model.
+def _enable_key_value_cache(model: PreTrainedModel) -> Iterator[None]:
+    """Turn on a decoder's cache of keys and values within the block, so that the saved configuration has it turned on.
 
-    `load_config` turns it off for training.
+    `load_config` turns the cache off for training.
     """
     if not is_decoder(model.config):
         yield
         return
-    previous = model.config.use_cache
+    previous_use_cache = model.config.use_cache
     model.config.use_cache = True
     try:
         yield
     finally:
-        model.config.use_cache = previous
+        model.config.use_cache = previous_use_cache
 
 
 def _make_hub_options(config: ModelConfig) -> dict[str, Any]:
     """Return the arguments of `from_pretrained` that control access to the hub."""
     # The retries of an unreachable hub would take a minute. Without `trust_remote_code`, transformers would ask at the
     # terminal whether to run code of the repository.
-    is_local = _is_folder(config.name) or bool(find_hub_problem())
-    return {"revision": config.revision or "main", "local_files_only": is_local, "trust_remote_code": False}
+    uses_local_files = _is_folder(config.name) or bool(find_hub_problem())
+    return {"revision": config.revision or "main", "local_files_only": uses_local_files, "trust_remote_code": False}
 
 
 # --- checks -------------------------------------------------------------------------------------------------
@@ -376,9 +379,9 @@ def _load_weights(config: ModelConfig, auto_class: Any, /, **options: Any) -> Pr
         return model
     # Some classes of an architecture give the base model another name, with which transformers does not find its
     # weights: it is `model` in `LlamaForCausalLM`, but `transformer` in `LlamaForQuestionAnswering`.
-    source, loading_info = load_pretrained(config, checkpoint_class, **options)
-    _check_loaded_weights(config.label, source, loading_info)
-    model.base_model.load_state_dict(source.base_model.state_dict())
+    checkpoint_model, loading_info = load_pretrained(config, checkpoint_class, **options)
+    _check_loaded_weights(config.label, checkpoint_model, loading_info)
+    model.base_model.load_state_dict(checkpoint_model.base_model.state_dict())
     return model
 
 
@@ -394,9 +397,9 @@ def _write_merged_model(config: ModelConfig, folder: Path, dtype: torch.dtype) -
     adapted_class = get_checkpoint_class(adapted_config)
     if adapted_class is None:
         raise UserError(f"{config.label}: its config.json names no architecture of transformers")
-    base = _load_weights(read_base_config(Path(config.name)), adapted_class, config=adapted_config, dtype=dtype)
+    base_model = _load_weights(read_base_config(Path(config.name)), adapted_class, config=adapted_config, dtype=dtype)
     with _convert_to_user_errors(config), _silence_transformers():
-        merge_adapters(base, Path(config.name)).save_pretrained(folder)
+        merge_adapters(base_model, Path(config.name)).save_pretrained(folder)
 
 
 def _check_outputs(label: str, model: Any, tokenizer: PreTrainedTokenizerBase, inputs: Any) -> None:
@@ -439,8 +442,8 @@ def _check_json_files(folder: Path) -> None:
 def _check_loaded_weights(label: str, model: PreTrainedModel, loading_info: dict[str, Any]) -> None:
     """Check that all weights except those of the head and the pooler were loaded.
 
-    The head is new for each task, and many models are pretrained without a pooler. A new head for language modelling
-    has much to learn, so that a warning is logged.
+    The head is new for each task, and many models are pretrained without a pooler. A warning is logged if a head for
+    language modelling is new, because such a head needs long training.
 
     Args:
         label: name of the model for messages.
@@ -454,20 +457,25 @@ def _check_loaded_weights(label: str, model: PreTrainedModel, loading_info: dict
     prefix = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix) else ""
     # The head for language modelling has as many outputs as the tokenizer has tokens, whatever the task.
     is_language_model = model.get_output_embeddings() is not None
-    for key, stored, expected in sorted(loading_info["mismatched_keys"]):
+    for key, stored_shape, expected_shape in sorted(loading_info["mismatched_keys"]):
         if key.startswith(prefix) or is_language_model:
             raise UserError(
-                f"{label}: {key} has the shape {tuple(stored)} in the weights and {tuple(expected)} by "
+                f"{label}: {key} has the shape {tuple(stored_shape)} in the weights and {tuple(expected_shape)} by "
                 "config.json; they belong to different models"
             )
-    missing = sorted(key for key in loading_info["missing_keys"] if key.startswith(prefix) and "pooler" not in key)
-    if missing:
+    missing_weights = sorted(
+        key for key in loading_info["missing_keys"] if key.startswith(prefix) and "pooler" not in key
+    )
+    if missing_weights:
         raise UserError(
-            f"{label} lacks {len(missing)} of the encoder's weights, e.g. {missing[0]}; they would be random"
+            f"{label} lacks {len(missing_weights)} of the encoder's weights, e.g. {missing_weights[0]}; they would be "
+            "random"
         )
-    new_keys = sorted(key for key in loading_info["missing_keys"] if not key.startswith(prefix))
-    if is_language_model and new_keys:
-        log.warning("%s has no head for language modelling: %s and all else of the head is random", label, new_keys[0])
+    new_head_weights = sorted(key for key in loading_info["missing_keys"] if not key.startswith(prefix))
+    if is_language_model and new_head_weights:
+        log.warning(
+            "%s has no head for language modelling: %s and all else of the head is random", label, new_head_weights[0]
+        )
 
 
 # --- errors -------------------------------------------------------------------------------------------------

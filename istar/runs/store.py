@@ -36,7 +36,7 @@ _DEFAULTS_OF_LATER_KEYS: dict[str, dict[str, Any]] = {
     "task": {"validation_fraction": None, "packing": True, "whole_word": False},
     "model": {
         "architecture": None, "config": {}, "vocab_size": 8192, "load_in": "float32", "lora": False, "lora_r": 8,
-        "lora_alpha": 16.0, "lora_dropout": 0.05, "lora_target_modules": None,
+        "lora_alpha": 16.0, "lora_dropout": 0.05, "lora_target_modules": None, "attn_implementation": None,
     },
     "reg": {
         "target": "hidden_states", "rows": None, "points": "all", "max_norm_ratio": None, "schedule": "constant",
@@ -66,25 +66,25 @@ def load_examples(spec: TaskSpec, config: TaskConfig, cache_dir: str | None = No
     If `spec` has the validation set `HELD_OUT`, `hold_out` splits it off the training data. A warning is logged if the
     training data contain validation examples, or if a test set that the benchmark provides separately is missing.
     """
-    set_names = [split.name for split in spec.validation if split != HELD_OUT]
-    test: Sequence[Split] = spec.test if config.submission else ()
-    requested = [spec.train, *set_names, *(split.name for split in test)]
-    source = find_source(spec, config.data_dir, requested, cache_dir)
-    missing_splits = [split for split in test if split.is_shipped_separately and not source.has_split(split.name)]
+    validation_names = [split.name for split in spec.validation if split != HELD_OUT]
+    test_sets: Sequence[Split] = spec.test if config.submission else ()
+    requested_splits = [spec.train, *validation_names, *(split.name for split in test_sets)]
+    source = find_source(spec, config.data_dir, requested_splits, cache_dir)
+    missing_splits = [split for split in test_sets if split.is_shipped_separately and not source.has_split(split.name)]
     for split in missing_splits:
         message = "the submission lacks %s: task.data_dir=%s holds no %s, which the benchmark ships apart"
         log.warning(message, split.submission, config.data_dir, " or ".join(f"{stem}.tsv" for stem in split.stems))
-    test = [split for split in test if split not in missing_splits]
+    test_sets = [split for split in test_sets if split not in missing_splits]
     if spec.is_language_modelling and not source.has_split(spec.validation[0].name):
         splits = _hold_out_documents(spec, read_splits(source, spec, [spec.train])[spec.train], config)
     else:
-        splits = read_splits(source, spec, [spec.train, *set_names, *(split.name for split in test)])
+        splits = read_splits(source, spec, [spec.train, *validation_names, *(split.name for split in test_sets)])
     train = _take_first(splits[spec.train], config.limit_train)
-    validation = [_take_first(splits[name], config.limit_validation) for name in set_names]
+    validation = [_take_first(splits[name], config.limit_validation) for name in validation_names]
     if config.validation_fraction is not None:
         train, held_out = hold_out(spec, train, config.validation_fraction)
         validation.append(held_out)
-    examples = Examples(train, validation, [splits[split.name] for split in test], test, source.commit)
+    examples = Examples(train, validation, [splits[split.name] for split in test_sets], test_sets, source.commit)
     for name, split in zip([split.name for split in spec.validation], validation, strict=True):
         num_shared = count_overlap(spec, examples.train, split)
         # In a corpus, a heading or a short paragraph may well occur again.
@@ -139,12 +139,12 @@ def run_folder_path(config: Config, data_fingerprint: str, model_identity: str) 
         data_fingerprint: hash of the training and validation examples.
         model_identity: what `identify_model` returns for the model.
     """
-    digest = results.identity_hash(_normalized_config(config), data_fingerprint, model_identity)
+    digest = results.identity_hash(_normalize_config(config), data_fingerprint, model_identity)
     name = "-".join([config.task.name, Path(config.model.name).name, config.reg.name, digest])
     return Path(config.run.root).expanduser() / name
 
 
-def _normalized_config(config: Config) -> dict[str, Any]:
+def _normalize_config(config: Config) -> dict[str, Any]:
     """Return the config as nested dictionaries that are equal for configs of the same run.
 
     Values that have no effect, or that mean the same as the default, are replaced by the default.
@@ -171,7 +171,7 @@ def _normalized_config(config: Config) -> dict[str, Any]:
     if config.trainer.stop_at_inter_sim is None:
         trainer["inter_sim_patience"] = TrainerConfig.inter_sim_patience
     # Only the number of devices changes the result, because it multiplies the batch size.
-    trainer["devices"] = _get_num_devices(config.trainer)
+    trainer["devices"] = _count_devices(config.trainer)
     for name in redundant_arguments(config.trainer.lightning):
         del trainer[name]
     for group, defaults in _DEFAULTS_OF_LATER_KEYS.items():
@@ -181,7 +181,7 @@ def _normalized_config(config: Config) -> dict[str, Any]:
     return settings
 
 
-def _get_num_devices(settings: TrainerConfig) -> int:
+def _count_devices(settings: TrainerConfig) -> int:
     """Return the number of devices that `trainer.devices` stands for on this machine."""
     if type(settings.devices) is int and settings.devices > 0:
         return settings.devices
@@ -207,7 +207,7 @@ class RunFolders:
             UserError: if the run's data cannot be loaded, or `resolve_model` fails.
         """
         config = self.resolve(config)
-        data_key, model_key = _data_key(config.task), repr(config.model)
+        data_key, model_key = _make_data_key(config.task), repr(config.model)
         if data_key not in self._num_examples_by_data:
             # Test sets are not part of a run's hash.
             task = replace(config.task, submission=False)
@@ -220,22 +220,22 @@ class RunFolders:
 
     def resolve(self, config: Config) -> Config:
         """Return the config with its model resolved by `resolve_model`; all runs of a model get the same commit."""
-        key = config.model.name, config.model.revision, config.model.tokenizer, config.model.architecture
-        if key not in self._resolved_values_by_model:
+        model_key = config.model.name, config.model.revision, config.model.tokenizer, config.model.architecture
+        if model_key not in self._resolved_values_by_model:
             resolved = resolve_model(config.model)
-            self._resolved_values_by_model[key] = {"revision": resolved.revision, "tokenizer": resolved.tokenizer}
-        return replace(config, model=replace(config.model, **self._resolved_values_by_model[key]))
+            self._resolved_values_by_model[model_key] = {"revision": resolved.revision, "tokenizer": resolved.tokenizer}
+        return replace(config, model=replace(config.model, **self._resolved_values_by_model[model_key]))
 
     def num_training_examples(self, config: Config) -> int:
         """Return the number of training examples of a run, or 0 if `find` has not loaded its data."""
-        return self._num_examples_by_data.get(_data_key(config.task), 0)
+        return self._num_examples_by_data.get(_make_data_key(config.task), 0)
 
     def fingerprint(self, config: Config) -> str:
         """Return the hash of the training and validation examples of a run; `find` must have loaded its data."""
-        return self._fingerprint_by_data[_data_key(config.task)]
+        return self._fingerprint_by_data[_make_data_key(config.task)]
 
 
-def _data_key(task: TaskConfig) -> str:
+def _make_data_key(task: TaskConfig) -> str:
     """Return a key that is equal for task configs that load the same examples."""
     return repr(replace(task, max_length=None, submission=False))
 
@@ -258,9 +258,11 @@ def identify_model(config: ModelConfig) -> str:
     if config.tokenizer is None:
         return identity
     # The fingerprint of the data covers the text on which a tokenizer is trained.
-    is_folder = not config.trains_tokenizer and Path(config.tokenizer).is_dir()
-    tokenizer = _hash_model_folder(Path(config.tokenizer), include_weights=False) if is_folder else config.tokenizer
-    return f"{identity} tokenizer {tokenizer}"
+    is_tokenizer_folder = not config.trains_tokenizer and Path(config.tokenizer).is_dir()
+    tokenizer_identity = config.tokenizer
+    if is_tokenizer_folder:
+        tokenizer_identity = _hash_model_folder(Path(config.tokenizer), include_weights=False)
+    return f"{identity} tokenizer {tokenizer_identity}"
 
 
 def _hash_model_folder(folder: Path, include_weights: bool) -> str:
@@ -330,11 +332,12 @@ def _describe_missing_models(folder: Path, record: RunRecord, config: Config) ->
     from istar.training.kept_models import find_missing_steps, model_folder_of_step
 
     models_folder, last_step = folder / results.KEPT_MODELS, record.epochs[-1]["step"]
-    missing = find_missing_steps(models_folder, config.trainer.keep_models, last_step)
-    if not missing:
+    missing_steps = find_missing_steps(models_folder, config.trainer.keep_models, last_step)
+    if not missing_steps:
         return ""
-    name, schedule = model_folder_of_step(models_folder, missing[0]).relative_to(folder), config.trainer.keep_models
-    return f"was run without {name}/ of trainer.keep_models={schedule}; trainer.keep_models=null accepts it"
+    missing_model = model_folder_of_step(models_folder, missing_steps[0]).relative_to(folder)
+    schedule = config.trainer.keep_models
+    return f"was run without {missing_model}/ of trainer.keep_models={schedule}; trainer.keep_models=null accepts it"
 
 
 def _describe_missing_measurements(previous_settings: Mapping[str, Any], settings: TrainerConfig) -> str:
@@ -351,6 +354,7 @@ def _describe_missing_measurements(previous_settings: Mapping[str, Any], setting
             "trainer.measure_every_n_steps=null accepts it"
         )
     num_examples = previous_settings["measure_examples"]
+    # The finished run has measured every requested step if the interval is a multiple of its own.
     if interval % previous_interval or num_examples != settings.measure_examples:
         return (
             f"was run with trainer.measure_every_n_steps={previous_interval} trainer.measure_examples={num_examples}, "

@@ -161,6 +161,7 @@ def test_values_of_the_model_configuration_are_keys(composed: Callable[..., Conf
         (["model=gpt2", "model.lora_dropout=1"], r"model.lora_dropout=1 is not a probability in \[0, 1\)"),
         (["model=gpt2", "model.lora_target_modules=[]"], "is neither a list of names"),
         (["model=gpt2", "model.load_in=int8"], "model.load_in=int8 is not known"),
+        (["model.attn_implementation=kernels-community/x"], "expected one of eager, sdpa"),
     ],
 )
 def test_mistakes_in_new_models_and_adapters(

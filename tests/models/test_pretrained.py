@@ -413,6 +413,21 @@ def test_gradient_checkpointing_changes_no_bit(small: Build, tmp_path: Path, fam
     assert losses(small, folder, reg="none") == losses(small, folder, "model.gradient_checkpointing=true", reg="none")
 
 
+@pytest.mark.parametrize("pretrained", [True, False])
+def test_eager_attention_differs_by_rounding(tmp_path: Path, pretrained: bool) -> None:
+    folder, spec = save(tmp_path / "model"), TASKS["demo"]
+    outputs = []
+    for implementation in ("eager", "sdpa"):
+        config = ModelConfig(name=str(folder), pretrained=pretrained, attn_implementation=implementation)
+        tokenizer = models.load_tokenizer(config)
+        torch.manual_seed(0)
+        model = models.load_model(config, spec, models.load_config(config, spec, tokenizer), tokenizer).eval()
+        texts = tokenizer(demo.vocabulary()[:3], padding=True, return_tensors="pt")
+        outputs.append(torch.stack(model(**texts, output_hidden_states=True).hidden_states))
+    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
+    assert not torch.equal(*outputs)  # The two are different computations.
+
+
 def test_gradient_checkpointing_with_a_penalty_differs_by_rounding(small: Build, tmp_path: Path) -> None:
     """The penalty's share of the gradient is added at another place in the sum."""
     folder = save(tmp_path / "model")

@@ -154,7 +154,7 @@ def test_devices_count_for_the_name_by_their_number(small: Build) -> None:
         ("rte", ["trainer.gradient_clip_algorithm=norm", "trainer.detect_anomaly=false"]),
         ("squad", ["task.max_length=384"]),
         ("rte", ["model.vocab_size=500", "model.lora_r=3", "model.lora_dropout=0.5"]),
-        ("rte", ["model.load_in=float32", "model.lora=false"]),
+        ("rte", ["model.load_in=float32", "model.lora=false", "model.attn_implementation=null"]),
     ],
 )
 def test_values_without_an_effect_do_not_count(composed: Build, task: str, other: list[str]) -> None:
@@ -176,6 +176,7 @@ def test_values_without_an_effect_do_not_count(composed: Build, task: str, other
         ("squad", ["task.max_answer_length=9"]),
         ("rte", ["model.load_in=bf16"]),
         ("rte", ["model.lora=true"]),
+        ("rte", ["model.attn_implementation=eager"]),
     ],
 )
 def test_values_with_an_effect_count(composed: Build, task: str, other: list[str]) -> None:
