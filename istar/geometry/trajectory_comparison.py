@@ -46,7 +46,8 @@ _LAYER_PLOTS = {
 _READING_NOTES = (
     "Each model has a line with a point for each of its checkpoints, in the same colour in all figures. The axis of "
     "the steps is logarithmic, and linear from step 0 to the first other step. The measures of the last layer and of "
-    "the final normalization, if the model has one, are over all texts together.",
+    "the final normalization, if the model has one, are over all texts together. Bands extend one standard error to "
+    "either side, where there are standard errors.",
     "IsoScore and TwoNN depend on the number of tokens and on the width. Compare models over the same texts.",
 )
 _STEP_AXIS_LABEL = "step (logarithmic)"
@@ -103,8 +104,8 @@ def read_trainings(arguments: Sequence[ModelArgument]) -> list[MeasuredTraining]
     for label in labels:
         if labels.count(label) > 1:
             raise UserError(f"several trainings are called {label}; give them names, as in first=<folder>")
-    parts = zip(labels, arguments, tables, strict=True)
-    return [MeasuredTraining(label, Path(argument.name), table) for label, argument, table in parts]
+    labelled_tables = zip(labels, arguments, tables, strict=True)
+    return [MeasuredTraining(label, Path(argument.name), table) for label, argument, table in labelled_tables]
 
 
 def _read_trajectory(argument: ModelArgument) -> pd.DataFrame:
@@ -123,15 +124,15 @@ def _read_trajectory(argument: ModelArgument) -> pd.DataFrame:
         rows = pd.read_csv(path, dtype=str, keep_default_na=False, na_values=[""])
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {shorten(error)}; measure the training again") from error
-    missing_columns = [name for name in trajectory.KEY_COLUMNS if name not in rows]
+    missing_columns = [column for column in trajectory.KEY_COLUMNS if column not in rows]
     if missing_columns or rows.empty:
         problem = f"has no column {missing_columns[0]}" if missing_columns else "has no rows"
         raise UserError(f"{path} {problem}; expected the table of istar measure --revisions or --checkpoints")
     if rows["model"].nunique(dropna=False) > 1:
         raise UserError(f"{path} has several models; expected the table of one training")
-    for name in map(str, rows):
-        if name not in trajectory.KEY_COLUMNS or name == "step":
-            rows[name] = pd.to_numeric(rows[name], errors="coerce")
+    for column in map(str, rows):
+        if column not in trajectory.KEY_COLUMNS or column == "step":
+            rows[column] = pd.to_numeric(rows[column], errors="coerce")
     without_step = rows.loc[rows["step"].isna(), "revision"]
     if len(without_step):
         raise UserError(
@@ -148,9 +149,9 @@ def describe_differences(trainings: Sequence[MeasuredTraining]) -> list[str]:
     """
     last_models = []
     for training in trainings:
-        last = Checkpoint(str(training.measures["revision"].iloc[-1]), name="")
+        last_checkpoint = Checkpoint(str(training.measures["revision"].iloc[-1]), name="")
         try:
-            measurements = measures_file.read(training.folder / last.folder / measures_file.JSON_FILE)
+            measurements = measures_file.read(training.folder / last_checkpoint.folder / measures_file.JSON_FILE)
         except UserError:
             return []
         last_models.append(MeasuredModel(training.label, measurements))
@@ -193,17 +194,19 @@ def _make_page(trainings: Sequence[MeasuredTraining], model_table: Sheet, comman
         Section("table-models", model_table.title, sheet=model_table, is_wide=True),
     ]
     for plot in make_plots(trainings):
-        empty = "" if plot.panels else "Not measured for any of these models."
+        empty_note = "" if plot.panels else "Not measured for any of these models."
         sections.append(
-            Section(plot.name, plot.title, [plot.caption], pictures=folder.render_pictures(plot), empty_note=empty)
+            Section(plot.name, plot.title, [plot.caption], pictures=folder.render_pictures(plot), empty_note=empty_note)
         )
     if command:
         sections.append(Section("reproduce", "This page", ("This page and its files:",), commands=[command]))
     labels = [training.label for training in trainings]
-    head = ("Models", ", ".join(labels), f"over their training, compared by istar {version('istar')}")
+    subject_line = ("Models", ", ".join(labels), f"over their training, compared by istar {version('istar')}")
     num_checkpoints = sum(len(training.steps) for training in trainings)
     summary = [(str(len(labels)), "models"), (f"{num_checkpoints:,}", "checkpoints")]
-    return Page(f"Geometry of {join_names(labels)} over their training", head, KIND.generator, summary, sections)
+    return Page(
+        f"Geometry of {join_names(labels)} over their training", subject_line, KIND.generator, summary, sections
+    )
 
 
 def make_plots(trainings: Sequence[MeasuredTraining]) -> list[Plot]:

@@ -80,7 +80,7 @@ def rotate_inputs(model: Model, names: Iterable[str], seed: int = 0) -> Model:
     rotation_by_width: dict[int, Tensor] = {}
 
     def rotate_layer(name: str, layer: nn.Linear) -> nn.Module:
-        """Rotate the weight of a layer and put the rotation of the input before it."""
+        """Return a module that rotates the input and then applies the layer, whose weight is rotated as well."""
         width = layer.in_features
         if width not in rotation_by_width:
             rotation_by_width[width] = random_orthogonal(width, seed)
@@ -127,7 +127,7 @@ def add_outlier(model: Model, names: Iterable[str], factor: float = FACTOR, dime
             )
 
     def scale_dimension(name: str, layer: nn.Linear) -> nn.Module:
-        """Multiply the dimension in a value projection, or divide it in an output projection, in place."""
+        """Scale the dimension in a value projection up, or in an output projection down; return the changed layer."""
         with torch.no_grad():
             if role_by_name[name] == "output":
                 layer.weight[:, dimension] /= factor

@@ -104,9 +104,9 @@ def score_embeddings(
     has_run_layout = (encoder_folder / "model" / "config.json").is_file()
     model_folder = encoder_folder / "model" if has_run_layout else encoder_folder
     splits = load_splits(spec, data_dir, [spec.train, spec.validation[0].name])
-    train, validation = splits[spec.train], splits[spec.validation[0].name]
-    indices = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))[:num_calibration_pairs]
-    train = train.select(sorted(indices.tolist()))
+    train_pairs, validation_pairs = splits[spec.train], splits[spec.validation[0].name]
+    shuffled_indices = torch.randperm(len(train_pairs), generator=torch.Generator().manual_seed(seed))
+    calibration_pairs = train_pairs.select(sorted(shuffled_indices[:num_calibration_pairs].tolist()))
     config = ModelConfig(name=str(model_folder))
     tokenizer = load_tokenizer(config)
     model = load_encoder(config, tokenizer, torch.float32)
@@ -114,21 +114,21 @@ def score_embeddings(
 
     def embed_pairs(examples: Any, description: str) -> list[Tensor]:
         """Return the embeddings of the first sentences and those of the second sentences."""
-        sentences = [list(examples[column]) for column in spec.text_columns]
+        first_sentences, second_sentences = (list(examples[column]) for column in spec.text_columns)
         embeddings = _embed_texts(
-            model, tokenizer, [*sentences[0], *sentences[1]], max_length, description=description, console=console
+            model, tokenizer, [*first_sentences, *second_sentences], max_length, description, console
         )
-        return list(embeddings.split(len(sentences[0])))
+        return list(embeddings.split(len(first_sentences)))
 
-    ranges = dimension_ranges(torch.cat(embed_pairs(train, "training sentences")))
-    first, second = embed_pairs(validation, "validation sentences")
+    ranges = dimension_ranges(torch.cat(embed_pairs(calibration_pairs, "training sentences")))
+    first, second = embed_pairs(validation_pairs, "validation sentences")
     int8_first, int8_second = (int8_values(int8_codes(embeddings, ranges), ranges) for embeddings in (first, second))
     similarities_by_precision = {
         "float32": _compute_rounded_cosines(first, second),
         "int8": _compute_rounded_cosines(int8_first, int8_second),
         "binary": -hamming_distance(signs(first), signs(second)).double(),
     }
-    human_scores = [float(score) for score in validation[spec.label_column]]
+    human_scores = [float(score) for score in validation_pairs[spec.label_column]]
     spearman_by_precision = {
         precision: spearman(similarities.tolist(), human_scores)["spearman"]
         for precision, similarities in similarities_by_precision.items()
@@ -136,6 +136,7 @@ def score_embeddings(
     try:
         isoscore_value = float(isoscore(torch.cat([first, second])))
     except UserError:
+        # All embeddings are equal.
         isoscore_value = None
     return EmbeddingScores(str(encoder_folder), first.shape[1], len(first), spearman_by_precision, isoscore_value)
 
@@ -154,18 +155,18 @@ def _embed_texts(
     model: Any, tokenizer: Any, texts: Sequence[str], max_length: int, description: str, console: Console | None
 ) -> Tensor:
     """Return the mean-pooled embedding of each text in float64, `(n, d)`, in the order of the texts."""
-    longest_first = sorted(range(len(texts)), key=lambda index: len(texts[index]), reverse=True)
+    longest_first_indices = sorted(range(len(texts)), key=lambda index: len(texts[index]), reverse=True)
     starts = range(0, len(texts), _BATCH_SIZE)
     is_hidden = console is None or not console.is_terminal
     batches = []
     for start in track(starts, description, console=console, transient=True, disable=is_hidden):
-        batch_texts = [texts[index] for index in longest_first[start : start + _BATCH_SIZE]]
+        batch_texts = [texts[index] for index in longest_first_indices[start : start + _BATCH_SIZE]]
         inputs = tokenizer(batch_texts, padding=True, truncation=True, max_length=max_length, return_tensors="pt")
         states = model(**inputs).last_hidden_state
         batches.append(mean_pooled(states.double(), inputs["attention_mask"]))
     sorted_embeddings = torch.cat(batches)
     embeddings = torch.empty_like(sorted_embeddings)
-    embeddings[longest_first] = sorted_embeddings
+    embeddings[longest_first_indices] = sorted_embeddings
     return embeddings
 
 

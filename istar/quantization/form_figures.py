@@ -35,20 +35,29 @@ def _make_mean_drop_panel(comparisons: Sequence[SchemeComparison], scheme_names:
     methods = list(dict.fromkeys(row.method for row in comparisons))
     lines = []
     for method_index, method in enumerate(methods):
-        drops = {
+        drop_by_scheme = {
             row.scheme_name: mean_and_std(list(row.drop_by_seed.values()))
             for row in comparisons
             if row.method == method
         }
-        # Points of the same scheme are side by side.
+        # The points of all methods under one scheme are side by side.
         shift = 0.5 * ((method_index + 0.5) / len(methods) - 0.5)
-        present = [(position, drops[name]) for position, name in enumerate(scheme_names) if name in drops]
-        means = [(position + shift, drop.mean, drop.std or 0.0) for position, drop in present]
-        x, y, errors = zip(*[(x, mean, std) for x, mean, std in means if mean is not None], strict=True)
-        lines.append(Line(method, x, y, y_error=errors, num_seeds=tuple(drop.count for _, drop in present)))
-    first = comparisons[0]
+        points = [
+            (position + shift, drop.mean, drop.std or 0.0, drop.count)
+            for position, drop in enumerate(drop_by_scheme.get(name) for name in scheme_names)
+            if drop is not None and drop.mean is not None
+        ]
+        if points:
+            x, means, deviations, num_seeds = zip(*points, strict=True)
+            lines.append(Line(method, x, means, y_error=deviations, num_seeds=num_seeds))
+    first_comparison = comparisons[0]
     return Panel(
-        first.model, first.task, tuple(lines), "", _format_drop_label(first.metric), horizontal_line=(0.0, "float32")
+        first_comparison.model,
+        first_comparison.task,
+        tuple(lines),
+        "",
+        _format_drop_label(first_comparison.metric),
+        horizontal_line=(0.0, "float32"),
     )
 
 
@@ -76,13 +85,13 @@ def _make_measure_panel(runs: pd.DataFrame, scheme_names: Sequence[str], measure
     """Return a panel with the drop of each run of one model and task against a measure, by quantization scheme."""
     x = tuple(float(value) for value in runs[measure])
     lines = [Line(name, x, tuple(float(value) for value in runs[f"{name}_drop"])) for name in scheme_names]
-    first = runs.iloc[0]
+    first_run = runs.iloc[0]
     return Panel(
-        str(first["model"]),
-        str(first["task"]),
+        str(first_run["model"]),
+        str(first_run["task"]),
         tuple(lines),
         "",
-        _format_drop_label(str(first["metric"])),
+        _format_drop_label(str(first_run["metric"])),
         (0.0, "float32"),
     )
 

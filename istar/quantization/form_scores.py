@@ -109,12 +109,14 @@ def apply_checked_control(loaded: LoadedModel, control: Control, factor: float, 
     model = apply_control(loaded.model, encoder_linears(loaded.model), control, factor, seed)
     batch = next(iter(_make_loader(loaded, loaded.validation)))
     with torch.inference_mode():
-        logits_before, logits_after = (np.stack(_compute_logits(batch, m)) for m in (loaded.model, model))
-    change, largest = float(np.abs(logits_after - logits_before).max()), float(np.abs(logits_before).max())
-    if not change <= 1e-3 * largest:
+        logits_before = np.stack(_compute_logits(batch, loaded.model))
+        logits_after = np.stack(_compute_logits(batch, model))
+    max_change = float(np.abs(logits_after - logits_before).max())
+    max_logit = float(np.abs(logits_before).max())
+    if not max_change <= 1e-3 * max_logit:
         raise UserError(
-            f"--control {control} changes the logits of {type(model).__name__} by {change:.2g} (the largest is "
-            f"{largest:.2g}); expected rounding errors at most, so that the control does not suit this architecture"
+            f"--control {control} changes the logits of {type(model).__name__} by {max_change:.2g} (the largest is "
+            f"{max_logit:.2g}); expected rounding errors at most, so that the control does not suit this architecture"
         )
     return replace(loaded, model=model)
 
@@ -199,14 +201,17 @@ def measure_activation_geometry(
     try:
         isoscore_value = float(isoscore(last_states))
     except UserError:
+        # All last hidden states are equal.
         isoscore_value = None
-    averages = [accumulator.compute().average for accumulator in kurtosis_by_layer.values()]
+    kurtosis_averages = [accumulator.compute().average for accumulator in kurtosis_by_layer.values()]
     return ActivationGeometry(
-        float(np.nanmean(averages)), float(max(value.item() for value in ranges.largest.values())), isoscore_value
+        float(np.nanmean(kurtosis_averages)),
+        float(max(magnitude.item() for magnitude in ranges.largest.values())),
+        isoscore_value,
     )
 
 
 def _make_loader(loaded: LoadedModel, rows: TokenizedRows, max_rows: int | None = None) -> Any:
-    """Return a loader of batches of the first `max_rows` rows, or of all rows, in the order from long to short."""
+    """Return a loader of batches of the first `max_rows` rows, or of all rows, in order of decreasing length."""
     order = [index for index in sort_longest_first(rows) if max_rows is None or index < max_rows]
     return build_evaluation_loader(rows, loaded.collate, loaded.batch_size, order)

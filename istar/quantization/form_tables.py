@@ -72,24 +72,24 @@ def build_models_sheet(quantized: QuantizedScores) -> Sheet:
     columns += [f"{scheme_name}{suffix}" for scheme_name in scheme_names for suffix in ("", "_drop", "_collapsed")]
     columns += list(MEASURE_LABELS)
     frame = _sort_rows(quantized.rows)[columns]
-    groups: dict[str, list[list[Entry]]] = {}
+    rows_by_group: dict[str, list[list[Entry]]] = {}
     for row in row_dicts(frame.astype(object).where(frame.notna(), None)):
         number_texts = [format_number(row["float32"], ".2f")]
         for scheme_name in scheme_names:
-            note = " (collapsed)" if row[f"{scheme_name}_collapsed"] else ""
-            change = format_number(-row[f"{scheme_name}_drop"], "+.2f")
-            number_texts.append(f"{row[scheme_name]:.2f} ({change}){note}")
+            collapsed_note = " (collapsed)" if row[f"{scheme_name}_collapsed"] else ""
+            difference_text = format_number(-row[f"{scheme_name}_drop"], "+.2f")
+            number_texts.append(f"{row[scheme_name]:.2f} ({difference_text}){collapsed_note}")
         number_texts += [format_number(row[measure], ".4g") for measure in MEASURE_LABELS]
         labels = [row["method"] or EMPTY_CELL, format_number(row["seed"], "g")]
         cells = [*map(Entry, labels), *numeric_entries(number_texts)]
-        groups.setdefault(_format_group_name(row), []).append(cells)
+        rows_by_group.setdefault(_format_group_name(row), []).append(cells)
     return Sheet(
         "runs",
         "Models",
         "Headline metric on the validation set (percent, except losses) in float32 and in each form, in brackets the "
         f"difference from the model's own float32. {quantized.settings_description} {_MEASURES_NOTE}",
         ("method", "seed", "float32", *scheme_names, *MEASURE_LABELS.values()),
-        groups,
+        rows_by_group,
         frame,
         num_row_headers=2,
         group_header=_GROUPED_BY,
@@ -103,9 +103,10 @@ def _sort_rows(rows: pd.DataFrame) -> pd.DataFrame:
     """
     if "family" not in rows:
         return rows
-    sort_key = [("" if is_base(rows.iloc[[index]]) else name) for index, name in enumerate(rows["method"])]
-    order = rows.assign(method=sort_key).sort_values(["model", "task", "method", "seed"], kind="stable").index
-    return rows.loc[order]
+    # An empty name sorts Base before all other methods.
+    sort_names = [("" if is_base(rows.iloc[[index]]) else name) for index, name in enumerate(rows["method"])]
+    sorted_index = rows.assign(method=sort_names).sort_values(["model", "task", "method", "seed"], kind="stable").index
+    return rows.loc[sorted_index]
 
 
 def _format_group_name(row: Mapping[str, Any]) -> str:
@@ -127,8 +128,8 @@ def compare_methods(quantized: QuantizedScores) -> tuple[list[SchemeComparison],
         for runs in by_model_and_task(quantized.rows)
         for comparison in _compare_task(runs, quantized.scheme_names)
     ]
-    unadjusted = [row.comparison_with_base for row in comparisons if row.comparison_with_base is not None]
-    holm_result = holm([comparison.p_value for comparison in unadjusted])
+    comparisons_with_base = [row.comparison_with_base for row in comparisons if row.comparison_with_base is not None]
+    holm_result = holm([comparison.p_value for comparison in comparisons_with_base])
     adjusted_p_values = iter(holm_result.adjusted)
     adjusted_comparisons = [
         row if row.comparison_with_base is None
@@ -144,7 +145,7 @@ def _compare_task(runs: pd.DataFrame, scheme_names: Sequence[str]) -> Iterator[S
     base_runs = next((method_runs for method_runs in runs_by_method.values() if is_base(method_runs)), runs.head(0))
     for method, method_runs in runs_by_method.items():
         for scheme_name in scheme_names:
-            drop_by_seed = _values_by_seed(method_runs, f"{scheme_name}_drop")
+            drop_by_seed = _get_values_by_seed(method_runs, f"{scheme_name}_drop")
             drops = list(drop_by_seed.values())
             has_interval = len(drops) > 1 and not is_constant(np.array(drops))
             is_compared = not is_base(method_runs) and not base_runs.empty
@@ -154,7 +155,7 @@ def _compare_task(runs: pd.DataFrame, scheme_names: Sequence[str]) -> Iterator[S
                 str(method_runs["metric"].iloc[0]),
                 method,
                 scheme_name,
-                _values_by_seed(method_runs, "float32"),
+                _get_values_by_seed(method_runs, "float32"),
                 drop_by_seed,
                 paired.t_interval(drops) if has_interval else None,
                 _compare_with_base(method, scheme_name, method_runs, base_runs) if is_compared else None,
@@ -163,10 +164,10 @@ def _compare_task(runs: pd.DataFrame, scheme_names: Sequence[str]) -> Iterator[S
 
 def _compare_with_base(method: str, scheme_name: str, method_runs: pd.DataFrame, base_runs: pd.DataFrame) -> Comparison:
     """Compare the drops of a method with those of Base over common seeds; the p-value is not yet adjusted."""
-    drop_by_seed = _values_by_seed(method_runs, f"{scheme_name}_drop")
-    base_drop_by_seed = _values_by_seed(base_runs, f"{scheme_name}_drop")
+    drop_by_seed = _get_values_by_seed(method_runs, f"{scheme_name}_drop")
+    base_drop_by_seed = _get_values_by_seed(base_runs, f"{scheme_name}_drop")
     common_seeds = drop_by_seed.keys() & base_drop_by_seed.keys()
-    result = compare_paired(drop_by_seed, base_drop_by_seed)
+    paired_comparison = compare_paired(drop_by_seed, base_drop_by_seed)
     differences = np.array([drop_by_seed[seed] - base_drop_by_seed[seed] for seed in sorted(common_seeds)])
     minimum_detectable_difference = None
     if len(differences) > 1 and not is_constant(differences):
@@ -176,9 +177,9 @@ def _compare_with_base(method: str, scheme_name: str, method_runs: pd.DataFrame,
         method,
         f"{first_run['task']} ({first_run['metric']} lost with {scheme_name})",
         pairs=len(common_seeds),
-        difference=result.difference,
-        interval=result.interval,
-        p_value=result.t_test.p_value,
+        difference=paired_comparison.difference,
+        interval=paired_comparison.interval,
+        p_value=paired_comparison.t_test.p_value,
         smallest_difference=minimum_detectable_difference,
         collapsed=_count_collapsed(method_runs, scheme_name, common_seeds),
         reference_collapsed=_count_collapsed(base_runs, scheme_name, common_seeds),
@@ -188,7 +189,7 @@ def _compare_with_base(method: str, scheme_name: str, method_runs: pd.DataFrame,
     )
 
 
-def _values_by_seed(runs: pd.DataFrame, column: str) -> dict[int, float]:
+def _get_values_by_seed(runs: pd.DataFrame, column: str) -> dict[int, float]:
     """Return the values of a column by the seed of the run."""
     return {int(seed): float(value) for seed, value in zip(runs["seed"], runs[column], strict=True)}
 
@@ -206,9 +207,9 @@ def build_methods_sheet(comparisons: Sequence[SchemeComparison], holm_result: Ho
         holm_result: the adjustment of their p-values, which a note of the table describes.
     """
     records = [_make_method_record(comparison) for comparison in comparisons]
-    groups: dict[str, list[list[Entry]]] = {}
+    rows_by_group: dict[str, list[list[Entry]]] = {}
     for record in records:
-        groups.setdefault(_format_group_name(record), []).append(_make_method_cells(record))
+        rows_by_group.setdefault(_format_group_name(record), []).append(_make_method_cells(record))
     return Sheet(
         "methods",
         "Methods",
@@ -218,7 +219,7 @@ def build_methods_sheet(comparisons: Sequence[SchemeComparison], holm_result: Ho
         "paired t-test, adjusted.",
         ("method", "form", "seeds", "float32", "drop", "95% interval", "minus\nBase", "interval of\nminus Base", "p",
          "drop is"),
-        groups,
+        rows_by_group,
         pd.DataFrame(records),
         (holm_result.sentence(),) if holm_result.tests or holm_result.left_out else (),
         num_row_headers=2,
@@ -239,14 +240,14 @@ def _make_method_record(comparison: SchemeComparison) -> dict[str, Any]:
         "seeds": drop.count, "float32": float32.mean, "float32_std": float32.std, "drop": drop.mean,
         "drop_std": drop.std, "low": low, "high": high,
     }  # fmt: skip
-    with_base = comparison.comparison_with_base
-    minus_base_low, minus_base_high = (with_base.interval if with_base else None) or (None, None)
+    base_comparison = comparison.comparison_with_base
+    minus_base_low, minus_base_high = (base_comparison.interval if base_comparison else None) or (None, None)
     return record | {
-        "minus_base": with_base.difference if with_base else None,
+        "minus_base": base_comparison.difference if base_comparison else None,
         "minus_base_low": minus_base_low,
         "minus_base_high": minus_base_high,
-        "adjusted_p": with_base.p_value if with_base else None,
-        "verdict": verdict(with_base).value if with_base else "",
+        "adjusted_p": base_comparison.p_value if base_comparison else None,
+        "verdict": verdict(base_comparison).value if base_comparison else "",
     }
 
 
@@ -270,7 +271,7 @@ def _make_method_cells(record: Mapping[str, Any]) -> list[Entry]:
 
 
 def build_terminal_sheets(quantized: QuantizedScores, comparisons: Sequence[SchemeComparison]) -> list[Sheet]:
-    """Return tables that are narrow enough for a terminal: one per model and task, or that of a single model.
+    """Return tables that are narrow enough for a terminal: one per model and task, or one for a single model.
 
     Args:
         quantized: the scores.
@@ -278,15 +279,15 @@ def build_terminal_sheets(quantized: QuantizedScores, comparisons: Sequence[Sche
     """
     if not comparisons:
         return [_build_single_model_sheet(row, quantized.scheme_names) for row in row_dicts(quantized.rows)]
-    groups: dict[str, list[list[Entry]]] = {}
+    rows_by_group: dict[str, list[list[Entry]]] = {}
     for record in map(_make_method_record, comparisons):
         method, scheme, _, _, drop, _, minus_base, _, p_value, verdict_cell = _make_method_cells(record)
-        cells = [method, scheme, drop, minus_base, p_value, verdict_cell]
-        groups.setdefault(_format_group_name(record), []).append(cells)
+        terminal_cells = [method, scheme, drop, minus_base, p_value, verdict_cell]
+        rows_by_group.setdefault(_format_group_name(record), []).append(terminal_cells)
     header = ("method", "form", "drop", "minus\nBase", "p", "drop is")
     return [
         Sheet("", name, "", header, {"": table_rows}, pd.DataFrame(), num_row_headers=2)
-        for name, table_rows in groups.items()
+        for name, table_rows in rows_by_group.items()
     ]
 
 
@@ -299,11 +300,13 @@ def _build_single_model_sheet(row: Mapping[str, Any], scheme_names: Sequence[str
     """
     table_rows = [[Entry("float32"), Entry(f"{row['float32']:.2f}", number=True), Entry(EMPTY_CELL), Entry("")]]
     for scheme_name in scheme_names:
-        mark = "collapsed" if row[f"{scheme_name}_collapsed"] else ""
+        collapsed_mark = "collapsed" if row[f"{scheme_name}_collapsed"] else ""
         number_texts = (f"{row[scheme_name]:.2f}", f"{row[f'{scheme_name}_drop']:+.2f}")
-        table_rows.append([Entry(scheme_name), *numeric_entries(number_texts), Entry(mark)])
-    geometry = ", ".join(f"{label} {format_number(row[measure], '.4g')}" for measure, label in MEASURE_LABELS.items())
-    note = f"Of the float32 model: {geometry}."
+        table_rows.append([Entry(scheme_name), *numeric_entries(number_texts), Entry(collapsed_mark)])
+    geometry_text = ", ".join(
+        f"{label} {format_number(row[measure], '.4g')}" for measure, label in MEASURE_LABELS.items()
+    )
+    note = f"Of the float32 model: {geometry_text}."
     header = ("form", "score", "drop", "")
     return Sheet("", _format_group_name(row), "", header, {"": table_rows}, pd.DataFrame(), (note,))
 
@@ -314,7 +317,7 @@ def _format_interval(low: float | None, high: float | None) -> str:
 
 
 def write_conclusions(comparisons: Sequence[SchemeComparison]) -> list[str]:
-    """Return for each comparison with Base a sentence on what it allows to conclude."""
+    """Return the sentences on what each comparison with Base allows to conclude."""
     return [conclusion(row.comparison_with_base) for row in comparisons if row.comparison_with_base is not None]
 
 
@@ -329,20 +332,20 @@ def build_correlation_sheet(quantized: QuantizedScores) -> Sheet:
         for scheme_name in quantized.scheme_names
         for measure in MEASURE_LABELS
     ]  # fmt: skip
-    groups: dict[str, list[list[Entry]]] = {}
+    rows_by_model: dict[str, list[list[Entry]]] = {}
     for record in records:
         interval = _format_interval(record["low"], record["high"])
         labels = (record["task"], record["form"], MEASURE_LABELS[str(record["measure"])])
         number_texts = (str(record["runs"]), format_number(record["spearman"], "+.2f"), interval)
         cells = [*map(Entry, labels), *numeric_entries(number_texts), Entry(record["note"])]
-        groups.setdefault(str(record["model"]), []).append(cells)
+        rows_by_model.setdefault(str(record["model"]), []).append(cells)
     return Sheet(
         "relations",
         "Drop and geometry",
         "Spearman's correlation of the drop with a measure of the float32 model over all runs of a model and task, "
         f"with Fisher's 95% interval, not corrected for the number of rows. {_MEASURES_NOTE}",
         ("task", "form", "measure", "runs", "Spearman", "95% interval", "note"),
-        groups,
+        rows_by_model,
         pd.DataFrame(records),
         (_CAUSALITY_NOTE,),
         num_row_headers=3,
@@ -355,14 +358,16 @@ def _get_model_and_task(runs: pd.DataFrame) -> dict[str, str]:
 
 
 def _correlate_drop(runs: pd.DataFrame, scheme_name: str, measure: str) -> dict[str, Any]:
-    """Return Spearman's correlation of the drop with a measure and its interval, or a note why there is none."""
-    values = runs[[measure, f"{scheme_name}_drop"]].astype(float).dropna()
-    no_result = {"runs": len(values), "spearman": None, "low": None, "high": None}
-    if len(values) < MIN_RUNS:
+    """Return Spearman's correlation of the drop with a measure and its interval, or a note on why there is none."""
+    measures_and_drops = runs[[measure, f"{scheme_name}_drop"]].astype(float).dropna()
+    no_result = {"runs": len(measures_and_drops), "spearman": None, "low": None, "high": None}
+    if len(measures_and_drops) < MIN_RUNS:
         return {**no_result, "note": f"needs {MIN_RUNS} runs"}
     try:
-        result = partial_correlation(values[measure], values[f"{scheme_name}_drop"], covariates=[], method="spearman")
+        correlation = partial_correlation(
+            measures_and_drops[measure], measures_and_drops[f"{scheme_name}_drop"], covariates=[], method="spearman"
+        )
     except UserError:
         return {**no_result, "note": "the measure or the drop is constant"}
-    low, high = (None if end is None or math.isnan(end) else end for end in (result.low, result.high))
-    return {"runs": len(values), "spearman": result.value, "low": low, "high": high, "note": ""}
+    low, high = (None if end is None or math.isnan(end) else end for end in (correlation.low, correlation.high))
+    return {"runs": len(measures_and_drops), "spearman": correlation.value, "low": low, "high": high, "note": ""}

@@ -74,7 +74,7 @@ def parse_form(name: str, weights: WeightScales = "channel", activations: Activa
         activations: see `Form`.
 
     Raises:
-        UserError: if the name has another form, or a bit width is out of range.
+        UserError: if the name does not match this pattern, or a bit width is out of range.
     """
     match = re.fullmatch(r"w(\d{1,3})a(\d{1,3})", name)
     if match is None:
@@ -130,9 +130,10 @@ def forward_observed(
         """Return a forward pre-hook that passes the input of the named layer to `observe`."""
 
         def observe_input(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-            points = arguments[0]
-            rows = points.reshape(-1, points.shape[-1])
-            observe(name, rows[mask.reshape(-1).bool()] if tuple(points.shape[:-1]) in token_shapes else rows)
+            layer_input = arguments[0]
+            rows = layer_input.reshape(-1, layer_input.shape[-1])
+            has_row_per_token = tuple(layer_input.shape[:-1]) in token_shapes
+            observe(name, rows[mask.reshape(-1).bool()] if has_row_per_token else rows)
 
         return observe_input
 
@@ -205,8 +206,11 @@ class QuantizedLinear(nn.Module):
     def forward(self, points: Tensor) -> Tensor:
         """Quantize the inputs `(..., in_features)` and return the layer's outputs, `(..., out_features)`."""
         bits = self.form.activation_bits
-        inputs = quantize_per_row(points, bits) if self.scale is None else round_to_grid(points, self.scale, bits)
-        return functional.linear(inputs, self.weight, self.bias)
+        if self.scale is None:
+            quantized_points = quantize_per_row(points, bits)
+        else:
+            quantized_points = round_to_grid(points, self.scale, bits)
+        return functional.linear(quantized_points, self.weight, self.bias)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.form}"
@@ -235,8 +239,8 @@ def replace_layers(model: Model, names: Iterable[str], replacement: Callable[[st
 
     `replacement` gets the copied module, which it may change.
     """
-    copied = copy.deepcopy(model)
+    copied_model = copy.deepcopy(model)
     for name in list(names):
-        layer: Any = copied.get_submodule(name)
-        copied.set_submodule(name, replacement(name, layer))
-    return copied
+        layer: Any = copied_model.get_submodule(name)
+        copied_model.set_submodule(name, replacement(name, layer))
+    return copied_model

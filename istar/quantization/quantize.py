@@ -106,18 +106,22 @@ def quantize_runs(
     frame = cells.add_selection_columns(runs)
     rows = cells.row_dicts(frame)
     reason_by_folder = {str(row["folder"]): saved_runs.get_exclusion_reason(row) for row in rows}
-    exclusion_reasons = {**runs.read_errors, **{path: reason for path, reason in reason_by_folder.items() if reason}}
-    usable = [row for row in rows if not reason_by_folder[str(row["folder"])]]
-    if not usable:
+    read_errors = {path: error for path, error in runs.read_errors.items() if Path(path).resolve() != out.resolve()}
+    exclusion_reasons = {**read_errors, **{path: reason for path, reason in reason_by_folder.items() if reason}}
+    usable_rows = [row for row in rows if not reason_by_folder[str(row["folder"])]]
+    if not usable_rows:
         path, reason = next(iter(exclusion_reasons.items()), ("no folder", "there is no run"))
         raise UserError(f"no run can be quantized; {path}: {reason}")
-    if data_dir is not None and len({row["task"] for row in usable}) > 1:
+    if data_dir is not None and len({row["task"] for row in usable_rows}) > 1:
         raise UserError("--data-dir is for runs of one task, but these have several; call istar quantize for each task")
     saved_models = [
-        saved_runs.saved_model_of_run(Path(row["folder"]), runs.records[str(row["folder"])], data_dir) for row in usable
+        saved_runs.saved_model_of_run(Path(row["folder"]), runs.records[str(row["folder"])], data_dir)
+        for row in usable_rows
     ]
     model_scores = _score_models(saved_models, settings, out, console)
-    table = pd.DataFrame([{**row, **make_table_row(scores)} for row, scores in zip(usable, model_scores, strict=True)])
+    table = pd.DataFrame(
+        [{**row, **make_table_row(scores)} for row, scores in zip(usable_rows, model_scores, strict=True)]
+    )
     return QuantizedScores(table, settings.scheme_names, exclusion_reasons, describe_settings(settings))
 
 
@@ -233,7 +237,7 @@ def _score_models(
 ) -> list[dict[str, Any]]:
     """Return the scores of each model as `SCORES_FILE` holds them.
 
-    Scores that the file already holds are reused. The others are computed, and the file is written after each model.
+    Scores that the file already holds are reused. Missing ones are computed, and the file is written after each model.
     """
     scores_by_key = read_saved_scores(out / SCORES_FILE)
     model_scores: list[dict[str, Any]] = []
@@ -242,8 +246,8 @@ def _score_models(
         scores = scores_by_key.get(key)
         if scores is None:
             if console is not None:
-                text = f"{position} of {len(saved_models)}: {saved_model.name}"
-                console.print(text, highlight=False, soft_wrap=True, markup=False)
+                message = f"{position} of {len(saved_models)}: {saved_model.name}"
+                console.print(message, highlight=False, soft_wrap=True, markup=False)
             loaded = saved_runs.load_model_and_data(saved_model, settings.calibration, settings.seed)
             loaded = apply_checked_control(loaded, settings.control, settings.outlier_factor, settings.seed)
             with_progress = _make_progress_wrapper(console)
@@ -274,13 +278,13 @@ def _make_progress_wrapper(console: Console | None) -> Callable[[Iterable[Any], 
 def _make_cache_key(saved_model: SavedModel, settings: QuantizationSettings) -> str:
     """Return a hash of all that determines a model's scores: weights, data, settings and versions of the libraries."""
     versions = {name: version(name) for name in ("torch", "transformers")}
-    values = {
+    key_data = {
         "format": FORMAT_VERSION,
         "subject": saved_model.identity(),
         "settings": settings.identity(),
         "versions": versions,
     }
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(key_data, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def read_saved_scores(path: Path) -> dict[str, dict[str, Any]]:
@@ -292,12 +296,12 @@ def read_saved_scores(path: Path) -> dict[str, dict[str, Any]]:
     if not path.exists():
         return {}
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        if values["format"] != FORMAT_VERSION:
+        contents = json.loads(path.read_text(encoding="utf-8"))
+        if contents["format"] != FORMAT_VERSION:
             raise UserError(
-                f"{path} has format {values['format']}; this version reads {FORMAT_VERSION}; name another --out"
+                f"{path} has format {contents['format']}; this version reads {FORMAT_VERSION}; name another --out"
             )
-        return dict(values["entries"])
+        return dict(contents["entries"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} holds no scores of istar quantize: {shorten(error)}; name another --out") from error
 

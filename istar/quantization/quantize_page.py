@@ -75,15 +75,15 @@ def _make_page(quantized: QuantizedScores, tables: PageTables, command: str) -> 
     if tables.comparisons:
         drop_plot = form_figures.make_mean_drop_plot(tables.comparisons, quantized.scheme_names)
         methods_sheet = tables.sheets["methods"]
-        drawings = folder.render_pictures(drop_plot)
-        sections.append(Section("methods", "Methods", (drop_plot.caption,), methods_sheet, drawings, is_wide=True))
+        drop_pictures = folder.render_pictures(drop_plot)
+        sections.append(Section("methods", "Methods", (drop_plot.caption,), methods_sheet, drop_pictures, is_wide=True))
         sentences = tables.conclusions
         empty_note = "" if sentences else "There is no Base with the same task and model to compare with."
         sections.append(Section("conclusions", "What may be concluded", sentences, empty_note=empty_note))
-        plots = [form_figures.make_drop_by_measure_plot(quantized, measure) for measure in MEASURE_LABELS]
-        pictures = [picture for plot in plots for picture in folder.render_pictures(plot)]
+        measure_plots = [form_figures.make_drop_by_measure_plot(quantized, measure) for measure in MEASURE_LABELS]
+        measure_pictures = [picture for plot in measure_plots for picture in folder.render_pictures(plot)]
         correlation_sheet = tables.sheets["relations"]
-        sections.append(Section("geometry", "Drop and geometry", (), correlation_sheet, pictures, is_wide=True))
+        sections.append(Section("geometry", "Drop and geometry", (), correlation_sheet, measure_pictures, is_wide=True))
     sections.append(Section("runs", "Models", (), tables.sheets["runs"], is_wide=True))
     if quantized.exclusion_reasons:
         reasons = [f"{path}: {reason}" for path, reason in quantized.exclusion_reasons.items()]

@@ -69,14 +69,24 @@ class SavedModel:
 
     def identity(self) -> dict[str, Any]:
         """Return JSON-serializable data that identify weights, task and data; reads the files of the model."""
-        task = {f.name: getattr(self.config.task, f.name) for f in fields(TaskConfig) if f.name != "data_dir"}
+        task_settings = {
+            field.name: getattr(self.config.task, field.name)
+            for field in fields(TaskConfig)
+            if field.name != "data_dir"
+        }
         data_fingerprint = self.recorded_fingerprint
         if self.examples is not None:
             data_fingerprint = _fingerprint_examples(self.examples)
         limits = {"fast_dev_run": self.config.trainer.fast_dev_run, **self.config.trainer.lightning}
         batch_size = self.config.data.eval_batch_size
-        weights = _weights_identity(self.config.model)
-        return {"model": weights, "task": task, "data": data_fingerprint, "limits": limits, "batch_size": batch_size}
+        weights_identity = _identify_weights(self.config.model)
+        return {
+            "model": weights_identity,
+            "task": task_settings,
+            "data": data_fingerprint,
+            "limits": limits,
+            "batch_size": batch_size,
+        }
 
 
 @dataclass(frozen=True)
@@ -122,9 +132,11 @@ def read_runs(folders: Sequence[Path]) -> Runs:
                 f"{root} holds no runs of train.py; name the folder of a run, one that holds runs, or a model that "
                 "save_pretrained wrote"
             )
-        new_errors = {path: error for path, record in runs.records.items() if (error := cells.content_error(record))}
-        error_by_folder |= new_errors
-        frames.append(runs.frame[~runs.frame["folder"].isin(list(new_errors))])
+        content_errors = {
+            path: error for path, record in runs.records.items() if (error := cells.content_error(record))
+        }
+        error_by_folder |= {**runs.read_errors, **content_errors}
+        frames.append(runs.frame[~runs.frame["folder"].isin(list(content_errors))])
         records |= runs.records
     frame = pd.concat(frames, ignore_index=True)
     frame["resolved_path"] = [str(Path(path).resolve()) for path in frame["folder"]]
@@ -155,15 +167,18 @@ def saved_model_of_run(run_folder: Path, record: RunRecord, data_dir: Path | Non
 
     `data_dir` replaces the folder of data that the run recorded, for example on another machine.
     """
-    task = _keep_known_fields(TaskConfig, record.config["task"])
-    task |= {"submission": False} | ({} if data_dir is None else {"data_dir": str(data_dir)})
-    data = DataConfig(**_keep_known_fields(DataConfig, record.config["data"]))
+    task_settings = _keep_known_fields(TaskConfig, record.config["task"])
+    task_settings |= {"submission": False} | ({} if data_dir is None else {"data_dir": str(data_dir)})
+    data_config = DataConfig(**_keep_known_fields(DataConfig, record.config["data"]))
+    # The scores are computed on the batches of the validation set that the run used.
     max_batches = record.config["trainer"].get("limit_val_batches")
-    trainer = TrainerConfig(lightning={} if max_batches is None else {"limit_val_batches": max_batches})
+    trainer_config = TrainerConfig(lightning={} if max_batches is None else {"limit_val_batches": max_batches})
     if "fast_dev_run" in record.config["trainer"]:
-        trainer = replace(trainer, fast_dev_run=record.config["trainer"]["fast_dev_run"])
+        trainer_config = replace(trainer_config, fast_dev_run=record.config["trainer"]["fast_dev_run"])
     model_folder = run_folder / MODEL_FOLDER
-    config = _make_config(TaskConfig(**task), model_folder, data, trainer, int(record.config["seed"]))
+    config = _make_config(
+        TaskConfig(**task_settings), model_folder, data_config, trainer_config, int(record.config["seed"])
+    )
     saved_model = SavedModel(record.name, model_folder, config, record)
     if saved_model.recorded_fingerprint:
         return saved_model
@@ -180,8 +195,8 @@ def saved_model_for_task(model_folder: Path, task: str, data_dir: Path | None) -
         raise UserError(f"--task {task} is not known{did_you_mean(task, TASKS)}; one of {', '.join(TASKS)}")
     if TASKS[task].is_language_modelling:
         raise UserError(f"--task {task}: expected a task of classification, regression or question answering")
-    settings = TaskConfig(name=task, data_dir=None if data_dir is None else str(data_dir))
-    config = _make_config(settings, model_folder, DataConfig(), TrainerConfig())
+    task_config = TaskConfig(name=task, data_dir=None if data_dir is None else str(data_dir))
+    config = _make_config(task_config, model_folder, DataConfig(), TrainerConfig())
     saved_model = SavedModel(model_folder.resolve().name, model_folder, config)
     return replace(saved_model, examples=_load_examples(saved_model))
 
@@ -200,8 +215,8 @@ def load_model_and_data(saved_model: SavedModel, num_calibration: int, seed: int
     """
     spec, config = saved_model.spec, saved_model.config
     examples = saved_model.examples or _load_examples(saved_model)
-    expected = saved_model.recorded_fingerprint
-    if expected is not None and _fingerprint_examples(examples) != expected:
+    expected_fingerprint = saved_model.recorded_fingerprint
+    if expected_fingerprint is not None and _fingerprint_examples(examples) != expected_fingerprint:
         raise UserError(
             f"{saved_model.name}: the data of task {spec.name} are not those that the run was trained on; name their "
             "folder with --data-dir"
@@ -211,11 +226,13 @@ def load_model_and_data(saved_model: SavedModel, num_calibration: int, seed: int
     model = models.load_model(config.model, spec, model_config, tokenizer).eval()
     if saved_model.record is None:
         _check_saved_head(saved_model, model)
-    sampled = _sample_training_examples(examples, num_calibration, seed)
-    prepared = prepare_data(spec, config, sampled, tokenizer, model_config)
+    sampled_examples = _sample_training_examples(examples, num_calibration, seed)
+    prepared_data = prepare_data(spec, config, sampled_examples, tokenizer, model_config)
     collate = make_collator(spec, config, tokenizer, model)
     batch_size = config.data.eval_batch_size
-    return LoadedModel(model, collate, batch_size, prepared.train, prepared.validation[0], prepared.evaluators[""])
+    return LoadedModel(
+        model, collate, batch_size, prepared_data.train, prepared_data.validation[0], prepared_data.evaluators[""]
+    )
 
 
 def _load_examples(saved_model: SavedModel) -> Examples:
@@ -228,12 +245,12 @@ def _fingerprint_examples(examples: Examples) -> str:
     return fingerprint(examples.train, *examples.validation)
 
 
-def _weights_identity(config: ModelConfig) -> str:
+def _identify_weights(config: ModelConfig) -> str:
     """Return a string that identifies the weights of a saved model, including the base model of adapters."""
     identity = identify_model(config)
     if not has_adapters(config.name):
         return identity
-    return f"{identity} on {_weights_identity(read_base_config(Path(config.name)))}"
+    return f"{identity} on {_identify_weights(read_base_config(Path(config.name)))}"
 
 
 def _sample_training_examples(examples: Examples, count: int, seed: int) -> Examples:
@@ -253,16 +270,17 @@ def _check_saved_head(saved_model: SavedModel, model: PreTrainedModel) -> None:
     spec = saved_model.spec
     saved_config: Any = models.load_pretrained(saved_model.config.model, AutoConfig)
     problem = f"{saved_model.model_folder} has no head for task {spec.name}"
-    architecture = (saved_config.architectures or ["no architecture"])[0]
-    if architecture != type(model).__name__:
-        raise UserError(f"{problem}: its config.json names {architecture}; expected {type(model).__name__}")
-    expected = spec.labels or (("score",) if spec.kind == "regression" else ())
-    if not expected:
+    saved_architecture = (saved_config.architectures or ["no architecture"])[0]
+    if saved_architecture != type(model).__name__:
+        raise UserError(f"{problem}: its config.json names {saved_architecture}; expected {type(model).__name__}")
+    expected_labels = spec.labels or (("score",) if spec.kind == "regression" else ())
+    if not expected_labels:
         return
+    # Generic labels, such as LABEL_0, are those of a model that was saved without the names of its labels.
     labels = tuple(str(saved_config.id2label[id_]) for id_ in sorted(saved_config.id2label))
     has_generic_labels = all(label.startswith("LABEL_") for label in labels)
-    if len(labels) != len(expected) or (not has_generic_labels and spec.labels and labels != expected):
-        raise UserError(f"{problem}: its labels are {', '.join(labels)}; expected {', '.join(expected)}")
+    if len(labels) != len(expected_labels) or (not has_generic_labels and spec.labels and labels != expected_labels):
+        raise UserError(f"{problem}: its labels are {', '.join(labels)}; expected {', '.join(expected_labels)}")
 
 
 def _make_config(
@@ -274,6 +292,6 @@ def _make_config(
 
 
 def _keep_known_fields(dataclass_type: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that the dataclass has a field for; runs of other versions may have recorded others, too."""
-    names = {f.name for f in fields(dataclass_type)}
+    """Return the values for which the dataclass has a field; runs of other versions may have recorded others."""
+    names = {field.name for field in fields(dataclass_type)}
     return {name: value for name, value in values.items() if name in names}

@@ -59,7 +59,7 @@ def quantize_by_torch(model: Model, names: Iterable[str], form: TorchInt8) -> Mo
     per_channel, per_tensor = package.per_channel_dynamic_qconfig, package.default_dynamic_qconfig
     config_by_layer = dict.fromkeys(names, per_channel if form.weights == "channel" else per_tensor)
     with warnings.catch_warnings():
-        # The deprecation, of which the module's docstring and the guide speak, and what torch says within its own code.
+        # The deprecation is known, see the module's docstring; other warnings are about torch's own code.
         warnings.filterwarnings("ignore", message=r"torch\.ao\.quantization is deprecated", category=DeprecationWarning)
         warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\..*")
         quantized: Model = package.quantize_dynamic(model, config_by_layer, dtype=torch.qint8)

@@ -112,16 +112,23 @@ class Watch:
         return loss
 
     def take(self) -> list[Any]:
-        """Return the layers' summaries of the latest forward pass; `combine` also takes those of several passes."""
+        """Return the summaries of the selected layers of the latest forward pass, and forget them.
+
+        `combine` computes the penalty from the summaries of one pass, or from the joined lists of several passes.
+
+        Raises:
+            UserError: if there was no forward pass with gradients since the last call.
+        """
         return self._reader.take()
 
     def combine(self, summaries: Sequence[Any]) -> Tensor:
-        """Compute the weighted penalty of the union of the layers of one or several passes, given by `take`."""
+        """Compute the weighted penalty of the union of the layers of one or several passes, from results of `take`."""
         if not summaries:
             return self._zero_loss()
         loss = self.penalty.combine(summaries)
         reason = "nothing before the chosen layers is trainable"
-        self._has_warned = self._has_warned or warn_if_no_gradient(loss, reason)
+        # Level 3 is the line that called `Watch.loss`.
+        self._has_warned = self._has_warned or warn_if_no_gradient(loss, reason, stacklevel=3)
         return loss
 
     def refresh(self, loader: Iterable[Any], num_points: int | None = NUM_POINTS, momentum: float = 0.0) -> int:
@@ -187,9 +194,12 @@ class Watch:
         return torch.zeros((), device=next(self._model.parameters()).device)
 
 
-def warn_if_no_gradient(loss: Tensor, reason: str) -> bool:
-    """Warn if a penalty has no gradient although gradients are enabled; return whether a warning was given."""
-    is_missing = torch.is_grad_enabled() and not loss.requires_grad
-    if is_missing:
-        warnings.warn(f"the penalty has no gradient: {reason}", UserWarning, stacklevel=4)
-    return is_missing
+def warn_if_no_gradient(loss: Tensor, reason: str, stacklevel: int) -> bool:
+    """Warn if a penalty has no gradient although gradients are enabled; return whether a warning was given.
+
+    `stacklevel` says which line the warning shows: 1 is the caller of this function, 2 the caller of that, and so on.
+    """
+    is_gradient_missing = torch.is_grad_enabled() and not loss.requires_grad
+    if is_gradient_missing:
+        warnings.warn(f"the penalty has no gradient: {reason}", UserWarning, stacklevel=stacklevel + 1)
+    return is_gradient_missing

@@ -5,7 +5,7 @@ average cosine of the output embeddings to the loss of a language model, because
 cost is O(V d) for V rows.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
 import torch
@@ -33,6 +33,12 @@ def attach_to_target(
     modules: Sequence[nn.Module] | None = None,
 ) -> "Watch | EmbeddingWatch":
     """Attach a penalty to what `target` names: the hidden states, by `attach`, or an embedding matrix.
+
+    Args:
+        model, penalty: as in `attach` and `EmbeddingWatch`.
+        target: `hidden_states`, `input_embeddings` or `output_embeddings`.
+        points, modules: as in `attach`; for hidden states only.
+        rows, seed: as in `EmbeddingWatch`; for embedding matrices only.
 
     Raises:
         UserError: for an unknown target, and as `attach` and `EmbeddingWatch`.
@@ -108,15 +114,14 @@ class EmbeddingWatch:
         if rows is not None and not 2 <= rows <= num_rows:
             raise UserError(f"rows={rows}; expected 2 to {num_rows}, the number of rows of the {_describe(target)}")
         penalty.sync = False
-        self._rows = rows
+        self._num_sampled_rows = rows
         self._generator = torch.Generator().manual_seed(seed)
         self._has_warned = False
 
     @property
     def matrix(self) -> Tensor:
         """The embedding matrix, `(V, d)`. It is looked up at each use, because a model may replace it."""
-        matrix: Tensor = self._get_matrix()
-        return matrix
+        return self._get_matrix()
 
     @property
     def num_layers(self) -> int:
@@ -131,16 +136,17 @@ class EmbeddingWatch:
             drawn then, too, so that it does not depend on the weights of earlier steps.
         """
         matrix = self.matrix
-        sample = None if self._rows is None else self._sample_rows(len(matrix)).to(matrix.device)
+        row_indices = None if self._num_sampled_rows is None else self._sample_rows(len(matrix)).to(matrix.device)
         if self.penalty.weight == 0:
             return torch.zeros((), device=matrix.device)
-        points = matrix if sample is None else matrix.index_select(0, sample)
+        points = matrix if row_indices is None else matrix.index_select(0, row_indices)
         loss = self.penalty.combine([self.penalty.summarize(points, ALL_TOKENS)])
-        self._has_warned = self._has_warned or warn_if_no_gradient(loss, f"the {_describe(self.target)} are frozen")
+        reason = f"the {_describe(self.target)} are frozen"
+        self._has_warned = self._has_warned or warn_if_no_gradient(loss, reason, stacklevel=2)
         return loss
 
     def refresh(self, loader: Iterable[Any], num_points: int | None = None, momentum: float = 0.0) -> int:
-        """Do nothing and return 0: there is no Sigma_S here."""
+        """Do nothing and return 0, unlike `Watch.refresh`: an embedding matrix has no Sigma_S."""
         return 0
 
     def remove(self) -> None:
@@ -148,7 +154,7 @@ class EmbeddingWatch:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the state of the generator that samples rows, to resume exactly; empty if all rows are used."""
-        return {} if self._rows is None else {"generator": self._generator.get_state()}
+        return {} if self._num_sampled_rows is None else {"generator": self._generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Restore what `state_dict` returned."""
@@ -163,10 +169,10 @@ class EmbeddingWatch:
 
     def _sample_rows(self, num_rows: int) -> Tensor:
         """Return the indices of a random sample of the rows, without replacement."""
-        return torch.randperm(num_rows, generator=self._generator)[: self._rows]
+        return torch.randperm(num_rows, generator=self._generator)[: self._num_sampled_rows]
 
 
-def _make_matrix_getter(model: Any, target: str) -> Any:
+def _make_matrix_getter(model: Any, target: str) -> Callable[[], Tensor]:
     """Return a function that returns the current embedding matrix `target` of a transformers model.
 
     Raises:
@@ -187,6 +193,7 @@ def _make_matrix_getter(model: Any, target: str) -> Any:
             raise UserError(f"the {_describe(target)} are sharded over processes (FSDP); target={target} needs DDP")
         return weight
 
+    # Report a missing or sharded matrix now, not at the first loss.
     get_matrix()
     return get_matrix
 

@@ -198,7 +198,11 @@ def _assemble_job(
 
 
 def _make_module(
-    config: Config, spec: TaskSpec, model: PreTrainedModel, watch: Watch | EmbeddingWatch | None, prepared: PreparedData
+    config: Config,
+    spec: TaskSpec,
+    model: PreTrainedModel,
+    watch: Watch | EmbeddingWatch | None,
+    prepared_data: PreparedData,
 ) -> FineTuner:
     """Create the LightningModule that trains the model on the task with the penalty that `watch` computes."""
     options: dict[str, Any] = {
@@ -208,9 +212,9 @@ def _make_module(
     }
     optim = replace(config.optim, weight_decay=config.reg.weight_decay(config.optim.weight_decay))
     if not spec.is_language_modelling:
-        return FineTuner(model, watch, optim, prepared.evaluators, **options)
+        return FineTuner(model, watch, optim, prepared_data.evaluators, **options)
     options |= {"is_causal": spec.kind == "causal_lm", "restrict_head_to_labels": not config.model.compile}
-    return LanguageModelTuner(model, watch, optim, prepared.evaluators, **options)
+    return LanguageModelTuner(model, watch, optim, prepared_data.evaluators, **options)
 
 
 def _make_checkpoints(
@@ -233,7 +237,7 @@ def _make_isotropy_monitors(settings: TrainerConfig) -> list[L.Callback]:
 def _make_observing_callbacks(
     config: Config, folder: Path, data_module: FineTuningData, tokenizer: PreTrainedTokenizerBase
 ) -> list[L.Callback]:
-    """Return the callbacks that measure the geometry, or save the model, at scheduled steps of the training."""
+    """Return the callbacks that measure the geometry, or save the model, at scheduled training steps."""
     callbacks: list[L.Callback] = []
     settings = config.trainer
     if settings.measure_every_n_steps is not None:
@@ -291,7 +295,7 @@ def _check_penalty_fits_task(config: Config, spec: TaskSpec) -> None:
 def _check_num_processes(job: Job) -> None:
     """Raise a `UserError` if too few processes are running, or more than an evaluation set has examples."""
     if count_processes_to_start(job.trainer) > 1:
-        # Lightning would start the others by executing the current script again.
+        # Lightning would start the missing processes by executing the current script again.
         raise UserError(
             f"trainer.devices={job.config.trainer.devices} needs more processes than this one: train.py and "
             "istar.runs.launch.launch(config, num_processes) start them"
@@ -309,13 +313,16 @@ def _check_last_batch(job: Job) -> None:
     # A row of a language model's batch may hold several sentences.
     if getattr(reg, "estimator", None) != BY_SENTENCE or job.spec.is_language_modelling:
         return
+    # With `sync`, the ranks compute one penalty together, so that their micro-batches count as one.
     num_ranks = job.trainer.world_size if reg.sync else 1
-    num_examples = len(job.prepared_data.train) // (job.trainer.world_size // num_ranks)
-    num_left = num_examples % (data.batch_size * num_ranks)
-    if 0 < num_left < MIN_SENTENCES:
+    # Each rank has this many examples, as the sampler repeats some where the ranks do not divide their number.
+    num_examples = math.ceil(len(job.prepared_data.train) / job.trainer.world_size)
+    last_batch_size = num_examples % data.batch_size * num_ranks
+    if 0 < last_batch_size < MIN_SENTENCES:
         raise UserError(
             f"reg.estimator={BY_SENTENCE} needs {MIN_SENTENCES} sequences in each micro-batch; with data.batch_size="
-            f"{data.batch_size}, the last one of {num_examples} examples has {num_left}: choose another data.batch_size"
+            f"{data.batch_size}, the last one of {num_examples * num_ranks} examples has {last_batch_size}: choose "
+            "another data.batch_size"
         )
 
 
@@ -371,8 +378,9 @@ def _call_on_rank_zero(trainer: L.Trainer, compute: Callable[[], T]) -> T:
 def _prepare_folder(job: Job) -> tuple[RunRecord | None, Path | None]:
     """Write `config.yaml` into the run folder, and find the checkpoint to resume from.
 
-    Returns the record of the run and None if another process has finished it, in which case nothing is written. Else
-    returns None and the checkpoint, which is None if there is none.
+    Returns:
+        The record of the run and None if another process has finished the run, in which case nothing is written.
+        Otherwise None and the checkpoint, or None and None if there is no checkpoint.
 
     Raises:
         UserError: if the folder cannot be written, or the checkpoint was saved with a different number of processes.
@@ -532,9 +540,9 @@ def _save_outputs(job: Job) -> None:
 def _measure_geometry(job: Job) -> dict[str, Any]:
     """Measure the geometry of the model on the first validation set, and return it as `geometry.json` stores it."""
     config, validation, collate = job.config, job.prepared_data.validation[0], job.data_module.collate
-    content = measure_validation_geometry(job.trainer, job.module, validation, collate, config.data.eval_batch_size)
+    geometry = measure_validation_geometry(job.trainer, job.module, validation, collate, config.data.eval_batch_size)
     if config.run.isotropy_zeta is not None and not config.trainer.fast_dev_run:
-        content["isoscore_star"] = compute_isoscore_star_by_layer(
+        geometry["isoscore_star"] = compute_isoscore_star_by_layer(
             job.trainer,
             job.module,
             validation,
@@ -544,7 +552,7 @@ def _measure_geometry(job: Job) -> dict[str, Any]:
             config.run.isotropy_zeta,
             config.seed,
         )
-    return content
+    return geometry
 
 
 def _predict_and_write_submission(job: Job) -> None:
@@ -563,49 +571,49 @@ def _predict_and_write_submission(job: Job) -> None:
 def _make_result_fields(job: Job, data_fingerprint: str) -> dict[str, Any]:
     """Return the fields of `RunRecord` that are known only after training, by name."""
     spec, history, examples = job.spec, job.history, job.prepared_data.examples
-    train, best_epoch = examples.train, history.epochs[history.best_epoch - 1]
-    validation = {split.name: rows for split, rows in zip(spec.validation, examples.validation, strict=True)}
+    train_examples, best_entry = examples.train, history.epochs[history.best_epoch - 1]
+    examples_by_set = {split.name: rows for split, rows in zip(spec.validation, examples.validation, strict=True)}
     baseline = job.prepared_data.compute_baseline(
         spec, job.data_module.collate, job.config.data.eval_batch_size, max(job.tokenizer.get_vocab().values()) + 1
     )
-    validation_sizes = {name: len(rows) for name, rows in validation.items()}
-    overlaps = {name: count_overlap(spec, train, rows) for name, rows in validation.items()}
+    validation_sizes = {name: len(rows) for name, rows in examples_by_set.items()}
+    overlaps = {name: count_overlap(spec, train_examples, rows) for name, rows in examples_by_set.items()}
     return {
         "headline": {
             "metric": spec.headline,
-            "value": best_epoch["metrics"][spec.headline],
-            "epoch": best_epoch["epoch"],
+            "value": best_entry["metrics"][spec.headline],
+            "epoch": best_entry["epoch"],
         },
         "selection": {
             "set": spec.selection_set.name,
             "metric": spec.selection_metric,
-            "value": best_epoch["metrics"][spec.selection_metric],
+            "value": best_entry["metrics"][spec.selection_metric],
         },
-        "metrics": best_epoch["metrics"],
+        "metrics": best_entry["metrics"],
         "metrics_before": history.before_training["metrics"],
         "baseline": baseline,
         "collapsed": {split.name: history.best_evaluations[split.suffix].collapsed for split in spec.validation},
         "isotropy": {
             "before": history.before_training["isotropy"],
-            "after": best_epoch["isotropy"],
+            "after": best_entry["isotropy"],
             "points": job.layer_isotropy.num_points,
         },
-        "class_isotropy": _make_class_isotropy_field(history.before_training, best_epoch),
+        "class_isotropy": _make_class_isotropy_field(history.before_training, best_entry),
         "epochs": history.epochs,
         "skipped_steps": job.module.step_guard.num_skipped,
         "data": {
             "fingerprint": data_fingerprint,
-            "train": len(train),
+            "train": len(train_examples),
             "validation": validation_sizes,
             "overlap": overlaps,
         },
     }
 
 
-def _make_class_isotropy_field(first_entry: dict[str, Any], best_entry: dict[str, Any]) -> dict[str, Any]:
+def _make_class_isotropy_field(entry_before: dict[str, Any], best_entry: dict[str, Any]) -> dict[str, Any]:
     """Return the field `class_isotropy` of `RunRecord` from two entries of the history; empty without classes."""
     key = "class_isotropy"
-    return {"before": first_entry.get(key, {}), "after": best_entry[key]} if key in best_entry else {}
+    return {"before": entry_before.get(key, {}), "after": best_entry[key]} if key in best_entry else {}
 
 
 @rank_zero_only

@@ -35,7 +35,7 @@ class LengthGroupedSampler(Sampler[int]):
         world_size: number of processes. If it does not divide the number of examples, the first ones are repeated at
             the end.
         epoch: current epoch, initially the one in which training starts or resumes.
-        num_skipped: number of examples to skip in that first epoch, because a resumed run has already used them.
+        num_skipped: number of examples to skip in the initial epoch, because a resumed run has already used them.
     """
 
     lengths: Any
@@ -61,13 +61,13 @@ class LengthGroupedSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         """Yield the example indices of this process in the current epoch."""
         order = self._global_order()
-        num_missing = len(self) * self.world_size - len(order)
-        padded = torch.cat([order, order[:num_missing]])
-        shard = padded[self.rank :: self.world_size].tolist()
+        padded_order = order[torch.arange(len(self) * self.world_size) % len(order)]
+        shard = padded_order[self.rank :: self.world_size].tolist()
         return iter(shard[self.num_skipped :] if self.epoch == self._first_epoch else shard)
 
     def _global_order(self) -> Tensor:
         """Return all example indices in the order of the current epoch, before they are split over processes."""
+        # The factor is larger than any number of epochs, so that different seeds and epochs have different orders.
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
         order = torch.randperm(len(self.lengths), generator=generator)
         if not self.group_by_length:
@@ -75,12 +75,12 @@ class LengthGroupedSampler(Sampler[int]):
         lengths = torch.as_tensor(self.lengths)
         global_batch_size = self.batch_size * self.world_size
         pools = order.split(global_batch_size * _BATCHES_PER_POOL)
-        grouped = torch.cat([pool[lengths[pool].argsort(descending=True, stable=True)] for pool in pools])
-        num_full = len(grouped) // global_batch_size
-        batches = grouped[: num_full * global_batch_size].reshape(num_full, global_batch_size)
-        batches = batches[torch.randperm(num_full, generator=generator)]
+        grouped_order = torch.cat([pool[lengths[pool].argsort(descending=True, stable=True)] for pool in pools])
+        num_full_batches = len(grouped_order) // global_batch_size
+        batches = grouped_order[: num_full_batches * global_batch_size].reshape(num_full_batches, global_batch_size)
+        batches = batches[torch.randperm(num_full_batches, generator=generator)]
         # The smaller last batch must stay last: elsewhere, it would shift the boundaries of all later batches.
-        return torch.cat([batches.reshape(-1), grouped[num_full * global_batch_size :]])
+        return torch.cat([batches.reshape(-1), grouped_order[num_full_batches * global_batch_size :]])
 
 
 def sort_longest_first(rows: TokenizedRows) -> list[int]:
@@ -97,8 +97,8 @@ def select_rows_with_tokens(rows: TokenizedRows, order: Tensor, num_tokens: int)
     All of `order`, (rows,), is returned if it has fewer tokens.
     """
     lengths = torch.as_tensor(rows.lengths)
-    chosen = order[: int((lengths[order].cumsum(0) < num_tokens).sum()) + 1]
-    return chosen[lengths[chosen].argsort(descending=True, stable=True)].tolist()
+    chosen_indices = order[: int((lengths[order].cumsum(0) < num_tokens).sum()) + 1]
+    return chosen_indices[lengths[chosen_indices].argsort(descending=True, stable=True)].tolist()
 
 
 def build_evaluation_loader(
@@ -119,7 +119,7 @@ def build_evaluation_loader(
 
 @dataclass(frozen=True)
 class TrainingRows:
-    """Training rows, as a data set whose rows may be new in each epoch of their sampler."""
+    """Data set of training rows, which may differ between epochs, for example by masks. `sampler` knows the epoch."""
 
     rows: TokenizedRows
     sampler: LengthGroupedSampler
@@ -159,11 +159,11 @@ class FineTuningData(L.LightningDataModule):
     def state_dict(self) -> dict[str, int]:
         """Return the number of completed epochs, and the number of batches already used in the current epoch."""
         assert self.trainer is not None
-        loop = self.trainer.fit_loop
-        epochs: Any = loop.epoch_progress.current
-        is_between_epochs = epochs.ready == epochs.processed
-        batches = 0 if is_between_epochs else loop.epoch_loop.batch_progress.current.ready
-        return {"epoch": epochs.processed, "batches": batches}
+        fit_loop = self.trainer.fit_loop
+        epoch_counts: Any = fit_loop.epoch_progress.current
+        is_between_epochs = epoch_counts.ready == epoch_counts.processed
+        num_batches = 0 if is_between_epochs else fit_loop.epoch_loop.batch_progress.current.ready
+        return {"epoch": epoch_counts.processed, "batches": num_batches}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Make the training loader start at the position stored in a checkpoint."""

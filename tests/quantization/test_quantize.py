@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -257,6 +258,15 @@ def test_a_single_model(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixt
         assert message in capsys.readouterr().err
     assert main(["quantize", str(model), str(folder), "--task", "demo"]) == 2
     assert "name one model" in capsys.readouterr().err
+
+
+def test_a_damaged_run_is_named(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "runs" / folder.name)
+    damaged = shutil.copytree(folder, tmp_path / "runs" / "damaged")
+    (damaged / results.RESULT).write_text("{")
+    runs = saved_runs.read_runs([tmp_path / "runs"])
+    assert list(runs.frame["name"]) == [results.read(folder).name]
+    assert list(runs.read_errors) == [str(damaged)]
 
 
 def test_wrong_folders(runs: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

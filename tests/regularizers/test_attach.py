@@ -453,8 +453,9 @@ def test_a_penalty_without_gradient_is_warned_of_once():
     model.bert.requires_grad_(False)
     with attach(model, istar()) as watch:
         model(**INPUTS)
-        with pytest.warns(UserWarning, match="nothing before the chosen layers is trainable"):
+        with pytest.warns(UserWarning, match="nothing before the chosen layers is trainable") as caught:
             watch.loss()
+        assert [warning.filename for warning in caught] == [__file__]
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             model(**INPUTS)

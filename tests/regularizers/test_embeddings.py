@@ -157,8 +157,9 @@ def test_frozen_embeddings_are_warned_of_once():
     model = llama()
     model.lm_head.requires_grad_(False)
     watch = EmbeddingWatch(model, CosReg(1.0), OUTPUT)
-    with pytest.warns(UserWarning, match="the output embeddings are frozen"):
+    with pytest.warns(UserWarning, match="the output embeddings are frozen") as caught:
         watch.loss()
+    assert [warning.filename for warning in caught] == [__file__]
     watch.loss()
 
 

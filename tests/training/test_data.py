@@ -53,6 +53,13 @@ def test_processes_share_the_batches_that_one_process_would_see(world_size):
     assert together[: len(alone)] == alone
 
 
+@pytest.mark.parametrize("group", [True, False])
+def test_more_processes_than_examples_all_get_one(group):
+    shards = [list(LengthGroupedSampler([5, 7], 4, 1, group, rank, world_size=5)) for rank in range(5)]
+    assert [len(shard) for shard in shards] == [1] * 5
+    assert {index for shard in shards for index in shard} == {0, 1}
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_evaluation_shards_repeat_and_lose_nothing(setting, world_size):
     data, examples = setting.data(), []
